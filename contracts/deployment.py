@@ -1,0 +1,82 @@
+"""The deployment file as frozen dataclasses: one per section, every key with a default.
+
+Read from YAML and checked by `pdserve.deploy.config`; passed to workers and the router as JSON. Units are in the names
+or in the line under each field. These classes hold values; they check nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is held."""
+
+    path: str = ""
+    """Folder with config.json, safetensors and tokenizer; empty serves a small random checkpoint."""
+    dtype: str = "float32"
+    """``float32``, ``bfloat16`` or ``float16``: weights, activations and KV."""
+    max_model_len: int = 0
+    """Prompt and answer tokens together; 0 takes the checkpoint's own limit."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    served_name: str = ""
+    """Name that clients use; empty takes the folder's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloConfig:
+    """Latency objectives that goodput counts against."""
+
+    ttft_seconds: float = 0.25
+    tpot_seconds: float = 0.05
+    attainment: float = 0.9
+    """Share of requests that should meet both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseConfig:
+    """One pool of workers: prefill, decode, or mixed."""
+
+    replicas: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    kv_memory: str = "auto"
+    """``auto``, or bytes with a unit: ``512MiB``, ``8GiB``."""
+    max_batch_tokens: int = 2048
+    """New tokens in one step, at most: the chunk budget of prefill."""
+    max_batch_size: int = 256
+    """Sequences decoded in one step, at most."""
+    resources: dict[str, float] = field(default_factory=dict)
+    """Ray resources that each worker asks for, such as ``{host_a: 1}``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferConfig:
+    transport: str = "auto"
+    """``auto``, ``memfd`` (copy on one host) or ``grpc``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_port: int = 0
+    """Metrics, targets, drain; loopback only; 0 picks a free one."""
+    replicas: int = 1
+    max_queued_requests: int = 1024
+    """Requests admitted and not finished, at most; more are refused with 429."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentConfig:
+    """The whole file."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    slo: SloConfig = field(default_factory=SloConfig)
+    prefill: PhaseConfig = field(default_factory=PhaseConfig)
+    decode: PhaseConfig = field(default_factory=PhaseConfig)
+    mixed: PhaseConfig = field(default_factory=lambda: PhaseConfig(replicas=0))
+    kv_transfer: KvTransferConfig = field(default_factory=KvTransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)

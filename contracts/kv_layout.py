@@ -1,0 +1,60 @@
+"""The geometry of a KV pool: one allocation a rank, ``[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]``.
+
+A page for (layer, head) is a contiguous ``[block_size, head_dim]`` tile for kernels; a whole block is one run of bytes
+for transfers; a head range is contiguous within a block; axis 3 is K then V. Executors, the block pool's memory and the
+transports all read offsets from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint64": 8}
+"""Bytes per element. ``uint64`` is the emulated executor's hash state."""
+
+KV_LAYOUT_VERSION = 1
+"""Raised whenever the meaning of the bytes changes; peers of another version refuse each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """Shape and dtype of one rank's KV pool, and the identity of the model that fills it."""
+
+    num_blocks: int
+    num_kv_heads: int
+    num_layers: int
+    block_size: int
+    """Tokens per block."""
+    head_dim: int
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+    model_hash: str
+    """Identity of weights and configuration; KV of another model is refused."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        """``[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]``."""
+        return (self.num_blocks, self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one KV head in one block: all layers, K and V."""
+        return self.num_layers * 2 * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: the unit of transfer."""
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_blocks * self.block_bytes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def is_compatible(self, other: KvLayout) -> bool:
+        """Whether blocks can be copied between pools of the two layouts: everything but the pools' sizes agrees."""
+        return self.model_hash == other.model_hash and self.dtype == other.dtype and self.shape[1:] == other.shape[1:]

@@ -1,0 +1,92 @@
+"""Names, help texts, labels and buckets of every metric, in one place for code, dashboards and tests.
+
+Base units (seconds, bytes, tokens) and underscore names; label values come from closed sets. A duration is always the
+difference of two monotonic readings of one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TTFT_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+"""Time to first token: from a cached short prompt to a long queue."""
+
+ITL_BUCKETS_S = (
+    0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6,
+    0.8, 1.0, 2.0, 4.0, 6.0, 8.0,
+)  # fmt: skip
+"""Gaps between tokens, and decode steps: fine below 10 ms, where a fast decode lives."""
+
+REQUEST_BUCKETS_S = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+"""Whole requests and their phases."""
+
+TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+"""Tokens of a prompt, an answer or a step."""
+
+BYTES_BUCKETS = tuple(2.0**power for power in range(11, 35, 2))
+"""Bytes of one KV transfer: 2 KiB to 8 GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric family."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    """Without the ``_total`` that a counter's samples carry."""
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Histograms only."""
+
+
+# Router
+REQUESTS = Metric("counter", "pdserve_requests", "HTTP requests by route and status code.", ("route", "code"))
+OUTCOMES = Metric("counter", "pdserve_request_outcomes", "Accepted requests by outcome.", ("outcome",))
+ACCEPTED = Metric("counter", "pdserve_requests_accepted", "Requests accepted for generation.")
+IN_FLIGHT = Metric("gauge", "pdserve_requests_in_flight", "Accepted requests without an outcome.")
+QUEUED = Metric("gauge", "pdserve_requests_queued", "Requests that wait for a worker.")
+REQUEST_SECONDS = Metric("histogram", "pdserve_request_seconds", "Arrival to last byte.", (), REQUEST_BUCKETS_S)
+TTFT_SECONDS = Metric(
+    "histogram", "pdserve_ttft_seconds", "Arrival to token 0 written to the client.", (), TTFT_BUCKETS_S
+)
+TPOT_SECONDS = Metric(
+    "histogram", "pdserve_tpot_seconds", "Mean time per output token after token 0.", (), ITL_BUCKETS_S
+)
+ITL_SECONDS = Metric("histogram", "pdserve_itl_seconds", "Gap between two tokens of a stream.", (), ITL_BUCKETS_S)
+HANDOFF_STALL_SECONDS = Metric(
+    "histogram", "pdserve_handoff_stall_seconds", "Token 0 to token 1 of a handed-off request.", (), ITL_BUCKETS_S
+)
+PHASE_SECONDS = Metric(
+    "histogram", "pdserve_request_phase_seconds", "Time a request spent in a phase.", ("phase",), REQUEST_BUCKETS_S
+)
+PROMPT_TOKENS = Metric("counter", "pdserve_prompt_tokens", "Prompt tokens of accepted requests.")
+CACHED_PROMPT_TOKENS = Metric(
+    "counter", "pdserve_cached_prompt_tokens", "Prompt tokens whose KV was found in a prefix cache."
+)
+OUTPUT_TOKENS = Metric("counter", "pdserve_output_tokens", "Tokens sent to clients.")
+REDISPATCHES = Metric("counter", "pdserve_redispatches", "Requests sent to another worker.", ("reason",))
+SLO_REQUESTS = Metric("counter", "pdserve_slo_requests", "Finished requests by SLO verdict.", ("ttft", "tpot"))
+ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to choose workers.", (), ITL_BUCKETS_S)
+
+# Workers, as the router sees them in each frame
+WORKER_UP = Metric("gauge", "pdserve_worker_up", "1 while the session with the worker stands.", ("worker", "role"))
+STEP_SECONDS = Metric("histogram", "pdserve_step_seconds", "Engine steps.", ("worker", "role"), ITL_BUCKETS_S)
+STEP_TOKENS = Metric("histogram", "pdserve_step_tokens", "New tokens per step.", ("worker", "role"), TOKENS_BUCKETS)
+RUNNING = Metric("gauge", "pdserve_running_sequences", "Sequences being computed.", ("worker", "role"))
+WAITING = Metric("gauge", "pdserve_waiting_sequences", "Sequences waiting for blocks or budget.", ("worker", "role"))
+PARKED = Metric("gauge", "pdserve_parked_sequences", "Prefilled prompts waiting to be pulled.", ("worker", "role"))
+KV_BLOCKS = Metric("gauge", "pdserve_kv_blocks", "KV blocks by state.", ("worker", "role", "state"))
+PREEMPTIONS = Metric("counter", "pdserve_preemptions", "Sequences preempted for blocks.", ("worker", "role"))
+TRANSFER_SECONDS = Metric(
+    "histogram", "pdserve_kv_transfer_seconds", "Pulls, from request to verified.", ("transport",), TTFT_BUCKETS_S
+)
+TRANSFER_BYTES = Metric("histogram", "pdserve_kv_transfer_bytes", "Bytes per pull.", ("transport",), BYTES_BUCKETS)
+TRANSFER_FAILURES = Metric("counter", "pdserve_kv_transfer_failures", "Failed pulls by stage.", ("stage",))

@@ -1,0 +1,67 @@
+"""What one worker process is told when it starts, and what it answers once it is up.
+
+`WorkerConfig` travels as JSON (a command-line argument or a Ray actor argument), so it holds plain values only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class WorkerRole(Enum):
+    """Which phases a worker serves. A decode worker can also prefill locally when the policy asks it to."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Everything a worker process needs; nothing is read from the environment."""
+
+    worker_id: str
+    """Stable name of the seat, such as ``prefill-0``; a restarted worker keeps it and takes a new epoch."""
+    role: WorkerRole
+    model_path: str
+    dtype: str = "float32"
+    max_model_len: int = 0
+    """0 takes the checkpoint's own limit."""
+    block_size: int = 16
+    num_kv_blocks: int = 0
+    """0 sizes the pool from ``kv_memory_bytes``."""
+    kv_memory_bytes: int = 0
+    """0 takes an automatic share of free memory."""
+    max_batch_tokens: int = 2048
+    max_batch_size: int = 256
+    transport: str = "auto"
+    """``auto``, ``memfd`` or ``grpc``."""
+    host: str = "127.0.0.1"
+    """Address to listen on and to be reached at; ports are picked by the system and reported."""
+    cluster_token: str = ""
+    """Bearer token that every gRPC call between cluster members carries; empty checks nothing."""
+    cpu_cores: tuple[int, ...] = ()
+    """Cores to pin to before torch is imported; empty leaves the affinity alone."""
+    transfer_cpu_cores: tuple[int, ...] = ()
+    """Cores of the transfer process; empty leaves its affinity alone."""
+    emulate: str = ""
+    """Name of a GPU in the hardware catalogue to emulate instead of computing; empty runs the model."""
+    time_scale: float = 1.0
+    """Emulated seconds are stretched by this factor."""
+    park_timeout_s: float = 30.0
+    """A parked prompt that nobody pulls is freed after this long."""
+    session_grace_s: float = 3.0
+    """A router whose stream is broken for this long has its requests cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEndpoint:
+    """A running worker, as the supervisor tells the router."""
+
+    worker_id: str
+    role: WorkerRole
+    address: str
+    """``host:port`` of the worker's gRPC service."""
+    epoch: int
+    """Random number of this incarnation."""

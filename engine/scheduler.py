@@ -1,0 +1,229 @@
+"""The contract between the step loop and a phase's scheduler, and the events a scheduler emits.
+
+A scheduler is pure: no I/O, no torch, no clock; ``now_s`` is an argument, monotonic, of any origin. The live step loop
+drives it with real time and the planner's simulator drives the same class with a virtual clock. It tolerates results
+one step late: `Scheduler.plan` may be called once more before `Scheduler.complete` of the step before.
+
+Everything that must leave the scheduler (tokens for the router, orders for the transfer process) is an event, taken in
+order with `Scheduler.take_events`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource
+from pdserve.contracts.step import StepBatch, StepOutput, TokenLogprobs
+
+
+class RequestKey(NamedTuple):
+    """Names one attempt at a request on one worker."""
+
+    session: int
+    """Which router session it came through; 0 where there is only one."""
+    request_id: int
+    attempt: int
+
+
+class RequestEventKind(IntEnum):
+    """What happened to an attempt, beside its tokens. Values are the wire's `RequestEvent.Kind`."""
+
+    STARTED = 1
+    LAST_CHUNK = 2
+    JOINED = 3
+    PREEMPTED = 4
+    RESUMED = 5
+    CANCELLED = 6
+    REJECTED = 7
+    FAILED = 8
+    KV_UNAVAILABLE = 9
+    RELEASED = 10
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the attempt is over on this worker."""
+        return self in (
+            RequestEventKind.CANCELLED,
+            RequestEventKind.REJECTED,
+            RequestEventKind.FAILED,
+            RequestEventKind.KV_UNAVAILABLE,
+            RequestEventKind.RELEASED,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A token for the client."""
+
+    key: RequestKey
+    choice: int
+    index: int
+    """Of the token in the answer, over all attempts."""
+    token: int
+    logprobs: TokenLogprobs | None
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEvent:
+    """A change in an attempt's life."""
+
+    key: RequestKey
+    kind: RequestEventKind
+    message: str = ""
+    handle: bytes = b""
+    """LAST_CHUNK: names the parked prompt."""
+    num_cached_tokens: int = 0
+    """STARTED: prompt tokens found in the prefix cache."""
+    waited_s: float = 0.0
+    """STARTED, JOINED: time since `Scheduler.add` or `Scheduler.prepare`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferEvent:
+    """Prefill: a prompt may be pulled from now on; grants follow."""
+
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantEvent:
+    """Prefill: blocks whose KV is complete, in prompt order."""
+
+    handle: bytes
+    first_index: int
+    """Position in the prompt of the first of ``block_ids``."""
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    final: bool
+    num_tokens: int = 0
+    """Final: tokens whose KV the prompt's blocks hold."""
+    first_token: int = 0
+    """Final: the token sampled after the prompt."""
+    finish: FinishReason = FinishReason.NONE
+    """Final: not NONE when the request ended with that token."""
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawEvent:
+    """Prefill: the prompt's blocks are about to be reused; break any pull of them."""
+
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPullEvent:
+    """Decode: blocks are reserved; fetch the prompt's KV into them."""
+
+    pull_id: int
+    source: KvSource
+    num_cached_blocks: int
+    """Leading blocks of the prompt that are already here."""
+    block_ids: tuple[int, ...]
+    """Targets of the prompt's blocks after those."""
+    num_tokens: int
+    """Tokens whose KV the prompt's blocks hold, cached ones included."""
+    deadline_s: float
+    """Seconds from now after which the pull is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortPullEvent:
+    """Decode: stop a pull. Its targets stay reserved until `Scheduler.pull_done` says that nothing writes to them."""
+
+    pull_id: int
+
+
+Event = TokenEvent | RequestEvent | OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullResult:
+    """How a pull ended: what the transfer process says of it."""
+
+    pull_id: int
+    failure: str = ""
+    """Empty on success."""
+    num_tokens: int = 0
+    first_token: int = 0
+    finish: FinishReason = FinishReason.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLoad:
+    """A snapshot for the router's policy and the metrics."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_parked: int = 0
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+    num_blocks_referenced: int = 0
+    num_waiting_tokens: int = 0
+    num_context_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Scheduler(Protocol):
+    """Decides what each step computes. Not thread-safe: one loop owns it."""
+
+    def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
+        """Take a request to prefill here. One that can never run gets a REJECTED event."""
+        ...
+
+    def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
+        """Take a request whose prompt is being prefilled elsewhere: reserve, pull, decode."""
+        ...
+
+    def cancel(self, key: RequestKey, now_s: float) -> None:
+        """Drop a request in any state; unknown keys are ignored. Emits CANCELLED if it was alive."""
+        ...
+
+    def plan(self, now_s: float) -> StepBatch | None:
+        """Decide the next step, or ``None`` when nothing can run now. Expires what is past its deadline."""
+        ...
+
+    def complete(self, output: StepOutput, now_s: float) -> None:
+        """Take the results of the oldest planned step that is not completed."""
+        ...
+
+    def fail_step(self, step_id: int, message: str, now_s: float) -> None:
+        """The oldest planned step raised: every request in it FAILS, and its blocks are freed, never cached."""
+        ...
+
+    def pull_done(self, result: PullResult, now_s: float) -> None:
+        """A pull ended; exactly one call per StartPullEvent."""
+        ...
+
+    def lease_opened(self, handle: bytes, now_s: float) -> None:
+        """A decode worker is pulling the parked prompt: it does not time out meanwhile."""
+        ...
+
+    def lease_lost(self, handle: bytes, now_s: float) -> None:
+        """The puller went away without release: another may come until the park time is over."""
+        ...
+
+    def released(self, handle: bytes, now_s: float) -> None:
+        """The puller has every block: demote ours to cached."""
+        ...
+
+    def next_deadline_s(self) -> float | None:
+        """The instant at which `plan` has something to expire; ``None`` for none."""
+        ...
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call, in order."""
+        ...
+
+    def load(self) -> SchedulerLoad: ...
+
+    def quiet_steps(self) -> int:
+        """Decode steps that pass with no finish, no waiting work and no block shortage: `advance` may skip them."""
+        ...
+
+    def advance(self, num_steps: int) -> None:
+        """Account for ``num_steps <= quiet_steps()`` decode steps at once, without token values (simulation only)."""
+        ...

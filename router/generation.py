@@ -1,0 +1,97 @@
+"""The seam inside the router: HTTP handlers ask a `Generator` for tokens and know nothing of workers.
+
+`pdserve.router.dispatch` implements it over worker sessions; the HTTP edge consumes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.contracts.request import FinishReason, SamplingParams
+from pdserve.contracts.step import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """One generated token of a choice."""
+
+    index: int
+    """Position in the answer, from 0, without gaps."""
+    token: int
+    logprobs: TokenLogprobs | None
+    finish: FinishReason
+    """Not NONE on the last token."""
+
+
+class GenerationError(Exception):
+    """A generation that cannot go on. The HTTP edge turns it into an OpenAI error object."""
+
+    def __init__(self, status: int, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status: 400 cannot run here, 429 overloaded, 503 no worker, 504 deadline, 500 other."""
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the cluster serves, as the first worker's welcome tells it."""
+
+    max_model_len: int
+    """Prompt and answer tokens together."""
+
+
+class Generation(Protocol):
+    """One running request. Iterate it for tokens; leaving early requires `cancel`."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in a prefix cache; meaningful once token 0 is out."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        """Yields every token once, in order.
+
+        Raises:
+            GenerationError: no token follows.
+        """
+        ...
+
+    def cancel(self, *, finished: bool = False) -> None:
+        """Stop it on every worker; idempotent, and harmless after the end.
+
+        ``finished`` counts the request FINISHED (a stop string was found) rather than CANCELLED (the client left).
+        """
+        ...
+
+
+class Generator(Protocol):
+    """Starts generations."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether both phases have served a real round trip."""
+        ...
+
+    @property
+    def model(self) -> ServedModel | None:
+        """``None`` until a worker has been seen."""
+        ...
+
+    def start(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, *, arrived_s: float, cache_salt: bytes = b""
+    ) -> Generation:
+        """Accept a request and begin to place it.
+
+        Args:
+            prompt_tokens: token ids, at least one.
+            sampling: ``max_tokens`` already bounded by the model's length; ``seed`` minted.
+            arrived_s: ``time.monotonic()`` at the request's arrival, from which TTFT counts.
+
+        Raises:
+            GenerationError: refused at once (overload, no worker).
+        """
+        ...
