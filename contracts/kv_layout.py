@@ -1,4 +1,4 @@
-"""The geometry of a KV pool: one allocation a rank, ``[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]``.
+"""The geometry of a KV pool: one allocation a rank, of shape `KvLayout.shape`.
 
 A page for (layer, head) is a contiguous ``[block_size, head_dim]`` tile for kernels; a whole block is one run of bytes
 for transfers; a head range is contiguous within a block; axis 3 is K then V. Executors, the block pool's memory and the
