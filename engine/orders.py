@@ -1,0 +1,101 @@
+"""Conversions between the scheduler's events and the messages of the transfer process.
+
+Called by the step loop only. Never keeps state.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdserve.contracts.step import ModelLimits
+from pdserve.engine.scheduler import (
+    AbortPullEvent,
+    GrantEvent,
+    OfferEvent,
+    PullResult,
+    StartPullEvent,
+    WithdrawEvent,
+)
+from pdserve.engine.wire import WireError, finish_from_proto, finish_to_proto, logprobs_to_proto, source_to_proto
+from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+
+TransferEvent = OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
+"""The events that are orders for the transfer process."""
+
+
+class TransferLink(Protocol):
+    """The engine's end of the pipe to its transfer process."""
+
+    @property
+    def address(self) -> str:
+        """``host:port`` where peers pull from."""
+        ...
+
+    def send(self, message: transfer_pb2.EngineToTransfer) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def order_to_proto(event: TransferEvent, min_duration_s: float = 0.0) -> transfer_pb2.EngineToTransfer:
+    """``min_duration_s`` is for a `StartPullEvent`: how long an emulated pull lasts at least."""
+    match event:
+        case OfferEvent():
+            return transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=event.handle))
+        case GrantEvent():
+            grant = transfer_pb2.OfferedGrant(handle=event.handle, grant=_grant_to_proto(event))
+            return transfer_pb2.EngineToTransfer(grant=grant)
+        case WithdrawEvent():
+            return transfer_pb2.EngineToTransfer(withdraw=transfer_pb2.Withdraw(handle=event.handle))
+        case StartPullEvent():
+            return transfer_pb2.EngineToTransfer(start_pull=_start_pull_to_proto(event, min_duration_s))
+        case AbortPullEvent():
+            return transfer_pb2.EngineToTransfer(abort_pull=transfer_pb2.AbortPull(pull_id=event.pull_id))
+
+
+def _grant_to_proto(event: GrantEvent) -> kv_pb2.Grant:
+    grant = kv_pb2.Grant(
+        first_index=event.first_index,
+        block_ids=event.block_ids,
+        generations=event.generations,
+        final=event.final,
+        num_tokens=event.num_tokens,
+    )
+    if event.final:
+        grant.first_token.token = event.first_token
+        grant.first_token.finish = finish_to_proto(event.finish)
+        if event.logprobs is not None:
+            grant.first_token.logprobs.CopyFrom(logprobs_to_proto(event.logprobs))
+    return grant
+
+
+def _start_pull_to_proto(event: StartPullEvent, min_duration_s: float) -> transfer_pb2.StartPull:
+    return transfer_pb2.StartPull(
+        pull_id=event.pull_id,
+        source=source_to_proto(event.source),
+        num_cached_blocks=event.num_cached_blocks,
+        block_ids=event.block_ids,
+        deadline_s=event.deadline_s,
+        min_duration_s=min_duration_s,
+    )
+
+
+def pull_result(done: transfer_pb2.PullDone, limits: ModelLimits) -> PullResult:
+    """What the scheduler is told of a pull's end. The peer's words are checked: a token that cannot be is a failure."""
+    if done.failure_stage:
+        return PullResult(pull_id=done.pull_id, failure=f"{done.failure_stage}: {done.message}")
+    if done.first_token.token >= limits.vocab_size or done.num_tokens > limits.max_model_len:
+        return PullResult(pull_id=done.pull_id, failure="verify: the source's answer is outside the model's limits")
+    try:
+        finish = finish_from_proto(done.first_token.finish)
+    except WireError as error:
+        return PullResult(pull_id=done.pull_id, failure=f"verify: {error}")
+    return PullResult(
+        pull_id=done.pull_id, num_tokens=done.num_tokens, first_token=done.first_token.token, finish=finish
+    )
+
+
+def transfer_report(done: transfer_pb2.PullDone) -> worker_pb2.TransferReport:
+    """What the routers are told of a pull's end."""
+    return worker_pb2.TransferReport(
+        transport=done.transport, seconds=done.seconds, bytes=done.bytes, failure_stage=done.failure_stage
+    )

@@ -1,0 +1,103 @@
+"""Packing and unpacking of token frames."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.contracts.request import FinishReason, KvSource
+from pdserve.contracts.step import TokenLogprobs
+from pdserve.engine.frames import ClientEvent, KvOrigin, ReceivedToken, pack_frames, unpack_tokens
+from pdserve.engine.scheduler import RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.engine.wire import WireError, source_from_proto
+from pdserve.proto.v1 import worker_pb2
+
+NONE = worker_pb2.FINISH_REASON_NONE
+ORIGIN = KvOrigin("10.0.0.1:7000", 2**64 - 1)
+
+uint32 = st.integers(0, 2**32 - 1)
+float32 = st.floats(width=32, allow_nan=False)
+keys = st.builds(RequestKey, st.integers(1, 3), st.integers(0, 2**64 - 1), uint32)
+logprobs = st.none() | st.builds(TokenLogprobs, float32, st.lists(st.tuples(uint32, float32), max_size=3).map(tuple))
+token_events = st.builds(TokenEvent, keys, uint32, uint32, uint32, logprobs, st.sampled_from(FinishReason))
+
+
+@settings(max_examples=50)
+@given(st.lists(token_events, max_size=30))
+def test_every_token_comes_back_in_its_session_in_order(events: list[TokenEvent]) -> None:
+    frames = pack_frames(events, ORIGIN)
+    assert set(frames) == {event.key.session for event in events}
+    for session, frame in frames.items():
+        wire = worker_pb2.StepFrame.FromString(frame.SerializeToString())
+        expected = [
+            ReceivedToken(
+                event.key.request_id,
+                event.key.attempt,
+                event.choice,
+                event.index,
+                event.token,
+                event.logprobs,
+                event.finish,
+            )
+            for event in events
+            if event.key.session == session
+        ]
+        assert list(unpack_tokens(wire.tokens)) == expected
+
+
+def test_request_events_carry_the_source_of_a_parked_prompt() -> None:
+    key = RequestKey(4, 11, 1)
+    events: list[ClientEvent] = [
+        RequestEvent(key=key, kind=RequestEventKind.STARTED, num_cached_tokens=32, waited_s=0.5),
+        RequestEvent(key=key, kind=RequestEventKind.LAST_CHUNK, handle=bytes(range(16))),
+        RequestEvent(key=key, kind=RequestEventKind.FAILED, message="out of luck"),
+    ]
+    started, last_chunk, failed = pack_frames(events, ORIGIN)[4].events
+    assert (started.request_id, started.attempt, started.num_cached_tokens, started.waited_s) == (11, 1, 32, 0.5)
+    assert source_from_proto(last_chunk.source) == KvSource(
+        address="10.0.0.1:7000", worker_epoch=2**64 - 1, handle=bytes(range(16))
+    )
+    assert (failed.kind, failed.message) == (worker_pb2.RequestEvent.FAILED, "out of luck")
+    assert not failed.HasField("source")
+
+
+def test_event_kinds_have_the_values_of_the_wire() -> None:
+    assert {kind.name: kind.value for kind in RequestEventKind} == {
+        name: value for name, value in worker_pb2.RequestEvent.Kind.items() if value
+    }
+    assert {f"FINISH_REASON_{reason.name}": reason.value for reason in FinishReason} == dict(
+        worker_pb2.FinishReason.items()
+    )
+
+
+def a_column(**columns: list[int] | list[worker_pb2.Logprobs]) -> worker_pb2.Tokens:
+    """One good entry, with some columns replaced."""
+    tokens = worker_pb2.Tokens(request_id=[1], attempt=[0], choice=[0], index=[0], token=[5], finish=[NONE])
+    for name, values in columns.items():
+        tokens.ClearField(name)  # type: ignore[arg-type]
+        getattr(tokens, name).extend(values)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        a_column(request_id=[1, 2]),
+        a_column(finish=[]),
+        a_column(finish=[9]),
+        a_column(logprobs_entry=[0]),
+        a_column(logprobs_entry=[0], logprobs=[worker_pb2.Logprobs(top_tokens=[1])]),
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(tokens: worker_pb2.Tokens) -> None:
+    with pytest.raises(WireError):
+        list(unpack_tokens(tokens))
+
+
+def test_frames_and_the_service_need_no_torch() -> None:
+    script = "import sys, pdserve.engine.frames, pdserve.engine.service; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,81 @@
+"""Conversions between contracts and the wire, and the limits checked on the way in."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.step import ModelLimits
+from pdserve.engine.wire import WireError, request_from_proto, request_to_proto, source_from_proto, source_to_proto
+from pdserve.proto.v1 import worker_pb2
+
+LIMITS = ModelLimits(max_model_len=64, vocab_size=1000)
+
+token_ids = st.integers(0, 999)
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2, width=32),
+    top_k=st.integers(0, 2**32 - 1),
+    top_p=st.floats(0.125, 1, width=32),
+    seed=st.integers(0, 2**64 - 1),
+    max_tokens=st.integers(20, 2**32 - 1),
+    stop_token_ids=st.lists(token_ids, max_size=4).map(tuple),
+    ignore_eos=st.booleans(),
+    num_logprobs=st.integers(-1, 20),
+)
+requests = st.builds(
+    GenerationRequest,
+    request_id=st.integers(0, 2**64 - 1),
+    attempt=st.integers(0, 2**32 - 1),
+    prompt_tokens=st.lists(token_ids, min_size=1, max_size=40).map(tuple),
+    emitted_tokens=st.lists(token_ids, max_size=19).map(tuple),
+    sampling=samplings,
+    cache_salt=st.binary(max_size=64),
+    deadline_s=st.floats(0.001, 86400),
+    ttft_slo_s=st.floats(0, 60),
+    handoff=st.booleans(),
+)
+
+
+@settings(max_examples=50)
+@given(requests)
+def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
+    wire = worker_pb2.Request.FromString(request_to_proto(request).SerializeToString())
+    assert request_from_proto(wire, LIMITS) == request
+
+
+def test_a_source_survives_the_wire() -> None:
+    source = KvSource(address="[::1]:99", worker_epoch=2**64 - 1, handle=bytes(range(16)))
+    assert source_from_proto(source_to_proto(source)) == source
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=80))
+def test_arbitrary_bytes_give_a_request_or_a_wire_error(data: bytes) -> None:
+    message = worker_pb2.Request()
+    with suppress(DecodeError, WireError):
+        message.ParseFromString(data)
+        assert request_from_proto(message, LIMITS).prompt_tokens
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        worker_pb2.SamplingParams(top_p=1.5, max_tokens=1),
+        worker_pb2.SamplingParams(top_p=1, temperature=-1, max_tokens=1),
+        worker_pb2.SamplingParams(top_p=1, temperature=float("inf"), max_tokens=1),
+        worker_pb2.SamplingParams(top_p=1),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, num_logprobs=21),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, num_logprobs=-2),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, stop_token_ids=[1] * 65),
+    ],
+)
+def test_sampling_outside_the_limits_is_refused(sampling: worker_pb2.SamplingParams) -> None:
+    request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1)
+    with pytest.raises(WireError):
+        request_from_proto(request, LIMITS)

@@ -1,0 +1,167 @@
+"""Worker processes for tests, and a minimal router to talk to them: one session, collected by a thread."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.engine.frames import ReceivedToken, unpack_tokens
+from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
+from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
+
+DEADLINE_S = 60.0
+_router_numbers = itertools.count()
+
+
+class RouterClient:
+    """One session with one worker. Everything received is kept; `wait_for` waits until it satisfies a condition."""
+
+    def __init__(
+        self, address: str, *, router_id: str = "", epoch: int = 1, token: str = "", is_reading: bool = True
+    ) -> None:
+        """``is_reading`` False: a stalled router, which opens a session and never reads it."""
+        self.welcome = worker_pb2.Welcome()
+        self.load = worker_pb2.Load()
+        self.frames: list[worker_pb2.StepFrame] = []
+        self.tokens: defaultdict[int, list[ReceivedToken]] = defaultdict(list)
+        """By request id."""
+        self.events: defaultdict[int, list[worker_pb2.RequestEvent]] = defaultdict(list)
+        self.error: grpc.StatusCode | None = None
+        """How the stream ended; None while it stands."""
+        self.error_details = ""
+        self._changed = threading.Condition()
+        self._outgoing: queue.SimpleQueue[worker_pb2.RouterMessage | None] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        hello = worker_pb2.Hello(router_id=router_id or f"router-{next(_router_numbers)}", session_epoch=epoch)
+        self.send(worker_pb2.RouterMessage(hello=hello))
+        self._call = worker_pb2_grpc.WorkerStub(self._channel).Session(self._requests(), metadata=metadata)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        if is_reading:
+            self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Break the stream."""
+        self._outgoing.put(None)
+        self._call.cancel()  # type: ignore[no-untyped-call]
+        if self._reader.is_alive():
+            self._reader.join()
+        self._channel.close()
+
+    def send(self, message: worker_pb2.RouterMessage) -> None:
+        self._outgoing.put(message)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.send(worker_pb2.RouterMessage(submit=worker_pb2.Submit(request=request_to_proto(request))))
+
+    def prepare(self, request: GenerationRequest, source: KvSource) -> None:
+        prepare = worker_pb2.Prepare(request=request_to_proto(request), source=source_to_proto(source))
+        self.send(worker_pb2.RouterMessage(prepare=prepare))
+
+    def cancel(self, request_id: int, attempt: int = 0) -> None:
+        self.send(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(request_id=request_id, attempt=attempt)))
+
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
+        """Wait until ``condition()`` holds; an AssertionError names ``what`` did not happen in time."""
+        with self._changed:
+            happened = self._changed.wait_for(condition, timeout_s)
+        assert happened, f"not seen in {timeout_s} s: {what}; stream: {self.error} {self.error_details}"
+
+    def wait_for_event(self, request_id: int, kind: worker_pb2.RequestEvent.Kind.ValueType) -> worker_pb2.RequestEvent:
+        """The first event of this kind of a request."""
+
+        def found() -> list[worker_pb2.RequestEvent]:
+            return [event for event in self.events[request_id] if event.kind == kind]
+
+        name = worker_pb2.RequestEvent.Kind.Name(kind)
+        self.wait_for(lambda: bool(found()), f"{name} of request {request_id}, only {self.events[request_id]}")
+        return found()[0]
+
+    def wait_for_source(self, request_id: int) -> KvSource:
+        """Where a prompt that was submitted with ``handoff`` can be pulled from."""
+        return source_from_proto(self.wait_for_event(request_id, worker_pb2.RequestEvent.LAST_CHUNK).source)
+
+    def wait_for_tokens(self, request_id: int, count: int) -> list[int]:
+        """The first ``count`` tokens of a request."""
+        self.wait_for(
+            lambda: len(self.tokens[request_id]) >= count,
+            f"{count} tokens of request {request_id}, only {len(self.tokens[request_id])}: {self.events[request_id]}",
+        )
+        return [entry.token for entry in self.tokens[request_id][:count]]
+
+    def wait_for_answer(self, request_id: int) -> list[int]:
+        """All tokens of a request, once the last one is here. Their indices are checked to be without gaps."""
+        self.wait_for(
+            lambda: bool(self.tokens[request_id]) and self.tokens[request_id][-1].finish != 0,
+            f"the end of request {request_id}",
+        )
+        entries = self.tokens[request_id]
+        first = entries[0].index
+        assert [entry.index for entry in entries] == list(range(first, first + len(entries)))
+        return [entry.token for entry in entries]
+
+    def wait_until_free(self, timeout_s: float = DEADLINE_S) -> None:
+        """Wait for a load that says that no block is referenced and nothing runs, waits or is parked."""
+        self.wait_for(
+            lambda: (
+                bool(self.frames)
+                and self.load.num_blocks_free + self.load.num_blocks_cached > 0
+                and self.load.num_blocks_referenced == 0
+                and self.load.num_running + self.load.num_waiting + self.load.num_parked == 0
+            ),
+            "every block free",
+            timeout_s,
+        )
+
+    def _requests(self) -> Iterator[worker_pb2.RouterMessage]:
+        while (message := self._outgoing.get()) is not None:
+            yield message
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                with self._changed:
+                    self._take(message)
+                    self._changed.notify_all()
+        except grpc.RpcError:
+            pass
+        with self._changed:
+            self.error = self._call.code()
+            self.error_details = self._call.details() or ""
+            self._changed.notify_all()
+
+    def _take(self, message: worker_pb2.WorkerMessage) -> None:
+        if message.WhichOneof("body") == "welcome":
+            self.welcome = message.welcome
+            return
+        self.frames.append(message.frame)
+        self.load = message.frame.load
+        for entry in unpack_tokens(message.frame.tokens):
+            self.tokens[entry.request_id].append(entry)
+        for event in message.frame.events:
+            self.events[event.request_id].append(event)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
+    """Poll a condition that no thread announces."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not seen in {timeout_s} s: {what}"
+        time.sleep(0.02)
