@@ -1,0 +1,382 @@
+// Paged attention over a ragged batch, and the rotary write into the pool, for CPUs.
+//
+// Compiled by cpu_build.py on first use and called by cpu_attention.py, which checks every shape, length and block id
+// before a call: nothing is checked here. Pools are [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] of
+// float or bfloat16; arithmetic is float. head_dim is a multiple of 8.
+//
+// Attention is FlashAttention's online softmax (Dao et al. 2022, algorithm 1) with one KV page as the key tile. Masked
+// keys are never computed with, so no infinities occur and pages may hold anything past their last valid token. No
+// -ffast-math: vectors are written out with the compiler's portable vector type, which it lowers to any instruction set.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+// One step's ragged batch. Mirrored by cpu_attention._Batch.
+struct Batch {
+  int64_t num_rows;
+  const int32_t* query_starts;  // [num_rows + 1], into tokens
+  const int32_t* kv_lengths;    // [num_rows], new tokens included
+  const int32_t* block_starts;  // [num_rows + 1], into block_ids
+  const int32_t* block_ids;
+};
+
+// A KV pool. Mirrored by cpu_attention._Pool.
+struct Pool {
+  void* data;
+  int64_t num_kv_heads;
+  int64_t num_layers;
+  int64_t block_size;
+  int64_t head_dim;
+};
+
+constexpr int kLanes = 8;
+constexpr int kTileRows = 32;          // Rows (token, query head of the group) of one task.
+constexpr int64_t kSplitKeys = 1024;   // A row with one query tile is cut into runs of about this many keys. Constant, so
+                                       // that a row's result depends on neither its neighbours nor the thread count.
+constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
+constexpr float kLowest = -1e30f;
+
+using Vec = float __attribute__((vector_size(4 * kLanes)));
+using IntVec = int32_t __attribute__((vector_size(4 * kLanes)));
+using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+inline void from_float(float x, float& y) { y = x; }
+inline void from_float(float x, BFloat16& y) {  // To nearest, ties to even; NaN stays NaN.
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  y.bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// 2^x for x <= 0, and 0 below 2^-126. Taylor series of degree 6 on [-0.5, 0.5]: relative error under 2e-7.
+inline Vec exp2_vec(Vec x) {
+  const Vec magic = Vec{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits.
+  const Vec shifted = x + magic;
+  const Vec f = x - (shifted - magic);
+  Vec y = f * 1.540353039338161e-4f + 1.333355814642844e-3f;
+  y = y * f + 9.618129107628477e-3f;
+  y = y * f + 5.550410866482158e-2f;
+  y = y * f + 2.402265069591007e-1f;
+  y = y * f + 6.931471805599453e-1f;
+  y = y * f + 1.0f;
+  const IntVec scaled = reinterpret_cast<IntVec>(y) + (reinterpret_cast<IntVec>(shifted) << 23);
+  return reinterpret_cast<Vec>(scaled & ~(x < -126.0f));
+}
+
+inline float exp2_float(float x) { return exp2_vec(Vec{} + x)[0]; }
+
+// Sums of eight vectors, one per lane.
+inline Vec sum_each(const Vec a[8]) {
+  Vec b[4], c[2];
+  for (int i = 0; i < 4; ++i)
+    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  for (int i = 0; i < 2; ++i)
+    c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(b[2 * i], b[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         __builtin_shufflevector(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+// score[j] = q . k[j] for eight consecutive keys.
+inline void score_eight(const float* q, const float* k, int64_t dim, float* score) {
+  Vec sum[8] = {};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Vec q_vec = load(q + d);
+    for (int j = 0; j < 8; ++j) sum[j] += q_vec * load(k + j * dim + d);
+  }
+  store(score, sum_each(sum));
+}
+
+inline float score_one(const float* q, const float* k, int64_t dim) {
+  Vec sum = {};
+  for (int64_t d = 0; d < dim; d += kLanes) sum += load(q + d) * load(k + d);
+  float total = 0;
+  for (int i = 0; i < kLanes; ++i) total += sum[i];
+  return total;
+}
+
+// out[0 .. 8 * kVecs) += sum over j of p[j] * v[j], with the sums held in registers.
+template <int kVecs>
+inline void accumulate(const float* p, const float* v, int64_t num_keys, int64_t dim, float* out) {
+  Vec sum[kVecs];
+  for (int i = 0; i < kVecs; ++i) sum[i] = load(out + i * kLanes);
+  for (int64_t j = 0; j < num_keys; ++j)
+    for (int i = 0; i < kVecs; ++i) sum[i] += p[j] * load(v + j * dim + i * kLanes);
+  for (int i = 0; i < kVecs; ++i) store(out + i * kLanes, sum[i]);
+}
+
+inline void accumulate_row(const float* p, const float* v, int64_t num_keys, int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + 64 <= dim; d += 64) accumulate<8>(p, v + d, num_keys, dim, out + d);
+  for (; d + 16 <= dim; d += 16) accumulate<2>(p, v + d, num_keys, dim, out + d);
+  for (; d < dim; d += 8) accumulate<1>(p, v + d, num_keys, dim, out + d);
+}
+
+// A page as floats: itself, or converted into scratch.
+inline const float* as_float(const float* page, int64_t, float*) { return page; }
+inline const float* as_float(const BFloat16* page, int64_t count, float* scratch) {
+  for (int64_t i = 0; i < count; ++i) scratch[i] = to_float(page[i]);
+  return scratch;
+}
+
+// First element of the keys of a page; its values follow.
+template <typename T>
+T* page_at(const Pool& pool, int64_t block, int64_t head, int64_t layer) {
+  const int64_t index = (block * pool.num_kv_heads + head) * pool.num_layers + layer;
+  return static_cast<T*>(pool.data) + index * 2 * pool.block_size * pool.head_dim;
+}
+
+// One row's query tokens [first_token, end_token) on one KV head against keys [first_key, end_key).
+struct Task {
+  int64_t row, head, first_token, end_token, first_key, end_key;
+  int64_t partial;  // Index of the first of its rows in the partial results; -1 when it sees all keys.
+};
+
+// Running softmax of a task's rows: unnormalised output, maximum and sum, in powers of two.
+struct Softmax {
+  float* out;  // [rows, dim]
+  float* max;  // [rows]
+  float* sum;  // [rows]
+};
+
+// Adds keys [0, num_keys) of a page to row m of the softmax. `scores` has room for the page, rounded up to 8.
+inline void add_page(const float* q, const float* k, const float* v, int64_t num_keys, int64_t block_size, int64_t dim,
+                     float* scores, const Softmax& softmax, int64_t m) {
+  int64_t j = 0;
+  for (; j < num_keys && j + 8 <= block_size; j += 8) score_eight(q, k + j * dim, dim, scores + j);
+  for (; j < num_keys; ++j) scores[j] = score_one(q, k + j * dim, dim);
+  const int64_t padded = (num_keys + kLanes - 1) / kLanes * kLanes;
+  for (j = num_keys; j < padded; ++j) scores[j] = kLowest;
+
+  float max = softmax.max[m];
+  for (j = 0; j < padded; ++j) max = std::max(max, scores[j]);
+  if (max > softmax.max[m]) {
+    const float scale = exp2_float(softmax.max[m] - max);
+    for (int64_t d = 0; d < dim; ++d) softmax.out[m * dim + d] *= scale;
+    softmax.sum[m] *= scale;
+    softmax.max[m] = max;
+  }
+  Vec sum = {};
+  for (j = 0; j < padded; j += kLanes) {
+    const Vec p = exp2_vec(load(scores + j) - max);
+    store(scores + j, p);
+    sum += p;
+  }
+  for (int i = 0; i < kLanes; ++i) softmax.sum[m] += sum[i];
+  accumulate_row(scores, v, num_keys, dim, softmax.out + m * dim);
+}
+
+// Per-thread working memory, kept between calls.
+struct Scratch {
+  std::vector<float> q, out, max, sum, k, v, scores;
+  void fit(int64_t rows, int64_t dim, int64_t block_size) {
+    q.resize(rows * dim);
+    out.assign(rows * dim, 0.0f);
+    max.assign(rows, kLowest);
+    sum.assign(rows, 0.0f);
+    k.resize(block_size * dim);
+    v.resize(block_size * dim);
+    scores.resize(block_size + kLanes);
+  }
+};
+
+template <typename T>
+struct Attention {
+  const T* q;  // [num_tokens, num_heads, head_dim], token stride q_stride
+  int64_t q_stride;
+  T* out;  // [num_tokens, num_heads, head_dim]
+  int64_t group;
+  const Pool& pool;
+  int64_t layer;
+  const Batch& batch;
+  float scale;  // Of scores, log2(e) included.
+  std::vector<Task> tasks;
+  std::vector<float> partial_out, partial_max, partial_sum;
+
+  int64_t num_heads() const { return pool.num_kv_heads * group; }
+  int64_t num_new(int64_t row) const { return batch.query_starts[row + 1] - batch.query_starts[row]; }
+
+  // Cuts the batch into tasks; returns their multiply-adds.
+  int64_t plan() {
+    const int64_t tile_tokens = std::max<int64_t>(1, kTileRows / group);
+    int64_t work = 0, num_partials = 0;
+    for (int64_t row = 0; row < batch.num_rows; ++row) {
+      const int64_t n = num_new(row), cached = batch.kv_lengths[row] - n;
+      const int64_t split_keys = std::max<int64_t>(1, kSplitKeys / pool.block_size) * pool.block_size;
+      const bool split = n <= tile_tokens && batch.kv_lengths[row] > split_keys;
+      for (int64_t head = 0; head < pool.num_kv_heads; ++head)
+        for (int64_t first = 0; first < n; first += tile_tokens) {
+          const int64_t end = std::min(n, first + tile_tokens), num_keys = cached + end;
+          const int64_t step = split ? split_keys : num_keys;
+          for (int64_t key = 0; key < num_keys; key += step) {
+            tasks.push_back({row, head, first, end, key, std::min(num_keys, key + step), split ? num_partials : -1});
+            num_partials += split ? (end - first) * group : 0;
+          }
+          work += (end - first) * group * num_keys * pool.head_dim * 2;
+        }
+    }
+    partial_out.resize(num_partials * pool.head_dim);
+    partial_max.resize(num_partials);
+    partial_sum.resize(num_partials);
+    return work;
+  }
+
+  void run(const Task& task) {
+    thread_local Scratch scratch;
+    const int64_t dim = pool.head_dim, block_size = pool.block_size, rows = (task.end_token - task.first_token) * group;
+    scratch.fit(rows, dim, block_size);
+    const Softmax softmax{scratch.out.data(), scratch.max.data(), scratch.sum.data()};
+    const int64_t start = batch.query_starts[task.row] + task.first_token;
+    for (int64_t m = 0; m < rows; ++m) {
+      const T* from = q + (start + m / group) * q_stride + (task.head * group + m % group) * dim;
+      for (int64_t d = 0; d < dim; ++d) scratch.q[m * dim + d] = to_float(from[d]) * scale;
+    }
+    const int32_t* blocks = batch.block_ids + batch.block_starts[task.row];
+    const int64_t first_position = batch.kv_lengths[task.row] - num_new(task.row) + task.first_token;
+    for (int64_t key = task.first_key; key < task.end_key; key += block_size) {
+      const T* page = page_at<T>(pool, blocks[key / block_size], task.head, layer);
+      const int64_t count = std::min(block_size, task.end_key - key) * dim;
+      const float* k = as_float(page, count, scratch.k.data());
+      const float* v = as_float(page + block_size * dim, count, scratch.v.data());
+      for (int64_t m = 0; m < rows; ++m) {
+        const int64_t end = std::min(task.end_key, first_position + m / group + 1);
+        if (key < end)
+          add_page(scratch.q.data() + m * dim, k, v, std::min(block_size, end - key), block_size, dim,
+                   scratch.scores.data(), softmax, m);
+      }
+    }
+    if (task.partial < 0) {
+      for (int64_t m = 0; m < rows; ++m) write(task, m, softmax.out + m * dim, 1.0f / softmax.sum[m]);
+    } else {
+      std::copy_n(softmax.out, rows * dim, partial_out.data() + task.partial * dim);
+      std::copy_n(softmax.max, rows, partial_max.data() + task.partial);
+      std::copy_n(softmax.sum, rows, partial_sum.data() + task.partial);
+    }
+  }
+
+  void write(const Task& task, int64_t m, const float* from, float factor) {
+    const int64_t token = batch.query_starts[task.row] + task.first_token + m / group;
+    T* to = out + (token * num_heads() + task.head * group + m % group) * pool.head_dim;
+    for (int64_t d = 0; d < pool.head_dim; ++d) from_float(from[d] * factor, to[d]);
+  }
+
+  // Joins the splits tasks[first, end) of one (row, KV head) in key order.
+  void merge(int64_t first, int64_t end) {
+    const Task& task = tasks[first];
+    const int64_t dim = pool.head_dim, rows = (task.end_token - task.first_token) * group;
+    std::vector<float> total(dim);
+    for (int64_t m = 0; m < rows; ++m) {
+      float max = kLowest, sum = 0;
+      for (int64_t i = first; i < end; ++i) max = std::max(max, partial_max[tasks[i].partial + m]);
+      std::fill(total.begin(), total.end(), 0.0f);
+      for (int64_t i = first; i < end; ++i) {
+        const int64_t partial = tasks[i].partial + m;
+        const float weight = exp2_float(partial_max[partial] - max);
+        sum += weight * partial_sum[partial];
+        for (int64_t d = 0; d < dim; ++d) total[d] += weight * partial_out[partial * dim + d];
+      }
+      write(task, m, total.data(), 1.0f / sum);
+    }
+  }
+
+  void operator()(int num_threads) {
+    const bool parallel = plan() >= kSerialWork;
+    const int64_t num_tasks = static_cast<int64_t>(tasks.size());
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (parallel)
+    for (int64_t i = 0; i < num_tasks; ++i) run(tasks[i]);
+    for (int64_t i = 0; i < num_tasks;) {
+      int64_t end = i + 1;
+      while (end < num_tasks && tasks[i].partial >= 0 && tasks[end].row == tasks[i].row && tasks[end].head == tasks[i].head)
+        ++end;
+      if (tasks[i].partial >= 0) merge(i, end);
+      i = end;
+    }
+  }
+};
+
+// Rotates the queries and keys of one token in place and copies its keys and values to their page.
+template <typename T>
+void rope_and_write_token(T* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool& pool, int64_t layer,
+                          int64_t block, int64_t offset) {
+  const int64_t dim = pool.head_dim, half = dim / 2;
+  for (int64_t head = 0; head < num_heads + pool.num_kv_heads; ++head) {
+    T* x = qkv + head * dim;
+    for (int64_t d = 0; d < half; ++d) {
+      const float low = to_float(x[d]), high = to_float(x[d + half]);
+      from_float(low * cos[d] - high * sin[d], x[d]);
+      from_float(high * cos[d] + low * sin[d], x[d + half]);
+    }
+  }
+  const T* k = qkv + num_heads * dim;
+  const T* v = k + pool.num_kv_heads * dim;
+  for (int64_t head = 0; head < pool.num_kv_heads; ++head) {
+    T* page = page_at<T>(pool, block, head, layer);
+    std::copy_n(k + head * dim, dim, page + offset * dim);
+    std::copy_n(v + head * dim, dim, page + (pool.block_size + offset) * dim);
+  }
+}
+
+template <typename T>
+void rope_and_write(T* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool& pool, int64_t layer,
+                    const Batch& batch, int num_threads) {
+  const int64_t num_tokens = batch.query_starts[batch.num_rows], half = pool.head_dim / 2;
+  const int64_t stride = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim;
+#pragma omp parallel for num_threads(num_threads) if (num_tokens * stride >= kSerialWork)
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const int32_t* next = std::upper_bound(batch.query_starts, batch.query_starts + batch.num_rows + 1, token);
+    const int64_t row = next - batch.query_starts - 1;
+    const int64_t position = batch.kv_lengths[row] - (*next - token);
+    const int32_t* blocks = batch.block_ids + batch.block_starts[row];
+    rope_and_write_token(qkv + token * stride, num_heads, cos + token * half, sin + token * half, pool, layer,
+                         blocks[position / pool.block_size], position % pool.block_size);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// q and out are [num_tokens, num_heads, head_dim]; q's token stride is q_stride elements, out is contiguous.
+void paged_attention_float32(const float* q, int64_t q_stride, float* out, int64_t num_heads, const Pool* pool,
+                             int64_t layer, const Batch* batch, int num_threads) {
+  const float scale = 1.4426950408889634f / std::sqrt(static_cast<float>(pool->head_dim));
+  Attention<float>{q, q_stride, out, num_heads / pool->num_kv_heads, *pool, layer, *batch, scale, {}, {}, {}, {}}(num_threads);
+}
+
+void paged_attention_bfloat16(const BFloat16* q, int64_t q_stride, BFloat16* out, int64_t num_heads, const Pool* pool,
+                              int64_t layer, const Batch* batch, int num_threads) {
+  const float scale = 1.4426950408889634f / std::sqrt(static_cast<float>(pool->head_dim));
+  Attention<BFloat16>{q, q_stride, out, num_heads / pool->num_kv_heads, *pool, layer, *batch, scale, {}, {}, {}, {}}(num_threads);
+}
+
+// qkv is [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous; cos and sin are [num_tokens, head_dim / 2].
+void rope_and_write_kv_float32(float* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool* pool,
+                               int64_t layer, const Batch* batch, int num_threads) {
+  rope_and_write(qkv, num_heads, cos, sin, *pool, layer, *batch, num_threads);
+}
+
+void rope_and_write_kv_bfloat16(BFloat16* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool* pool,
+                                int64_t layer, const Batch* batch, int num_threads) {
+  rope_and_write(qkv, num_heads, cos, sin, *pool, layer, *batch, num_threads);
+}
+}

@@ -1,0 +1,83 @@
+"""Compiles the C++ kernels for this machine's CPU on first use and keeps the result in a per-user cache.
+
+Needs g++ only: no torch or Python headers. Several processes may build at once; the last rename wins and all of them
+are whole. Never fails the caller: without a compiler there is simply no library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_COMPILE_TIMEOUT_S = 120.0
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels, or ``None`` where they cannot be built; the reason is logged once.
+
+    Import torch before the first call, so that the library shares torch's OpenMP threads.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        _log.warning("g++ was not found: attention runs on plain torch, slower; install g++ to speed it up")
+        return None
+    try:
+        return ctypes.CDLL(str(build_library(compiler, cache_folder())))
+    except subprocess.CalledProcessError as error:
+        _log.warning("g++ failed: attention runs on plain torch, slower. %s", error.stderr[-2000:])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("the C++ kernels could not be built: attention runs on plain torch, slower. %s", error)
+    return None
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/pdserve``, or ``~/.cache/pdserve``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve"
+
+
+def build_library(compiler: str, folder: Path) -> Path:
+    """Path of the shared library for this source, compiler and CPU in ``folder``; compiled if it is not there yet.
+
+    Raises:
+        subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
+        OSError: ``folder`` cannot be written.
+    """
+    library = folder / f"cpu_attention-{_build_key(compiler)}.so"
+    if library.exists():
+        return library
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        built = Path(work) / library.name
+        _run([compiler, *_FLAGS, str(_SOURCE), "-o", str(built)])
+        built.replace(library)
+    return library
+
+
+def _build_key(compiler: str) -> str:
+    """Hash of all that decides the machine code: ``-march=native`` makes the CPU's features part of it."""
+    digest = blake2b(digest_size=12)
+    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), _run([compiler, "--version"]), _cpu_features()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _cpu_features() -> bytes:
+    cpu_info = Path("/proc/cpuinfo").read_bytes().splitlines()
+    wanted = (b"vendor_id", b"cpu family", b"model", b"flags", b"Features")
+    return b"\n".join(sorted({line for line in cpu_info if line.startswith(wanted)}))
+
+
+def _run(command: list[str]) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S).stdout

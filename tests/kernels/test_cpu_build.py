@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.kernels import cpu_build
+
+
+@pytest.fixture
+def compiler() -> str:
+    found = shutil.which("g++")
+    assert found is not None, "the C++ kernels are tested where g++ is installed"
+    return found
+
+
+def test_a_library_is_built_once_and_loads(tmp_path: Path, compiler: str) -> None:
+    library = cpu_build.build_library(compiler, tmp_path / "cache")
+    built_at = library.stat().st_mtime_ns
+    assert cpu_build.build_library(compiler, tmp_path / "cache") == library
+    assert library.stat().st_mtime_ns == built_at
+    assert os.listdir(library.parent) == [library.name]
+    assert ctypes.CDLL(str(library)).paged_attention_float32
+
+
+def test_another_source_is_another_library(tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "other.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(cpu_build, "_SOURCE", source)
+    first = cpu_build.build_library(compiler, tmp_path)
+    source.write_text('extern "C" int answer() { return 43; }\n')
+    second = cpu_build.build_library(compiler, tmp_path)
+    assert [ctypes.CDLL(str(path)).answer() for path in (first, second)] == [42, 43]
+
+
+def test_builders_at_the_same_time_all_get_a_whole_library(tmp_path: Path) -> None:
+    program = "from pdserve.kernels.cpu_build import load_library; assert load_library().paged_attention_float32"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    builders = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
+    assert [builder.wait(timeout=120) for builder in builders] == [0, 0, 0]
+    assert len(os.listdir(tmp_path / "pdserve")) == 1
+
+
+@pytest.mark.parametrize("broken", ["no compiler", "compiler fails", "cache cannot be written"])
+def test_without_a_build_there_is_a_warning_and_no_library(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if broken == "no compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif broken == "compiler fails":
+        monkeypatch.setattr(cpu_build, "_FLAGS", ("-std=no-such-standard",))
+    else:
+        (tmp_path / "pdserve").write_text("a file where the folder should be")
+    cpu_build.load_library.cache_clear()
+    try:
+        assert cpu_build.load_library() is None
+    finally:
+        cpu_build.load_library.cache_clear()
+    assert "attention runs on plain torch" in caplog.text

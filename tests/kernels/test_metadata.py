@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve.kernels.metadata import AttentionMetadata
+
+
+def build(
+    new: Sequence[int], cached: Sequence[int], tables: Sequence[Sequence[int]], num_blocks: int = 8
+) -> AttentionMetadata:
+    return AttentionMetadata.build(new, cached, tables, num_blocks=num_blocks, block_size=4)
+
+
+def test_ragged_rows_are_laid_end_to_end() -> None:
+    metadata = build([3, 1], [2, 4], [[5, 0, 7], array("i", [1, 6])])
+    assert metadata.num_rows == 2
+    assert metadata.num_tokens == 4
+    assert metadata.query_starts.tolist() == [0, 3, 4]
+    assert metadata.kv_lengths.tolist() == [5, 5]
+    assert metadata.block_starts.tolist() == [0, 3, 5]
+    assert metadata.block_ids.tolist() == [5, 0, 7, 1, 6]
+    assert metadata.positions().tolist() == [2, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "tables"),
+    [
+        ([], [], []),
+        ([0], [4], [[1]]),
+        ([1], [-1], [[1]]),
+        ([1], [4], [[1]]),
+        ([1], [0], [[8]]),
+        ([1], [0], [[-1]]),
+    ],
+    ids=["no row", "no new token", "negative cached length", "short table", "block past the pool", "negative block"],
+)
+def test_rows_that_would_index_out_of_bounds_are_caught(
+    new: list[int], cached: list[int], tables: list[list[int]]
+) -> None:
+    with pytest.raises(AssertionError):
+        build(new, cached, tables)

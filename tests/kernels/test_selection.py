@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.kernels import cpu_attention
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, select_kernels
+
+
+def pool(dtype: torch.dtype, head_dim: int = 16) -> torch.Tensor:
+    return torch.zeros(2, 1, 1, 2, 16, head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_that_the_compiled_kernels_take_runs_on_them(dtype: torch.dtype) -> None:
+    assert select_kernels(pool(dtype)) is CPU_KERNELS
+
+
+def test_other_dtypes_and_head_dims_run_on_torch() -> None:
+    assert select_kernels(pool(torch.float16)) is TORCH_KERNELS
+    assert select_kernels(pool(torch.float32, head_dim=20)) is TORCH_KERNELS
+
+
+def test_without_a_compiler_everything_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "load_library", lambda: None)
+    assert select_kernels(pool(torch.float32)) is TORCH_KERNELS
