@@ -1,0 +1,163 @@
+"""The cost model against hand arithmetic on public configurations, and what must hold of any roofline."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.model.config import parse_config
+from pdserve.model.cost import CostModel, OnlineCorrection
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+LLAMA_3_8B = {**LLAMA_2_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+LLAMA_3_70B = {
+    **LLAMA_3_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+H100 = hardware("h100-sxm")
+
+
+def cost_model(config: dict[str, object], tensor_parallel: int = 1) -> CostModel:
+    return CostModel(ModelShape.from_hf_config(config), H100, "bfloat16", tensor_parallel)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_parameters", "kv_bytes_per_token"),
+    [
+        # Layers 32 * (4 * 4096^2 + 3 * 4096 * 11008), tables 2 * 32000 * 4096, norms 65 * 4096.
+        (LLAMA_2_7B, 6_738_415_616, 2 * 32 * 32 * 128 * 2),
+        # Layers 32 * (2 * 4096^2 + 2 * 4096 * 1024 + 3 * 4096 * 14336), tables 2 * 128256 * 4096, norms 65 * 4096.
+        (LLAMA_3_8B, 8_030_261_248, 2 * 32 * 8 * 128 * 2),
+        # Layers 80 * (2 * 8192^2 + 2 * 8192 * 1024 + 3 * 8192 * 28672), tables 2 * 128256 * 8192, norms 161 * 8192.
+        (LLAMA_3_70B, 70_553_706_496, 2 * 80 * 8 * 128 * 2),
+    ],
+)
+def test_bytes_of_known_models(config: dict[str, object], num_parameters: int, kv_bytes_per_token: int) -> None:
+    model = cost_model(config)
+    assert model.weight_bytes == 2 * num_parameters
+    assert model.kv_bytes_per_token == kv_bytes_per_token
+    assert cost_model(config, 8).weight_bytes == 2 * num_parameters
+
+
+def test_tied_embeddings_are_counted_once() -> None:
+    tied, untied = cost_model({**LLAMA_3_8B, "tie_word_embeddings": True}), cost_model(LLAMA_3_8B)
+    assert untied.weight_bytes - tied.weight_bytes == 2 * 128256 * 4096
+    assert untied.decode_s(1, 100) == tied.decode_s(1, 100)
+
+
+def test_a_checkpoints_configuration_gives_the_same_shape() -> None:
+    assert ModelShape.from_config(parse_config(LLAMA_3_8B, {})) == ModelShape.from_hf_config(LLAMA_3_8B)
+
+
+def test_decode_of_one_sequence_is_the_reading_of_the_weights() -> None:
+    model = cost_model(LLAMA_3_8B)
+    overhead_s = H100.step_overhead_s + 32 * H100.layer_overhead_s
+    # The embedding table is not read, one row of it is: 7.5 of 8.0 billion weights at 0.9 * 3.35 TB/s are 4.98 ms.
+    assert model.decode_s(1, 0) - overhead_s == pytest.approx(4.98e-3, rel=0.005)
+
+
+def test_a_long_prefill_is_the_arithmetic_of_the_layers() -> None:
+    model = cost_model(LLAMA_3_8B)
+    # 2 * 8192 * 6.98e9 / (0.76 * 989e12) = 152 ms of layers; causal attention of 8192 tokens: 4 * 32 * 128 * 32 * 8192
+    # * 8193 / 2 operations / the same rate = 23.4 ms.
+    assert model.prefill_s(8192) == pytest.approx(0.152 + 0.0234, rel=0.01)
+
+
+def test_transfer_takes_the_kv_bytes_over_the_link() -> None:
+    model = cost_model(LLAMA_3_8B)
+    assert model.transfer_s(1000, same_host=True) == pytest.approx(131_072_000 / 450e9)
+    assert model.transfer_s(1000, same_host=False) == pytest.approx(131_072_000 / 50e9)
+    assert cost_model(LLAMA_3_8B, 4).transfer_s(1000, same_host=False) == pytest.approx(131_072_000 / 4 / 50e9)
+
+
+def test_kv_blocks_fill_the_memory_that_weights_leave() -> None:
+    num_blocks = cost_model(LLAMA_3_8B).max_kv_blocks(16, 0.9)
+    free_bytes = 0.9 * 80e9 - 2 * 8_030_261_248
+    assert num_blocks * 16 * 131_072 <= free_bytes < (num_blocks + 1) * 16 * 131_072
+    assert cost_model(LLAMA_3_70B).max_kv_blocks(16, 0.9) == 0
+    assert cost_model(LLAMA_3_70B, 4).max_kv_blocks(16, 0.9) > 0
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 30_000)), min_size=1, max_size=8)
+
+
+@given(rows=ROWS, row=st.tuples(st.integers(1, 4096), st.integers(0, 30_000)))
+def test_more_work_never_takes_less_time(rows: list[tuple[int, int]], row: tuple[int, int]) -> None:
+    model = cost_model(LLAMA_3_8B)
+    num_new, num_cached = row
+    step_s = model.step_s([*rows, row])
+    assert step_s > model.step_s(rows) > 0
+    assert model.step_s([*rows, (num_new + 1, num_cached)]) > step_s
+    assert model.step_s([*rows, (num_new, num_cached + 1)]) > step_s
+    assert step_s < model.step_s(rows) + model.step_s([row])  # weights and overhead are shared
+
+
+@given(contexts=st.lists(st.integers(0, 30_000), min_size=1, max_size=300))
+def test_decode_and_prefill_are_special_cases_of_a_step(contexts: list[int]) -> None:
+    model = cost_model(LLAMA_3_8B)
+    expected_s = model.step_s((1, context) for context in contexts)
+    assert model.decode_s(len(contexts), sum(contexts)) == pytest.approx(expected_s)
+    assert model.prefill_s(len(contexts), contexts[0]) == pytest.approx(model.step_s([(len(contexts), contexts[0])]))
+
+
+def test_an_empty_step_takes_no_time() -> None:
+    model = cost_model(LLAMA_3_8B)
+    assert model.step_s([]) == model.decode_s(0, 0) == model.prefill_s(0) == 0
+
+
+def test_tensor_parallelism_divides_the_work_and_adds_the_all_reduces() -> None:
+    one, four = cost_model(LLAMA_3_70B), cost_model(LLAMA_3_70B, 4)
+    overhead_s = H100.step_overhead_s + 80 * H100.layer_overhead_s
+    # 80 layers, 2 all-reduces each of 2 * 3 / 4 of 2048 tokens * 8192 values * 2 bytes, at 450 GB/s.
+    all_reduce_s = 80 * 2 * 1.5 * 2048 * 8192 * 2 / 450e9
+    assert four.prefill_s(2048) == pytest.approx((one.prefill_s(2048) - overhead_s) / 4 + overhead_s + all_reduce_s)
+
+
+def test_more_ranks_than_kv_heads_repeat_them() -> None:
+    assert cost_model(LLAMA_3_8B, 16).transfer_s(1, same_host=True) == cost_model(LLAMA_3_8B, 8).transfer_s(
+        1, same_host=True
+    )
+
+
+@pytest.mark.parametrize("tensor_parallel", [0, 3, 64])
+def test_heads_that_do_not_divide_are_refused(tensor_parallel: int) -> None:
+    with pytest.raises(ValueError, match="does not divide 32 heads and 8 KV heads"):
+        cost_model(LLAMA_3_8B, tensor_parallel)
+
+
+@pytest.mark.parametrize("value", [None, 0, "32", -1])
+def test_a_config_without_a_count_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="num_hidden_layers"):
+        ModelShape.from_hf_config({**LLAMA_3_8B, "num_hidden_layers": value})
+
+
+def test_correction_follows_what_is_observed() -> None:
+    correction = OnlineCorrection()
+    assert correction.factor == 1
+    for _ in range(100):
+        correction.observe(0.010, 0.025)
+    assert correction.factor == pytest.approx(2.5, rel=1e-3)
+
+
+def test_correction_bounds_an_outlier() -> None:
+    correction = OnlineCorrection()
+    correction.observe(0.001, 100.0)
+    assert correction.factor == pytest.approx(1 + 0.1 * (10 - 1))
+    for _ in range(200):
+        correction.observe(1.0, 0.0)
+    assert correction.factor == pytest.approx(0.1)
