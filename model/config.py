@@ -187,10 +187,11 @@ def _read_bytes(path: Path) -> bytes:
 def _read_json(path: Path, default: Mapping[str, object] | None = None) -> Mapping[str, object]:
     if default is not None and not path.exists():
         return default
+    text = _read_bytes(path)
     try:
-        content = json.loads(_read_bytes(path))
+        content = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object; download it again")
     return content

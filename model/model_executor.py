@@ -1,0 +1,121 @@
+"""The executor that computes a real model, one step at a time in the caller's thread.
+
+The engine's step loop submits batches; this lays them out flat, runs `pdserve.model.llama` over the KV pool it was
+given, and samples. Knows block tables, never a block pool's bookkeeping. Thread counts are the caller's to set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow
+from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.selection import select_kernels
+from pdserve.model.config import LlamaConfig
+from pdserve.model.llama import Llama
+from pdserve.model.sampling import sample
+
+
+@dataclass(frozen=True, slots=True)
+class _DoneStep:
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedStep:
+    step_id: int
+    error: Exception
+
+    def result(self) -> StepOutput:
+        raise RuntimeError(f"step {self.step_id} failed: {self.error!r}") from self.error
+
+
+class ModelExecutor:
+    """Implements `pdserve.contracts.step.Executor`. Not thread-safe: one loop owns it."""
+
+    def __init__(self, *, folder: Path, config: LlamaConfig, layout: KvLayout, pool: torch.Tensor, dtype: str) -> None:
+        """Load the checkpoint in ``folder`` and serve it from ``pool``.
+
+        Args:
+            layout: of the pool; the model must be the one that ``config`` describes.
+            pool: of shape ``layout.shape`` and dtype ``layout.dtype``; this writes new tokens' KV to it.
+            dtype: of activations and KV: ``float32``, ``bfloat16`` or ``float16``.
+
+        Raises:
+            ValueError: the weights are unusable or do not match ``config``.
+        """
+        assert layout.dtype == dtype, f"a pool of {layout.dtype} for a model of {dtype}"
+        assert tuple(pool.shape) == layout.shape, f"pool {tuple(pool.shape)} is not laid out as {layout.shape}"
+        assert pool.dtype == getattr(torch, dtype), f"pool of {pool.dtype} for a layout of {dtype}"
+        self._layout = layout
+        self._pool = pool
+        self._vocab_size = config.vocab_size
+        self._model = Llama(folder, config, pool.dtype, select_kernels(pool))
+        self._previous_sampled: list[SampledToken | None] = []
+
+    @property
+    def pipeline_depth(self) -> int:
+        return 1
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        """Compute the step at once; the handle is ready, and raises if the computation did."""
+        started_s = perf_counter()
+        try:
+            sampled = self._run(batch.rows)
+        except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
+            self._previous_sampled = []
+            return _FailedStep(batch.step_id, error)
+        self._previous_sampled = sampled
+        duration_s = perf_counter() - started_s
+        return _DoneStep(StepOutput(step_id=batch.step_id, sampled=list(sampled), duration_s=duration_s))
+
+    def close(self) -> None:
+        """Nothing to release: memory goes with the object."""
+
+    def _run(self, rows: list[StepRow]) -> list[SampledToken | None]:
+        metadata = AttentionMetadata.build(
+            [row.num_new_tokens for row in rows],
+            [row.cached_length for row in rows],
+            [row.block_table for row in rows],
+            num_blocks=self._layout.num_blocks,
+            block_size=self._layout.block_size,
+        )
+        tokens = np.fromiter(chain.from_iterable(map(self._tokens, rows)), np.int64, metadata.num_tokens)
+        assert tokens.min() >= 0, f"token id {tokens.min()} is negative"
+        assert tokens.max() < self._vocab_size, f"token id {tokens.max()} is outside a vocabulary of {self._vocab_size}"
+        sampling = [index for index, row in enumerate(rows) if row.sample is not None]
+        logits_BV = self._model.forward(
+            torch.from_numpy(tokens), self._pool, metadata, metadata.query_starts[1:][sampling] - 1
+        )
+        results: list[SampledToken | None] = [None] * len(rows)
+        for index, sampled in zip(sampling, _sample_rows(logits_BV, [rows[index] for index in sampling]), strict=True):
+            results[index] = sampled
+        return results
+
+    def _tokens(self, row: StepRow) -> Sequence[int]:
+        """The row's new tokens; the one that the step before sampled, where the scheduler did not know it yet."""
+        if row.previous_row < 0:
+            return row.tokens
+        assert not row.tokens, "a row has tokens of its own or the previous step's, not both"
+        assert row.previous_row < len(self._previous_sampled), f"the step before has no row {row.previous_row}"
+        sampled = self._previous_sampled[row.previous_row]
+        assert sampled is not None, f"row {row.previous_row} of the step before sampled nothing"
+        return (sampled.token,)
+
+
+def _sample_rows(logits_BV: torch.Tensor, rows: list[StepRow]) -> list[SampledToken]:
+    if not rows:
+        return []
+    params = [row.sample for row in rows if row.sample is not None]
+    return sample(logits_BV, params, [row.sample_position for row in rows], [row.choice for row in rows])
