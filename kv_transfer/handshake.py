@@ -1,0 +1,115 @@
+"""What a puller and a source check of each other before any byte moves, and of every grant after.
+
+Pure functions over the wire's messages and the local configuration; each raises ValueError with a reason that names the
+field, and the caller decides what that fails.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pdserve.contracts.kv_layout import KV_LAYOUT_VERSION, KvLayout
+from pdserve.proto.v1 import kv_pb2
+
+_SAME_FIELDS = ("model_hash", "dtype", "num_kv_heads", "num_layers", "block_size", "head_dim")
+
+
+def host_id() -> str:
+    """Equal for processes that can reach each other through ``/proc``: same boot, same process-id namespace."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+
+
+def layout_message(layout: KvLayout) -> kv_pb2.Layout:
+    """The layout as peers see it."""
+    return kv_pb2.Layout(
+        version=KV_LAYOUT_VERSION,
+        model_hash=layout.model_hash,
+        dtype=layout.dtype,
+        num_blocks=layout.num_blocks,
+        num_kv_heads=layout.num_kv_heads,
+        num_layers=layout.num_layers,
+        block_size=layout.block_size,
+        head_dim=layout.head_dim,
+    )
+
+
+def check_layout(message: kv_pb2.Layout, ours: KvLayout) -> KvLayout:
+    """The peer's layout, known to hold blocks that can be copied to and from ours.
+
+    Raises:
+        ValueError: it differs in more than the number of blocks.
+    """
+    if message.version != KV_LAYOUT_VERSION:
+        raise ValueError(f"KV layout version is {message.version} there and {KV_LAYOUT_VERSION} here")
+    for name in _SAME_FIELDS:
+        if getattr(message, name) != getattr(ours, name):
+            raise ValueError(f"KV layout: {name} is {getattr(message, name)!r} there and {getattr(ours, name)!r} here")
+    if message.num_blocks < 1:
+        raise ValueError("KV layout: num_blocks is 0")
+    theirs = KvLayout(
+        num_blocks=message.num_blocks,
+        num_kv_heads=message.num_kv_heads,
+        num_layers=message.num_layers,
+        block_size=message.block_size,
+        head_dim=message.head_dim,
+        dtype=message.dtype,
+        model_hash=message.model_hash,
+    )
+    assert theirs.is_compatible(ours)
+    return theirs
+
+
+def check_heads(head_start: int, head_end: int, layout: KvLayout) -> None:
+    """A head range must be in the source's rank and not empty.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not head_start < head_end <= layout.num_kv_heads:
+        raise ValueError(f"KV heads [{head_start}, {head_end}) of {layout.num_kv_heads}")
+
+
+def check_grant(grant: kv_pb2.Grant, *, first_index: int, layout: KvLayout) -> None:
+    """A grant must follow the one before it and name blocks of the source's pool.
+
+    Args:
+        first_index: number of blocks granted before.
+        layout: the source's.
+
+    Raises:
+        ValueError: it does not.
+    """
+    num_blocks = len(grant.block_ids)
+    if grant.first_index != first_index:
+        raise ValueError(f"grant starts at block {grant.first_index}, not {first_index}")
+    if len(grant.generations) != num_blocks:
+        raise ValueError(f"grant of {num_blocks} blocks with {len(grant.generations)} generations")
+    if first_index + num_blocks > layout.num_blocks:
+        raise ValueError(f"grants of {first_index + num_blocks} blocks from a pool of {layout.num_blocks}")
+    if any(block_id >= layout.num_blocks for block_id in grant.block_ids):
+        raise ValueError(f"grant of block {max(grant.block_ids)} from a pool of {layout.num_blocks}")
+    if grant.final and not ends_request(grant) and layout.num_blocks_for(grant.num_tokens) != first_index + num_blocks:
+        raise ValueError(f"{first_index + num_blocks} blocks granted for {grant.num_tokens} tokens")
+
+
+def ends_request(grant: kv_pb2.Grant) -> bool:
+    """Whether the request ended with its first token, so that no block is needed."""
+    return grant.final and bool(grant.first_token.finish)
+
+
+def choose_transport(ours: str, theirs: str, *, is_same_host: bool) -> str:
+    """The transport that both sides' settings (``auto``, ``memfd`` or ``grpc``) allow.
+
+    Raises:
+        ValueError: there is none.
+    """
+    wanted = {ours, theirs} - {"auto"}
+    if not wanted <= {"memfd", "grpc"}:
+        raise ValueError(f"unknown KV transport among {sorted(wanted)}: use auto, memfd or grpc")
+    if len(wanted) > 1:
+        raise ValueError(f"KV transport is {theirs} there and {ours} here: set kv_transfer.transport alike")
+    if "memfd" in wanted and not is_same_host:
+        raise ValueError("KV transport memfd needs both workers on one host: set kv_transfer.transport to auto or grpc")
+    return wanted.pop() if wanted else ("memfd" if is_same_host else "grpc")

@@ -1,0 +1,150 @@
+"""The memory of one rank's KV pool: an anonymous file (memfd) that this host's processes map.
+
+The file is one page-aligned header with a 64-bit generation per block, then the blocks as `KvLayout` describes them.
+The engine creates it, its transfer process maps the inherited descriptor, and peers map it read-only through ``/proc``.
+Which block belongs to whom is the block pool's business, not known here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from pdserve.contracts.kv_layout import KvLayout
+
+GENERATION_BYTES = 8
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_FD_PATH = re.compile(r"/proc/\d+/fd/\d+")
+
+
+class PoolMemory:
+    """A mapped pool. Build it with `create`, `from_fd` or `open_peer`."""
+
+    def __init__(self, layout: KvLayout, fd: int, mapping: mmap.mmap, inode: int) -> None:
+        self.layout = layout
+        self.fd = fd
+        """Descriptor of the file; -1 for a peer's pool and after `close`."""
+        self.inode = inode
+        header_bytes = _header_bytes(layout)
+        self.generations: memoryview[int] = memoryview(mapping)[: layout.num_blocks * GENERATION_BYTES].cast("Q")
+        """``[num_blocks]``; the owner's block pool raises an entry whenever it gives the block to a new owner."""
+        self.blocks: memoryview[int] = memoryview(mapping)[header_bytes : header_bytes + layout.pool_bytes]
+        """``[pool_bytes]`` bytes, shaped by `KvLayout.shape`."""
+        self._mapping = mapping
+
+    @classmethod
+    def create(cls, layout: KvLayout) -> PoolMemory:
+        """Allocate a zeroed pool, readable and writable.
+
+        Raises:
+            ValueError: the pool holds no block, or the host has not enough memory for it.
+            OSError: the kernel refuses the memory.
+        """
+        if layout.num_blocks < 1:
+            raise ValueError(f"the KV pool holds no block: raise kv_memory to {layout.block_bytes} bytes at least")
+        size = _file_bytes(layout)
+        available = _available_memory_bytes()
+        if size > available:
+            raise ValueError(f"the KV pool needs {size} bytes and {available} are available: lower kv_memory")
+        fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            # Nobody can shrink the file under a peer that has it mapped, which would kill the peer with SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls._map(layout, fd)
+        except OSError as error:
+            os.close(fd)
+            raise OSError(error.errno, f"no {size} bytes for the KV pool, lower kv_memory: {error.strerror}") from error
+
+    @classmethod
+    def from_fd(cls, fd: int, layout: KvLayout) -> PoolMemory:
+        """Map an inherited descriptor, readable and writable; the result owns ``fd``.
+
+        Raises:
+            ValueError: the file has not the layout's size.
+        """
+        _check_size(os.fstat(fd).st_size, layout)
+        return cls._map(layout, fd)
+
+    @classmethod
+    def open_peer(cls, path: str, inode: int, layout: KvLayout) -> PoolMemory:
+        """Map another process's pool read-only.
+
+        Args:
+            path: ``/proc/<pid>/fd/<n>``.
+            inode: what the path must lead to, so that a reused process id is noticed.
+            layout: the peer's.
+
+        Raises:
+            ValueError: the path leads to something else.
+            OSError: it cannot be opened from here.
+        """
+        if not _FD_PATH.fullmatch(path):
+            raise ValueError(f"{path!r} is no /proc/<pid>/fd/<n> path")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if status.st_ino != inode:
+                raise ValueError(f"{path} leads to inode {status.st_ino}, not {inode}")
+            _check_size(status.st_size, layout)
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError(f"{path} is not sealed against a change of size")
+            mapping = mmap.mmap(fd, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return cls(layout, -1, mapping, inode)
+
+    @classmethod
+    def _map(cls, layout: KvLayout, fd: int) -> PoolMemory:
+        return cls(layout, fd, mmap.mmap(fd, _file_bytes(layout)), os.fstat(fd).st_ino)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this host find the file while this process keeps it open."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def block(self, block_id: int, head_start: int, head_end: int) -> memoryview[int]:
+        """Bytes of KV heads ``[head_start, head_end)`` of a block: one contiguous run."""
+        assert 0 <= block_id < self.layout.num_blocks, block_id
+        assert 0 <= head_start < head_end <= self.layout.num_kv_heads, (head_start, head_end)
+        start = block_id * self.layout.block_bytes
+        head_bytes = self.layout.head_bytes
+        return self.blocks[start + head_start * head_bytes : start + head_end * head_bytes]
+
+    def close(self) -> None:
+        """Let go of the memory. A view still in use, such as a tensor's, keeps it mapped until it is dropped."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        with suppress(BufferError):
+            self.generations.release()
+            self.blocks.release()
+            self._mapping.close()
+
+
+def _header_bytes(layout: KvLayout) -> int:
+    return -(-layout.num_blocks * GENERATION_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _file_bytes(layout: KvLayout) -> int:
+    return _header_bytes(layout) + layout.pool_bytes
+
+
+def _check_size(size: int, layout: KvLayout) -> None:
+    if size != _file_bytes(layout):
+        raise ValueError(
+            f"the file of a pool of {layout.num_blocks} blocks has {_file_bytes(layout)} bytes, not {size}"
+        )
+
+
+def _available_memory_bytes() -> int:
+    """Memory that can be had without swapping, within the container's limit if there is one."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    limit_text = limit.read_text().strip() if limit.exists() else "max"
+    return available if limit_text == "max" else min(available, int(limit_text))

@@ -1,0 +1,215 @@
+"""The fetching side of pulls: one task per pull, from the order of the engine to its `PullDone`.
+
+Owned by the transfer process. Nothing is reported good unless every block is copied and verified, and once a pull is
+reported, well or badly ended, nothing writes to its target blocks any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_request, host_id, layout_message
+from pdserve.kv_transfer.peer_pools import PeerPools
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.pull_stream import PullStream, SourceBusyError
+from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.kv_transfer.transports import GrantedBlock, GrpcReceiver, MemfdReceiver, PullError, Receiver
+from pdserve.proto.v1 import kv_pb2, transfer_pb2
+
+BUSY_TIMEOUT_S = 2.0
+BUSY_RETRY_S = 0.02
+
+_log = logging.getLogger(__name__)
+
+
+class _PoolUnreachableError(Exception):
+    """The source offered its mapped pool, and it cannot be opened from here."""
+
+
+class Puller:
+    """The pulls that run now."""
+
+    def __init__(
+        self, *, config: TransferConfig, memory: PoolMemory, send: Callable[[transfer_pb2.TransferToEngine], None]
+    ) -> None:
+        self.peer_pools = PeerPools()
+        self._config = config
+        self._memory = memory
+        self._send = send
+        self._running: dict[int, asyncio.Task[transfer_pb2.PullDone]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def start(self, order: transfer_pb2.StartPull) -> None:
+        """Begin a pull; exactly one `PullDone` follows."""
+        assert order.pull_id not in self._running, order.pull_id
+        task = asyncio.ensure_future(self._pull(order))
+        self._running[order.pull_id] = task
+        # In a callback, because a task that is cancelled before its first step never runs a line of its own.
+        task.add_done_callback(partial(self._report, order.pull_id))
+
+    def abort(self, pull_id: int) -> None:
+        """Stop a pull; one that has ended already is left alone."""
+        if pull_id in self._running:
+            self._running[pull_id].cancel()
+
+    def _report(self, pull_id: int, task: asyncio.Task[transfer_pb2.PullDone]) -> None:
+        del self._running[pull_id]
+        if task.cancelled():
+            done = _failure(pull_id, "aborted", "the engine aborted the pull")
+        elif (error := task.exception()) is not None:
+            _log.error("a pull ended with an unexpected error", exc_info=error)
+            done = _failure(pull_id, "copy", f"unexpected {type(error).__name__}")
+        else:
+            done = task.result()
+        self._send(transfer_pb2.TransferToEngine(pull_done=done))
+
+    async def _pull(self, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
+        try:
+            async with asyncio.timeout(order.deadline_s):
+                return await self._fetch(order)
+        except TimeoutError:
+            return _failure(order.pull_id, "deadline", f"the pull took more than {order.deadline_s:.3f} s")
+        except PullError as error:
+            return _failure(order.pull_id, error.stage, str(error))
+
+    async def _fetch(self, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
+        self._check_targets(order)
+        transport = self._config.transport
+        try:
+            return await self._fetch_over(transport, order)
+        except _PoolUnreachableError as error:
+            if transport != "auto":
+                raise PullError("connect", f"KV transport memfd is impossible here: {error}") from error
+        # The source may take a moment to notice that the first stream is gone.
+        busy_until_s = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                return await self._fetch_over("grpc", order)
+            except SourceBusyError:
+                if time.monotonic() > busy_until_s:
+                    raise
+                await asyncio.sleep(BUSY_RETRY_S)
+
+    def _check_targets(self, order: transfer_pb2.StartPull) -> None:
+        num_blocks = self._memory.layout.num_blocks
+        targets = set(order.block_ids)
+        if len(targets) != len(order.block_ids) or any(block_id >= num_blocks for block_id in targets):
+            raise PullError("refused", f"the target blocks are not distinct blocks of a pool of {num_blocks}")
+
+    async def _fetch_over(self, transport: str, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
+        async with self._stream(order.source.address) as stream:
+            opened = await stream.open(
+                kv_pb2.PullOpen(
+                    worker_epoch=order.source.worker_epoch,
+                    handle=order.source.handle,
+                    layout=layout_message(self._memory.layout),
+                    num_cached_blocks=order.num_cached_blocks,
+                    head_start=0,
+                    head_end=self._memory.layout.num_kv_heads,
+                    transport=transport,
+                    host_id=host_id(),
+                )
+            )
+            if opened.transport not in ("memfd", "grpc") or transport not in ("auto", opened.transport):
+                raise PullError("refused", f"the source chose transport {opened.transport!r} for {transport!r}")
+            try:
+                layout = check_layout(opened.layout, self._memory.layout)
+            except ValueError as error:
+                raise PullError("refused", str(error)) from error
+            receiver = self._receiver(opened, layout, stream)
+            return await _receive_prompt(order, opened.transport, layout, stream, receiver)
+
+    @asynccontextmanager
+    async def _stream(self, address: str) -> AsyncIterator[PullStream]:
+        """A stream that is released if the body succeeds, and broken off if not; without keeping the pull waiting."""
+        layout = self._memory.layout
+        stream = PullStream(
+            address=address,
+            cluster_token=self._config.cluster_token,
+            max_message_bytes=layout.block_bytes + 16 * layout.num_blocks + (64 << 10),  # a block, or a grant of all
+        )
+        is_complete = False
+        try:
+            yield stream
+            is_complete = True
+        finally:
+            self._close_later(stream.close(release=is_complete))
+
+    def _close_later(self, closing: Coroutine[object, object, None]) -> None:
+        task = asyncio.ensure_future(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _receiver(self, opened: kv_pb2.Opened, layout: KvLayout, stream: PullStream) -> Receiver:
+        if opened.transport == "grpc":
+            return GrpcReceiver(self._memory, partial(stream.read, "copy"))
+        try:
+            pool = self.peer_pools.get(opened.pool_path, opened.pool_inode, layout)
+        except (OSError, ValueError) as error:
+            raise _PoolUnreachableError(str(error)) from error
+        return MemfdReceiver(self._memory, pool)
+
+
+async def _receive_prompt(
+    order: transfer_pb2.StartPull, transport: str, layout: KvLayout, stream: PullStream, receiver: Receiver
+) -> transfer_pb2.PullDone:
+    """Take grants as they come and fetch their blocks, to the final one; ``layout`` is the source's."""
+    num_granted = 0
+    num_received = 0
+    while True:
+        grant = await _read_grant(stream, num_granted, layout)
+        granted_at_s = time.monotonic()
+        if ends_request(grant):
+            break
+        blocks = _wanted_blocks(order, grant)
+        await receiver.receive(blocks)
+        num_received += len(blocks)
+        num_granted += len(grant.block_ids)
+        if grant.final:
+            await asyncio.sleep(granted_at_s + order.min_duration_s - time.monotonic())
+            break
+    return transfer_pb2.PullDone(
+        pull_id=order.pull_id,
+        first_token=grant.first_token,
+        num_tokens=grant.num_tokens,
+        transport=transport,
+        bytes=num_received * layout.block_bytes,
+        seconds=time.monotonic() - granted_at_s,
+    )
+
+
+async def _read_grant(stream: PullStream, num_granted: int, layout: KvLayout) -> kv_pb2.Grant:
+    message = await stream.read("grant")
+    if message.WhichOneof("body") != "grant":
+        raise PullError("grant", f"a grant was expected, {message.WhichOneof('body')} came")
+    try:
+        check_grant(message.grant, first_index=num_granted, layout=layout)
+    except ValueError as error:
+        raise PullError("grant", str(error)) from error
+    return message.grant
+
+
+def _wanted_blocks(order: transfer_pb2.StartPull, grant: kv_pb2.Grant) -> list[GrantedBlock]:
+    """The blocks of a grant that are not here yet, each with its target."""
+    num_cached = order.num_cached_blocks
+    num_known = num_cached + len(order.block_ids)
+    num_granted = grant.first_index + len(grant.block_ids)
+    if num_granted > num_known or (grant.final and num_granted != num_known):
+        raise PullError("grant", f"{num_granted} blocks are granted; {num_known} are cached or reserved for them")
+    return [
+        GrantedBlock(index, source_id, generation, order.block_ids[index - num_cached])
+        for index, (source_id, generation) in enumerate(
+            zip(grant.block_ids, grant.generations, strict=True), grant.first_index
+        )
+        if index >= num_cached
+    ]
+
+
+def _failure(pull_id: int, stage: str, message: str) -> transfer_pb2.PullDone:
+    return transfer_pb2.PullDone(pull_id=pull_id, failure_stage=stage, message=message)

@@ -1,0 +1,200 @@
+"""The serving side of pulls: prompts on offer, the grants of their blocks, and who holds the lease on each.
+
+Owned by the transfer process. The engine offers, grants and withdraws; pullers come over gRPC. A lease is a pull's
+stream: it ends with the stream, and unless the puller released the prompt another may come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pdserve.kv_transfer.handshake import (
+    check_grant,
+    check_heads,
+    check_layout,
+    choose_transport,
+    ends_request,
+    host_id,
+    layout_message,
+)
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.kv_transfer.transports import block_data
+from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
+
+OPEN_TIMEOUT_S = 5.0
+"""A stream that has not said what it wants by then is broken off."""
+
+_Context = grpc.aio.ServicerContext[kv_pb2.PullMessage, kv_pb2.SourceMessage]
+_log = logging.getLogger(__name__)
+
+
+class _RefusalError(Exception):
+    def __init__(self, status: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """One prompt that may be pulled."""
+
+    handle: bytes
+    grants: list[kv_pb2.Grant] = field(default_factory=list)
+    num_blocks: int = 0
+    """Blocks granted so far."""
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by every new grant, cleared by the lease that waits for it."""
+    lease: asyncio.Task[bool] | None = None
+    """The pull that is being served; its result is whether the puller released the prompt."""
+
+
+class Source(kv_pb2_grpc.KvTransferServicer):
+    """The table of offers and the gRPC service that serves them."""
+
+    def __init__(
+        self, *, config: TransferConfig, memory: PoolMemory, send: Callable[[transfer_pb2.TransferToEngine], None]
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._send = send
+        self._offers: dict[bytes, _Offer] = {}
+
+    def offer(self, handle: bytes) -> None:
+        """Let a prompt be pulled; its grants follow."""
+        self._offers.setdefault(handle, _Offer(handle))
+
+    def grant(self, handle: bytes, grant: kv_pb2.Grant) -> None:
+        """Add blocks to an offer. A handle that is unknown, because the puller just released it, is ignored."""
+        offer = self._offers.get(handle)
+        if offer is None:
+            return
+        try:
+            check_grant(grant, first_index=offer.num_blocks, layout=self._memory.layout)
+        except ValueError:
+            _log.exception("the engine granted blocks that it does not have; the prompt is withdrawn")
+            self.withdraw(handle)
+            return
+        offer.num_blocks += len(grant.block_ids)
+        offer.grants.append(grant)
+        offer.granted.set()
+
+    def withdraw(self, handle: bytes) -> None:
+        """Forget an offer and break the pull of it, if there is one."""
+        offer = self._offers.pop(handle, None)
+        if offer is not None and offer.lease is not None:
+            offer.lease.cancel()
+
+    async def Pull(self, request_iterator: object, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
+        """Serve one pull: `Opened`, then grants (and block data) as they come, until the puller releases."""
+        # A coroutine that writes, not a generator that yields: its `finally` runs at once when the stream breaks.
+        try:
+            opening = await self._read_open(context)
+            offer, transport = self._admit(opening)
+        except _RefusalError as refusal:
+            await context.abort(refusal.status, str(refusal))
+        offer.lease = asyncio.ensure_future(self._serve(offer, opening, transport, context))
+        self._send(transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=offer.handle)))
+        is_released = False
+        try:
+            is_released = await offer.lease
+        except asyncio.CancelledError:
+            if not self._is_offered(offer):
+                await context.abort(grpc.StatusCode.ABORTED, "the source needs the prompt's blocks and withdrew it")
+            raise
+        finally:
+            self._end_lease(offer, is_released)
+
+    async def _read_open(self, context: _Context) -> kv_pb2.PullOpen:
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                message: object = await context.read()
+        except TimeoutError:
+            raise _RefusalError(grpc.StatusCode.DEADLINE_EXCEEDED, "no PullOpen came") from None
+        except DecodeError:
+            raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, "the first message is not a PullMessage") from None
+        # At the end of the stream what is read is no message.
+        if not isinstance(message, kv_pb2.PullMessage) or not message.HasField("open"):
+            raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, "a pull starts with PullOpen")
+        return message.open
+
+    def _admit(self, opening: kv_pb2.PullOpen) -> tuple[_Offer, str]:
+        """The offer that a pull asks for, and the transport."""
+        if opening.worker_epoch != self._config.worker_epoch:
+            raise _RefusalError(grpc.StatusCode.NOT_FOUND, "the worker was restarted: its epoch is another")
+        offer = self._offers.get(opening.handle)
+        if offer is None:
+            raise _RefusalError(grpc.StatusCode.NOT_FOUND, "no such prompt: it was pulled, expired or never offered")
+        try:
+            check_layout(opening.layout, self._memory.layout)
+            transport = choose_transport(
+                self._config.transport, opening.transport, is_same_host=opening.host_id == host_id()
+            )
+        except ValueError as error:
+            raise _RefusalError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        try:
+            check_heads(opening.head_start, opening.head_end, self._memory.layout)
+        except ValueError as error:
+            raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        if offer.lease is not None:
+            raise _RefusalError(grpc.StatusCode.ALREADY_EXISTS, "another worker is pulling the prompt")
+        return offer, transport
+
+    async def _serve(self, offer: _Offer, opening: kv_pb2.PullOpen, transport: str, context: _Context) -> bool:
+        """Send everything, then wait for the release; ``False`` if the puller leaves without it."""
+        opened = kv_pb2.Opened(transport=transport, layout=layout_message(self._memory.layout))
+        if transport == "memfd":
+            opened.pool_path = self._memory.path
+            opened.pool_inode = self._memory.inode
+        await context.write(kv_pb2.SourceMessage(opened=opened))
+        num_sent = 0
+        while True:
+            while num_sent == len(offer.grants):
+                offer.granted.clear()
+                await offer.granted.wait()
+            grant = offer.grants[num_sent]
+            num_sent += 1
+            await context.write(kv_pb2.SourceMessage(grant=grant))
+            if transport == "grpc" and not ends_request(grant):
+                await self._send_blocks(grant, opening, context)
+            if grant.final:
+                return await _is_release(context)
+
+    async def _send_blocks(self, grant: kv_pb2.Grant, opening: kv_pb2.PullOpen, context: _Context) -> None:
+        for index, block_id in enumerate(grant.block_ids, grant.first_index):
+            if index >= opening.num_cached_blocks:
+                data = block_data(
+                    self._memory,
+                    index=index,
+                    block_id=block_id,
+                    head_start=opening.head_start,
+                    head_end=opening.head_end,
+                )
+                await context.write(kv_pb2.SourceMessage(data=data))
+
+    def _is_offered(self, offer: _Offer) -> bool:
+        return self._offers.get(offer.handle) is offer
+
+    def _end_lease(self, offer: _Offer, is_released: bool) -> None:
+        offer.lease = None
+        if not self._is_offered(offer):
+            return
+        if is_released:
+            del self._offers[offer.handle]
+            self._send(transfer_pb2.TransferToEngine(released=transfer_pb2.Released(handle=offer.handle)))
+        else:
+            self._send(transfer_pb2.TransferToEngine(lease_lost=transfer_pb2.LeaseLost(handle=offer.handle)))
+
+
+async def _is_release(context: _Context) -> bool:
+    try:
+        message: object = await context.read()
+    except DecodeError:
+        return False
+    return isinstance(message, kv_pb2.PullMessage) and message.HasField("release")

@@ -1,0 +1,157 @@
+"""The engine's handle on its transfer process: start it, talk to it, notice its death.
+
+The step loop sends; one reader thread receives and must be given callbacks that only enqueue. A transfer process that
+dies is not restarted here: the engine fails its pulls and starts another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+from pdserve.kv_transfer.pipe import encode_frame, receive_frame
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Shutdown, TransferToEngine
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 2.0
+SEND_TIMEOUT_S = 1
+"""A transfer process that does not empty its pipe for so long is killed."""
+
+_MODULE = "pdserve.kv_transfer.transfer_process"
+_log = logging.getLogger(__name__)
+
+
+class TransferProcess:
+    """A running transfer process; get one from `start`."""
+
+    def __init__(
+        self, memory_fd: int, on_message: Callable[[TransferToEngine], None], on_death: Callable[[], None]
+    ) -> None:
+        self._on_message = on_message
+        self._on_death = on_death
+        self._pipe, self._child_pipe = socket.socketpair()
+        self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+        self._send_lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, args=(memory_fd,), name="kv-transfer-reader", daemon=True)
+        self._started = threading.Event()
+        """Set when the process serves or never will."""
+        self._is_closing = False
+        self.address = ""
+        """``host:port`` where pulls are served."""
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        memory: PoolMemory,
+        worker_epoch: int,
+        host: str,
+        cluster_token: str,
+        transport: str,
+        cpu_cores: tuple[int, ...],
+        on_message: Callable[[TransferToEngine], None],
+        on_death: Callable[[], None],
+    ) -> TransferProcess:
+        """Start the process and wait until it serves.
+
+        Args:
+            memory: the engine's pool.
+            on_message: called on the reader thread with everything but `Ready`; must only enqueue.
+            on_death: called on the reader thread, once, if the process ends without `close`.
+
+        Raises:
+            RuntimeError: it does not serve within `START_TIMEOUT_S`.
+        """
+        config = TransferConfig(
+            layout=memory.layout,
+            worker_epoch=worker_epoch,
+            host=host,
+            cluster_token=cluster_token,
+            transport=transport,
+            cpu_cores=cpu_cores,
+            parent_pid=os.getpid(),
+        )
+        process = cls(memory.fd, on_message, on_death)
+        process._pipe.sendall(encode_frame(config.to_json()))
+        process._thread.start()
+        process._started.wait(START_TIMEOUT_S)
+        if not process.address:
+            process.close()
+            raise RuntimeError("the KV transfer process did not start; its log says why")
+        return process
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def send(self, message: EngineToTransfer) -> None:
+        """Hand over a message, from any thread. If the process is dead the message is lost, and ``on_death`` says so.
+
+        Blocks while the pipe is full, at most `SEND_TIMEOUT_S`, and then kills the process.
+        """
+        frame = encode_frame(message.SerializeToString())
+        with self._send_lock:
+            try:
+                self._pipe.sendall(frame)
+            except BlockingIOError:
+                _log.error("the KV transfer process (pid %d) does not read its pipe and is killed", self.pid)
+                self._kill()
+            except OSError as error:
+                _log.warning("a message to the KV transfer process is lost: %s", error)
+
+    def close(self) -> None:
+        """End the process, without ``on_death``. Callable at any time, more than once, not from a callback."""
+        self._is_closing = True
+        if self._thread.is_alive():
+            self.send(EngineToTransfer(shutdown=Shutdown()))
+            self._thread.join(STOP_TIMEOUT_S)
+            self._kill()
+            self._thread.join()
+
+    def _run(self, memory_fd: int) -> None:
+        # The thread that starts the process stays with it to its end: Linux kills a child that asked to die with its
+        # parent as soon as the *thread* that started it is gone.
+        try:
+            with self._child_pipe:
+                fds = (self._child_pipe.fileno(), memory_fd)
+                command = [sys.executable, "-m", _MODULE, *map(str, fds)]
+                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+            self._read_messages()
+        finally:
+            self._end()
+
+    def _read_messages(self) -> None:
+        while (frame := receive_frame(self._pipe)) is not None:
+            message = TransferToEngine.FromString(frame)
+            if message.HasField("ready"):
+                self.address = message.ready.address
+                self._started.set()
+            else:
+                self._on_message(message)
+
+    def _end(self) -> None:
+        self._started.set()
+        if self._process is not None:
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                self._process.wait()
+        with self._send_lock:
+            self._pipe.close()
+        if self.address and not self._is_closing:
+            self._on_death()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()

@@ -1,0 +1,123 @@
+"""The transfer process: ``python -m pdserve.kv_transfer.transfer_process PIPE_FD MEMORY_FD``.
+
+It runs beside an engine and maps the same pool, so that copies, digests and network calls never slow an engine step.
+Started and owned by `pdserve.kv_transfer.transfer_client.TransferProcess`; its first frame on the pipe is a
+`TransferConfig`. It lives no longer than its engine: the kernel kills it with its parent, and it leaves when the pipe
+closes. It imports no torch and decides nothing about requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+import grpc
+
+from pdserve.kv_transfer.auth import TokenInterceptor
+from pdserve.kv_transfer.grpc_options import server_options
+from pdserve.kv_transfer.pipe import MAX_FRAME_BYTES, encode_frame, read_frame, receive_frame
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.puller import Puller
+from pdserve.kv_transfer.source import Source
+from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
+
+MAX_PULL_MESSAGE_BYTES = 64 << 10
+MAX_CONCURRENT_PULLS = 4096
+POOL_SWEEP_INTERVAL_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
+
+
+class _Process:
+    """The two halves and their pipe to the engine."""
+
+    def __init__(self, config: TransferConfig, memory: PoolMemory, writer: asyncio.StreamWriter) -> None:
+        self._config = config
+        self._writer = writer
+        self._source = Source(config=config, memory=memory, send=self._send)
+        self._puller = Puller(config=config, memory=memory, send=self._send)
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Serve until the engine says goodbye or is gone."""
+        server = grpc.aio.server(
+            interceptors=(TokenInterceptor(self._config.cluster_token),),
+            options=server_options(MAX_PULL_MESSAGE_BYTES),
+            maximum_concurrent_rpcs=MAX_CONCURRENT_PULLS,
+        )
+        kv_pb2_grpc.add_KvTransferServicer_to_server(self._source, server)
+        port = server.add_insecure_port(f"{self._config.host}:0")
+        await server.start()
+        self._send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=f"{self._config.host}:{port}")))
+        sweep = asyncio.ensure_future(self._drop_gone_pools())
+        while (frame := await read_frame(reader)) is not None:
+            message = transfer_pb2.EngineToTransfer.FromString(frame)
+            if message.HasField("shutdown"):
+                break
+            self._obey(message)
+        sweep.cancel()
+        await server.stop(None)
+
+    def _obey(self, message: transfer_pb2.EngineToTransfer) -> None:
+        match message.WhichOneof("body"):
+            case "offer":
+                self._source.offer(message.offer.handle)
+            case "grant":
+                self._source.grant(message.grant.handle, message.grant.grant)
+            case "withdraw":
+                self._source.withdraw(message.withdraw.handle)
+            case "start_pull":
+                self._puller.start(message.start_pull)
+            case "abort_pull":
+                self._puller.abort(message.abort_pull.pull_id)
+            case unknown:
+                raise AssertionError(unknown)
+
+    def _send(self, message: transfer_pb2.TransferToEngine) -> None:
+        self._writer.write(encode_frame(message.SerializeToString()))
+        # An engine that has stopped reading is as good as dead.
+        assert self._writer.transport.get_write_buffer_size() <= MAX_FRAME_BYTES
+
+    async def _drop_gone_pools(self) -> None:
+        while True:
+            await asyncio.sleep(POOL_SWEEP_INTERVAL_S)
+            self._puller.peer_pools.drop_gone()
+
+
+async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=pipe)
+    await _Process(config, memory, writer).run(reader)
+
+
+def _die_with_parent() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def main() -> None:
+    """Run until the engine is gone."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then says goodbye
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s transfer process: %(message)s")
+    pipe_fd, memory_fd = (int(argument) for argument in sys.argv[1:])
+    pipe = socket.socket(fileno=pipe_fd)
+    first_frame = receive_frame(pipe)
+    if first_frame is None:
+        return
+    config = TransferConfig.from_json(first_frame)
+    if os.getppid() != config.parent_pid:  # it died before the kernel was asked to tell
+        return
+    if config.cpu_cores:
+        os.sched_setaffinity(0, config.cpu_cores)
+    asyncio.run(_serve(config, PoolMemory.from_fd(memory_fd, config.layout), pipe))
+
+
+if __name__ == "__main__":
+    main()

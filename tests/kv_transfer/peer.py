@@ -1,0 +1,137 @@
+"""One engine's side of KV transfer for tests: a pool with random content, its transfer process, and what that says."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.transfer_client import TransferProcess
+from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+
+LAYOUT = KvLayout(
+    num_blocks=64, num_kv_heads=2, num_layers=3, block_size=4, head_dim=8, dtype="float32", model_hash="model"
+)
+EPOCH = 0xFEED_FACE_CAFE_BEEF
+TOKEN = "secret of the cluster"
+TIMEOUT_S = 30.0
+
+
+class Peer:
+    """Built by `running_peer`."""
+
+    def __init__(self, layout: KvLayout, transport: str, seed: int, token: str) -> None:
+        self.layout = layout
+        self.memory = PoolMemory.create(layout)
+        self.memory.blocks[:] = random.Random(seed).randbytes(layout.pool_bytes)
+        for block_id in range(layout.num_blocks):
+            self.memory.generations[block_id] = (block_id + 1) << 33
+        self.messages: queue.Queue[transfer_pb2.TransferToEngine | None] = queue.Queue()
+        """From the transfer process; ``None`` for its death."""
+        self.process = TransferProcess.start(
+            memory=self.memory,
+            worker_epoch=EPOCH,
+            host="127.0.0.1",
+            cluster_token=token,
+            transport=transport,
+            cpu_cores=(),
+            on_message=self.messages.put,
+            on_death=lambda: self.messages.put(None),
+        )
+
+    def offer(self) -> bytes:
+        """Offer a prompt; returns its handle."""
+        handle = os.urandom(16)
+        self.process.send(transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=handle)))
+        return handle
+
+    def grant(
+        self,
+        handle: bytes,
+        block_ids: Sequence[int],
+        *,
+        first_index: int = 0,
+        final: bool = True,
+        token: int = 7,
+        finish: worker_pb2.FinishReason = worker_pb2.FINISH_REASON_NONE,
+    ) -> None:
+        """Grant blocks with their present generations; a final grant's last block is not full."""
+        grant = kv_pb2.Grant(
+            first_index=first_index,
+            block_ids=block_ids,
+            generations=[self.memory.generations[block_id] for block_id in block_ids],
+            final=final,
+        )
+        if final:
+            grant.num_tokens = (first_index + len(block_ids)) * self.layout.block_size - 1
+            grant.first_token.token = token
+            grant.first_token.finish = finish
+        self.process.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
+
+    def withdraw(self, handle: bytes) -> None:
+        self.process.send(transfer_pb2.EngineToTransfer(withdraw=transfer_pb2.Withdraw(handle=handle)))
+
+    def pull(
+        self,
+        source: str,
+        handle: bytes,
+        block_ids: Sequence[int],
+        *,
+        pull_id: int = 1,
+        num_cached_blocks: int = 0,
+        deadline_s: float = TIMEOUT_S,
+        min_duration_s: float = 0.0,
+        epoch: int = EPOCH,
+    ) -> None:
+        """Order a pull from the transfer process at the address ``source``."""
+        self.process.send(
+            transfer_pb2.EngineToTransfer(
+                start_pull=transfer_pb2.StartPull(
+                    pull_id=pull_id,
+                    source=worker_pb2.KvSource(address=source, worker_epoch=epoch, handle=handle),
+                    num_cached_blocks=num_cached_blocks,
+                    block_ids=block_ids,
+                    deadline_s=deadline_s,
+                    min_duration_s=min_duration_s,
+                )
+            )
+        )
+
+    def abort(self, pull_id: int = 1) -> None:
+        self.process.send(transfer_pb2.EngineToTransfer(abort_pull=transfer_pb2.AbortPull(pull_id=pull_id)))
+
+    def expect(self, body: str) -> transfer_pb2.TransferToEngine:
+        """The next message, which must be of this kind."""
+        message = self.messages.get(timeout=TIMEOUT_S)
+        assert message is not None, "the transfer process died"
+        assert message.WhichOneof("body") == body, message
+        return message
+
+    def expect_done(self, failure_stage: str = "") -> transfer_pb2.PullDone:
+        """The next message, which must be a pull's end of this kind."""
+        done = self.expect("pull_done").pull_done
+        assert done.failure_stage == failure_stage, done
+        return done
+
+    def expect_death(self) -> None:
+        assert self.messages.get(timeout=TIMEOUT_S) is None
+
+    def block(self, block_id: int) -> bytes:
+        return bytes(self.memory.block(block_id, 0, self.layout.num_kv_heads))
+
+
+@contextmanager
+def running_peer(
+    *, layout: KvLayout = LAYOUT, transport: str = "auto", seed: int = 0, token: str = TOKEN
+) -> Iterator[Peer]:
+    """A peer that is ended on exit."""
+    peer = Peer(layout, transport, seed, token)
+    try:
+        yield peer
+    finally:
+        peer.process.close()
+        peer.memory.close()
