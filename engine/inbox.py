@@ -55,8 +55,6 @@ class TransferSaid:
 class TransferDied:
     """The transfer process ended on its own. The worker cannot go on."""
 
-    reason: str
-
 
 @dataclass(frozen=True, slots=True)
 class StartDrain:

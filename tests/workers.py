@@ -16,6 +16,7 @@ import grpc
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.engine.frames import ReceivedToken, unpack_tokens
 from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
+from pdserve.kv_transfer.auth import call_metadata
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 60.0
@@ -41,10 +42,9 @@ class RouterClient:
         self._changed = threading.Condition()
         self._outgoing: queue.SimpleQueue[worker_pb2.RouterMessage | None] = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-        metadata = (("authorization", f"Bearer {token}"),) if token else ()
         hello = worker_pb2.Hello(router_id=router_id or f"router-{next(_router_numbers)}", session_epoch=epoch)
         self.send(worker_pb2.RouterMessage(hello=hello))
-        self._call = worker_pb2_grpc.WorkerStub(self._channel).Session(self._requests(), metadata=metadata)
+        self._call = worker_pb2_grpc.WorkerStub(self._channel).Session(self._requests(), metadata=call_metadata(token))
         self._reader = threading.Thread(target=self._read, daemon=True)
         if is_reading:
             self._reader.start()

@@ -1,0 +1,111 @@
+"""What a worker computes with: the real model, or an emulated GPU. Decided once, when the worker starts.
+
+A `Backend` is known before anything heavy is imported or allocated; torch is imported when its executor is built, on the
+step loop's thread, after that thread was pinned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.step import Executor, ModelLimits
+from pdserve.engine.pool_size import AUTO_MEMORY_SHARE, available_memory_bytes, num_kv_blocks
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.model.config import LlamaConfig, model_hash
+from pdserve.model.cost import CostModel
+from pdserve.model.emulated_executor import EmulatedExecutor
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """The executor of a worker and what must be known beside it."""
+
+    limits: ModelLimits
+    layout: KvLayout
+    cost: CostModel
+    build_executor: Callable[[PoolMemory], Executor]
+    emulated_pull_s: Callable[[int], float] | None = None
+    """Seconds that pulling this many blocks lasts at least; ``None`` when nothing is emulated."""
+
+
+def choose_backend(config: WorkerConfig) -> Backend:
+    """Raises ValueError when the model cannot be served so; the text names the remedy."""
+    return _emulated_backend(config) if config.emulate else _model_backend(config)
+
+
+def _model_backend(config: WorkerConfig) -> Backend:
+    """The checkpoint on this host's CPU."""
+    folder = Path(config.model_path)
+    model = LlamaConfig.from_folder(folder)
+    limits = model.limits(config.max_model_len)
+    cost = CostModel(ModelShape.from_config(model), hardware("cpu", num_cores=_num_threads(config)), config.dtype)
+    auto_bytes = int(available_memory_bytes() * AUTO_MEMORY_SHARE)
+    block_bytes = cost.kv_bytes_per_token * config.block_size
+    num_blocks = num_kv_blocks(config, limits, block_bytes, auto_bytes)
+    layout = model.kv_layout(num_blocks, config.block_size, config.dtype, model_hash(folder))
+
+    def build_executor(memory: PoolMemory) -> Executor:
+        if not config.cpu_cores:
+            # Other workers may share these cores, and OpenMP threads that spin there stop each other for milliseconds.
+            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        import torch
+
+        from pdserve.model.model_executor import ModelExecutor
+
+        torch.set_num_threads(_num_threads(config))
+        pool = torch.frombuffer(memory.blocks, dtype=getattr(torch, config.dtype)).view(layout.shape)
+        return ModelExecutor(folder=folder, config=model, layout=layout, pool=pool, dtype=config.dtype)
+
+    return Backend(limits=limits, layout=layout, cost=cost, build_executor=build_executor)
+
+
+def _emulated_backend(config: WorkerConfig) -> Backend:
+    """A GPU that is not here: its step times, its transfer times and as many blocks as it would have."""
+    model = LlamaConfig.from_folder(Path(config.model_path))
+    limits = model.limits(config.max_model_len)
+    cost = CostModel(ModelShape.from_config(model), hardware(config.emulate), config.dtype)
+    max_blocks = cost.max_kv_blocks(config.block_size)
+    if max_blocks == 0:
+        raise ValueError(
+            f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on one {cost.hardware.name}: "
+            f"emulate a larger GPU or serve a smaller model"
+        )
+    block_bytes = cost.kv_bytes_per_token * config.block_size
+    layout = KvLayout(
+        num_blocks=num_kv_blocks(config, limits, block_bytes, max_blocks * block_bytes),
+        num_kv_heads=1,
+        num_layers=1,
+        block_size=config.block_size,
+        head_dim=1,
+        dtype="uint64",
+        model_hash=f"emulated-{blake2b(repr(model).encode(), digest_size=16).hexdigest()}",
+    )
+
+    def build_executor(memory: PoolMemory) -> Executor:
+        return EmulatedExecutor(
+            layout=layout,
+            pool=memory.blocks,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=limits.eos_token_ids,
+            cost=cost,
+            time_scale=config.time_scale,
+        )
+
+    def emulated_pull_s(num_blocks: int) -> float:
+        return config.time_scale * cost.transfer_s(num_blocks * config.block_size, same_host=True)
+
+    return Backend(
+        limits=limits, layout=layout, cost=cost, build_executor=build_executor, emulated_pull_s=emulated_pull_s
+    )
+
+
+def _num_threads(config: WorkerConfig) -> int:
+    return len(config.cpu_cores) or len(os.sched_getaffinity(0))

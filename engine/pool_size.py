@@ -1,0 +1,52 @@
+"""How many KV blocks a worker has: as told, or a share of the memory that is free.
+
+Called once when a worker starts. Never allocates.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.step import ModelLimits
+
+AUTO_MEMORY_SHARE = 0.1
+"""Share of the host's available memory that an automatic pool takes: several workers size theirs at the same moment, and
+the pages of the pool are taken from the host only as they are first written."""
+
+
+def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:
+    """Blocks of the worker's pool: ``num_kv_blocks``, else from ``kv_memory_bytes``, else automatic.
+
+    An automatic pool takes what ``auto_bytes`` holds, and not more than ``max_batch_size`` sequences of the model's
+    length need.
+
+    Raises:
+        ValueError: one sequence of the model's length would not fit.
+    """
+    num_needed = _ceil_div(limits.max_model_len, config.block_size)
+    if config.num_kv_blocks:
+        num_blocks, knob = config.num_kv_blocks, "num_kv_blocks"
+    elif config.kv_memory_bytes:
+        num_blocks, knob = config.kv_memory_bytes // block_bytes, "kv_memory"
+    else:
+        num_blocks, knob = min(auto_bytes // block_bytes, config.max_batch_size * num_needed), "kv_memory"
+    if num_blocks < num_needed:
+        raise ValueError(
+            f"the KV pool of {num_blocks} blocks does not hold one sequence of max_model_len {limits.max_model_len} "
+            f"tokens: raise {knob} to {num_needed} blocks ({num_needed * block_bytes} bytes), or lower max_model_len"
+        )
+    return num_blocks
+
+
+def available_memory_bytes() -> int:
+    """Memory that the host can give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable line: Linux 3.14 or newer is needed")
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)

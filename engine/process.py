@@ -1,0 +1,96 @@
+"""A worker as a plain process: ``python -m pdserve.prefill_worker --config JSON`` and the decode worker's like.
+
+Prints one JSON line with the endpoint and serves. SIGTERM or SIGINT drains and exits 0; a second one, or a drain that
+takes too long, drops what still runs and exits 1, as does a step loop that died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.engine.worker import EngineWorker, SchedulerFactory
+from pdserve.engine.worker_config import config_from_json, endpoint_to_fields
+
+DRAIN_TIMEOUT_S = 30.0
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(factory_of: Callable[[WorkerRole], SchedulerFactory], prog: str, argv: Sequence[str] | None = None) -> int:
+    """Run a worker until a signal ends it; returns the exit status.
+
+    Args:
+        factory_of: the scheduler of a role; raises ValueError for a role that is served elsewhere.
+        prog: for the usage text.
+    """
+    arguments = _parse_arguments(prog, argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if arguments.die_with_parent:
+        _die_with_parent()
+    signals = _StopSignals()
+    try:
+        config = _read_config(arguments.config)
+        worker = EngineWorker(config, factory_of(config.role))
+        endpoint = worker.start()
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return 1
+    sys.stdout.write(json.dumps(endpoint_to_fields(endpoint)) + "\n")
+    sys.stdout.flush()
+    signals.wait()
+    is_drained = worker.drain(arguments.drain_timeout_s)
+    worker.stop()
+    return 0 if is_drained else 1
+
+
+def _parse_arguments(prog: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description="One worker of a pdserve cluster, as a plain process.")
+    parser.add_argument(
+        "--config", required=True, help="the worker's configuration as a JSON object; - reads a line from stdin"
+    )
+    parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
+    parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, help="seconds a drain may last")
+    return parser.parse_args(argv)
+
+
+def _read_config(argument: str) -> WorkerConfig:
+    # A command line can be read by every user of the host, and the configuration holds the cluster token.
+    return config_from_json(sys.stdin.readline() if argument == "-" else argument)
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT: the first is waited for, the second ends the process on the spot."""
+
+    def __init__(self) -> None:
+        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put may interrupt its get
+        self._count = 0
+        signal.signal(signal.SIGTERM, self._receive)
+        signal.signal(signal.SIGINT, self._receive)
+
+    def wait(self) -> None:
+        """Return after the first signal."""
+        self._received.get()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            os._exit(1)
+        self._received.put(number)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the thread that started this process is gone. Linux only."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
