@@ -1,0 +1,69 @@
+"""Turns a stream of tokens into a stream of text, one token at a time.
+
+A token may be part of a character, and its text may depend on the token before (a leading space that a decoder strips,
+bytes that only together are a character). So each step decodes the held tokens after those given last, and gives what
+that adds, as vLLM and text-generation-inference do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for bytes that are not, or not yet, a character."""
+
+MAX_HELD_TOKENS = 32
+"""A character takes far fewer; a longer run is not text, and is given as the decoder writes it."""
+
+
+class Detokenizer:
+    """The text of one answer. Never splits a character; `flush` gives what an unfinished one left.
+
+    The concatenation of everything given is the decoding of all tokens, unless more than `MAX_HELD_TOKENS` in a row are
+    broken bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden_ids: Container[int], context: Sequence[int] = ()) -> None:
+        """Begin an answer.
+
+        Args:
+            hidden_ids: tokens without text.
+            context: the tokens that the answer continues; their text is not given again.
+        """
+        self._tokenizer = tokenizer
+        self._hidden_ids = hidden_ids
+        self._held: list[int] = []
+        self._advance([token for token in context if token not in hidden_ids])
+
+    def push(self, token: int) -> str:
+        """Take the next token and give the text that is now certain, often that of the token."""
+        if token in self._hidden_ids:
+            return ""
+        self._held.append(token)
+        text = self._decode(self._context + self._held)
+        is_certain = len(text) > len(self._context_text) and not text.endswith(_INCOMPLETE)
+        if not is_certain and len(self._held) < MAX_HELD_TOKENS:
+            return ""
+        return self._give(text)
+
+    def flush(self) -> str:
+        """The rest, at the end of the answer."""
+        return self._give(self._decode(self._context + self._held)) if self._held else ""
+
+    def _give(self, text: str) -> str:
+        added = text[len(self._context_text) :]
+        self._advance(self._held)
+        return added
+
+    def _advance(self, context: list[int]) -> None:
+        self._context = context
+        self._context_text = self._decode(context)
+        self._held = []
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text

@@ -1,0 +1,167 @@
+"""The model's tokenizer and chat template, read from its folder without torch or transformers.
+
+Text becomes token ids here; token ids become text in `pdserve.router.detokenizer`. Long texts are encoded in a thread,
+so that other streams do not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pdserve.router.chat_template import ChatTemplate
+from pdserve.router.detokenizer import Detokenizer
+
+MAX_INLINE_CHARS = 4096
+"""Texts up to this long take less time to encode than to hand to a thread and back."""
+
+_CONTEXT_TOKENS = 8
+"""Tokens before an answer that can change the text of its first token."""
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How sentencepiece writes a space."""
+
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+"""How sentencepiece writes a byte that is no character."""
+
+
+class ChatTokenizer:
+    """Encodes prompts and decodes answers of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int) -> None:
+        """Most callers want `from_folder`.
+
+        Args:
+            vocab_size: rows of the model's embedding: prompt token ids are below it.
+        """
+        self._tokenizer = tokenizer
+        self._template = template
+        self.vocab_size = vocab_size
+        added = tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self._special_ids = frozenset(token for token, content in added.items() if content.special)
+        self._byte_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTokenizer:
+        """Read ``tokenizer.json``, and where there are such ``tokenizer_config.json``, ``chat_template.jinja`` and
+        ``config.json``.
+
+        Raises:
+            ValueError: there is no tokenizer, or a file is broken.
+        """
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(
+                f"{folder} has no tokenizer.json; save the model's tokenizer there with "
+                "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{file} is not a tokenizer: {error}; download it again") from error
+        model_config = _read_json(folder / "config.json")
+        vocab_size = model_config.get("vocab_size", model_config.get("text_config", {}).get("vocab_size"))
+        return cls(tokenizer, _read_template(folder), vocab_size or tokenizer.get_vocab_size())
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        Raises:
+            ValueError: the model has no chat template, or it refuses these messages.
+        """
+        template = self._template
+        if template is None:
+            raise ValueError(
+                "the model has no chat template; use /v1/completions, or put a chat_template.jinja into its folder"
+            )
+
+        def encode() -> list[int]:
+            # A template writes the special tokens itself
+            return self._encode(template.render(messages), add_special_tokens=False)
+
+        if sum(len(text) for message in messages for text in message.values()) <= MAX_INLINE_CHARS:
+            return encode()
+        return await asyncio.to_thread(encode)
+
+    async def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around one."""
+        if len(text) <= MAX_INLINE_CHARS:
+            return self._encode(text, add_special_tokens=True)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens=True)
+
+    def detokenizer(self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = ()) -> Detokenizer:
+        """The text of an answer; ``prompt_tokens`` where it continues the text of its prompt."""
+        hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
+        return Detokenizer(self._tokenizer, hidden_ids, prompt_tokens[-_CONTEXT_TOKENS:])
+
+    def token_text(self, token: int) -> str:
+        """The text of a token alone, with a replacement character for what is only a part of one."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token, which need not be whole characters; empty for an id without a token."""
+        piece: str | None = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._added_ids:
+            return piece.encode()
+        if all(char in self._byte_of_char for char in piece):
+            return bytes(self._byte_of_char[char] for char in piece)
+        if _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(_SPACE, " ").encode()
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+    return any(part["type"] == "ByteLevel" for part in [decoder, *decoder.get("decoders", ())])
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE (GPT-2) writes for each byte: printable ones stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """An object from a file; empty where there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object; download it again")
+    return content
+
+
+def _read_template(folder: Path) -> ChatTemplate | None:
+    config = _read_json(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        if "default" not in named:
+            raise ValueError(f"no chat template in {folder} is named default; name one of {sorted(named)} so")
+        source = named["default"]
+    return ChatTemplate(source, _special_tokens(config)) if source else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, written as text or as an object with the text in ``content``."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

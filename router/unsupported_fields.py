@@ -1,0 +1,131 @@
+"""Request fields that OpenAI's API or vLLM's know and this server does not honour.
+
+Such a field is refused unless its value changes nothing; a field that nobody knows is accepted and named in the log.
+A field is never ignored silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+
+from pdserve.router.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+Neutral = Mapping[str, tuple[object, ...]]
+"""Field name to the values that change nothing, beside null."""
+
+_BOTH: Neutral = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+CHAT: Neutral = {
+    **_BOTH,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+COMPLETION: Neutral = {
+    **_BOTH,
+    "add_special_tokens": (True,),
+    "prompt_embeds": (),
+    "suffix": ("",),
+}
+
+CHAT_MESSAGE: Neutral = {
+    "audio": (),
+    "function_call": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+_LABELS = frozenset(
+    {
+        "annotations",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "refusal",
+        "safety_identifier",
+        "service_tier",
+        "user",
+    }
+)
+"""Fields that describe a request or its sender and change no answer."""
+
+_MAX_NAME_CHARS = 64
+
+
+def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, where: str = "") -> None:
+    """Judge the fields that a request model does not declare.
+
+    Args:
+        where: prefix that leads to them, such as ``messages.0.``.
+
+    Raises:
+        ApiError: a field is known and not honoured.
+    """
+    for name, value in (extra or {}).items():
+        if name in neutral:
+            if value is not None and value not in neutral[name]:
+                raise ApiError(400, _refusal(where + name, neutral[name]), param=where + name)
+        elif name not in _LABELS:
+            _warn_of(name[:_MAX_NAME_CHARS])
+
+
+def _refusal(name: str, neutral: tuple[object, ...]) -> str:
+    remedy = (
+        f"set it to {' or '.join(repr(value) for value in neutral)}, or leave it out" if neutral else "leave it out"
+    )
+    return f"{name} is not supported; {remedy}"
+
+
+@functools.lru_cache(maxsize=1024)  # once per name, and a client cannot make the memory grow
+def _warn_of(name: str) -> None:
+    logger.warning("a request has the unknown field %r; it is ignored", name)

@@ -1,0 +1,179 @@
+"""The HTTP edge under a real uvicorn on a loopback port, over a generator that says what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from pdserve.contracts.request import FinishReason, SamplingParams
+from pdserve.contracts.step import TokenLogprobs
+from pdserve.router.app import create_app
+from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
+from pdserve.router.observer import AnswerTiming
+from pdserve.router.tokenizer import ChatTokenizer
+
+MODEL = "small"
+MAX_MODEL_LEN = 512
+MAX_BODY_BYTES = 100_000
+
+Script = Callable[["ScriptedGeneration"], AsyncIterator[TokenDelta]]
+
+
+@dataclass
+class ScriptedGeneration:
+    """One generation, with all that the edge said of it."""
+
+    prompt_tokens: list[int]
+    sampling: SamplingParams
+    cache_salt: bytes
+    script: Script
+    num_cached_tokens: int = 0
+    cancels: list[bool] = field(default_factory=list)
+    """``finished`` of each `cancel` before the end."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    is_over: bool = False
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        async for delta in self.script(self):
+            yield delta
+        self.is_over = True
+
+    def cancel(self, *, finished: bool = False) -> None:
+        if not self.is_over:
+            self.cancels.append(finished)
+            self.cancelled.set()
+
+
+class ScriptedGenerator:
+    """Runs the script that is set when a request arrives."""
+
+    def __init__(self) -> None:
+        self.script: Script = saying([], FinishReason.STOP)
+        self.refusal: GenerationError | None = None
+        self.is_ready = True
+        self.model: ServedModel | None = ServedModel(max_model_len=MAX_MODEL_LEN)
+        self.generations: list[ScriptedGeneration] = []
+        self.started = threading.Event()
+
+    def start(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, *, arrived_s: float, cache_salt: bytes = b""
+    ) -> ScriptedGeneration:
+        assert arrived_s > 0
+        if self.refusal is not None:
+            raise self.refusal
+        generation = ScriptedGeneration(list(prompt_tokens), sampling, cache_salt, self.script)
+        self.generations.append(generation)
+        self.started.set()
+        return generation
+
+    @property
+    def last(self) -> ScriptedGeneration:
+        return self.generations[-1]
+
+
+def saying(
+    tokens: Sequence[int], finish: FinishReason = FinishReason.LENGTH, logprobs: TokenLogprobs | None = None
+) -> Script:
+    """A script that yields ``tokens``, as many as the request allows, the last with ``finish``."""
+
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+        said = tokens[: generation.sampling.max_tokens]
+        generation.num_cached_tokens = 3
+        for index, token in enumerate(said):
+            end = finish if index == len(tokens) - 1 else FinishReason.NONE
+            if index == len(said) - 1 < len(tokens) - 1:
+                end = FinishReason.LENGTH
+            yield TokenDelta(index, token, logprobs, end)
+
+    return script
+
+
+def failing_after(tokens: Sequence[int], error: Exception) -> Script:
+    """A script that yields ``tokens`` and then raises."""
+
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+        for index, token in enumerate(tokens):
+            yield TokenDelta(index, token, None, FinishReason.NONE)
+        raise error
+
+    return script
+
+
+def stuck_after(tokens: Sequence[int]) -> Script:
+    """A script that yields ``tokens`` and then nothing, for ever."""
+
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+        for index, token in enumerate(tokens):
+            yield TokenDelta(index, token, None, FinishReason.NONE)
+        await asyncio.Event().wait()
+
+    return script
+
+
+def endless(token: int) -> Script:
+    """A script that yields ``token`` as fast as it is taken."""
+
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+        index = 0
+        while True:
+            yield TokenDelta(index, token, None, FinishReason.NONE)
+            index += 1
+            await asyncio.sleep(0)
+
+    return script
+
+
+class RecordingObserver:
+    """Keeps what the edge reports."""
+
+    def __init__(self) -> None:
+        self.responses: list[tuple[str, int]] = []
+        self.first_tokens_s: list[float] = []
+        self.gaps_s: list[float] = []
+        self.timings: list[AnswerTiming] = []
+
+    def responded(self, route: str, code: int) -> None:
+        self.responses.append((route, code))
+
+    def first_token(self, ttft_s: float) -> None:
+        self.first_tokens_s.append(ttft_s)
+
+    def gap(self, gap_s: float) -> None:
+        self.gaps_s.append(gap_s)
+
+    def finished(self, timing: AnswerTiming) -> None:
+        self.timings.append(timing)
+
+
+@dataclass
+class EdgeServer:
+    """A running edge."""
+
+    url: str
+    generator: ScriptedGenerator
+    observer: RecordingObserver
+    tokenizer: ChatTokenizer
+
+
+@contextmanager
+def running_edge(tokenizer: ChatTokenizer) -> Iterator[EdgeServer]:
+    """Serve on a free loopback port until the block is left."""
+    generator, observer = ScriptedGenerator(), RecordingObserver()
+    app = create_app(generator, tokenizer, served_name=MODEL, observer=observer, max_body_bytes=MAX_BODY_BYTES)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield EdgeServer(f"http://127.0.0.1:{port}", generator, observer, tokenizer)
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
