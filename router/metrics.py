@@ -1,0 +1,176 @@
+"""The router's Prometheus registry, built from `pdserve.contracts.metrics`.
+
+One `RouterMetrics` per process; the dispatcher, the fleet and the HTTP edge write to it and the admin port reads it.
+Names, help texts, labels and buckets live in the contracts only. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from pdserve.contracts import metrics
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import Outcome
+from pdserve.proto.v1 import worker_pb2
+from pdserve.router.observer import AnswerTiming
+
+PHASES = ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode")
+"""Values of the ``phase`` label. By the router's clock: ``queue``, arrival to the first dispatch; ``prefill``, the
+worker's start on the prompt to the attempt's first token; ``handoff``, that token to the decode worker's join;
+``decode``, join (or first token where nothing is handed off) to the last token. As workers measured:
+``prefill_queue`` and ``decode_queue``, receipt to the first chunk and to the reservation of blocks."""
+
+BLOCK_STATES = ("free", "cached", "referenced")
+
+
+def counter(registry: CollectorRegistry, metric: metrics.Metric) -> Counter:
+    assert metric.kind == "counter"
+    return Counter(metric.name, metric.help, metric.labels, registry=registry)
+
+
+def gauge(registry: CollectorRegistry, metric: metrics.Metric) -> Gauge:
+    assert metric.kind == "gauge"
+    return Gauge(metric.name, metric.help, metric.labels, registry=registry)
+
+
+def histogram(registry: CollectorRegistry, metric: metrics.Metric) -> Histogram:
+    assert metric.kind == "histogram"
+    return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
+
+
+class WorkerMetrics:
+    """The series of one worker, with labels resolved once, because they are written at every frame."""
+
+    def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
+        labels = (worker_id, role.value)
+        self._labels = labels
+        self._families = (
+            metrics.worker_up, metrics.step_seconds, metrics.step_tokens, metrics.running, metrics.waiting,
+            metrics.parked, metrics.preemptions,
+        )  # fmt: skip
+        self._kv_blocks = metrics.kv_blocks
+        self.up = metrics.worker_up.labels(*labels)
+        self._step_seconds = metrics.step_seconds.labels(*labels)
+        self._step_tokens = metrics.step_tokens.labels(*labels)
+        self._running = metrics.running.labels(*labels)
+        self._waiting = metrics.waiting.labels(*labels)
+        self._parked = metrics.parked.labels(*labels)
+        self._blocks = {state: metrics.kv_blocks.labels(*labels, state) for state in BLOCK_STATES}
+        self._preemptions = metrics.preemptions.labels(*labels)
+        self._num_preemptions_seen = 0
+
+    def observe(self, load: worker_pb2.Load) -> None:
+        """Take one frame's load."""
+        if load.step_s > 0:
+            self._step_seconds.observe(load.step_s)
+            self._step_tokens.observe(load.step_tokens)
+        self._running.set(load.num_running)
+        self._waiting.set(load.num_waiting)
+        self._parked.set(load.num_parked)
+        self._blocks["free"].set(load.num_blocks_free)
+        self._blocks["cached"].set(load.num_blocks_cached)
+        self._blocks["referenced"].set(load.num_blocks_referenced)
+        if load.num_preemptions > self._num_preemptions_seen:
+            self._preemptions.inc(load.num_preemptions - self._num_preemptions_seen)
+            self._num_preemptions_seen = load.num_preemptions
+
+    def remove(self) -> None:
+        """Forget the series: the worker is no longer a target."""
+        for family in self._families:
+            family.remove(*self._labels)
+        for state in BLOCK_STATES:
+            self._kv_blocks.remove(*self._labels, state)
+
+
+class RouterMetrics:
+    """Every metric family of the router process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = counter(registry, metrics.REQUESTS)
+        self.outcomes = counter(registry, metrics.OUTCOMES)
+        self.accepted = counter(registry, metrics.ACCEPTED)
+        self.in_flight = gauge(registry, metrics.IN_FLIGHT)
+        self.queued = gauge(registry, metrics.QUEUED)
+        self.request_seconds = histogram(registry, metrics.REQUEST_SECONDS)
+        self.ttft_seconds = histogram(registry, metrics.TTFT_SECONDS)
+        self.tpot_seconds = histogram(registry, metrics.TPOT_SECONDS)
+        self.itl_seconds = histogram(registry, metrics.ITL_SECONDS)
+        self.handoff_stall_seconds = histogram(registry, metrics.HANDOFF_STALL_SECONDS)
+        self.phase_seconds = histogram(registry, metrics.PHASE_SECONDS)
+        self.prompt_tokens = counter(registry, metrics.PROMPT_TOKENS)
+        self.cached_prompt_tokens = counter(registry, metrics.CACHED_PROMPT_TOKENS)
+        self.output_tokens = counter(registry, metrics.OUTPUT_TOKENS)
+        self.redispatches = counter(registry, metrics.REDISPATCHES)
+        self.slo_requests = counter(registry, metrics.SLO_REQUESTS)
+        self.route_seconds = histogram(registry, metrics.ROUTE_SECONDS)
+        self.worker_up = gauge(registry, metrics.WORKER_UP)
+        self.step_seconds = histogram(registry, metrics.STEP_SECONDS)
+        self.step_tokens = histogram(registry, metrics.STEP_TOKENS)
+        self.running = gauge(registry, metrics.RUNNING)
+        self.waiting = gauge(registry, metrics.WAITING)
+        self.parked = gauge(registry, metrics.PARKED)
+        self.kv_blocks = gauge(registry, metrics.KV_BLOCKS)
+        self.preemptions = counter(registry, metrics.PREEMPTIONS)
+        self.transfer_seconds = histogram(registry, metrics.TRANSFER_SECONDS)
+        self.transfer_bytes = histogram(registry, metrics.TRANSFER_BYTES)
+        self.transfer_failures = counter(registry, metrics.TRANSFER_FAILURES)
+        for outcome in Outcome:
+            self.outcomes.labels(outcome.value)
+
+    def track(self, in_flight: Callable[[], int], queued: Callable[[], int]) -> None:
+        """Read the two gauges of the dispatcher at every scrape."""
+        self.in_flight.set_function(in_flight)
+        self.queued.set_function(queued)
+
+    def observe_phase(self, phase: str, seconds: float) -> None:
+        """One phase of one request; ``phase`` is one of `PHASES`."""
+        assert phase in PHASES
+        self.phase_seconds.labels(phase).observe(seconds)
+
+    def observe_transfer(self, report: worker_pb2.TransferReport) -> None:
+        """One pull, as the decode worker reports it."""
+        if report.failure_stage:
+            self.transfer_failures.labels(report.failure_stage).inc()
+        else:
+            self.transfer_seconds.labels(report.transport).observe(report.seconds)
+            self.transfer_bytes.labels(report.transport).observe(report.bytes)
+
+    def render(self) -> bytes:
+        """The exposition text of `/metrics`."""
+        return generate_latest(self.registry)
+
+
+class EdgeMetrics:
+    """Counts what the HTTP edge reports; implements `pdserve.router.observer.EdgeObserver`."""
+
+    def __init__(self, metrics: RouterMetrics, slo: SloConfig) -> None:
+        self._metrics = metrics
+        self._slo = slo
+
+    def responded(self, route: str, code: int) -> None:
+        self._metrics.requests.labels(route, str(code)).inc()
+
+    def first_token(self, ttft_s: float) -> None:
+        self._metrics.ttft_seconds.observe(ttft_s)
+        self._metrics.output_tokens.inc()
+
+    def gap(self, gap_s: float) -> None:
+        self._metrics.itl_seconds.observe(gap_s)
+        self._metrics.output_tokens.inc()
+
+    def finished(self, timing: AnswerTiming) -> None:
+        """The SLO verdict is ``met`` or ``missed``; ``none`` for the TPOT of a one-token answer."""
+        self._metrics.request_seconds.observe(timing.duration_s)
+        tpot = "none"
+        if timing.tpot_s is not None:
+            self._metrics.tpot_seconds.observe(timing.tpot_s)
+            tpot = _verdict(timing.tpot_s, self._slo.tpot_seconds)
+        self._metrics.slo_requests.labels(_verdict(timing.ttft_s, self._slo.ttft_seconds), tpot).inc()
+
+
+def _verdict(measured_s: float, wanted_s: float) -> str:
+    return "met" if measured_s <= wanted_s else "missed"

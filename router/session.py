@@ -1,0 +1,200 @@
+"""One worker's session: a bidirectional gRPC stream that is opened again whenever it breaks.
+
+Owns the channel, the reconnects and the stall timeout; speaks to one `SessionSink` (a `Worker` of the fleet) in stream
+order. Commands are queued and never waited for. Knows nothing of requests: when a stream breaks, the sink is told once,
+and everything sent through it is void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from pdserve.contracts.placement import WorkerEndpoint
+from pdserve.kv_transfer.auth import call_metadata
+from pdserve.proto.v1 import worker_pb2
+from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
+
+log = logging.getLogger(__name__)
+
+STALL_TICKS = 6
+"""Silent periods after which a stream counts as broken. Periods are counted, not seconds, so that a pause of the
+router's own process is not taken for silence of the worker."""
+MAX_MESSAGE_BYTES = 64 << 20
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A cut cable sends no FIN: ping, as the worker does from its side.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    # A failed connection must not delay the next session to a worker restarted on the same port.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """Who the router is to its workers."""
+
+    router_id: str
+    """Stable for the life of the process."""
+    cluster_token: str = ""
+    stall_timeout_s: float = 3.0
+    """Silence after which a session is broken; workers speak every half second at least."""
+
+
+class SessionRefusedError(Exception):
+    """The worker at the other end is not the one that was wanted, or does not fit the fleet."""
+
+
+class SessionSink(Protocol):
+    """Who hears of a session. Calls come from the event loop, in stream order, and must not block."""
+
+    def session_opened(self, session: WorkerSession, welcome: worker_pb2.Welcome) -> None:
+        """The worker answered; commands may be sent.
+
+        Raises:
+            SessionRefusedError: it does not fit; the session closes and tries again later.
+        """
+        ...
+
+    def frame_received(self, session: WorkerSession, frame: worker_pb2.StepFrame) -> None: ...
+
+    def session_broken(self, session: WorkerSession, reason: str) -> None:
+        """The stream is gone; exactly one call per `session_opened` that returned."""
+        ...
+
+
+class WorkerSession:
+    """Keeps a session to one incarnation of a worker open until `close`."""
+
+    def __init__(self, endpoint: WorkerEndpoint, sink: SessionSink, credentials: Credentials) -> None:
+        self.endpoint = endpoint
+        self.is_open = False
+        self._sink = sink
+        self._router_id = credentials.router_id
+        self._metadata = call_metadata(credentials.cluster_token)
+        self._tick_s = credentials.stall_timeout_s / STALL_TICKS
+        self._epoch = 0
+        self._num_received = 0
+        self._commands: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to connect; needs a running event loop."""
+        assert self._task is None
+        self._task = asyncio.create_task(self._run(), name=f"session {self.endpoint.worker_id}")
+
+    async def close(self) -> None:
+        """End the session for good. The sink hears `session_broken` if it was open."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    def send(self, message: worker_pb2.RouterMessage) -> None:
+        """Queue a command. Only for an open session: what was sent before a break is void."""
+        assert self.is_open
+        self._commands.put_nowait(message)
+
+    async def _run(self) -> None:
+        """Open a stream, live through it, wait, open the next."""
+        backoff_s = MIN_BACKOFF_S
+        last_reason = ""
+        while True:
+            reason, was_open = await self._live_once()
+            if reason != last_reason or was_open:
+                log.warning("session with %s at %s: %s", self.endpoint.worker_id, self.endpoint.address, reason)
+            last_reason = reason
+            backoff_s = MIN_BACKOFF_S if was_open else min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
+
+    async def _live_once(self) -> tuple[str, bool]:
+        """One stream from hello to break; returns why it ended and whether the worker had answered."""
+        self._epoch += 1
+        self._commands = asyncio.Queue()
+        reason, was_open = "closed", False
+        try:
+            async with grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel:
+                reader = asyncio.create_task(self._read(channel))
+                try:
+                    reason = await self._watch(reader)
+                finally:
+                    reader.cancel()
+                    await asyncio.wait({reader})
+        finally:
+            was_open, self.is_open = self.is_open, False
+            if was_open:
+                self._sink.session_broken(self, reason)
+        return reason, was_open
+
+    async def _watch(self, reader: asyncio.Task[str]) -> str:
+        """Wait until ``reader`` ends or has been silent for too long; returns the reason."""
+        silent_ticks = 0
+        while silent_ticks < STALL_TICKS:
+            num_received = self._num_received
+            done, _ = await asyncio.wait({reader}, timeout=self._tick_s)
+            if done:
+                return reader.result()
+            silent_ticks = silent_ticks + 1 if self._num_received == num_received else 0
+        return f"silent for {self._tick_s * STALL_TICKS:g} s"
+
+    async def _read(self, channel: grpc.aio.Channel) -> str:
+        """Receive until the stream ends; returns the reason."""
+        call = WorkerStub(channel).Session(self._outgoing(self._commands), metadata=self._metadata)
+        try:
+            async for message in call:
+                self._num_received += 1
+                self._receive(message)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except SessionRefusedError as error:
+            return str(error)
+        except Exception:
+            log.exception("session with %s: a message could not be handled", self.endpoint.worker_id)
+            return "a message could not be handled"
+        finally:
+            call.cancel()
+        return "the worker ended the stream"
+
+    async def _outgoing(
+        self, commands: asyncio.Queue[worker_pb2.RouterMessage]
+    ) -> AsyncIterator[worker_pb2.RouterMessage]:
+        hello = worker_pb2.Hello(router_id=self._router_id, session_epoch=self._epoch)
+        yield worker_pb2.RouterMessage(hello=hello)
+        while True:
+            yield await commands.get()
+
+    def _receive(self, message: worker_pb2.WorkerMessage) -> None:
+        body = message.WhichOneof("body")
+        if body == "frame" and self.is_open:
+            self._sink.frame_received(self, message.frame)
+        elif body == "welcome" and not self.is_open:
+            self._check_identity(message.welcome)
+            self._open(message.welcome)
+        else:
+            raise SessionRefusedError(f"unexpected message {body!r}")
+
+    def _open(self, welcome: worker_pb2.Welcome) -> None:
+        self.is_open = True  # the sink may send at once
+        try:
+            self._sink.session_opened(self, welcome)
+        except SessionRefusedError:
+            self.is_open = False
+            raise
+
+    def _check_identity(self, welcome: worker_pb2.Welcome) -> None:
+        wanted = self.endpoint
+        if (welcome.worker_id, welcome.worker_epoch, welcome.role) != (
+            wanted.worker_id, wanted.epoch, wanted.role.value,
+        ):  # fmt: skip
+            raise SessionRefusedError(
+                f"another worker answers: {welcome.worker_id!r} ({welcome.role}), epoch {welcome.worker_epoch}"
+            )

@@ -1,0 +1,155 @@
+"""A worker whose every answer a test spells out: a real gRPC server that speaks `Worker.Session` and computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+
+from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.contracts.request import FinishReason
+from pdserve.engine.scheduler import RequestEventKind
+from pdserve.kv_transfer.auth import TokenInterceptor
+from pdserve.proto.v1 import worker_pb2
+from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+
+TIMEOUT_S = 10.0
+HEARTBEAT_S = 0.05
+_epochs = itertools.count(1)
+
+
+class ScriptedWorker(WorkerServicer):
+    """Records commands and sends what it is told to."""
+
+    def __init__(self, worker_id: str, role: WorkerRole, **welcome: Any) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.epoch = next(_epochs)
+        self.welcome = {
+            "model_hash": "m", "max_model_len": 4096, "block_size": 4, "num_blocks": 256, "max_batch_tokens": 256,
+            "max_batch_size": 8, **welcome,
+        }  # fmt: skip
+        self.load: dict[str, Any] = {"num_blocks_free": self.welcome["num_blocks"]}
+        self.commands: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self.hellos: list[worker_pb2.Hello] = []
+        self.is_silent = False
+        self._outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+
+    @property
+    def endpoint(self) -> WorkerEndpoint:
+        return WorkerEndpoint(
+            worker_id=self.worker_id, role=self.role, address=f"127.0.0.1:{self._port}", epoch=self.epoch
+        )
+
+    async def start(self, *, cluster_token: str = "") -> ScriptedWorker:
+        """Listen, on the port of the time before if there was one."""
+        self._server = grpc.aio.server(
+            interceptors=[TokenInterceptor(cluster_token)], options=[("grpc.so_reuseport", 0)]
+        )
+        add_WorkerServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        await self._server.start()
+        return self
+
+    async def stop(self) -> None:
+        """Break every stream, as a killed process does."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    async def Session(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        self.hellos.append((await anext(request_iterator)).hello)
+        self._outgoing = asyncio.Queue()
+        self.commands = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator, self.commands))
+        try:
+            yield worker_pb2.WorkerMessage(
+                welcome=worker_pb2.Welcome(
+                    worker_id=self.worker_id, worker_epoch=self.epoch, role=self.role.value, **self.welcome
+                )
+            )
+            while True:
+                try:
+                    message = await asyncio.wait_for(self._outgoing.get(), HEARTBEAT_S)
+                except TimeoutError:
+                    message = worker_pb2.WorkerMessage(frame=worker_pb2.StepFrame(load=self._load()))
+                if message is None:
+                    return
+                if not self.is_silent:
+                    yield message
+        finally:
+            reader.cancel()
+
+    async def _read(
+        self,
+        requests: AsyncIterator[worker_pb2.RouterMessage],
+        commands: asyncio.Queue[worker_pb2.RouterMessage],
+    ) -> None:
+        async for message in requests:
+            commands.put_nowait(message)
+
+    def _load(self) -> worker_pb2.Load:
+        return worker_pb2.Load(**self.load)
+
+    def end_stream(self) -> None:
+        """End the session in good order."""
+        self._outgoing.put_nowait(None)
+
+    def send(self, frame: worker_pb2.StepFrame) -> None:
+        frame.load.CopyFrom(self._load())
+        self._outgoing.put_nowait(worker_pb2.WorkerMessage(frame=frame))
+
+    def send_token(self, request: worker_pb2.Request, index: int, token: int, *, last: bool = False) -> None:
+        """One token of the attempt that ``request`` is."""
+        self.send_tokens(request, [(index, token)], last=last)
+
+    def send_tokens(self, request: worker_pb2.Request, tokens: Iterable[tuple[int, int]], *, last: bool) -> None:
+        """(index, token) pairs in one frame; the last one ends the answer if ``last``."""
+        tokens = list(tokens)
+        finish = [worker_pb2.FINISH_REASON_NONE] * len(tokens)
+        if last:
+            finish[-1] = worker_pb2.FinishReason.ValueType(FinishReason.LENGTH)
+        columns = worker_pb2.Tokens(
+            request_id=[request.request_id] * len(tokens),
+            attempt=[request.attempt] * len(tokens),
+            choice=[0] * len(tokens),
+            index=[index for index, _ in tokens],
+            token=[token for _, token in tokens],
+            finish=finish,
+        )
+        self.send(worker_pb2.StepFrame(tokens=columns))
+
+    def send_event(self, request: worker_pb2.Request, kind: RequestEventKind, **fields: Any) -> None:
+        event = worker_pb2.RequestEvent(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            kind=worker_pb2.RequestEvent.Kind.ValueType(kind),
+            **fields,
+        )
+        self.send(worker_pb2.StepFrame(events=[event]))
+
+    def offer(self, request: worker_pb2.Request) -> None:
+        """LAST_CHUNK with a source that nobody pulls from."""
+        source = worker_pb2.KvSource(
+            address="127.0.0.1:1", worker_epoch=self.epoch, handle=request.request_id.to_bytes(16, "big")
+        )
+        self.send_event(request, RequestEventKind.LAST_CHUNK, source=source)
+
+    async def next_command(self, kind: str) -> worker_pb2.RouterMessage:
+        """The next command, which must be a ``kind``."""
+        message = await asyncio.wait_for(self.commands.get(), TIMEOUT_S)
+        assert message.WhichOneof("body") == kind, message
+        return message
+
+    async def next_submit(self) -> worker_pb2.Request:
+        return (await self.next_command("submit")).submit.request
+
+    async def next_prepare(self) -> worker_pb2.Request:
+        return (await self.next_command("prepare")).prepare.request

@@ -1,0 +1,223 @@
+"""The policy as a pure function: who is a candidate, what is predicted, and who wins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.cost import CostModel
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+from pdserve.router.policy import (
+    PromptBlocks,
+    WorkerSnapshot,
+    choose_decode,
+    choose_prefill,
+    predict_ttft_s,
+    prefill_candidates,
+)
+
+BLOCK_SIZE = 4
+SHAPE = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    vocab_size=32000,
+)
+COST = CostModel(SHAPE, hardware("h100-sxm"), "bfloat16")
+
+
+def worker(worker_id: str, role: WorkerRole = WorkerRole.PREFILL, **fields: object) -> WorkerSnapshot:
+    idle = WorkerSnapshot(
+        worker_id=worker_id,
+        role=role,
+        max_batch_tokens=2048,
+        max_batch_size=8,
+        num_running=0,
+        num_waiting_tokens=0,
+        num_context_tokens=0,
+        num_decoding=0,
+        num_free_blocks=1000,
+        prefill_correction=1.0,
+        decode_correction=1.0,
+        cached_blocks=frozenset(),
+    )
+    return idle._replace(**fields)  # type: ignore[arg-type]
+
+
+def prompt(num_tokens: int) -> PromptBlocks:
+    return PromptBlocks(range(num_tokens), BLOCK_SIZE)
+
+
+P0, P1 = worker("prefill-0"), worker("prefill-1")
+D0, D1 = worker("decode-0", WorkerRole.DECODE), worker("decode-1", WorkerRole.DECODE)
+M0 = worker("mixed-0", WorkerRole.MIXED)
+
+
+def names(workers: Sequence[WorkerSnapshot]) -> list[tuple[str, bool]]:
+    return [(candidate.worker_id, handoff) for candidate, handoff in prefill_candidates(workers)]
+
+
+def test_candidates_by_what_is_up() -> None:
+    assert names([P0, D0]) == [("prefill-0", True)]
+    assert names([P0, D0, M0]) == [("prefill-0", True), ("mixed-0", False)]
+    assert names([D0, M0]) == [("decode-0", False), ("mixed-0", False)]
+    assert names([D0]) == [("decode-0", False)]
+    assert names([P0]) == []
+    assert names([P0, M0]) == [("mixed-0", False)]
+    assert names([]) == []
+
+
+def test_nobody_to_choose() -> None:
+    assert choose_prefill(prompt(8), [], COST) is None
+    assert choose_prefill(prompt(8), [P0], COST) is None
+    assert choose_decode(prompt(8), [P0, M0], COST) is None
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    prefill = choose_prefill(prompt(8), [P1, P0, D0], COST)
+    decode = choose_decode(prompt(8), [D1, D0], COST)
+    assert prefill is not None
+    assert decode is not None
+    assert (prefill.worker_id, decode.worker_id) == ("prefill-0", "decode-0")
+
+
+def test_ttft_of_an_idle_worker_is_the_cost_models() -> None:
+    choice = choose_prefill(prompt(1000), [P0, D0], COST)
+    assert choice is not None
+    assert choice.handoff
+    assert choice.ttft_s == COST.prefill_s(1000, 0)
+
+
+def test_a_queue_and_a_slow_machine_cost() -> None:
+    queue = P0._replace(num_waiting_tokens=4096)
+    choice = choose_prefill(prompt(1000), [queue, P1, D0], COST)
+    assert choice is not None
+    assert choice.worker_id == "prefill-1"
+    slow = P1._replace(prefill_correction=100.0)
+    choice = choose_prefill(prompt(1000), [queue, slow, D0], COST)
+    assert choice is not None
+    assert choice.worker_id == "prefill-0"
+    assert choice.ttft_s > COST.prefill_s(1000, 0) + COST.prefill_s(2048, 0)
+
+
+def test_a_cached_prefix_outweighs_a_short_queue() -> None:
+    tokens = range(8000)
+    hashes = frozenset(block_hashes(tokens, BLOCK_SIZE))
+    cached = P1._replace(cached_blocks=hashes, num_waiting_tokens=100)
+    choice = choose_prefill(PromptBlocks(tokens, BLOCK_SIZE), [P0, cached, D0], COST)
+    assert choice is not None
+    assert choice.worker_id == "prefill-1"
+    assert choice.num_cached_tokens == 8000 - BLOCK_SIZE
+
+
+def test_decoding_beside_prefill_costs_a_mixed_worker() -> None:
+    busy = M0._replace(num_decoding=64, num_context_tokens=64_000)
+    choice = choose_prefill(prompt(1000), [P0, D0, busy], COST)
+    assert choice is not None
+    assert choice.worker_id == "prefill-0"
+
+
+def test_decode_prefers_the_lighter_batch() -> None:
+    heavy = D0._replace(num_decoding=4, num_context_tokens=40_000)
+    choice = choose_decode(prompt(100), [heavy, D1], COST)
+    assert choice is not None
+    assert choice.worker_id == "decode-1"
+    assert choice.tpot_s == COST.decode_s(1, 100)
+
+
+def test_decode_prefers_room_over_speed() -> None:
+    full = D0._replace(num_free_blocks=3)
+    no_seat = D0._replace(num_decoding=8)
+    slow = D1._replace(decode_correction=50.0)
+    for other in (full, no_seat):
+        choice = choose_decode(prompt(100), [other, slow], COST)
+        assert choice is not None
+        assert choice.worker_id == "decode-1"
+        assert choice.has_room
+
+
+def test_where_nobody_has_room_the_least_shortfall_wins() -> None:
+    choice = choose_decode(prompt(100), [D0._replace(num_free_blocks=3), D1._replace(num_free_blocks=20)], COST)
+    assert choice is not None
+    assert choice.worker_id == "decode-1"
+    assert not choice.has_room
+
+
+def test_the_last_token_is_always_computed() -> None:
+    tokens = range(2 * BLOCK_SIZE)
+    blocks = PromptBlocks(tokens, BLOCK_SIZE)
+    assert blocks.num_cached_tokens(frozenset(block_hashes(tokens, BLOCK_SIZE))) == BLOCK_SIZE
+
+
+def test_another_tenant_shares_nothing() -> None:
+    hashes = frozenset(block_hashes(range(40), BLOCK_SIZE, b"a"))
+    assert PromptBlocks(range(40), BLOCK_SIZE, b"a").num_cached_tokens(hashes) == 36
+    assert PromptBlocks(range(40), BLOCK_SIZE, b"b").num_cached_tokens(hashes) == 0
+
+
+def test_hashes_are_computed_only_as_far_as_they_match() -> None:
+    class Tokens(list[int]):
+        slices = 0
+
+        def __getitem__(self, key):  # type: ignore[no-untyped-def]
+            self.slices += 1
+            return super().__getitem__(key)
+
+    tokens = Tokens(range(4000))
+    blocks = PromptBlocks(tokens, BLOCK_SIZE)
+    for _ in range(5):
+        assert blocks.num_cached_tokens(frozenset()) == 0
+    assert tokens.slices == 1
+
+
+loads = st.builds(
+    worker,
+    st.sampled_from([f"w{i}" for i in range(20)]),
+    st.sampled_from(WorkerRole),
+    num_waiting_tokens=st.integers(0, 10_000),
+    num_context_tokens=st.integers(0, 100_000),
+    num_decoding=st.integers(0, 16),
+    num_free_blocks=st.integers(-50, 1000),
+    prefill_correction=st.floats(0.1, 10),
+    decode_correction=st.floats(0.1, 10),
+)
+fleets = st.lists(loads, max_size=6, unique_by=lambda snapshot: snapshot.worker_id)
+
+
+@given(fleets, st.integers(1, 3000), st.randoms())
+def test_choices_do_not_depend_on_order(fleet: list[WorkerSnapshot], num_tokens: int, rng: random.Random) -> None:
+    blocks = prompt(num_tokens)
+    shuffled = list(fleet)
+    rng.shuffle(shuffled)
+    assert choose_prefill(blocks, fleet, COST) == choose_prefill(blocks, shuffled, COST)
+    assert choose_decode(blocks, fleet, COST) == choose_decode(blocks, shuffled, COST)
+
+
+@given(fleets, st.integers(1, 3000))
+def test_the_choice_is_the_best_candidate(fleet: list[WorkerSnapshot], num_tokens: int) -> None:
+    blocks = prompt(num_tokens)
+    choice = choose_prefill(blocks, fleet, COST)
+    candidates = dict(names(fleet))
+    assert (choice is None) == (not candidates)
+    if choice is not None:
+        assert candidates[choice.worker_id] is choice.handoff
+        predicted = [predict_ttft_s(other, num_tokens, 0, COST) for other in fleet if other.worker_id in candidates]
+        assert choice.ttft_s == min(predicted) > 0
+
+
+@given(loads.filter(lambda snapshot: snapshot.role is WorkerRole.DECODE), st.integers(1, 3000))
+def test_room_means_blocks_and_a_seat(snapshot: WorkerSnapshot, num_tokens: int) -> None:
+    blocks = prompt(num_tokens)
+    choice = choose_decode(blocks, [snapshot], COST)
+    assert choice is not None
+    has_blocks = snapshot.num_free_blocks >= blocks.num_blocks
+    assert choice.has_room == (has_blocks and snapshot.num_decoding < snapshot.max_batch_size)
