@@ -1,0 +1,64 @@
+"""What each room may load: a fresh interpreter imports all its modules, and what came along is looked at.
+
+Modules are discovered, so that a new one is covered without being named here.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+
+import pytest
+
+import pdserve
+
+TORCH_FREE = [
+    "pdserve.contracts*",
+    "pdserve.router*",
+    "pdserve.planner*",
+    "pdserve.*_worker.scheduler",
+    "pdserve.engine.scheduler",
+    "pdserve.kv_transfer.block_pool",
+    "pdserve.model.config",
+    "pdserve.model.cost",
+    "pdserve.model.hardware",
+    "pdserve.model.hash_chain",
+]
+ENGINE = ["pdserve.contracts*", "pdserve.engine*", "pdserve.kernels*", "pdserve.kv_transfer*", "pdserve.model*"]
+CLUSTER_LIBRARIES = ["ray", "fastapi", "uvicorn", "httpx", "msgspec", "typer"]
+MODULES = [found.name for found in pkgutil.walk_packages(pdserve.__path__, "pdserve.")]
+
+
+def modules_like(pattern: str) -> list[str]:
+    return [name for name in MODULES if fnmatchcase(name, pattern)]
+
+
+def loaded_by(modules: list[str], libraries: list[str]) -> list[str]:
+    """Which of ``libraries`` a fresh interpreter holds once it has imported ``modules``."""
+    code = f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+print(*(name for name in {libraries!r} if name in sys.modules))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
+
+
+@pytest.mark.parametrize("pattern", TORCH_FREE)
+def test_the_edge_and_the_schedulers_load_no_model_library(pattern: str) -> None:
+    assert modules_like(pattern)
+    assert loaded_by(modules_like(pattern), ["torch", "transformers", "ray"]) == []
+
+
+def test_engines_run_without_the_cluster_libraries() -> None:
+    modules = [name for pattern in ENGINE for name in modules_like(pattern)]
+    assert len(modules) > len(ENGINE)
+    assert loaded_by(modules, CLUSTER_LIBRARIES) == []
+
+
+def test_the_check_sees_what_is_loaded() -> None:
+    assert loaded_by(["pdserve.model.sampling"], ["torch", "ray"]) == ["torch"]
