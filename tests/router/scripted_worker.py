@@ -1,10 +1,10 @@
-"""A worker whose every answer a test spells out: a real gRPC server that speaks `Worker.Session` and computes nothing."""
+"""A worker whose every answer a test spells out: a gRPC server that speaks `Worker.Session` and computes nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -19,6 +19,13 @@ from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_
 TIMEOUT_S = 10.0
 HEARTBEAT_S = 0.05
 _epochs = itertools.count(1)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
+    """Wait for something that changes in this process."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 class ScriptedWorker(WorkerServicer):
@@ -149,7 +156,16 @@ class ScriptedWorker(WorkerServicer):
         return message
 
     async def next_submit(self) -> worker_pb2.Request:
-        return (await self.next_command("submit")).submit.request
+        """The next request to prefill; cancels of earlier attempts may come before it."""
+        return (await self._next_after_cancels("submit")).submit.request
 
     async def next_prepare(self) -> worker_pb2.Request:
-        return (await self.next_command("prepare")).prepare.request
+        """The next request to decode; cancels of earlier attempts may come before it."""
+        return (await self._next_after_cancels("prepare")).prepare.request
+
+    async def _next_after_cancels(self, kind: str) -> worker_pb2.RouterMessage:
+        while True:
+            message = await asyncio.wait_for(self.commands.get(), TIMEOUT_S)
+            if message.WhichOneof("body") != "cancel":
+                assert message.WhichOneof("body") == kind, message
+                return message

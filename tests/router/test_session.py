@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from pdserve.contracts.placement import WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.session import Credentials, SessionRefusedError, WorkerSession
-from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker
+from tests.router.scripted_worker import ScriptedWorker, until
 
 CREDENTIALS = Credentials(router_id="router", stall_timeout_s=0.6)
 
@@ -37,12 +36,6 @@ class Recorder:
     def session_broken(self, session: WorkerSession, reason: str) -> None:
         assert not session.is_open
         self.reasons.append(reason)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_frames_and_commands_arrive_in_order() -> None:

@@ -1,0 +1,133 @@
+"""A dispatcher over scripted workers, in this process, and the conservation law checked at every outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.contracts.request import SamplingParams
+from pdserve.engine.scheduler import RequestEventKind
+from pdserve.model.cost import CostModel
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+from pdserve.proto.v1 import worker_pb2
+from pdserve.router.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.fleet import Fleet
+from pdserve.router.flight import Flight
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.session import Credentials
+from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    vocab_size=512,
+)
+COST = CostModel(SHAPE, hardware("cpu"), "float32")
+STALL_TIMEOUT_S = 1.2
+
+
+@dataclass
+class Rig:
+    """What a test holds of a router without its HTTP edge."""
+
+    dispatcher: Dispatcher
+    fleet: Fleet
+    metrics: RouterMetrics
+
+    def start(self, prompt: Iterable[int] = (1, 2, 3, 4, 5), max_tokens: int = 4) -> Flight:
+        """A greedy request."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return self.dispatcher.start(list(prompt), sampling, arrived_s=time.monotonic())
+
+    async def up(self, *workers: ScriptedWorker) -> None:
+        """Make these the targets and wait for their sessions."""
+        await self.fleet.set_targets([worker.endpoint for worker in workers])
+        await until(lambda: all(worker.takes_work for worker in self.fleet.workers))
+
+    def check_conservation(self) -> None:
+        """accepted = sum of outcomes + in flight."""
+        ended = sum(self.dispatcher.outcomes.values())
+        assert self.dispatcher.num_accepted == ended + self.dispatcher.num_in_flight
+
+    def sample(self, name: str, **labels: str) -> float:
+        """One sample of the registry; 0 where the series does not exist yet."""
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def running_rig(
+    targets: Iterable[WorkerEndpoint] = (), *, stall_timeout_s: float = STALL_TIMEOUT_S, **settings: float
+) -> AsyncIterator[Rig]:
+    """A dispatcher with its sweep; every request must have landed when the test leaves."""
+    metrics = RouterMetrics()
+    fleet = Fleet(metrics, Credentials(router_id="rig", stall_timeout_s=stall_timeout_s))
+    dispatcher = Dispatcher(fleet, COST, metrics, DispatchSettings(**settings))  # type: ignore[arg-type]
+    sweep = asyncio.create_task(dispatcher.sweep_forever())
+    rig = Rig(dispatcher, fleet, metrics)
+    try:
+        await fleet.set_targets(targets)
+        yield rig
+        rig.check_conservation()
+        assert dispatcher.num_in_flight == 0
+        assert dispatcher.num_queued == 0
+    finally:
+        sweep.cancel()
+        await fleet.close()
+
+
+def with_workers(*names: str) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
+    """Run an async test with scripted workers; a name begins with its role, as in ``prefill-0``."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
+        async def run() -> None:
+            workers = [await ScriptedWorker(name, WorkerRole(name.split("-")[0])).start() for name in names]
+            try:
+                await test(*workers)
+            finally:
+                for worker in workers:
+                    await worker.stop()
+
+        def wrapper() -> None:
+            asyncio.run(run())
+
+        wrapper.__name__ = test.__name__
+        return wrapper
+
+    return decorate
+
+
+async def read_all(flight: Flight) -> list[int]:
+    """Every token of an answer; indices are checked."""
+    tokens = []
+    async with asyncio.timeout(TIMEOUT_S):
+        async for delta in flight:
+            assert delta.index == len(tokens)
+            tokens.append(delta.token)
+    return tokens
+
+
+async def hand_off(prefill: ScriptedWorker, decode: ScriptedWorker, token: int = 100) -> worker_pb2.Request:
+    """Play a prefill and a join: the first token of the attempt is out, and ``decode`` holds the KV.
+
+    Returns the request as ``decode`` got it.
+    """
+    request = await prefill.next_submit()
+    assert request.handoff
+    prefill.send_event(request, RequestEventKind.STARTED, num_cached_tokens=1, waited_s=0.01)
+    prefill.offer(request)
+    prefill.send_token(request, len(request.emitted_tokens), token)
+    prepared = await decode.next_prepare()
+    assert prepared == request or prepared.deadline_s <= request.deadline_s
+    decode.send_event(prepared, RequestEventKind.STARTED, waited_s=0.01)
+    decode.send_event(prepared, RequestEventKind.JOINED, waited_s=0.02)
+    prefill.send_event(request, RequestEventKind.RELEASED)
+    return prepared

@@ -1,0 +1,307 @@
+"""The life of a request over scripted workers, with nothing failing: placing, handing off, ending, refusing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.request import Outcome, RequestState
+from pdserve.engine.scheduler import RequestEventKind
+from pdserve.proto.v1 import worker_pb2
+from pdserve.router.generation import GenerationError
+from tests.router.rig import hand_off, read_all, running_rig, with_workers
+from tests.router.scripted_worker import ScriptedWorker, until
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        assert flight.state is RequestState.PREFILLING
+        answer = asyncio.create_task(read_all(flight))
+        request = await hand_off(p, d)
+        assert list(request.prompt_tokens) == [1, 2, 3, 4, 5]
+        assert not request.emitted_tokens
+        await until(lambda: flight.state is RequestState.DECODING)
+        d.send_tokens(request, [(1, 101), (2, 102), (3, 103)], last=True)
+        assert await answer == [100, 101, 102, 103]
+        assert flight.outcome is Outcome.FINISHED
+        assert flight.num_cached_tokens == 1
+        assert rig.sample("pdserve_request_outcomes_total", outcome="finished") == 1
+        assert rig.sample("pdserve_handoff_stall_seconds_count") == 1
+        for phase in ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode"):
+            assert rig.sample("pdserve_request_phase_seconds_count", phase=phase) == 1, phase
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_the_decode_worker_is_asked_before_token_0_is_out(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        request = await p.next_submit()
+        p.offer(request)
+        prepare = (await d.next_command("prepare")).prepare
+        assert prepare.source.worker_epoch == p.epoch
+        assert prepare.source.handle == request.request_id.to_bytes(16, "big")
+        assert flight.state is RequestState.HANDOFF
+        flight.cancel()
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_a_request_that_ends_with_token_0_is_cancelled_on_both(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start(max_tokens=1)
+        request = await p.next_submit()
+        p.offer(request)
+        await d.next_prepare()
+        p.send_token(request, 0, 9, last=True)
+        assert await read_all(flight) == [9]
+        await p.next_command("cancel")
+        await d.next_command("cancel")
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_tokens_that_overtake_token_0_wait_for_it(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        request = await p.next_submit()
+        p.offer(request)
+        await d.next_prepare()
+        d.send_event(request, RequestEventKind.JOINED)
+        d.send_token(request, 1, 101)
+        d.send_tokens(request, [(2, 102), (3, 103)], last=True)
+        await until(lambda: flight.attempt is not None and len(flight.attempt.overtook) == 3)
+        p.send_token(request, 0, 100)
+        assert await read_all(flight) == [100, 101, 102, 103]
+
+
+@with_workers("mixed-0")
+async def test_a_mixed_worker_runs_it_all(m: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m)
+        flight = rig.start(max_tokens=2)
+        request = await m.next_submit()
+        assert not request.handoff
+        m.send_tokens(request, [(0, 1), (1, 2)], last=True)
+        assert await read_all(flight) == [1, 2]
+        assert m.commands.empty()
+
+
+@with_workers("decode-0")
+async def test_without_prefill_workers_decode_prefills_for_itself(d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(d)
+        flight = rig.start(max_tokens=1)
+        request = await d.next_submit()
+        assert not request.handoff
+        d.send_token(request, 0, 1, last=True)
+        assert await read_all(flight) == [1]
+
+
+@with_workers("prefill-0", "prefill-1", "decode-0", "decode-1")
+async def test_load_spreads_over_workers(
+    p0: ScriptedWorker, p1: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker
+) -> None:
+    async with running_rig() as rig:
+        await rig.up(p0, p1, d0, d1)
+        flights = [rig.start() for _ in range(6)]
+        for prefill in (p0, p1):
+            for _ in range(3):
+                prefill.offer(await prefill.next_submit())
+        for decode in (d0, d1):
+            for _ in range(3):
+                await decode.next_prepare()
+        for flight in flights:
+            flight.cancel()
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_preemption_is_a_state(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        request = await hand_off(p, d)
+        d.send_event(request, RequestEventKind.PREEMPTED)
+        await until(lambda: flight.state is RequestState.PREEMPTED)
+        d.send_event(request, RequestEventKind.RESUMED)
+        await until(lambda: flight.state is RequestState.DECODING)
+        flight.cancel()
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_requests_wait_for_workers_of_both_phases(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        flight = rig.start()
+        assert rig.dispatcher.num_queued == 1
+        await rig.up(p)
+        assert rig.dispatcher.num_queued == 1
+        await rig.up(p, d)
+        await p.next_submit()
+        assert rig.dispatcher.num_queued == 0
+        flight.cancel()
+
+
+@with_workers("prefill-0", "decode-0", "decode-1")
+async def test_a_parked_prompt_waits_for_a_decode_worker(
+    p: ScriptedWorker, d: ScriptedWorker, other: ScriptedWorker
+) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        request = await p.next_submit()
+        await rig.up(p)
+        p.offer(request)
+        p.send_token(request, 0, 100)
+        await until(lambda: flight.wants_decode)
+        await rig.up(p, other)
+        prepared = await other.next_prepare()
+        assert prepared.attempt == 0
+        other.send_token(prepared, 1, 101, last=True)
+        assert await read_all(flight) == [100, 101]
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_a_request_that_can_never_run_is_refused(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        p.send_event(await p.next_submit(), RequestEventKind.REJECTED, message="the prompt needs 900 blocks")
+        with pytest.raises(GenerationError, match="900 blocks") as caught:
+            await read_all(flight)
+        assert caught.value.status == 400
+        assert flight.outcome is Outcome.REJECTED
+
+
+@with_workers("prefill-0", "prefill-1", "decode-0")
+async def test_a_draining_worker_passes_requests_on(p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p0, p1, d)
+        flight = rig.start()
+        p0.load["draining"] = True
+        p0.send_event(await p0.next_submit(), RequestEventKind.REJECTED, message="draining")
+        request = await p1.next_submit()
+        assert request.attempt == 1
+        flight.cancel()
+        later = rig.start()
+        assert (await p1.next_command("cancel")).cancel.attempt == 1
+        assert (await p1.next_submit()).attempt == 0
+        later.cancel()
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_cancel_reaches_both_workers_and_counts_once(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        request = await p.next_submit()
+        p.offer(request)
+        await d.next_prepare()
+        flight.cancel()
+        flight.cancel(finished=True)
+        assert flight.outcome is Outcome.CANCELLED
+        assert (await p.next_command("cancel")).cancel.request_id == request.request_id
+        assert (await d.next_command("cancel")).cancel.request_id == request.request_id
+        p.send_token(request, 0, 1)
+        assert await read_all(flight) == []
+        assert rig.dispatcher.outcomes[Outcome.CANCELLED] == 1
+
+
+@with_workers("mixed-0")
+async def test_a_stop_string_finishes(m: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m)
+        flight = rig.start()
+        flight.cancel(finished=True)
+        assert flight.outcome is Outcome.FINISHED
+        await m.next_submit()
+        await m.next_command("cancel")
+
+
+def test_too_many_are_refused_with_a_time_to_come_back() -> None:
+    async def run() -> None:
+        async with running_rig(max_in_flight=2) as rig:
+            flights = [rig.start(), rig.start()]
+            with pytest.raises(GenerationError) as caught:
+                rig.start()
+            assert caught.value.status == 429
+            assert caught.value.retry_after_s is not None
+            flights[0].cancel()
+            flights.append(rig.start())
+            assert rig.dispatcher.num_accepted == 3
+            for flight in flights:
+                flight.cancel()
+
+    asyncio.run(run())
+
+
+def test_no_worker_in_time() -> None:
+    async def run() -> None:
+        async with running_rig(worker_wait_s=0.2) as rig:
+            with pytest.raises(GenerationError, match="no worker") as caught:
+                await read_all(rig.start())
+            assert caught.value.status == 503
+            assert rig.dispatcher.outcomes[Outcome.FAILED] == 1
+
+    asyncio.run(run())
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_past_its_deadline(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig(deadline_s=0.3) as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        assert 0 < (await p.next_submit()).deadline_s <= 0.3
+        with pytest.raises(GenerationError, match="deadline") as caught:
+            await read_all(flight)
+        assert caught.value.status == 504
+        await p.next_command("cancel")
+
+
+@with_workers("mixed-0")
+async def test_a_drain_refuses_new_and_finishes_old(m: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m)
+        flight = rig.start(max_tokens=1)
+        rig.dispatcher.begin_drain()
+        with pytest.raises(GenerationError, match="draining") as caught:
+            rig.start()
+        assert caught.value.status == 503
+        idle = asyncio.create_task(rig.dispatcher.wait_idle())
+        await asyncio.sleep(0.05)
+        assert not idle.done()
+        m.send_token(await m.next_submit(), 0, 5, last=True)
+        assert await read_all(flight) == [5]
+        await asyncio.wait_for(idle, 5)
+
+
+@with_workers("mixed-0", "mixed-1")
+async def test_a_worker_of_another_model_takes_no_work(m: ScriptedWorker, other: ScriptedWorker) -> None:
+    other.welcome["model_hash"] = "another"
+    async with running_rig() as rig:
+        await rig.up(m)
+        await rig.fleet.set_targets([m.endpoint, other.endpoint])
+        await until(lambda: len(other.hellos) >= 2)
+        assert [worker.worker_id for worker in rig.fleet.workers if worker.is_up] == ["mixed-0"]
+
+
+@with_workers("mixed-0", "mixed-1")
+async def test_cache_events_steer_requests(m0: ScriptedWorker, m1: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m0, m1)
+        tokens = list(range(400))
+        hashes = block_hashes(tokens, 4)
+        m1.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(stored=hashes)))
+        await until(lambda: len(rig.fleet.worker("mixed-1").cached_blocks) == 100)
+        first = rig.start(tokens)
+        await m1.next_submit()
+        m1.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(evicted=hashes)))
+        await until(lambda: not rig.fleet.worker("mixed-1").cached_blocks)
+        second = rig.start(tokens)
+        await m0.next_submit()
+        first.cancel()
+        second.cancel()
