@@ -1,7 +1,7 @@
 """What a worker computes with: the real model, or an emulated GPU. Decided once, when the worker starts.
 
-A `Backend` is known before anything heavy is imported or allocated; torch is imported when its executor is built, on the
-step loop's thread, after that thread was pinned.
+A `Backend` is known before anything heavy is imported or allocated; torch is imported when its executor is built, on
+the step loop's thread, after that thread was pinned.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import ModelLimits
 
 AUTO_MEMORY_SHARE = 0.1
-"""Share of the host's available memory that an automatic pool takes: several workers size theirs at the same moment, and
-the pages of the pool are taken from the host only as they are first written."""
+"""Share of the host's available memory that an automatic pool takes: several workers size theirs at the same moment,
+and the pages of a pool are taken from the host only as they are first written."""
 
 
 def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:

@@ -14,10 +14,10 @@ import os
 import queue
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.placement import WorkerConfig
 from pdserve.engine.worker import EngineWorker, SchedulerFactory
 from pdserve.engine.worker_config import config_from_json, endpoint_to_fields
 
@@ -26,21 +26,15 @@ DRAIN_TIMEOUT_S = 30.0
 _PR_SET_PDEATHSIG = 1
 
 
-def main(factory_of: Callable[[WorkerRole], SchedulerFactory], prog: str, argv: Sequence[str] | None = None) -> int:
-    """Run a worker until a signal ends it; returns the exit status.
-
-    Args:
-        factory_of: the scheduler of a role; raises ValueError for a role that is served elsewhere.
-        prog: for the usage text.
-    """
+def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | None = None) -> int:
+    """Run a worker until a signal ends it; returns the exit status. ``prog`` is for the usage text."""
     arguments = _parse_arguments(prog, argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
         _die_with_parent()
     signals = _StopSignals()
     try:
-        config = _read_config(arguments.config)
-        worker = EngineWorker(config, factory_of(config.role))
+        worker = EngineWorker(_read_config(arguments.config), scheduler_factory)
         endpoint = worker.start()
     except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(f"{prog}: {error}\n")

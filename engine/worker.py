@@ -1,9 +1,10 @@
 """One worker, assembled: KV memory, block pool, scheduler, executor, step loop, transfer process and gRPC service.
 
 Used by the process entry (`pdserve.engine.process`) and by the Ray actors, which give it the scheduler of their phase.
-Everything is built on the step loop's thread, which was pinned to the worker's cores before torch is imported there. The
-transfer process is not restarted alone: when it dies the worker ends with it, because parked prompts and running pulls
-were its state, and the supervisor starts both again under a new epoch.
+Everything is built on the step loop's thread, which was pinned to the worker's cores before torch is imported there.
+
+The transfer process is not restarted alone: when it dies the worker ends with it, because offered prompts and running
+pulls were its state, and the supervisor starts both again under a new epoch.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Protocol, cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.contracts.step import ModelLimits
@@ -126,7 +127,9 @@ class EngineWorker:
         stack.callback(transfer.close)
         executor = backend.build_executor(memory)
         stack.callback(executor.close)
-        pool = BlockPool(backend.layout.num_blocks, config.block_size, memory.generations)
+        # A view of 64-bit items is all that the pool asks of a mutable sequence; typeshed says otherwise.
+        generations = cast(MutableSequence[int], memory.generations)
+        pool = BlockPool(backend.layout.num_blocks, config.block_size, generations)
         service = WorkerService(
             self._service_settings(backend, transfer.address), self._inbox, is_healthy=self.is_healthy
         )

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import json
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import grpc
+import psutil
 
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.engine.frames import ReceivedToken, unpack_tokens
 from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
+from pdserve.engine.worker_config import config_to_json, endpoint_from_fields
 from pdserve.kv_transfer.auth import call_metadata
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
 
@@ -157,6 +165,83 @@ class RouterClient:
             self.tokens[entry.request_id].append(entry)
         for event in message.frame.events:
             self.events[event.request_id].append(event)
+
+
+class WorkerProcess:
+    """A worker as a plain process of its own; leaving the context ends it by SIGKILL if it still runs."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Start it and wait for its endpoint; an AssertionError shows what it wrote if it does not come up."""
+        module = "pdserve.prefill_worker" if config.role is WorkerRole.PREFILL else "pdserve.decode_worker"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, "--config", "-", "--die-with-parent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with self.process.stdin as stdin:
+            stdin.write(config_to_json(config) + "\n")
+        self._stdout = self.process.stdout
+        line = self._stdout.readline()
+        if not line:
+            self.close()
+        assert line, f"the worker did not start: exit status {self.process.returncode}"
+        self.endpoint = endpoint_from_fields(json.loads(line))
+        self.cluster_token = config.cluster_token
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._stdout.close()
+
+    def connect(self, *, router_id: str = "", epoch: int = 1, is_reading: bool = True) -> RouterClient:
+        """A session with the worker."""
+        return RouterClient(
+            self.endpoint.address, router_id=router_id, epoch=epoch, token=self.cluster_token, is_reading=is_reading
+        )
+
+    def children(self) -> list[int]:
+        """Process ids of what the worker started."""
+        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+
+
+def emulated_config(model_path: Path, role: WorkerRole, **fields: object) -> WorkerConfig:
+    """A small worker whose executor hashes tokens in no time."""
+    values: dict[str, object] = {
+        "worker_id": f"{role.value}-0",
+        "max_model_len": 512,
+        "num_kv_blocks": 128,
+        "max_batch_tokens": 64,
+        "emulate": "h100-sxm",
+        "time_scale": 0.0,
+        "cluster_token": "secret",
+        "session_grace_s": 0.3,
+        **fields,
+    }
+    return WorkerConfig(role=role, model_path=str(model_path), **values)  # type: ignore[arg-type]
+
+
+def hand_off(prefill: RouterClient, decode: RouterClient, request: GenerationRequest) -> list[int]:
+    """Run a request through both phases and return its answer; token 0 must be said by the prefill worker."""
+    prefill.submit(replace(request, handoff=True))
+    decode.prepare(request, prefill.wait_for_source(request.request_id))
+    first = prefill.wait_for_tokens(request.request_id, 1)
+    if prefill.tokens[request.request_id][0].finish:
+        return first
+    rest = decode.wait_for_answer(request.request_id)
+    assert decode.tokens[request.request_id][0].index == len(request.emitted_tokens) + 1
+    return first + rest
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:

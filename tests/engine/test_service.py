@@ -53,11 +53,8 @@ class LoopSide:
         return message.key
 
     def publish(self, *events: ClientEvent, step_s: float = 0.0) -> None:
-        self.service.publish(
-            StepReport(
-                load=worker_pb2.Load(num_running=3, step_s=step_s, step_tokens=int(step_s > 0)), events=list(events)
-            )
-        )
+        load = worker_pb2.Load(num_running=3, step_s=step_s, step_tokens=1 if step_s else 0)
+        self.service.publish(StepReport(load=load, events=list(events)))
 
     def _pull(self) -> bool:
         self.received += self.inbox.take_all(0.01)

@@ -1,0 +1,47 @@
+"""The life cycle of a worker as Ray sees it; the phases' actors derive from it.
+
+Ray starts, asks after and ends a worker through these methods, and carries no token and no KV. The class is plain:
+whoever deploys it decorates it with ``ray.remote``, gives it ``num_cpus=0``, and a ``max_concurrency`` of 2 at least,
+so that `ping` answers while `drain` waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdserve.engine.worker import EngineWorker, SchedulerFactory
+from pdserve.engine.worker_config import config_from_json, endpoint_to_fields
+
+
+class WorkerActor:
+    """One worker in an actor's process. A step loop that dies ends the process, and so the actor."""
+
+    def __init__(self, config_json: str, scheduler_factory: SchedulerFactory) -> None:
+        """Raises ValueError for a configuration that is not one."""
+        self._worker = EngineWorker(config_from_json(config_json), scheduler_factory)
+
+    def start(self) -> dict[str, Any]:
+        """Serve; returns the fields of the `WorkerEndpoint`.
+
+        Raises:
+            ValueError: the configuration cannot be served; the text names the remedy.
+        """
+        return endpoint_to_fields(self._worker.start())
+
+    def ping(self) -> int:
+        """The worker's epoch.
+
+        Raises:
+            RuntimeError: the step loop does not turn.
+        """
+        if not self._worker.is_healthy():
+            raise RuntimeError("the step loop does not turn")
+        return self._worker.epoch
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for what runs; returns whether it finished in time."""
+        return self._worker.drain(timeout_s)
+
+    def stop(self) -> None:
+        """End the worker; what still runs is dropped."""
+        self._worker.stop()
