@@ -1,0 +1,97 @@
+"""The folder of a running cluster: its logs, Ray's files and the note by which `pdserve status` finds it.
+
+``/tmp/pdserve-<uid>/<random>/``, readable by the user only and short enough for the socket paths that Ray puts below
+it. A lock held by the supervisor says that the cluster lives: what a killed supervisor left is removed by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_LOCK = "lock"
+_NOTE = "cluster.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNote:
+    """Where a running cluster can be reached."""
+
+    pid: int
+    """Of the supervisor."""
+    url: str
+    admin_url: str
+    model: str
+
+
+class ClusterFolder:
+    """A new folder, locked until `close` or the end of the process."""
+
+    def __init__(self) -> None:
+        root = _root()
+        _remove_stale(root)
+        self.path = Path(tempfile.mkdtemp(dir=root, prefix=""))
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def write_note(self, note: ClusterNote) -> None:
+        """Tell other commands where the cluster is."""
+        draft = self.path / f"{_NOTE}.new"
+        draft.write_text(json.dumps(asdict(note)))
+        draft.replace(self.path / _NOTE)
+
+    def close(self) -> None:
+        """Remove the folder. Safe to call twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def running_clusters() -> list[ClusterNote]:
+    """Notes of the user's running clusters, oldest first."""
+    root = _root()
+    notes = []
+    for folder in sorted(root.iterdir(), key=lambda folder: folder.stat().st_ctime):
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            note = ClusterNote(**json.loads((folder / _NOTE).read_text()))
+            if not _is_stale(folder):
+                notes.append(note)
+    return notes
+
+
+def _root() -> Path:
+    root = Path(f"/tmp/pdserve-{os.getuid()}")
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ValueError(f"{root} is not a private folder of yours; remove it")
+    return root
+
+
+def _is_stale(folder: Path) -> bool:
+    """Whether nobody holds the folder's lock."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False  # being made, or being removed
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _remove_stale(root: Path) -> None:
+    for folder in root.iterdir():
+        if _is_stale(folder):
+            shutil.rmtree(folder, ignore_errors=True)

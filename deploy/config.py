@@ -1,0 +1,206 @@
+"""Reads a deployment file (YAML, so JSON too) into `pdserve.contracts.deployment` and checks it.
+
+The only place where a user's configuration is judged: unknown keys, wrong types, values out of range and settings that
+are not supported yet each raise `ConfigError` with one line that names the key and the remedy. The CLI calls it before
+anything is started. It never touches the network or the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+
+import yaml
+
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+
+PHASES = ("prefill", "decode", "mixed")
+MAX_REPLICAS = 64
+_BYTE_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_TYPE_NAMES = {str: "text", int: "a whole number", float: "a number"}
+
+
+class ConfigError(ValueError):
+    """A deployment that cannot be run as written. Its text is one line that names the key and the remedy."""
+
+
+def read_deployment(path: Path) -> DeploymentConfig:
+    """Read and check the file at ``path``; a relative ``model.path`` is taken from the file's folder.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or says something that cannot be run.
+    """
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    try:
+        config = parse_deployment(document)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if config.model.path:
+        model_path = path.parent / Path(config.model.path).expanduser()
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(model_path)))
+    return config
+
+
+def parse_deployment(document: object) -> DeploymentConfig:
+    """Build and check a deployment from what a YAML document holds; ``None`` (an empty file) is all defaults.
+
+    Raises:
+        ConfigError: see the module.
+    """
+    config = typing.cast(DeploymentConfig, _read_section(DeploymentConfig, "the deployment file", document))
+    check_deployment(config)
+    return config
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``512MiB`` or ``8GiB`` (binary units; a bare number is bytes).
+
+    Raises:
+        ConfigError: it is not a positive size.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i)?B?\s*", text)
+    try:
+        num_bytes = int(float(match[1]) * _BYTE_UNITS[match[2] or ""]) if match else 0
+    except ValueError:
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ConfigError(f"{text!r} is not a size; write bytes with a unit, such as 512MiB or 8GiB")
+    return num_bytes
+
+
+def kv_memory_bytes(phase: PhaseConfig) -> int:
+    """Bytes of KV cache that each worker of ``phase`` was given; 0 for ``auto``."""
+    return 0 if phase.kv_memory == "auto" else parse_bytes(phase.kv_memory)
+
+
+def check_deployment(config: DeploymentConfig) -> None:
+    """Check every value's range and how they fit together. Call it again after overrides.
+
+    Raises:
+        ConfigError: the first thing found that cannot be run.
+    """
+    model, slo, router = config.model, config.slo, config.router
+    _one_of("model.dtype", model.dtype, ("float32", "bfloat16", "float16"))
+    _in_range("model.max_model_len", model.max_model_len, 0, 2**24)
+    _in_range("model.block_size", model.block_size, 1, 256)
+    _positive("slo.ttft_seconds", slo.ttft_seconds)
+    _positive("slo.tpot_seconds", slo.tpot_seconds)
+    if not 0 < slo.attainment <= 1:
+        raise ConfigError(f"slo.attainment is {slo.attainment}; it is a share of requests: write 0.9 for 90 %")
+    for name in PHASES:
+        _check_phase(name, getattr(config, name))
+    if not config.mixed.replicas and not (config.prefill.replicas and config.decode.replicas):
+        raise ConfigError(
+            f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
+            "give both at least 1, or mixed.replicas at least 1"
+        )
+    _one_of("kv_transfer.transport", config.kv_transfer.transport, ("auto", "memfd", "grpc"))
+    if not router.host:
+        raise ConfigError("router.host is empty; write 127.0.0.1 for this machine only or 0.0.0.0 for every interface")
+    _in_range("router.port", router.port, 0, 65535)
+    _in_range("router.admin_port", router.admin_port, 0, 65535)
+    _in_range("router.max_queued_requests", router.max_queued_requests, 1, 2**20)
+    _supported_once("router.replicas", router.replicas)
+
+
+def _check_phase(name: str, phase: PhaseConfig) -> None:
+    _in_range(f"{name}.replicas", phase.replicas, 0, MAX_REPLICAS)
+    _supported_once(f"{name}.tensor_parallel", phase.tensor_parallel)
+    _supported_once(f"{name}.pipeline_parallel", phase.pipeline_parallel)
+    _in_range(f"{name}.max_batch_tokens", phase.max_batch_tokens, 1, 2**20)
+    _in_range(f"{name}.max_batch_size", phase.max_batch_size, 1, 2**16)
+    try:
+        kv_memory_bytes(phase)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.kv_memory: {error}, or auto") from error
+    for resource, amount in phase.resources.items():
+        _positive(f"{name}.resources.{resource}", amount)
+
+
+def _in_range(key: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{key} is {value}; write a number from {low} to {high}")
+
+
+def _positive(key: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{key} is {value}; write a number above 0")
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key} is {value!r}; write one of {', '.join(choices)}")
+
+
+def _supported_once(key: str, value: int) -> None:
+    if value != 1:
+        raise ConfigError(f"{key} is {value}; only 1 is supported today")
+
+
+def _read_section(section: type, name: str, raw: object) -> object:
+    """An instance of the dataclass ``section`` from ``raw``; keys that are absent keep their defaults."""
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{name} holds {_describe(raw)}; write keys and values, as in {{replicas: 1}}")
+    types = typing.get_type_hints(section)
+    values = {}
+    for key, value in raw.items():
+        if key not in types:
+            raise ConfigError(f"unknown key {str(key)!r} in {name}{_suggest(str(key), list(types))}")
+        full_name = key if section is DeploymentConfig else f"{name}.{key}"
+        values[key] = _read_value(types[key], full_name, value)
+    default = _MIXED_DEFAULT if name == "mixed" else section()
+    return dataclasses.replace(default, **values)
+
+
+_MIXED_DEFAULT = DeploymentConfig().mixed
+"""The one section whose defaults differ from its class's: no colocated workers unless asked for."""
+
+
+def _read_value(expected: type, name: str, value: object) -> object:
+    if dataclasses.is_dataclass(expected):
+        return _read_section(expected, name, value)
+    if expected == dict[str, float]:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} is {_describe(value)}; write names and amounts, as in {{host_a: 1}}")
+        return {str(key): _read_value(float, f"{name}.{key}", amount) for key, amount in value.items()}
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, expected) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {_describe(value)}; write {_TYPE_NAMES[expected]}")
+    return value
+
+
+def _describe(value: object) -> str:
+    return "empty" if value is None else f"{value!r} ({type(value).__name__})"
+
+
+def _suggest(key: str, valid: list[str]) -> str:
+    nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
+    return f"; did you mean {nearest[0]!r}? (valid: {', '.join(valid)})"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key written twice, of which the plain loader silently drops the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen = set()
+        construct: Callable[..., object] = self.construct_object
+        for key_node, _ in node.value:
+            key = construct(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is written twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,98 @@
+"""Child processes that never outlive this one: started in a session of their own, found and ended by that session.
+
+Used for Ray and for the router. A session of its own keeps the terminal's Ctrl-C away, so that the supervisor decides
+the order of the shutdown, and names every descendant, so that nothing is left behind and nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start_tied(
+    command: Sequence[str], *, env: Mapping[str, str], log_path: Path, capture_stdout: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` as the leader of a new session; it gets SIGTERM when the calling thread dies.
+
+    Call it from the main thread: Linux counts the death of the thread that forked, not of its process. The child keeps
+    neither terminal nor inherited files; its output goes to ``log_path``, or stdout to a pipe if ``capture_stdout``.
+    """
+    parent = os.getpid()
+
+    def tie() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if capture_stdout else log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=tie,
+        )
+
+
+def session_members(session_id: int) -> list[psutil.Process]:
+    """Every live process of the session."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def end_session(leader: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End every process of ``leader``'s session: SIGTERM to the leader, and SIGKILL to what is left after ``grace_s``.
+
+    The leader is reaped; once this returns, no process of the session runs.
+    """
+    if leader.poll() is None:
+        leader.terminate()
+    deadline_s = time.monotonic() + grace_s
+    while (members := session_members(leader.pid)) and time.monotonic() < deadline_s:
+        leader.poll()
+        time.sleep(0.05)
+    while members:
+        for process in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        leader.poll()
+        time.sleep(0.02)
+        members = session_members(leader.pid)
+    leader.wait()
+
+
+def pin_session(session_id: int, cores: Sequence[int], *, skip_pids: frozenset[int] = frozenset()) -> None:
+    """Let every thread of the session's processes run on ``cores`` only, except those of ``skip_pids``."""
+    for process in session_members(session_id):
+        if process.pid in skip_pids:
+            continue
+        with contextlib.suppress(psutil.Error, FileNotFoundError, ProcessLookupError):
+            for thread in os.listdir(f"/proc/{process.pid}/task"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread), cores)
+
+
+def last_line(log_path: Path) -> str:
+    """The last line of a log that says something, to name a cause; empty when there is none."""
+    with contextlib.suppress(OSError):
+        lines = log_path.read_text(errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""

@@ -1,0 +1,149 @@
+"""The Ray cluster that the workers live in: a private one on this machine, or an existing one.
+
+Owns the private cluster's processes, its token and its folder. The supervisor starts it, connects and stops it. Ray
+places and watches the workers; no token and no KV passes through it. Never calls `ray stop`, which ends every Ray on
+the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pdserve.deploy.ports import free_port
+from pdserve.deploy.processes import end_session, last_line, session_members, start_tied
+
+WORKER_RESOURCE = "pdserve_worker"
+"""Custom resource that each worker takes one of, where the cluster offers it; workers ask for no CPU."""
+
+NAMESPACE = "pdserve"
+_OBJECT_STORE_BYTES = 80_000_000  # Ray refuses less than 75 MB; nothing of ours is kept in it
+_STARTED = "Ray runtime started."
+_STOP_GRACE_S = 5.0
+
+
+class RayError(RuntimeError):
+    """Ray did not start or cannot be reached. One line that names the cause."""
+
+
+class PrivateRay:
+    """A Ray head for one deployment: loopback only, behind a random token, in a session and a folder of its own."""
+
+    def __init__(self, folder: Path, num_workers: int) -> None:
+        """Start it; returns at once.
+
+        Args:
+            folder: an empty folder for its files, short enough for the socket paths below it.
+            num_workers: worker processes that Ray starts ahead of need.
+        """
+        self.folder = folder
+        self.log_path = folder / "start.log"
+        self.address = f"127.0.0.1:{free_port()}"
+        self._token = secrets.token_hex(32)
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            f"--port={self.address.rpartition(':')[2]}",
+            f"--temp-dir={folder / 'ray'}",
+            f"--num-cpus={num_workers}",
+            f"--object-store-memory={_OBJECT_STORE_BYTES}",
+            f"--resources={json.dumps({WORKER_RESOURCE: 10_000})}",
+            *("--include-dashboard=false", "--dashboard-agent-listen-port=0", "--include-log-monitor=false"),
+            *("--no-monitor", "--disable-usage-stats"),
+        ]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment = {**inherited, **self._environment, "RAY_START_HOOK": "pdserve.deploy.ray_start.trim"}
+        self._process = start_tied(command, env=environment, log_path=self.log_path)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        """What Ray reads from the environment, in its own processes and in the driver's."""
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Despite its name, set to 0 it keeps Ray on the loopback address on every system.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
+
+    @property
+    def session_id(self) -> int:
+        """Of all its processes, workers included."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def connect(self, timeout_s: float) -> None:
+        """Wait until it runs and make this process its driver.
+
+        Raises:
+            RayError: it ended, or was not up in time.
+        """
+        os.environ.update(self._environment)
+        deadline_s = time.monotonic() + timeout_s
+        # Ray reads its environment at import: this is the first import of the process, and overlaps with the start.
+        import ray
+
+        while _STARTED not in self.log_path.read_text(errors="replace"):
+            if not self.is_running:
+                raise RayError(f"Ray did not start: {last_line(self.log_path)}")
+            if time.monotonic() > deadline_s:
+                raise RayError(f"Ray did not start within {timeout_s:.0f} s: {last_line(self.log_path)}")
+            time.sleep(0.02)
+        _connect(ray, self.address)
+
+    def stop(self) -> None:
+        """Disconnect, end every process of the cluster and remove its files. Safe to call twice."""
+        disconnect()
+        end_session(self._process, _STOP_GRACE_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def members(self) -> list[int]:
+        """Process ids of everything that runs in the cluster."""
+        return [process.pid for process in session_members(self.session_id)]
+
+
+def connect_existing(address: str) -> None:
+    """Make this process a driver of the cluster at ``address`` (``host:port``).
+
+    Raises:
+        RayError: it cannot be reached, or has hosts other than this one.
+    """
+    import ray
+
+    _connect(ray, address)
+    hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if len(hosts) != 1:
+        disconnect()
+        raise RayError(f"the Ray cluster at {address} has {len(hosts)} hosts; clusters of one host are supported today")
+
+
+def disconnect() -> None:
+    """Leave the cluster, if this process is in one; its actors end."""
+    if "ray" in sys.modules:
+        import ray
+
+        ray.shutdown()
+
+
+def worker_resources() -> dict[str, float]:
+    """What each worker asks for so that Ray can count workers: ours, if the cluster offers it."""
+    import ray
+
+    return {WORKER_RESOURCE: 1} if WORKER_RESOURCE in ray.cluster_resources() else {}
+
+
+def _connect(ray: Any, address: str) -> None:
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="critical")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        disconnect()
+        cause = str(error).splitlines()[0]
+        raise RayError(f"cannot connect to Ray at {address}: {cause}; check --ray-address and its token") from error

@@ -1,0 +1,124 @@
+"""The deployment file: what is read, and the one line each mistake gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pdserve.contracts.deployment import DeploymentConfig
+from pdserve.deploy.config import ConfigError, parse_bytes, parse_deployment, read_deployment
+
+EXAMPLE = """
+model: {path: ./model, dtype: bfloat16, max_model_len: 8192, block_size: 16}
+slo: {ttft_seconds: 0.25, tpot_seconds: 0.05, attainment: 0.9}
+prefill: {replicas: 1, tensor_parallel: 1, pipeline_parallel: 1, kv_memory: auto, max_batch_tokens: 8192, resources: {}}
+decode:  {replicas: 1, tensor_parallel: 1, pipeline_parallel: 1, kv_memory: auto, max_batch_size: 256, resources: {}}
+mixed:   {replicas: 0}          # colocated workers: both phases, chunked prefill beside decode
+kv_transfer: {transport: auto}
+router: {host: 127.0.0.1, port: 8000, admin_port: 0, replicas: 1}
+"""
+
+
+def test_a_full_file_is_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(EXAMPLE)
+    config = read_deployment(path)
+    assert config.model.dtype == "bfloat16"
+    assert config.model.max_model_len == 8192
+    assert Path(config.model.path) == tmp_path / "model"
+    assert config.prefill.max_batch_tokens == 8192
+    assert config.decode.max_batch_size == 256
+    assert config.mixed.replicas == 0
+
+
+def test_nothing_written_is_every_default(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert read_deployment(path) == DeploymentConfig()
+    assert parse_deployment({"mixed": {}}) == DeploymentConfig()
+
+
+def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
+    config = parse_deployment(yaml.safe_load('{"slo": {"ttft_seconds": 2}, "prefill": {"kv_memory": "8GiB"}}'))
+    assert config.slo.ttft_seconds == 2.0
+    assert isinstance(config.slo.ttft_seconds, float)
+    assert config.prefill.kv_memory == "8GiB"
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("modle: {}", "unknown key 'modle' in the deployment file; did you mean 'model'?"),
+        ("prefill: {replica: 2}", "unknown key 'replica' in prefill; did you mean 'replicas'?"),
+        ("router: {prot: 1}", "did you mean 'port'?"),
+        ("slo: {ttft: 1}", "did you mean 'ttft_seconds'?"),
+        ("prefill: {replicas: two}", "prefill.replicas is 'two' (str); write a whole number"),
+        ("prefill: {replicas: true}", "prefill.replicas is True (bool); write a whole number"),
+        ("prefill: {replicas: 1.5}", "prefill.replicas is 1.5 (float); write a whole number"),
+        ("model: {path: 3}", "model.path is 3 (int); write text"),
+        ("model: {path: }", "model.path is empty; write text"),
+        ("slo: {ttft_seconds: soon}", "slo.ttft_seconds is 'soon' (str); write a number"),
+        ("slo: {tpot_seconds: 0}", "slo.tpot_seconds is 0.0; write a number above 0"),
+        ("slo: {tpot_seconds: .nan}", "slo.tpot_seconds is nan; write a number above 0"),
+        ("slo: {attainment: 90}", "write 0.9 for 90 %"),
+        ("model: {dtype: int4}", "model.dtype is 'int4'; write one of float32, bfloat16, float16"),
+        ("model: {block_size: 0}", "model.block_size is 0; write a number from 1"),
+        ("decode: {replicas: -1}", "decode.replicas is -1; write a number from 0"),
+        ("decode: {tensor_parallel: 2}", "decode.tensor_parallel is 2; only 1 is supported today"),
+        ("prefill: {pipeline_parallel: 4}", "prefill.pipeline_parallel is 4; only 1 is supported today"),
+        ("router: {replicas: 2}", "router.replicas is 2; only 1 is supported today"),
+        ("router: {port: 70000}", "router.port is 70000; write a number from 0 to 65535"),
+        ("router: {host: ''}", "router.host is empty; write 127.0.0.1"),
+        ("kv_transfer: {transport: rdma}", "kv_transfer.transport is 'rdma'; write one of auto, memfd, grpc"),
+        ("decode: {kv_memory: 8GB}", "decode.kv_memory: '8GB' is not a size"),
+        ("decode: {replicas: 0}", "decode.replicas is 0; give both at least 1, or mixed.replicas"),
+        ("decode: {resources: {host_a: 0}}", "decode.resources.host_a is 0.0; write a number above 0"),
+        ("decode: {resources: [host_a]}", "decode.resources is ['host_a'] (list); write names and amounts"),
+        ("prefill: 2", "prefill holds 2 (int); write keys and values"),
+        ("[prefill]", "the deployment file holds ['prefill'] (list)"),
+    ],
+)
+def test_each_mistake_gets_one_line_that_names_it(document: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_deployment(yaml.safe_load(document))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("model: {path: a}\nmodel: {path: b}\n", "key 'model' is written twice"),
+        ("model: {path: [}\n", "is not valid YAML"),
+        ("prefil: {}\n", "did you mean 'prefill'?"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: str, said: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read_deployment(path)
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*absent.yaml: No such file"):
+        read_deployment(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("512MiB", 512 * 2**20), ("8GiB", 8 * 2**30), ("1.5 GiB", 3 * 2**29), ("4096", 4096), ("64KiB", 65536)],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8GB", "0", "1..5GiB", "8 GiB 3"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as 512MiB or 8GiB"):
+        parse_bytes(text)

@@ -1,0 +1,145 @@
+"""A seat fills itself again, with a fresh epoch, whatever happens to its worker. Real Ray, small real actors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
+from pdserve.deploy.ray_cluster import PrivateRay, worker_resources
+from pdserve.deploy.worker_seat import SeatState, WorkerSeat, restart_delay_s
+
+
+class EchoWorker:
+    """Starts at once and answers pings."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.epoch = int.from_bytes(os.urandom(4))
+
+    def start(self) -> dict[str, Any]:
+        if self.config["model_path"] == "absent":
+            raise ValueError("no model at 'absent': name a folder")
+        return {
+            "worker_id": self.config["worker_id"],
+            "role": self.config["role"],
+            "address": f"{','.join(map(str, sorted(os.sched_getaffinity(0))))}:{os.environ.get('OMP_WAIT_POLICY')}",
+            "epoch": self.epoch,
+        }
+
+    def ping(self) -> int:
+        if Path(self.config["model_path"]).exists():
+            raise RuntimeError("engine thread died")
+        return self.epoch
+
+    def drain(self, timeout_s: float) -> None:
+        assert timeout_s > 0
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[PrivateRay]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        cluster = PrivateRay(Path(folder), num_workers=1)
+        try:
+            cluster.connect(60)
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+def make_seat(model_path: str = "/nowhere", **kwargs: Any) -> WorkerSeat:
+    core = min(os.sched_getaffinity(0))
+    config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path=model_path, cpu_cores=(core,))
+    class_path = f"{EchoWorker.__module__}:{EchoWorker.__qualname__}"
+    return WorkerSeat(config, class_path, resources=worker_resources(), wait_passively=True, **kwargs)
+
+
+def state_of(seat: WorkerSeat) -> SeatState:
+    """Through a call, so that the type checker expects it to change."""
+    return seat.state
+
+
+def endpoint_of(seat: WorkerSeat) -> WorkerEndpoint:
+    assert seat.endpoint is not None
+    return seat.endpoint
+
+
+def run_until(seat: WorkerSeat, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{seat.state} {seat.failure}"
+        seat.check(time.monotonic())
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_is_replaced_with_a_fresh_epoch() -> None:
+    seat = make_seat()
+    run_until(seat, lambda: seat.state is SeatState.UP)
+    first = endpoint_of(seat)
+    core = min(os.sched_getaffinity(0))
+    assert first.address == f"{core}:PASSIVE"
+    os.kill(seat.process_id, signal.SIGKILL)
+    run_until(seat, lambda: seat.num_restarts == 1)
+    assert seat.endpoint is None
+    run_until(seat, lambda: seat.state is SeatState.UP)
+    second = endpoint_of(seat)
+    assert second.worker_id == first.worker_id
+    assert second.epoch != first.epoch
+    seat.vacate()
+
+
+def test_a_worker_whose_ping_fails_is_replaced(tmp_path: Path) -> None:
+    failpoint = tmp_path / "failpoint"
+    seat = make_seat(str(failpoint))
+    run_until(seat, lambda: seat.state is SeatState.UP)
+    process_id = seat.process_id
+    failpoint.touch()
+    run_until(seat, lambda: seat.num_restarts == 1)
+    assert seat.failure == "RuntimeError: engine thread died"
+    failpoint.unlink()
+    run_until(seat, lambda: seat.state is SeatState.UP)
+    assert seat.process_id != process_id
+    seat.vacate()
+
+
+def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.deploy.worker_seat.PING_TIMEOUT_S", 1.0)
+    seat = make_seat()
+    run_until(seat, lambda: seat.state is SeatState.UP)
+    process_id = seat.process_id
+    os.kill(process_id, signal.SIGSTOP)
+    run_until(seat, lambda: seat.num_restarts == 1)
+    assert seat.failure == "no answer for 1 s"
+    run_until(seat, lambda: seat.state is SeatState.UP)
+    assert seat.process_id != process_id
+    seat.vacate()
+
+
+def test_a_worker_that_cannot_start_says_why_and_is_tried_again_later() -> None:
+    seat = make_seat("absent")
+    run_until(seat, lambda: seat.num_restarts == 2)
+    assert seat.failure == "no model at 'absent': name a folder"
+    assert state_of(seat) is SeatState.EMPTY
+    now_s = time.monotonic()
+    seat.check(now_s)
+    assert state_of(seat) is SeatState.EMPTY
+    seat.check(now_s + 1.0)
+    assert state_of(seat) is SeatState.STARTING
+    seat.vacate()
+
+
+def test_delays_grow_to_a_limit_and_are_spread() -> None:
+    delays = [restart_delay_s(count, 0.5) for count in range(1, 10)]
+    assert delays[:4] == [0.0, 0.5, 1.0, 2.0]
+    assert max(delays) == 15.0
+    assert restart_delay_s(3, 0.0) < restart_delay_s(3, 0.99)
