@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pdserve.engine.process import main
 from pdserve.decode_worker.worker import build_scheduler
+from pdserve.engine.process import main
 
 sys.exit(main(build_scheduler, "python -m pdserve.decode_worker"))

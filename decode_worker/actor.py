@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pdserve.engine.actor import WorkerActor
+from collections.abc import Mapping
+from typing import Any
+
 from pdserve.decode_worker.worker import build_scheduler
+from pdserve.engine.actor import WorkerActor
 
 
 class DecodeWorker(WorkerActor):
-    def __init__(self, config_json: str) -> None:
-        super().__init__(config_json, build_scheduler)
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config, build_scheduler)

@@ -7,18 +7,25 @@ so that `ping` answers while `drain` waits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pdserve.engine.worker import EngineWorker, SchedulerFactory
-from pdserve.engine.worker_config import config_from_json, endpoint_to_fields
+from pdserve.engine.worker_config import config_from_fields, endpoint_to_fields
 
 
 class WorkerActor:
     """One worker in an actor's process. A step loop that dies ends the process, and so the actor."""
 
-    def __init__(self, config_json: str, scheduler_factory: SchedulerFactory) -> None:
-        """Raises ValueError for a configuration that is not one."""
-        self._worker = EngineWorker(config_from_json(config_json), scheduler_factory)
+    def __init__(self, config: Mapping[str, Any], scheduler_factory: SchedulerFactory) -> None:
+        """
+        Args:
+            config: a `WorkerConfig` as JSON values.
+
+        Raises:
+            ValueError: it is not one.
+        """
+        self._worker = EngineWorker(config_from_fields(config), scheduler_factory)
 
     def start(self) -> dict[str, Any]:
         """Serve; returns the fields of the `WorkerEndpoint`.

@@ -1,4 +1,4 @@
-"""`WorkerConfig` and `WorkerEndpoint` as JSON: what goes into a worker process and what comes out of it.
+"""`WorkerConfig` and `WorkerEndpoint` as JSON values: what goes into a worker process and what comes out of it.
 
 Used by the process entry, the Ray actors and whoever starts workers. Never reads the environment.
 """
@@ -13,18 +13,24 @@ from typing import Any
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 
 
-def config_to_json(config: WorkerConfig) -> str:
-    return json.dumps({**asdict(config), "role": config.role.value})
+def config_to_fields(config: WorkerConfig) -> dict[str, Any]:
+    """Plain values, for JSON."""
+    return {**asdict(config), "role": config.role.value}
 
 
 def config_from_json(text: str) -> WorkerConfig:
-    """Raises ValueError for text that is not a worker's configuration; it names the key."""
+    """Raises ValueError for text that is not a worker's configuration."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"the worker's configuration is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError("the worker's configuration must be a JSON object")
+    return config_from_fields(values)
+
+
+def config_from_fields(values: Mapping[str, Any]) -> WorkerConfig:
+    """Raises ValueError for an unknown key, a missing one or an unknown role."""
     unknown = values.keys() - {field.name for field in fields(WorkerConfig)}
     if unknown:
         raise ValueError(f"unknown keys in the worker's configuration: {', '.join(sorted(unknown))}")

@@ -23,7 +23,7 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.engine.frames import ReceivedToken, unpack_tokens
 from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
-from pdserve.engine.worker_config import config_to_json, endpoint_from_fields
+from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 from pdserve.kv_transfer.auth import call_metadata
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
 
@@ -182,7 +182,7 @@ class WorkerProcess:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with self.process.stdin as stdin:
-            stdin.write(config_to_json(config) + "\n")
+            stdin.write(json.dumps(config_to_fields(config)) + "\n")
         self._stdout = self.process.stdout
         line = self._stdout.readline()
         if not line:

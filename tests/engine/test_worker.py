@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
 from pdserve.deploy.random_checkpoint import write_random_checkpoint
-from pdserve.engine.worker_config import config_to_json
+from pdserve.engine.worker_config import config_to_fields
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.proto.v1 import worker_pb2
 from tests.workers import RouterClient, WorkerProcess, emulated_config, hand_off, wait_until
@@ -268,7 +269,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
     checkpoint: Path, module: str, fields: dict[str, object], complaint: str
 ) -> None:
     config = replace(emulated_config(checkpoint, WorkerRole.DECODE), **fields)  # type: ignore[arg-type]
-    command = [sys.executable, "-m", f"pdserve.{module}", "--config", config_to_json(config)]
+    command = [sys.executable, "-m", f"pdserve.{module}", "--config", json.dumps(config_to_fields(config))]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stdout == ""

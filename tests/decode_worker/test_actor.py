@@ -1,0 +1,57 @@
+"""The Ray actors of both phases, in a local Ray: one handoff through them, and their life cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.decode_worker.actor import DecodeWorker
+from pdserve.deploy.random_checkpoint import write_random_checkpoint
+from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
+from pdserve.model.hash_chain import expected_tokens
+from pdserve.prefill_worker.actor import PrefillWorker
+from tests.workers import RouterClient, emulated_config, hand_off, wait_until
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def start_actor(worker_class: type, config: WorkerConfig) -> tuple[Any, RouterClient]:
+    actor = ray.remote(worker_class).options(num_cpus=0, max_concurrency=2).remote(config_to_fields(config))
+    endpoint = endpoint_from_fields(ray.get(actor.start.remote()))
+    assert ray.get(actor.ping.remote()) == endpoint.epoch
+    assert (endpoint.worker_id, endpoint.role) == (config.worker_id, config.role)
+    return actor, RouterClient(endpoint.address, token=config.cluster_token)
+
+
+# Ray's own files and sockets: what it leaves open is not ours to close.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_handoff_between_two_actors_and_their_end(local_ray: None, tmp_path: Path) -> None:
+    model = write_random_checkpoint(tmp_path, hidden_size=32, intermediate_size=64, num_layers=2)
+    prefill_actor, prefill = start_actor(PrefillWorker, emulated_config(model, WorkerRole.PREFILL))
+    decode_actor, decode = start_actor(DecodeWorker, emulated_config(model, WorkerRole.DECODE))
+    prompt = tuple(range(3, 103))
+    sampling = SamplingParams(temperature=0, max_tokens=10)
+    request = GenerationRequest(request_id=1, prompt_tokens=prompt, sampling=sampling)
+    assert hand_off(prefill, decode, request) == expected_tokens(prompt, 10, 512, eos_token_ids=(2,))
+    prefill.wait_until_free()
+
+    assert ray.get(prefill_actor.drain.remote(30.0))
+    ray.get(prefill_actor.stop.remote())
+    with pytest.raises(ray.exceptions.RayTaskError, match="does not turn"):
+        ray.get(prefill_actor.ping.remote())
+    prefill.close()
+
+    ray.kill(decode_actor)
+    wait_until(lambda: decode.error is not None, "the end of the killed actor's stream")
+    decode.close()
