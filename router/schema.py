@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from pdserve.router.errors import ApiError
@@ -59,8 +59,25 @@ def _one_prompt(value: object) -> str | list[int]:
     raise PydanticCustomError("prompt", "Input should be a string or a list of token ids")
 
 
+def _is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: JSON can escape half of a surrogate pair, which is no character."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _check_text(cls, value: object) -> object:
+        texts = value if isinstance(value, list) and value and isinstance(value[0], str) else [value]
+        if not all(_is_text(text) for text in texts if isinstance(text, str)):
+            raise PydanticCustomError("text", "Input should be Unicode text, without half a surrogate pair")
+        return value
 
 
 class StreamOptions(_Body):

@@ -7,6 +7,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import uvicorn
 
@@ -16,6 +18,7 @@ from pdserve.router.app import create_app
 from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
 from pdserve.router.observer import AnswerTiming
 from pdserve.router.tokenizer import ChatTokenizer
+from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
 MODEL = "small"
 MAX_MODEL_LEN = 512
@@ -159,10 +162,20 @@ class EdgeServer:
     observer: RecordingObserver
     tokenizer: ChatTokenizer
 
+    def say(self, text: str, finish: FinishReason = FinishReason.STOP, logprobs: TokenLogprobs | None = None) -> int:
+        """Answer every request from now on with ``text``, and EOS after it where it ends so. Returns its tokens."""
+        tokens = asyncio.run(self.tokenizer.encode_text(text))[1:]
+        tokens += [EOS_ID] if finish is FinishReason.STOP else []
+        self.generator.script = saying(tokens, finish, logprobs)
+        return len(tokens)
+
 
 @contextmanager
-def running_edge(tokenizer: ChatTokenizer) -> Iterator[EdgeServer]:
-    """Serve on a free loopback port until the block is left."""
+def running_edge() -> Iterator[EdgeServer]:
+    """Serve a small tokenizer on a free loopback port until the block is left."""
+    with TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        tokenizer = ChatTokenizer.from_folder(Path(folder))
     generator, observer = ScriptedGenerator(), RecordingObserver()
     app = create_app(generator, tokenizer, served_name=MODEL, observer=observer, max_body_bytes=MAX_BODY_BYTES)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))

@@ -1,0 +1,381 @@
+"""The routes over real HTTP: bytes of a stream, error objects, headers, limits, and what the observer is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pdserve.contracts.request import FinishReason
+from pdserve.router.generation import GenerationError, ServedModel
+from pdserve.router.schema import ChatBody, CompletionBody
+from tests.router.edge_server import MAX_BODY_BYTES, MODEL, EdgeServer, failing_after, running_edge, saying
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EdgeServer]:
+    with running_edge() as edge:
+        yield edge
+
+
+@pytest.fixture
+def edge(server: EdgeServer) -> EdgeServer:
+    """With everything as it should be."""
+    server.generator.refusal = None
+    server.generator.is_ready = True
+    server.generator.model = ServedModel(max_model_len=512)
+    server.observer.__init__()  # type: ignore[misc]
+    server.say("ab", FinishReason.LENGTH)
+    return server
+
+
+@pytest.fixture(scope="module")
+def http(server: EdgeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as http:
+        yield http
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error object of an answer, which has nothing else."""
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    body = answer.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def events(answer: httpx.Response) -> list[str]:
+    """The data of each event of a stream, framed exactly."""
+    text = answer.content.decode()
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    return [line.removeprefix("data: ") for line in lines]
+
+
+def test_bytes_of_a_chat_stream(edge: EdgeServer, http: httpx.Client) -> None:
+    answer = http.post(CHAT, json={"messages": MESSAGES, "stream": True}, headers={"X-Request-Id": "mine"})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["x-request-id"] == "mine"
+    assert "content-length" not in answer.headers
+    *chunks, done = events(answer)
+    assert done == "[DONE]"
+    first = json.loads(chunks[0])
+    assert first == {
+        "id": "chatcmpl-mine",
+        "object": "chat.completion.chunk",
+        "created": first["created"],
+        "model": MODEL,
+        "system_fingerprint": "pdserve-0.1.0",
+        "choices": [
+            {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        ],
+    }
+    shared = {name: value for name, value in first.items() if name != "choices"}
+    choices = [
+        {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None},
+        {"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"},
+    ]
+    assert [json.loads(chunk) for chunk in chunks[1:]] == [{**shared, "choices": [choice]} for choice in choices]
+
+
+def test_usage_in_a_stream_is_null_but_at_the_end(edge: EdgeServer, http: httpx.Client) -> None:
+    body = {"prompt": [7], "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, _ = [
+        json.loads(data) if data != "[DONE]" else None for data in events(http.post(COMPLETIONS, json=body))
+    ]
+    assert all(chunk is not None and chunk["usage"] is None for chunk in chunks)
+    assert last is not None
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 3},
+    }  # fmt: skip
+
+
+def test_continuous_usage(edge: EdgeServer, http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = http.post(COMPLETIONS, json={"prompt": [7], "stream": True, "stream_options": options})
+    counts = [json.loads(data)["usage"]["completion_tokens"] for data in events(answer)[:-1]]
+    assert counts == [1, 2, 2, 2]
+
+
+def test_each_token_is_one_event_with_or_without_text(edge: EdgeServer, http: httpx.Client) -> None:
+    num_tokens = edge.say("🙂", FinishReason.LENGTH)
+    assert num_tokens > 2
+    *chunks, _, done = events(http.post(COMPLETIONS, json={"prompt": "x", "stream": True}))
+    texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
+    assert texts == [""] * (num_tokens - 1) + ["🙂"]
+    assert done == "[DONE]"
+
+
+def test_a_stream_that_fails_ends_with_an_error_and_without_done(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.script = failing_after([50], GenerationError(504, "too late"))
+    chunk, last = events(http.post(COMPLETIONS, json={"prompt": "x", "stream": True}))
+    assert json.loads(chunk)["choices"][0]["text"]
+    assert json.loads(last) == {"error": {"message": "too late", "type": "timeout_error", "param": None, "code": None}}
+    assert edge.observer.timings == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_ours_is_told_without_its_cause(
+    edge: EdgeServer, http: httpx.Client, num_tokens: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    edge.generator.script = failing_after([50] * num_tokens, KeyError("secret"))
+    answer = http.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
+    assert "secret" not in answer.text
+    error = json.loads(events(answer)[-1])["error"] if stream and num_tokens else error_of(answer)
+    assert error["type"] == "server_error"
+    assert answer.status_code == (200 if stream and num_tokens else 500)
+    assert "secret" in caplog.text
+
+
+def test_a_generation_without_a_last_token_is_a_fault(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.script = saying([50, 51], FinishReason.NONE)
+    assert error_of(http.post(COMPLETIONS, json={"prompt": "x"}))["type"] == "server_error"
+
+
+def test_an_overloaded_cluster_says_when_to_come_back(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.refusal = GenerationError(429, "full", retry_after_s=0.2)
+    answer = http.post(CHAT, json={"messages": MESSAGES})
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "1"
+    assert error_of(answer) == {
+        "message": "full", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"
+    }  # fmt: skip
+
+
+def test_without_a_worker_requests_are_503(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.model = None
+    answer = http.post(CHAT, json={"messages": MESSAGES})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "worker" in error_of(answer)["message"]
+    assert http.get("/v1/models").json()["data"][0]["max_model_len"] is None
+
+
+def test_health_says_what_is_missing(edge: EdgeServer, http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    edge.generator.is_ready = False
+    answer = http.get("/health")
+    assert answer.status_code == 503
+    assert "round trip" in answer.json()["missing"]
+    edge.generator.model = None
+    assert "worker" in http.get("/health").json()["missing"]
+    assert http.get("/live").status_code == 200
+    assert http.get("/version").json() == {"version": "0.1.0"}
+
+
+def test_unknown_routes_and_methods(edge: EdgeServer, http: httpx.Client) -> None:
+    answer = http.get("/v1/nothing")
+    assert answer.status_code == 404
+    assert "/v1/nothing" in error_of(answer)["message"]
+    answer = http.delete(CHAT)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert "DELETE" in error_of(answer)["message"]
+
+
+def test_bodies_over_the_limit_are_refused_with_and_without_a_length(edge: EdgeServer, http: httpx.Client) -> None:
+    body = json.dumps({"prompt": "a" * MAX_BODY_BYTES}).encode()
+    headers = {"Content-Type": "application/json"}
+    for content in (body, iter([body[:1000], body[1000:]])):
+        answer = http.post(COMPLETIONS, content=content, headers=headers)
+        assert answer.status_code == 413
+        assert str(MAX_BODY_BYTES) in error_of(answer)["message"]
+    assert edge.observer.responses == [(COMPLETIONS, 413)] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type"),
+    [
+        (b"", "application/json"),
+        (b"{", "application/json"),
+        (b"\xff", "application/json"),
+        (b"[" * 50_000, "application/json"),
+        (b'{"prompt": %s}' % (b"9" * 5000), "application/json"),
+        (b"[1]", "application/json"),
+        (b'"text"', "application/json"),
+        (b"null", "application/json"),
+        (b'{"prompt": "x"}', "text/plain"),
+        (b'{"prompt": "x", "temperature": NaN}', "application/json"),
+        (b'{"prompt": "\\ud800"}', "application/json"),
+        (b'{"prompt": "x", "model": "\\ud800"}', "application/json"),
+        (b'{"prompt": "x", "n": "\\ud800"}', "application/json"),
+        (b'{"prompt": "x", "stop": "\\ud800"}', "application/json"),
+        (b'{"prompt": "x", "cache_salt": "\\ud800"}', "application/json"),
+    ],
+)
+def test_bodies_that_are_no_request_are_400(
+    edge: EdgeServer, http: httpx.Client, content: bytes, content_type: str
+) -> None:
+    answer = http.post(COMPLETIONS, content=content, headers={"Content-Type": content_type})
+    assert answer.status_code == 400
+    assert error_of(answer)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 2.1),
+        ("temperature", -0.1),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("seed", 2**64),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("stop", 3),
+        ("stop", ["x"] * 17),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("model", 3),
+        ("n", 2),
+        ("best_of", 2),
+        ("min_p", 0.1),
+        ("logit_bias", {"5": 1}),
+        ("presence_penalty", 0.5),
+        ("response_format", {"type": "json_object"}),
+        ("kv_transfer_params", {"do_remote_decode": True}),
+        ("priority", 5),
+    ],
+)
+def test_values_that_are_not_served_name_their_field(
+    edge: EdgeServer, http: httpx.Client, field: str, value: object
+) -> None:
+    for path, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})):
+        answer = http.post(path, json={**body, field: value})
+        assert answer.status_code == 400
+        error = error_of(answer)
+        assert error["param"].split(".")[0] == field
+        assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "developer", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "logprobs": 1}, "logprobs"),
+        (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [""]}, None),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+        (COMPLETIONS, {"prompt": [True]}, "prompt"),
+        (COMPLETIONS, {"prompt": [9999]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
+    ],
+)
+def test_mistakes_name_their_field(
+    edge: EdgeServer, http: httpx.Client, path: str, body: dict[str, object], param: str | None
+) -> None:
+    answer = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    if param is None:
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == param
+
+
+def test_null_means_the_default(edge: EdgeServer, http: httpx.Client) -> None:
+    for path, model, body in ((CHAT, ChatBody, {"messages": MESSAGES}), (COMPLETIONS, CompletionBody, {"prompt": "x"})):
+        nulls = dict.fromkeys([*model.model_fields, "n", "tools", "logit_bias", "echo"], None)
+        assert http.post(path, json=nulls | body).status_code == 200
+
+
+def test_an_answer_can_be_sent_back_as_it_came(edge: EdgeServer, http: httpx.Client) -> None:
+    message = http.post(CHAT, json={"messages": MESSAGES}).json()["choices"][0]["message"]
+    message |= {"tool_calls": None, "function_call": None, "audio": None, "annotations": []}
+    assert http.post(CHAT, json={"messages": [*MESSAGES, message, *MESSAGES]}).status_code == 200
+
+
+def test_unknown_fields_are_logged_once(edge: EdgeServer, http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert http.post(COMPLETIONS, json={"prompt": "x", "colour\n": "red", "user": "me"}).status_code == 200
+    assert [record.getMessage() for record in caplog.records] == [
+        "a request has the unknown field 'colour\\n'; it is ignored"
+    ]
+
+
+@pytest.mark.parametrize("given_id", ["", "a b", "x" * 129])
+def test_an_unfit_request_id_is_replaced(edge: EdgeServer, http: httpx.Client, given_id: str) -> None:
+    minted = {http.get("/live", headers={"X-Request-Id": given_id}).headers["x-request-id"] for _ in range(2)}
+    assert len(minted) == 2
+    assert given_id not in minted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_observer_is_told_of_every_token(edge: EdgeServer, http: httpx.Client, stream: bool) -> None:
+    num_tokens = edge.say("the time to first token")
+    http.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
+    http.get("/nothing")
+    observer = edge.observer
+    assert observer.responses == [(COMPLETIONS, 200), ("other", 404)]
+    assert len(observer.first_tokens_s) == 1
+    assert len(observer.gaps_s) == num_tokens - 1
+    (timing,) = observer.timings
+    assert timing.num_tokens == num_tokens
+    assert timing.ttft_s == observer.first_tokens_s[0]
+    assert timing.tpot_s == pytest.approx(sum(observer.gaps_s) / (num_tokens - 1))
+    assert timing.duration_s == pytest.approx(timing.ttft_s + sum(observer.gaps_s))
+
+
+def test_one_token_has_no_tpot(edge: EdgeServer, http: httpx.Client) -> None:
+    http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
+    assert edge.observer.timings[0].tpot_s is None
+
+
+TEXT = st.text(st.characters(categories=["L", "N", "P", "Z", "Cs"]), max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = [*ChatBody.model_fields, *CompletionBody.model_fields, "n", "tools", "response_format", "echo", "colour"]
+FIELDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
+GOOD = st.fixed_dictionaries({"messages": st.just(MESSAGES), "prompt": st.just("hi")})
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from([CHAT, COMPLETIONS]), base=GOOD | st.just({}), fields=FIELDS)
+def test_any_body_gets_an_answer_or_a_client_error(
+    edge: EdgeServer, http: httpx.Client, path: str, base: dict[str, object], fields: dict[str, object]
+) -> None:
+    answer = http.post(path, content=json.dumps(base | fields), headers={"Content-Type": "application/json"})
+    if answer.status_code != 200:
+        assert answer.status_code in (400, 404)
+        assert error_of(answer)["type"] == "invalid_request_error"

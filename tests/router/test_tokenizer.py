@@ -1,0 +1,132 @@
+"""The tokenizer reads a model's folder, and encodes as transformers does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from pdserve.deploy import random_checkpoint
+from pdserve.router.tokenizer import MAX_INLINE_CHARS, ChatTokenizer
+from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer, metaspace_tokenizer, write_tokenizer
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Größe? 🙂"}]
+
+
+def test_agrees_with_transformers_on_a_checkpoint(tmp_path: Path) -> None:
+    random_checkpoint.write_tokenizer(tmp_path, 512)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = ChatTokenizer.from_folder(tmp_path)
+    prompt = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert asyncio.run(ours.encode_chat(MESSAGES)) == prompt["input_ids"]
+    assert asyncio.run(ours.encode_text("a naïve text")) == theirs("a naïve text")["input_ids"]
+
+
+def test_a_chat_writes_its_own_special_tokens_and_a_text_gets_the_tokenizers(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    assert asyncio.run(tokenizer.encode_chat(MESSAGES)).count(BOS_ID) == 1
+    assert asyncio.run(tokenizer.encode_text("hi"))[0] == BOS_ID
+
+
+def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
+    seen = []
+
+    class Watched(ChatTokenizer):
+        def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return super()._encode(text, add_special_tokens=add_special_tokens)
+
+    write_tokenizer(tmp_path)
+    tokenizer = Watched.from_folder(tmp_path)
+    long = "a" * (MAX_INLINE_CHARS + 1)
+    for text in ("short", long):
+        asyncio.run(tokenizer.encode_text(text))
+        asyncio.run(tokenizer.encode_chat([{"role": "user", "content": text}]))
+    assert seen == [True, True, False, False]
+
+
+@pytest.mark.parametrize("text", ["Größe 東京 🙂", "in the a."])
+@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
+def test_token_bytes_join_to_the_text(make: object, text: str) -> None:
+    assert callable(make)
+    model = make()
+    tokenizer = ChatTokenizer(model, None, model.get_vocab_size())
+    tokens = model.encode(text, add_special_tokens=False).ids
+    assert b"".join(tokenizer.token_bytes(token) for token in tokens).decode().removeprefix(" ") == text
+
+
+def test_token_texts_of_parts_and_special_tokens() -> None:
+    model = byte_level_tokenizer()
+    tokenizer = ChatTokenizer(model, None, model.get_vocab_size())
+    part = model.encode("東", add_special_tokens=False).ids[0]
+    assert tokenizer.token_text(part) == "\ufffd"
+    assert tokenizer.token_bytes(part) == "東".encode()[: len(tokenizer.token_bytes(part))]
+    assert tokenizer.token_text(EOS_ID) == "<|eos|>"
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_special_tokens_are_shown_on_request(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    assert tokenizer.detokenizer(skip_special_tokens=True).push(EOS_ID) == ""
+    assert tokenizer.detokenizer(skip_special_tokens=False).push(EOS_ID) == "<|eos|>"
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; save"):
+        ChatTokenizer.from_folder(tmp_path)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        ChatTokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="no JSON object"):
+        ChatTokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        ChatTokenizer.from_folder(tmp_path)
+
+
+def test_without_a_template_only_chat_fails(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    assert asyncio.run(tokenizer.encode_text("hi"))
+    with pytest.raises(ValueError, match=r"no chat template; use /v1/completions"):
+        asyncio.run(tokenizer.encode_chat(MESSAGES))
+
+
+def chat_text(folder: Path, chat_template: object) -> str:
+    """What a template of ``tokenizer_config.json`` writes."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
+    tokens = asyncio.run(ChatTokenizer.from_folder(folder).encode_chat(MESSAGES))
+    text: str = byte_level_tokenizer().decode(tokens)
+    return text
+
+
+def test_templates_of_the_tokenizers_configuration(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    assert chat_text(tmp_path, "one {{ messages[0].role }}") == "one system"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert chat_text(tmp_path, named) == "plain"
+    with pytest.raises(ValueError, match="tool_use"):
+        chat_text(tmp_path, named[:1])
+
+
+def test_the_vocabulary_is_the_models_where_it_says_so(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    own_size = byte_level_tokenizer().get_vocab_size()
+    assert ChatTokenizer.from_folder(tmp_path).vocab_size == own_size
+    (tmp_path / "config.json").write_text('{"vocab_size": 4096}')
+    assert ChatTokenizer.from_folder(tmp_path).vocab_size == 4096
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 77}}')
+    assert ChatTokenizer.from_folder(tmp_path).vocab_size == 77
