@@ -28,7 +28,8 @@ TORCH_FREE = [
 ]
 ENGINE = ["pdserve.contracts*", "pdserve.engine*", "pdserve.kernels*", "pdserve.kv_transfer*", "pdserve.model*"]
 CLUSTER_LIBRARIES = ["ray", "fastapi", "uvicorn", "httpx", "msgspec", "typer"]
-MODULES = [found.name for found in pkgutil.walk_packages(pdserve.__path__, "pdserve.")]
+FOUND = [found.name for found in pkgutil.walk_packages(pdserve.__path__, "pdserve.")]
+MODULES = [name for name in FOUND if not name.endswith(".__main__")]  # importing one runs a program
 
 
 def modules_like(pattern: str) -> list[str]:
