@@ -1,0 +1,297 @@
+"""Which sequences a worker decodes, and what else fits into the same step: local prefill, recomputation, pulls.
+
+A step holds one row for every running sequence, then prefill chunks in what is left of the token budget, so that both
+phases share one forward pass. The decode and the mixed role are this one class: prompts come by `prepare` (computed
+elsewhere, pulled) or by `add` (computed here, by the `PrefillScheduler` inside).
+
+Admission counts future need: a sequence starts when the blocks that it and all running ones are expected to need before
+they end (`Sequence.num_blocks_expected`) fit the pool together. Alone it always fits, or it was rejected on arrival.
+
+When a running sequence needs a block and there is none, the one that arrived last is preempted and recomputed later,
+ahead of new work; if that is the needy one itself, it waits instead. So the oldest is never preempted, and something
+always advances.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from operator import attrgetter
+
+from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, RequestState
+from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
+from pdserve.decode_worker.reservations import Reservations
+from pdserve.engine.scheduler import Event, PullResult, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_table import PlannedStep
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
+
+DEFAULT_PULL_TIMEOUT_S = 60.0
+
+_ARRIVAL = attrgetter("sequence_id")
+
+
+class DecodeScheduler:
+    """Implements `pdserve.engine.scheduler.Scheduler` for a decode or a mixed worker."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: ModelLimits,
+        *,
+        mint_handle: Callable[[], bytes],
+        max_batch_tokens: int,
+        max_batch_size: int,
+        park_timeout_s: float = DEFAULT_PARK_TIMEOUT_S,
+        pull_timeout_s: float = DEFAULT_PULL_TIMEOUT_S,
+    ) -> None:
+        """
+        Args:
+            mint_handle: returns 16 bytes that nobody can guess, for prompts that are handed off from here.
+            max_batch_tokens: new tokens in a step, at most.
+            max_batch_size: sequences that hold blocks in order to decode, at most. Where the token budget is smaller,
+                it is one less than that, so that running sequences leave a token to prefill.
+            park_timeout_s: a parked prompt that nobody pulls is freed after this long.
+            pull_timeout_s: a pull is given up after this long.
+
+        Raises:
+            ValueError: a limit is below 1.
+        """
+        self._prefill = PrefillScheduler(
+            pool,
+            limits,
+            mint_handle=mint_handle,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_size=max_batch_size,
+            park_timeout_s=park_timeout_s,
+        )
+        self._pool = pool
+        self._table = self._prefill.table
+        self._reservations = Reservations(self._table, pull_timeout_s=pull_timeout_s)
+        self._running: list[Sequence] = []
+        """In order of arrival."""
+        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_size = min(max_batch_size, max(1, max_batch_tokens - 1))
+        self._num_preemptions = 0
+
+    # Requests
+
+    def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
+        num_kv_tokens = request.num_known_tokens if request.handoff else _num_kv_tokens_max(request)
+        sequence = self._table.open(key, request, num_kv_tokens, now_s)
+        if sequence is not None:
+            self._prefill.enqueue(sequence)
+
+    def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
+        sequence = self._table.open(key, request, _num_kv_tokens_max(request), now_s)
+        if sequence is not None:
+            self._reservations.push(sequence, source)
+
+    def cancel(self, key: RequestKey, now_s: float) -> None:
+        sequence = self._table.get(key)
+        if sequence is not None:
+            self._end(sequence, RequestEventKind.CANCELLED)
+
+    def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
+        self._remove_running(sequence)
+        self._reservations.drop(sequence)
+        self._prefill.drop(sequence)
+        self._table.emit(sequence, kind, message)
+        self._table.close(sequence)
+
+    def _remove_running(self, sequence: Sequence) -> None:
+        index = bisect_left(self._running, sequence.sequence_id, key=_ARRIVAL)
+        if index < len(self._running) and self._running[index] is sequence:
+            del self._running[index]
+
+    # Planning
+
+    def plan(self, now_s: float) -> StepBatch | None:
+        while (sequence := self._table.past_deadline(now_s)) is not None:
+            self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
+        self._prefill.expire_parked(now_s)
+        step = self._table.begin_step()
+        self._plan_decode(step)
+        if self._reservations.num_waiting or not self._prefill.is_idle:
+            self._plan_new_work(step, now_s)
+        return self._table.commit(step)
+
+    def _plan_decode(self, step: PlannedStep) -> None:
+        """A row for every running sequence that has a token left to generate and a block to write to."""
+        block_size = self._pool.block_size
+        # Preemption shortens the list behind the sequence in turn, never before it.
+        for sequence in self._running:
+            if len(sequence.tokens) + sequence.num_pending >= sequence.max_length:
+                continue
+            if sequence.num_computed < len(sequence.block_table) * block_size or self._grow(sequence):
+                step.add_decode(sequence)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Get the sequence one more block, by preempting the last arrivals if need be; ``False`` if it has to wait."""
+        while not self._pool.can_allocate(1):
+            if self._table.num_retiring:
+                return False  # blocks come back with the steps in flight: nobody else must suffer for this
+            victim = self._latest()
+            if victim is sequence:
+                return False
+            self._preempt(victim)
+        sequence.block_table += self._pool.allocate(1)
+        return True
+
+    def _latest(self) -> Sequence:
+        """The last arrival of those that can be computed again here: not of pulls and handoffs, which end soon."""
+        return max((*self._running[-1:], *self._local_prefills()), key=_ARRIVAL)
+
+    def _local_prefills(self) -> Iterator[Sequence]:
+        return (sequence for sequence in self._prefill.admitted if not sequence.request.handoff)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._num_preemptions += 1
+        self._remove_running(sequence)
+        self._prefill.drop(sequence)
+        if sequence.state is not RequestState.PREEMPTED:
+            self._table.emit(sequence, RequestEventKind.PREEMPTED)
+        sequence.state = RequestState.PREEMPTED
+        self._table.retire(sequence)
+        self._prefill.recompute(sequence)
+
+    def _plan_new_work(self, step: PlannedStep, now_s: float) -> None:
+        """Reservations and prefill, which compete for blocks: of the two first in line, the one that lacks blocks for
+        longer goes first, and a preempted sequence before either."""
+        local = self._prefill.first_waiting()
+        while self._may_reserve(local) and self._reservations.reserve(
+            max_admissions=self._num_open_places(), spare_blocks=self._num_spare_blocks(), now_s=now_s
+        ):
+            pass
+        reserving = self._reservations.first_waiting()
+        if reserving is not None and local is not None and not self._is_ahead(local, reserving):
+            local = None
+        self._prefill.plan_chunks(
+            step,
+            max_tokens=self._max_batch_tokens - len(step.sequences),
+            max_admissions=self._num_open_places() if local is not None else 0,
+            spare_blocks=self._num_spare_blocks(),
+            now_s=now_s,
+        )
+        for sequence in self._prefill.take_ready():
+            if sequence.state is RequestState.PREEMPTED:
+                self._table.emit(sequence, RequestEventKind.RESUMED)
+            self._join(sequence)
+
+    def _may_reserve(self, local: Sequence | None) -> bool:
+        """Whether the first reservation in line may take blocks although ``local`` waits to be prefilled."""
+        reserving = self._reservations.first_waiting()
+        if reserving is None or local is None:
+            return reserving is not None
+        is_hungry = self._prefill.lacks_blocks or local.state is RequestState.PREEMPTED
+        return not (is_hungry and self._is_ahead(local, reserving))
+
+    @staticmethod
+    def _is_ahead(local: Sequence, reserving: Sequence) -> bool:
+        return local.state is RequestState.PREEMPTED or local.sequence_id < reserving.sequence_id
+
+    def _num_open_places(self) -> int:
+        return self._max_batch_size - sum(1 for _ in self._holders())
+
+    def _num_spare_blocks(self) -> int:
+        """Blocks that are available and that no sequence which holds blocks is expected to need."""
+        num_spare = self._pool.num_available
+        for sequence in self._holders():
+            num_spare -= max(0, sequence.num_blocks_expected() - len(sequence.block_table))
+        return num_spare
+
+    def _holders(self) -> Iterator[Sequence]:
+        """Sequences that hold blocks and decode, now or soon."""
+        yield from self._running
+        yield from self._local_prefills()
+        yield from self._reservations.pulling()
+
+    def _join(self, sequence: Sequence) -> None:
+        sequence.state = RequestState.DECODING
+        insort(self._running, sequence, key=_ARRIVAL)
+
+    # Results
+
+    def complete(self, output: StepOutput, now_s: float) -> None:
+        self._prefill.complete(output, now_s)
+        self._running = [sequence for sequence in self._running if not sequence.is_over]
+
+    def fail_step(self, step_id: int, message: str, now_s: float) -> None:
+        for sequence in self._table.fail_step(step_id):
+            self._end(sequence, RequestEventKind.FAILED, message)
+
+    # Transfers
+
+    def pull_done(self, result: PullResult, now_s: float) -> None:
+        sequence = self._reservations.finish(result)
+        if sequence is None:
+            return
+        failure = result.failure
+        if not failure and result.finish is FinishReason.NONE and result.num_tokens != len(sequence.tokens):
+            failure = f"verify: KV of {result.num_tokens} tokens for a prompt of {len(sequence.tokens)}"
+        if failure:
+            self._table.emit(sequence, RequestEventKind.KV_UNAVAILABLE, failure)
+            self._table.close(sequence)
+        elif result.finish or sequence.receive(result.num_tokens, result.first_token):
+            self._table.close(sequence)  # it ended with its first token, and the prefill worker said so
+        else:
+            self._table.register_written(sequence)
+            self._join(sequence)
+            waited_s = now_s - sequence.arrived_s
+            self._table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.JOINED, waited_s=waited_s))
+
+    def lease_opened(self, handle: bytes, now_s: float) -> None:
+        self._prefill.lease_opened(handle, now_s)
+
+    def lease_lost(self, handle: bytes, now_s: float) -> None:
+        self._prefill.lease_lost(handle, now_s)
+
+    def released(self, handle: bytes, now_s: float) -> None:
+        self._prefill.released(handle, now_s)
+
+    # What others see
+
+    def next_deadline_s(self) -> float | None:
+        return self._prefill.next_deadline_s()
+
+    def take_events(self) -> list[Event]:
+        return self._table.take_events()
+
+    def load(self) -> SchedulerLoad:
+        load = self._prefill.load()
+        return replace(
+            load,
+            num_running=load.num_running + len(self._running),
+            num_waiting=load.num_waiting + self._reservations.num_waiting,
+            num_context_tokens=load.num_context_tokens + sum(sequence.num_computed for sequence in self._running),
+            num_preemptions=self._num_preemptions,
+        )
+
+    # Simulation
+
+    def quiet_steps(self) -> int:
+        is_busy = self._reservations.num_waiting or not self._prefill.is_idle or self._table.has_steps_in_flight
+        if is_busy or not self._running:
+            return 0
+        num_steps = min(sequence.max_length - len(sequence.tokens) for sequence in self._running) - 1
+        # The first number of steps that lacks blocks; one before it does not.
+        return bisect_left(range(1, num_steps + 1), True, key=lambda n: not self._pool.can_allocate(self._growth(n)))
+
+    def _growth(self, num_steps: int) -> int:
+        """Blocks that the running sequences need for ``num_steps`` more decode steps."""
+        return sum(self._growth_of(sequence, num_steps) for sequence in self._running)
+
+    def _growth_of(self, sequence: Sequence, num_steps: int) -> int:
+        return max(0, self._pool.num_blocks_for(sequence.num_computed + num_steps) - len(sequence.block_table))
+
+    def advance(self, num_steps: int) -> None:
+        assert 0 <= num_steps <= self.quiet_steps()
+        for sequence in self._running:
+            sequence.skip(num_steps, self._pool.allocate(self._growth_of(sequence, num_steps)))
+
+
+def _num_kv_tokens_max(request: GenerationRequest) -> int:
+    """Tokens whose KV decoding can ever need: the last token of an answer is never computed on."""
+    return len(request.prompt_tokens) + request.sampling.max_tokens - 1

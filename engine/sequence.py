@@ -1,0 +1,151 @@
+"""One attempt at a request while a worker computes it: its tokens, its block table, and how far both have come.
+
+Owned by a phase's scheduler through `pdserve.engine.sequence_table`. A sequence decides nothing and owns no block: it
+records what the scheduler did, and answers questions about its own length.
+
+Lengths, in tokens: ``num_written <= num_computed <= len(tokens) + num_pending``. Written KV is in the pool; computed KV
+is written or will be by a planned step; pending tokens are sampled by a planned step and not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pdserve.contracts.block_hash import block_hash, root_hash
+from pdserve.contracts.request import FinishReason, GenerationRequest, RequestState, SamplingParams
+from pdserve.engine.scheduler import RequestKey
+
+LOOKAHEAD_TOKENS = 64
+"""A running sequence is expected to need at least so many more tokens, its limit permitting."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """A request's tokens and the KV blocks that they have."""
+
+    sequence_id: int
+    """Unique on the worker, in order of arrival."""
+    key: RequestKey
+    request: GenerationRequest
+    arrived_s: float
+    block_size: int
+    max_length: int
+    """Prompt and answer tokens together, at most."""
+    stop_token_ids: frozenset[int]
+
+    # Set by the schedulers.
+    state: RequestState = RequestState.QUEUED
+    is_over: bool = False
+    """The request is over here; results of its planned rows are ignored."""
+    is_retiring: bool = False
+    """Its blocks go back as soon as nothing in flight writes to them."""
+    is_pulling: bool = False
+    """A transfer writes to its blocks."""
+    handle: bytes = b""
+    """Under which its prompt is offered for pulling; empty when it is not."""
+
+    # Kept by the sequence table.
+    tokens: list[int] = field(init=False)
+    """Every known token: prompt, tokens of earlier attempts, tokens sampled here."""
+    num_prompt_tokens: int = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    block_table: list[int] = field(init=False, default_factory=list)
+    num_computed: int = field(init=False, default=0)
+    num_written: int = field(init=False, default=0)
+    num_registered_blocks: int = field(init=False, default=0)
+    """Leading blocks whose content the prefix cache was told."""
+    num_in_flight: int = field(init=False, default=0)
+    """Planned, not completed steps with a row of this sequence."""
+    num_pending: int = field(init=False, default=0)
+    last_row: int = field(init=False, default=-1)
+    """Its row in the step it was planned in last."""
+    has_unknown_tokens: bool = field(init=False, default=False)
+    """Some tokens were counted without values (simulation): its blocks must not be found by content."""
+    _hashes: list[bytes] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt_tokens, *self.request.emitted_tokens]
+        self.num_prompt_tokens = len(self.request.prompt_tokens)
+        self.sampling = self.request.sampling
+
+    @property
+    def num_answered(self) -> int:
+        """Known tokens of the answer, over all attempts: the index of the next one."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens whose KV is neither written nor planned."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing in flight writes to its blocks."""
+        return not self.num_in_flight and not self.is_pulling
+
+    @property
+    def num_kv_tokens_max(self) -> int:
+        """Tokens whose KV it can ever need: the last token of an answer is never computed on."""
+        return self.max_length - 1
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_blocks_with_headroom(self) -> int:
+        """Blocks to start decoding with: all known tokens and one more block, as far as it can ever need."""
+        return self.num_blocks_for(min(len(self.tokens) + self.block_size, self.num_kv_tokens_max))
+
+    def num_blocks_expected(self) -> int:
+        """Blocks that decoding is expected to need before it ends.
+
+        An answer of n tokens is expected to go on for n more, for `LOOKAHEAD_TOKENS` at least and to its limit at most.
+        """
+        num_more = max(LOOKAHEAD_TOKENS, self.num_answered)
+        return self.num_blocks_for(min(len(self.tokens) + num_more, self.num_kv_tokens_max))
+
+    def block_hashes(self, num_blocks: int) -> list[bytes]:
+        """Hashes of the first ``num_blocks`` full blocks of the known tokens; each is computed once."""
+        hashes = self._hashes
+        for index in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
+            hashes.append(block_hash(parent, self.tokens[index * self.block_size : (index + 1) * self.block_size]))
+        return hashes[:num_blocks]
+
+    def append(self, token: int) -> FinishReason:
+        """Take the next token of the answer; returns whether it ends the answer."""
+        self.tokens.append(token)
+        if token in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.max_length else FinishReason.NONE
+
+    def start_at(self, shared_blocks: Iterable[int], new_blocks: Iterable[int]) -> None:
+        """Take blocks: leading ones whose KV is complete, found in the prefix cache, then ones yet to be written."""
+        assert not self.block_table, "a sequence takes its first blocks once"
+        self.block_table.extend(shared_blocks)
+        self.num_registered_blocks = len(self.block_table)
+        self.num_computed = self.num_written = self.num_registered_blocks * self.block_size
+        self.block_table.extend(new_blocks)
+
+    def receive(self, num_tokens: int, first_token: int) -> FinishReason:
+        """The KV of all known tokens was pulled, and the token after them with it."""
+        assert num_tokens == len(self.tokens), f"KV of {num_tokens} tokens for a prompt of {len(self.tokens)}"
+        self.num_computed = self.num_written = num_tokens
+        return self.append(first_token)
+
+    def skip(self, num_tokens: int, new_blocks: Iterable[int]) -> None:
+        """Count ``num_tokens`` decoded tokens without their values."""
+        assert not self.num_in_flight, "a sequence in flight cannot skip"
+        self.block_table.extend(new_blocks)
+        self.tokens.extend([0] * num_tokens)
+        self.num_computed += num_tokens
+        self.num_written = self.num_computed
+        self.has_unknown_tokens = True
+
+    def lose_blocks(self) -> list[int]:
+        """Give up the block table, in order; all KV must be computed again."""
+        assert self.is_idle, "blocks that are being written cannot be given up"
+        blocks, self.block_table = self.block_table, []
+        self.num_computed = self.num_written = self.num_registered_blocks = 0
+        self.is_retiring = False
+        return blocks

@@ -1,0 +1,264 @@
+"""The sequences of one worker, the steps planned for them, and the events that they caused.
+
+What every phase's scheduler does alike: open and close sequences, build the rows of a step, take its results one step
+late, apply the stop rules, tell the prefix cache of complete blocks. Which sequence runs is the schedulers' business.
+
+The rule of retiring blocks: a sequence that is over, or preempted, keeps its blocks until no planned step and no pull
+writes to them, because both write whether or not anybody still wants the result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdserve.contracts.request import FinishReason, GenerationRequest
+from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.engine.scheduler import Event, RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_queue import SequenceQueue
+from pdserve.kv_transfer.block_pool import BlockPool
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step and the sequence of each of its rows."""
+
+    batch: StepBatch
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """A row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""
+        start = sequence.num_computed
+        end = start + num_tokens
+        samples = end == len(sequence.tokens)
+        self.batch.rows.append(
+            StepRow(
+                sequence_id=sequence.sequence_id,
+                tokens=sequence.tokens[start:end],
+                cached_length=start,
+                block_table=sequence.block_table,
+                sample=sequence.sampling if samples else None,
+                sample_position=end,
+            )
+        )
+        self._account(sequence, end, samples)
+
+    def add_decode(self, sequence: Sequence) -> None:
+        """A row that computes the newest token, known or not yet, and samples the one after it."""
+        start = sequence.num_computed
+        is_pending = start == len(sequence.tokens)
+        self.batch.rows.append(
+            StepRow(
+                sequence_id=sequence.sequence_id,
+                tokens=() if is_pending else (sequence.tokens[start],),
+                previous_row=sequence.last_row if is_pending else -1,
+                cached_length=start,
+                block_table=sequence.block_table,
+                sample=sequence.sampling,
+                sample_position=start + 1,
+            )
+        )
+        self._account(sequence, start + 1, True)
+
+    def _account(self, sequence: Sequence, num_computed: int, samples: bool) -> None:
+        sequence.num_computed = num_computed
+        sequence.num_in_flight += 1
+        sequence.num_pending += samples
+        sequence.last_row = len(self.sequences)
+        self.sequences.append(sequence)
+
+
+class RowResult(NamedTuple):
+    """A completed row that its scheduler has to look at."""
+
+    sequence: Sequence
+    sampled: SampledToken | None
+    finish: FinishReason
+
+
+class SequenceTable:
+    """Live sequences by key, steps in flight in order, events in order."""
+
+    def __init__(self, pool: BlockPool, limits: ModelLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.events: list[Event] = []
+        self.num_retiring = 0
+        """Sequences whose blocks come back when the steps in flight are completed."""
+        self._live: dict[RequestKey, Sequence] = {}
+        self._deadlines = SequenceQueue()
+        self._steps: deque[PlannedStep] = deque()
+        self._num_opened = 0
+        self._num_steps = 0
+
+    # Requests
+
+    def open(self, key: RequestKey, request: GenerationRequest, num_kv_tokens: int, now_s: float) -> Sequence | None:
+        """Take a request, or reject one that could never run; a key that is alive already is ignored.
+
+        Args:
+            num_kv_tokens: tokens whose KV it needs here at once, at most.
+        """
+        if key in self._live:
+            return None
+        refusal = self._refusal(request, num_kv_tokens)
+        if refusal:
+            self.reject(key, refusal)
+            return None
+        sampling = request.sampling
+        eos_token_ids = () if sampling.ignore_eos else self.limits.eos_token_ids
+        sequence = Sequence(
+            sequence_id=self._num_opened,
+            key=key,
+            request=request,
+            arrived_s=now_s,
+            block_size=self.pool.block_size,
+            max_length=len(request.prompt_tokens) + sampling.max_tokens,
+            stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
+        )
+        self._num_opened += 1
+        self._live[key] = sequence
+        self._deadlines.push(sequence, now_s + request.deadline_s)
+        return sequence
+
+    def _refusal(self, request: GenerationRequest, num_kv_tokens: int) -> str:
+        """Why the request can never run here; empty when it can."""
+        num_prompt, max_tokens = len(request.prompt_tokens), request.sampling.max_tokens
+        limit = self.limits.max_model_len
+        if num_prompt + max_tokens > limit:
+            return (
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} exceed max_model_len {limit}: "
+                "shorten the prompt, lower max_tokens, or raise max_model_len"
+            )
+        if not num_prompt or len(request.emitted_tokens) >= max_tokens:
+            return f"nothing to generate: {num_prompt} prompt tokens, all of max_tokens {max_tokens} emitted already"
+        num_blocks = self.pool.num_blocks_for(num_kv_tokens)
+        if num_blocks > self.pool.num_blocks:
+            return (
+                f"{num_kv_tokens} tokens need {num_blocks} KV blocks of {self.pool.block_size} and the worker has "
+                f"{self.pool.num_blocks}: shorten the prompt, lower max_tokens, or raise kv_memory"
+            )
+        return ""
+
+    def get(self, key: RequestKey) -> Sequence | None:
+        return self._live.get(key)
+
+    def reject(self, key: RequestKey, message: str) -> None:
+        self.events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message))
+
+    def emit(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
+        self.events.append(RequestEvent(key=sequence.key, kind=kind, message=message))
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def close(self, sequence: Sequence) -> None:
+        """The request is over on this worker: forget it and retire its blocks."""
+        assert not sequence.is_over, f"{sequence.key} is closed twice"
+        sequence.is_over = True
+        del self._live[sequence.key]
+        self._deadlines.discard(sequence)
+        self.retire(sequence)
+
+    def past_deadline(self, now_s: float) -> Sequence | None:
+        """A sequence whose deadline has come, for its scheduler to close."""
+        deadline_s = self._deadlines.first_instant_s()
+        return self._deadlines.first() if deadline_s is not None and deadline_s <= now_s else None
+
+    def next_deadline_s(self) -> float | None:
+        return self._deadlines.first_instant_s()
+
+    # Blocks
+
+    def retire(self, sequence: Sequence) -> None:
+        """Give the sequence's blocks back, at once or when nothing in flight writes to them any more."""
+        if sequence.is_idle:
+            self.pool.release(sequence.lose_blocks())
+        elif not sequence.is_retiring:
+            sequence.is_retiring = True
+            self.num_retiring += sequence.num_in_flight > 0
+
+    def settle(self, sequence: Sequence) -> None:
+        """Something that wrote to the sequence's blocks has ended: give them back if they were waiting for it."""
+        if sequence.is_retiring and sequence.is_idle:
+            self.pool.release(sequence.lose_blocks())
+
+    def register_written(self, sequence: Sequence) -> None:
+        """Tell the prefix cache of every block that is full by now."""
+        num_full = sequence.num_written // sequence.block_size
+        if num_full == sequence.num_registered_blocks or sequence.has_unknown_tokens:
+            return
+        hashes = sequence.block_hashes(num_full)
+        for index in range(sequence.num_registered_blocks, num_full):
+            self.pool.register(sequence.block_table[index], hashes[index])
+        sequence.num_registered_blocks = num_full
+
+    # Steps
+
+    @property
+    def has_steps_in_flight(self) -> bool:
+        return bool(self._steps)
+
+    def begin_step(self) -> PlannedStep:
+        assert len(self._steps) <= 1, "two steps are in flight already"
+        return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
+
+    def commit(self, step: PlannedStep) -> StepBatch | None:
+        """The step is decided; ``None`` if it has no row."""
+        if not step.sequences:
+            return None
+        self._num_steps += 1
+        self._steps.append(step)
+        return step.batch
+
+    def complete(self, output: StepOutput) -> list[RowResult]:
+        """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished, and
+        all rows of sequences with a handle."""
+        step = self._take_step(output.step_id)
+        results = []
+        for sequence, row, sampled in zip(step.sequences, step.batch.rows, output.sampled, strict=True):
+            self._leave_step(sequence)
+            if sequence.is_over:
+                continue
+            sequence.num_written = row.cached_length + row.num_new_tokens
+            if sequence.num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
+                self.register_written(sequence)
+            finish = FinishReason.NONE
+            if sampled is not None:
+                finish = self._take_token(sequence, sampled)
+            if finish or sequence.handle:
+                results.append(RowResult(sequence, sampled, finish))
+            self.settle(sequence)
+        return results
+
+    def _take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
+        sequence.num_pending -= 1
+        index = sequence.num_answered
+        finish = sequence.append(sampled.token)
+        self.events.append(TokenEvent(sequence.key, 0, index, sampled.token, sampled.logprobs, finish))
+        return finish
+
+    def fail_step(self, step_id: int) -> list[Sequence]:
+        """A step raised: returns the live sequences that it computed, for their scheduler to close. The prefix cache
+        forgets their blocks."""
+        step = self._take_step(step_id)
+        for sequence in step.sequences:
+            if not sequence.is_over:
+                self.pool.forget(sequence.block_table)
+            self._leave_step(sequence)
+        return [sequence for sequence in step.sequences if not sequence.is_over]
+
+    def _take_step(self, step_id: int) -> PlannedStep:
+        step = self._steps.popleft()
+        assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
+        return step
+
+    def _leave_step(self, sequence: Sequence) -> None:
+        sequence.num_in_flight -= 1
+        if sequence.is_retiring and not sequence.num_in_flight:
+            self.num_retiring -= 1
+        if sequence.is_over:
+            self.settle(sequence)

@@ -1,0 +1,198 @@
+"""Paged KV memory as bookkeeping: which blocks are free, cached or referenced, and which content a block holds.
+
+A block is *referenced* (some sequence's table holds it), *cached* (nobody does, but its content is known by its hash
+and can be shared again) or *free*: ``free + cached + referenced == total`` always. The content index is the prefix
+cache, keyed by the chain of `pdserve.contracts.block_hash`. Schedulers call it; it never touches KV memory and never
+imports torch. Every operation is O(1) per block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, MutableSequence, Sequence
+from typing import NamedTuple
+
+
+class CacheEvents(NamedTuple):
+    """Net change of the prefix cache since the last look; the two lists share no hash."""
+
+    stored: list[bytes]
+    evicted: list[bytes]
+
+
+class BlockPool:
+    """Reference counts, prefix cache with least-recently-used eviction, and a generation per block."""
+
+    def __init__(self, num_blocks: int, block_size: int, generations: MutableSequence[int] | None = None) -> None:
+        """
+        Args:
+            num_blocks: blocks of the KV tensor, ids ``0 .. num_blocks - 1``.
+            block_size: tokens per block.
+            generations: one counter per block, raised whenever the block is about to hold other content; memory shared
+                with the transfer process, so that a puller sees that a block was reused under its hands.
+
+        Raises:
+            ValueError: no block, or a block of no token.
+        """
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens holds nothing: raise kv_memory")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._generations: MutableSequence[int] = [0] * num_blocks if generations is None else generations
+        assert len(self._generations) >= num_blocks, "one generation per block"
+        self._num_references = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._block_by_hash: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_referenced = 0
+        self._stored: dict[bytes, None] = {}
+        self._evicted: dict[bytes, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody references and whose content may be shared or evicted."""
+        return len(self._cached)
+
+    @property
+    def num_referenced(self) -> int:
+        return self._num_referenced
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could return: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        return num_blocks <= len(self._free) + len(self._cached)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Blocks of undefined content with one reference each; `can_allocate` must hold.
+
+        Free blocks go first, then the least recently used cached ones, which lose their content.
+        """
+        assert self.can_allocate(num_blocks), f"{num_blocks} blocks asked, {self.num_available} available"
+        blocks = [self._free.pop() if self._free else self._evict_oldest() for _ in range(num_blocks)]
+        for block in blocks:
+            self._num_references[block] = 1
+            self._generations[block] += 1
+        self._num_referenced += num_blocks
+        return blocks
+
+    def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known run of ``hashes`` from the first on. They are not referenced by this: `share`
+        them before anything is allocated."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._block_by_hash.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_unreferenced(self, block_ids: Iterable[int]) -> int:
+        """How many of ``block_ids`` are cached now: sharing them makes as many fewer available."""
+        return sum(1 for block in block_ids if not self._num_references[block])
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """One more reference to blocks that are referenced or cached."""
+        for block in block_ids:
+            if self._num_references[block] == 0:
+                assert block in self._cached, f"block {block} is free: it has no content to share"
+                del self._cached[block]
+                self._num_referenced += 1
+            self._num_references[block] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One reference fewer to each of a sequence's blocks, given in sequence order.
+
+        The last reference demotes a block of known content to cached and frees any other. The deepest goes first, so
+        that of a chain the leaf is evicted before its parent, without which it could not be found.
+        """
+        for block in reversed(block_ids):
+            assert self._num_references[block] > 0, f"block {block} is released more often than referenced"
+            self._num_references[block] -= 1
+            if self._num_references[block] == 0:
+                self._num_referenced -= 1
+                if self._hashes[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """The referenced block is completely written and its content is known. Of two blocks with the same content
+        the first stays the known one."""
+        assert self._num_references[block_id] > 0, f"block {block_id} is registered while nobody owns it"
+        if block_hash in self._block_by_hash:
+            return
+        assert self._hashes[block_id] is None, f"block {block_id} is already registered with other content"
+        self._hashes[block_id] = block_hash
+        self._block_by_hash[block_hash] = block_id
+        if block_hash in self._evicted:
+            del self._evicted[block_hash]
+        else:
+            self._stored[block_hash] = None
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """The content of the blocks is doubtful: nobody may find it any more. References stay as they are."""
+        for block in block_ids:
+            if self._hashes[block] is not None:
+                self._drop_hash(block)
+                if block in self._cached:
+                    del self._cached[block]
+                    self._free.append(block)
+
+    def generations(self, block_ids: Iterable[int]) -> tuple[int, ...]:
+        """The blocks' generations as of now."""
+        return tuple(self._generations[block] for block in block_ids)
+
+    def take_cache_events(self) -> CacheEvents:
+        """What the prefix cache gained and lost since the last call, for the router's view of it."""
+        events = CacheEvents(list(self._stored), list(self._evicted))
+        self._stored.clear()
+        self._evicted.clear()
+        return events
+
+    def check_integrity(self) -> None:
+        """Recount everything.
+
+        Raises:
+            AssertionError: names the invariant that does not hold.
+        """
+        free, cached = set(self._free), set(self._cached)
+        referenced = {block for block, count in enumerate(self._num_references) if count}
+        assert len(free) == len(self._free), "a block is twice on the free list"
+        assert not free & cached, f"blocks both free and cached: {sorted(free & cached)}"
+        assert not free & referenced, f"blocks both free and referenced: {sorted(free & referenced)}"
+        assert not cached & referenced, f"blocks both cached and referenced: {sorted(cached & referenced)}"
+        assert min(self._num_references) >= 0, "a block has a negative reference count"
+        assert len(referenced) == self._num_referenced, f"{len(referenced)} referenced, {self._num_referenced} counted"
+        assert self.num_free + self.num_cached + self.num_referenced == self.num_blocks, "free + cached + referenced"
+        known = {block: block_hash for block, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert {block_hash: block for block, block_hash in known.items()} == self._block_by_hash, "hash index"
+        assert len(known) == len(self._block_by_hash), "two blocks are registered with the same hash"
+        assert cached <= known.keys(), f"cached blocks of unknown content: {sorted(cached - known.keys())}"
+        assert not free & known.keys(), f"free blocks of known content: {sorted(free & known.keys())}"
+
+    def _evict_oldest(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._drop_hash(block)
+        return block
+
+    def _drop_hash(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        assert block_hash is not None, f"block {block} has no hash to drop"
+        self._hashes[block] = None
+        del self._block_by_hash[block_hash]
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._evicted[block_hash] = None

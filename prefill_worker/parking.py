@@ -1,0 +1,130 @@
+"""Prompts on offer to decode workers: their grants, their leases, and when they are given up.
+
+A prompt is *offered* when its last chunk is planned, *parked* once token 0 is known, and leaves when its puller
+releases it, or when nobody pulled it in time. Owned by `pdserve.prefill_worker.scheduler`, which closes the sequences;
+this class speaks to the transfer process (by events) and never frees a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from pdserve.contracts.request import FinishReason
+from pdserve.contracts.step import SampledToken
+from pdserve.engine.scheduler import GrantEvent, OfferEvent, RequestEvent, RequestEventKind, WithdrawEvent
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_table import SequenceTable
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    sequence: Sequence
+    num_granted_blocks: int = 0
+    is_leased: bool = False
+    expires_s: float = inf
+    """When it is given up if nobody holds the lease; never before token 0 is known."""
+
+    @property
+    def due_s(self) -> float:
+        return inf if self.is_leased and not self.sequence.is_over else self.expires_s
+
+
+class Parking:
+    """Offers by handle."""
+
+    def __init__(self, table: SequenceTable, *, park_timeout_s: float, mint_handle: Callable[[], bytes]) -> None:
+        self._table = table
+        self._park_timeout_s = park_timeout_s
+        self._mint_handle = mint_handle
+        self._offers: dict[bytes, _Offer] = {}
+
+    @property
+    def num_parked(self) -> int:
+        """Prompts whose blocks wait to be pulled."""
+        return sum(1 for offer in self._offers.values() if not offer.sequence.is_over)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the prompts on offer hold."""
+        return sum(len(offer.sequence.block_table) for offer in self._offers.values() if not offer.sequence.is_over)
+
+    def offer(self, sequence: Sequence) -> None:
+        """The prompt's last chunk is planned: let a decode worker come for it, and grant what is written already."""
+        handle = self._mint_handle()
+        assert handle not in self._offers, "handles must be unique"
+        sequence.handle = handle
+        self._offers[handle] = _Offer(sequence)
+        self._table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.LAST_CHUNK, handle=handle))
+        self._table.events.append(OfferEvent(handle))
+        self.grant_written(sequence)
+
+    def grant_written(self, sequence: Sequence) -> None:
+        """Grant the blocks that are full and not granted yet."""
+        offer = self._offers[sequence.handle]
+        num_full = sequence.num_written // sequence.block_size
+        if num_full > offer.num_granted_blocks:
+            self._table.events.append(self._grant(offer, num_full, final=False))
+
+    def park(self, sequence: Sequence, sampled: SampledToken, finish: FinishReason, now_s: float) -> None:
+        """Token 0 is known: grant the rest. Of a request that ended with it there is nothing left to pull, but its
+        puller is told."""
+        offer = self._offers[sequence.handle]
+        num_blocks = len(sequence.block_table) if finish is FinishReason.NONE else offer.num_granted_blocks
+        offer.expires_s = now_s + self._park_timeout_s
+        self._table.events.append(self._grant(offer, num_blocks, final=True, sampled=sampled, finish=finish))
+
+    def _grant(
+        self,
+        offer: _Offer,
+        num_blocks: int,
+        *,
+        final: bool,
+        sampled: SampledToken | None = None,
+        finish: FinishReason = FinishReason.NONE,
+    ) -> GrantEvent:
+        sequence = offer.sequence
+        first_index, offer.num_granted_blocks = offer.num_granted_blocks, num_blocks
+        block_ids = tuple(sequence.block_table[first_index:num_blocks])
+        return GrantEvent(
+            handle=sequence.handle,
+            first_index=first_index,
+            block_ids=block_ids,
+            generations=self._table.pool.generations(block_ids),
+            final=final,
+            num_tokens=sequence.num_written if final else 0,
+            first_token=sampled.token if sampled else 0,
+            finish=finish,
+            logprobs=sampled.logprobs if sampled else None,
+        )
+
+    def set_leased(self, handle: bytes, is_leased: bool) -> None:
+        """A puller came or went; a handle that is gone already is ignored."""
+        offer = self._offers.get(handle)
+        if offer is not None:
+            offer.is_leased = is_leased
+
+    def take_released(self, handle: bytes) -> Sequence | None:
+        """A puller has it all: forget the offer and return its sequence, if that is not over anyway."""
+        offer = self._offers.get(handle)
+        if offer is None or offer.expires_s == inf:
+            return None
+        del self._offers[handle]
+        return None if offer.sequence.is_over else offer.sequence
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take an offer back, if the sequence has one."""
+        if self._offers.pop(sequence.handle, None) is not None:
+            self._table.events.append(WithdrawEvent(sequence.handle))
+
+    def take_expired(self, now_s: float) -> list[Sequence]:
+        """Withdraw what nobody pulled in time; returns the sequences that are not over anyway."""
+        expired = [offer.sequence for offer in self._offers.values() if offer.due_s <= now_s]
+        for sequence in expired:
+            self.withdraw(sequence)
+        return [sequence for sequence in expired if not sequence.is_over]
+
+    def next_expiry_s(self) -> float:
+        """Infinite when nothing can expire."""
+        return min((offer.due_s for offer in self._offers.values()), default=inf)

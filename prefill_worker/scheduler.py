@@ -1,0 +1,339 @@
+"""Which prompts a worker computes next, in what chunks, and what becomes of them.
+
+Life of a prompt: `PrefillScheduler.add` queues it by the time token 0 is wanted; it is *admitted* when its turn comes
+and blocks for the whole prompt are free, so that an admitted prompt never waits for memory; its chunks fill the token
+budget of the steps; with its last chunk it goes to `pdserve.prefill_worker.parking` (a handoff), or, on a worker that
+also decodes, to `take_ready`.
+
+Alone it is the scheduler of a prefill worker. Inside `pdserve.decode_worker.scheduler`, on the same table and pool, it
+prefills locally and recomputes preempted sequences: that one calls `enqueue`, `recompute`, `plan_chunks`, `take_ready`.
+
+Order: earliest wanted token 0 first, order of arrival among equals. A prompt without an objective counts as wanted
+`PATIENCE_S` after its arrival, so that everybody's turn comes: what arrives later than that cannot be ahead of it. A
+prompt that lacks blocks is not overtaken by smaller ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
+from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
+from pdserve.engine.scheduler import (
+    Event,
+    PullResult,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    SchedulerLoad,
+)
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_queue import SequenceQueue
+from pdserve.engine.sequence_table import PlannedStep, RowResult, SequenceTable
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.prefill_worker.parking import Parking
+
+PATIENCE_S = 10.0
+"""A request without a TTFT objective is ordered as if its first token were wanted this long after its arrival."""
+
+DEFAULT_PARK_TIMEOUT_S = 30.0
+
+
+class PrefillScheduler:
+    """Implements `pdserve.engine.scheduler.Scheduler` for a prefill worker."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: ModelLimits,
+        *,
+        mint_handle: Callable[[], bytes],
+        max_batch_tokens: int,
+        max_batch_size: int,
+        park_timeout_s: float = DEFAULT_PARK_TIMEOUT_S,
+    ) -> None:
+        """
+        Args:
+            mint_handle: returns 16 bytes that nobody can guess and that were never returned before.
+            max_batch_tokens: new tokens in a step, at most.
+            max_batch_size: prompts admitted and not yet computed, at most.
+            park_timeout_s: a parked prompt that nobody pulls is freed after this long.
+
+        Raises:
+            ValueError: a limit is below 1.
+        """
+        if max_batch_tokens < 1 or max_batch_size < 1:
+            raise ValueError(
+                f"max_batch_tokens {max_batch_tokens} and max_batch_size {max_batch_size} must be 1 or more"
+            )
+        self.table = SequenceTable(pool, limits)
+        self._pool = pool
+        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_size = max_batch_size
+        self._parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
+        self._waiting = SequenceQueue()
+        self._admitted: list[Sequence] = []
+        self._ready: list[Sequence] = []
+        self.lacks_blocks = False
+        """Whether the first waiting prompt was held up by blocks, not by the token budget, in the last plan."""
+
+    # Requests
+
+    def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
+        if not request.handoff:
+            self.table.reject(key, "this worker only prefills: send the request with handoff, or to a decode worker")
+            return
+        sequence = self.table.open(key, request, request.num_known_tokens, now_s)
+        if sequence is not None:
+            self.enqueue(sequence)
+
+    def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
+        self.table.reject(key, "this worker only prefills: prepare the request on a decode worker")
+
+    def cancel(self, key: RequestKey, now_s: float) -> None:
+        sequence = self.table.get(key)
+        if sequence is not None:
+            self._end(sequence, RequestEventKind.CANCELLED)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """A new sequence waits for its turn."""
+        self._waiting.push(sequence, _wanted_s(sequence))
+
+    def recompute(self, sequence: Sequence) -> None:
+        """A preempted sequence waits for blocks, ahead of every new one and in order of arrival among its like."""
+        assert sequence.state is RequestState.PREEMPTED
+        self._waiting.push(sequence, _wanted_s(sequence))
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is here."""
+        self._waiting.discard(sequence)
+        if sequence in self._admitted:
+            self._admitted.remove(sequence)
+        self._parking.withdraw(sequence)
+
+    def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
+        self.drop(sequence)
+        self.table.emit(sequence, kind, message)
+        self.table.close(sequence)
+
+    # Planning
+
+    def plan(self, now_s: float) -> StepBatch | None:
+        while (sequence := self.table.past_deadline(now_s)) is not None:
+            self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
+        self.expire_parked(now_s)
+        step = self.table.begin_step()
+        self.plan_chunks(
+            step,
+            max_tokens=self._max_batch_tokens,
+            max_admissions=self._max_batch_size - len(self._admitted),
+            spare_blocks=self._pool.num_available,
+            now_s=now_s,
+        )
+        return self.table.commit(step)
+
+    def expire_parked(self, now_s: float) -> None:
+        """Give up the parked prompts that nobody pulled in time."""
+        for sequence in self._parking.take_expired(now_s):
+            self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
+
+    def plan_chunks(
+        self, step: PlannedStep, *, max_tokens: int, max_admissions: int, spare_blocks: int, now_s: float
+    ) -> None:
+        """Add chunks to a step, those wanted first first, and admit waiting prompts as the budget reaches them.
+
+        Args:
+            max_tokens: new tokens to add at most.
+            max_admissions: prompts to admit at most.
+            spare_blocks: blocks that admitted prompts may be expected to need in all.
+        """
+        self.lacks_blocks = False
+        index = 0
+        while max_tokens > 0:
+            head = self._waiting.first()
+            if head is not None and max_admissions > 0 and not self.lacks_blocks and self._goes_before(head, index):
+                cost = self._admission_cost(head, spare_blocks)
+                if cost is None:
+                    self.lacks_blocks = True
+                else:
+                    self._admit(head, index, now_s)
+                    spare_blocks -= cost
+                    max_admissions -= 1
+            if index == len(self._admitted):
+                break
+            sequence = self._admitted[index]
+            num_tokens = min(max_tokens, sequence.num_uncomputed)
+            step.add_chunk(sequence, num_tokens)
+            max_tokens -= num_tokens
+            index += 1
+        self._hand_over()
+
+    def _goes_before(self, head: Sequence, index: int) -> bool:
+        return index == len(self._admitted) or _order(head) < _order(self._admitted[index])
+
+    def _admission_cost(self, sequence: Sequence, spare_blocks: int) -> int | None:
+        """Blocks that admitting the sequence takes from the spare ones; ``None`` if it cannot be admitted now."""
+        if not sequence.is_idle or (sequence.request.handoff and not self._may_park(sequence)):
+            return None
+        cached = self._match(sequence)
+        num_blocks = self._num_blocks_expected(sequence) - len(cached) + self._pool.num_unreferenced(cached)
+        return num_blocks if num_blocks <= spare_blocks else None
+
+    def _may_park(self, sequence: Sequence) -> bool:
+        """Parked prompts, and those that will be, hold at most half of the pool, or one prompt alone what it needs."""
+        num_held = self._parking.num_blocks + sum(len(s.block_table) for s in self._admitted if s.request.handoff)
+        return not num_held or 2 * (num_held + self._num_blocks_expected(sequence)) <= self._pool.num_blocks
+
+    def _num_blocks_expected(self, sequence: Sequence) -> int:
+        if sequence.request.handoff:
+            return self._pool.num_blocks_for(len(sequence.tokens))
+        return sequence.num_blocks_expected()
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of its prefix; the last token at least is computed again, to sample after it."""
+        num_blocks = (len(sequence.tokens) - 1) // sequence.block_size
+        return self._pool.match_prefix(sequence.block_hashes(num_blocks))
+
+    def _admit(self, sequence: Sequence, index: int, now_s: float) -> None:
+        """Move the first waiting prompt to place ``index`` of the admitted ones, with blocks for all of its tokens."""
+        self._waiting.discard(sequence)
+        self._admitted.insert(index, sequence)
+        cached = self._match(sequence)
+        self._pool.share(cached)
+        if sequence.request.handoff:
+            num_blocks = self._pool.num_blocks_for(len(sequence.tokens))
+        else:
+            num_blocks = sequence.num_blocks_with_headroom()
+        sequence.start_at(cached, self._pool.allocate(num_blocks - len(cached)))
+        if sequence.state is RequestState.QUEUED:
+            sequence.state = RequestState.PREFILLING
+            self.table.events.append(
+                RequestEvent(
+                    key=sequence.key,
+                    kind=RequestEventKind.STARTED,
+                    num_cached_tokens=sequence.num_written,
+                    waited_s=now_s - sequence.arrived_s,
+                )
+            )
+
+    def _hand_over(self) -> None:
+        """Send the prompts whose last chunk is planned on their way."""
+        planned = [sequence for sequence in self._admitted if not sequence.num_uncomputed]
+        if not planned:
+            return
+        self._admitted = [sequence for sequence in self._admitted if sequence.num_uncomputed]
+        for sequence in planned:
+            if sequence.request.handoff:
+                sequence.state = RequestState.HANDOFF
+                self._parking.offer(sequence)
+            else:
+                self._ready.append(sequence)
+
+    def take_ready(self) -> list[Sequence]:
+        """Sequences whose last chunk was planned by now and that are not handed off: from the next step on they decode.
+        The sampled token is pending."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    # Results
+
+    def complete(self, output: StepOutput, now_s: float) -> None:
+        for result in self.table.complete(output):
+            self.take_result(result, now_s)
+
+    def take_result(self, result: RowResult, now_s: float) -> None:
+        """Grant what a handoff has written, park it with token 0; close what has finished."""
+        sequence = result.sequence
+        if sequence.handle and result.sampled is None:
+            self._parking.grant_written(sequence)
+        elif sequence.handle and result.sampled is not None:
+            self._parking.park(sequence, result.sampled, result.finish, now_s)
+        if result.finish:
+            self._waiting.discard(sequence)
+            self.table.close(sequence)
+
+    def fail_step(self, step_id: int, message: str, now_s: float) -> None:
+        for sequence in self.table.fail_step(step_id):
+            self._end(sequence, RequestEventKind.FAILED, message)
+
+    # Transfers
+
+    def pull_done(self, result: PullResult, now_s: float) -> None:
+        raise AssertionError("a prefill worker starts no pull")
+
+    def lease_opened(self, handle: bytes, now_s: float) -> None:
+        self._parking.set_leased(handle, True)
+
+    def lease_lost(self, handle: bytes, now_s: float) -> None:
+        self._parking.set_leased(handle, False)
+
+    def released(self, handle: bytes, now_s: float) -> None:
+        sequence = self._parking.take_released(handle)
+        if sequence is not None:
+            self.table.emit(sequence, RequestEventKind.RELEASED)
+            self.table.close(sequence)
+
+    # What others see
+
+    @property
+    def admitted(self) -> list[Sequence]:
+        """Sequences that hold blocks and have chunks to plan; not to be changed."""
+        return self._admitted
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prompt waits or is being computed; prompts may be parked."""
+        return not self._waiting and not self._admitted
+
+    def first_waiting(self) -> Sequence | None:
+        return self._waiting.first()
+
+    def next_deadline_s(self) -> float | None:
+        first_s = min(self._parking.next_expiry_s(), _or_inf(self.table.next_deadline_s()))
+        return first_s if first_s < inf else None
+
+    def take_events(self) -> list[Event]:
+        return self.table.take_events()
+
+    def load(self) -> SchedulerLoad:
+        return SchedulerLoad(
+            num_running=len(self._admitted),
+            num_waiting=len(self._waiting),
+            num_parked=self._parking.num_parked,
+            num_blocks_free=self._pool.num_free,
+            num_blocks_cached=self._pool.num_cached,
+            num_blocks_referenced=self._pool.num_referenced,
+            num_waiting_tokens=self.num_uncomputed_tokens(),
+            num_context_tokens=sum(sequence.num_computed for sequence in self._admitted),
+        )
+
+    def num_uncomputed_tokens(self) -> int:
+        """Prompt tokens still to be planned."""
+        num_waiting = sum(len(sequence.tokens) for sequence in self._waiting)
+        return num_waiting + sum(sequence.num_uncomputed for sequence in self._admitted)
+
+    def quiet_steps(self) -> int:
+        return 0
+
+    def advance(self, num_steps: int) -> None:
+        assert num_steps == 0, "a prefill step always changes something"
+
+
+def deadline_message(sequence: Sequence) -> str:
+    return f"deadline: {sequence.request.deadline_s:g} s have passed since the worker received the request"
+
+
+def _wanted_s(sequence: Sequence) -> float:
+    """When token 0 is wanted; a preempted sequence is always late."""
+    if sequence.state is RequestState.PREEMPTED:
+        return -inf
+    return sequence.arrived_s + (sequence.request.ttft_slo_s or PATIENCE_S)
+
+
+def _order(sequence: Sequence) -> tuple[float, int]:
+    return _wanted_s(sequence), sequence.sequence_id
+
+
+def _or_inf(instant_s: float | None) -> float:
+    return inf if instant_s is None else instant_s
