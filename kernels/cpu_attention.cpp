@@ -6,7 +6,7 @@
 //
 // Attention is FlashAttention's online softmax (Dao et al. 2022, algorithm 1) with one KV page as the key tile. Masked
 // keys are never computed with, so no infinities occur and pages may hold anything past their last valid token. No
-// -ffast-math: vectors are written out with the compiler's portable vector type, which it lowers to any instruction set.
+// -ffast-math: vectors are written out with the compiler's portable vector type, which suits any instruction set.
 
 #include <algorithm>
 #include <cmath>
@@ -35,9 +35,10 @@ struct Pool {
 };
 
 constexpr int kLanes = 8;
-constexpr int kTileRows = 32;          // Rows (token, query head of the group) of one task.
-constexpr int64_t kSplitKeys = 1024;   // A row with one query tile is cut into runs of about this many keys. Constant, so
-                                       // that a row's result depends on neither its neighbours nor the thread count.
+constexpr int kTileRows = 32;  // Rows (token, query head of the group) of one task.
+// A row with a single query tile is cut into runs of about this many keys. Constant, so that a row's result depends on
+// neither its neighbours nor the number of threads.
+constexpr int64_t kSplitKeys = 1024;
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
 constexpr float kLowest = -1e30f;
 
@@ -97,6 +98,20 @@ inline Vec sum_each(const Vec a[8]) {
          __builtin_shufflevector(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
+inline float sum_lanes(Vec x) {
+  float total = 0;
+  for (int i = 0; i < kLanes; ++i) total += x[i];
+  return total;
+}
+
+inline float max_lane(Vec x) {
+  Vec y = __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x = x > y ? x : y;
+  y = __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+  x = x > y ? x : y;
+  return std::max(x[0], x[1]);
+}
+
 // score[j] = q . k[j] for eight consecutive keys.
 inline void score_eight(const float* q, const float* k, int64_t dim, float* score) {
   Vec sum[8] = {};
@@ -110,9 +125,7 @@ inline void score_eight(const float* q, const float* k, int64_t dim, float* scor
 inline float score_one(const float* q, const float* k, int64_t dim) {
   Vec sum = {};
   for (int64_t d = 0; d < dim; d += kLanes) sum += load(q + d) * load(k + d);
-  float total = 0;
-  for (int i = 0; i < kLanes; ++i) total += sum[i];
-  return total;
+  return sum_lanes(sum);
 }
 
 // out[0 .. 8 * kVecs) += sum over j of p[j] * v[j], with the sums held in registers.
@@ -128,8 +141,15 @@ inline void accumulate(const float* p, const float* v, int64_t num_keys, int64_t
 inline void accumulate_row(const float* p, const float* v, int64_t num_keys, int64_t dim, float* out) {
   int64_t d = 0;
   for (; d + 64 <= dim; d += 64) accumulate<8>(p, v + d, num_keys, dim, out + d);
+  for (; d + 32 <= dim; d += 32) accumulate<4>(p, v + d, num_keys, dim, out + d);
   for (; d + 16 <= dim; d += 16) accumulate<2>(p, v + d, num_keys, dim, out + d);
   for (; d < dim; d += 8) accumulate<1>(p, v + d, num_keys, dim, out + d);
+}
+
+// Asks for the next page while this one is worked on: pages are scattered, so the hardware does not foresee them.
+template <typename T>
+inline void prefetch(const T* page, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(page + i);
 }
 
 // A page as floats: itself, or converted into scratch.
@@ -156,7 +176,7 @@ struct Task {
 struct Softmax {
   float* out;  // [rows, dim]
   float* max;  // [rows]
-  float* sum;  // [rows]
+  float* sum;  // [rows, kLanes]: to be added up at the end
 };
 
 // Adds keys [0, num_keys) of a page to row m of the softmax. `scores` has room for the page, rounded up to 8.
@@ -168,21 +188,22 @@ inline void add_page(const float* q, const float* k, const float* v, int64_t num
   const int64_t padded = (num_keys + kLanes - 1) / kLanes * kLanes;
   for (j = num_keys; j < padded; ++j) scores[j] = kLowest;
 
-  float max = softmax.max[m];
-  for (j = 0; j < padded; ++j) max = std::max(max, scores[j]);
+  Vec highest = load(scores);
+  for (j = kLanes; j < padded; j += kLanes) highest = load(scores + j) > highest ? load(scores + j) : highest;
+  const float max = std::max(softmax.max[m], max_lane(highest));
+  Vec sum = load(softmax.sum + m * kLanes);
   if (max > softmax.max[m]) {
     const float scale = exp2_float(softmax.max[m] - max);
     for (int64_t d = 0; d < dim; ++d) softmax.out[m * dim + d] *= scale;
-    softmax.sum[m] *= scale;
+    sum *= scale;
     softmax.max[m] = max;
   }
-  Vec sum = {};
   for (j = 0; j < padded; j += kLanes) {
     const Vec p = exp2_vec(load(scores + j) - max);
     store(scores + j, p);
     sum += p;
   }
-  for (int i = 0; i < kLanes; ++i) softmax.sum[m] += sum[i];
+  store(softmax.sum + m * kLanes, sum);
   accumulate_row(scores, v, num_keys, dim, softmax.out + m * dim);
 }
 
@@ -193,7 +214,7 @@ struct Scratch {
     q.resize(rows * dim);
     out.assign(rows * dim, 0.0f);
     max.assign(rows, kLowest);
-    sum.assign(rows, 0.0f);
+    sum.assign(rows * kLanes, 0.0f);
     k.resize(block_size * dim);
     v.resize(block_size * dim);
     scores.resize(block_size + kLanes);
@@ -256,6 +277,8 @@ struct Attention {
     for (int64_t key = task.first_key; key < task.end_key; key += block_size) {
       const T* page = page_at<T>(pool, blocks[key / block_size], task.head, layer);
       const int64_t count = std::min(block_size, task.end_key - key) * dim;
+      if (key + block_size < task.end_key)
+        prefetch(page_at<T>(pool, blocks[key / block_size + 1], task.head, layer), 2 * block_size * dim);
       const float* k = as_float(page, count, scratch.k.data());
       const float* v = as_float(page + block_size * dim, count, scratch.v.data());
       for (int64_t m = 0; m < rows; ++m) {
@@ -266,11 +289,12 @@ struct Attention {
       }
     }
     if (task.partial < 0) {
-      for (int64_t m = 0; m < rows; ++m) write(task, m, softmax.out + m * dim, 1.0f / softmax.sum[m]);
+      for (int64_t m = 0; m < rows; ++m)
+        write(task, m, softmax.out + m * dim, 1.0f / sum_lanes(load(softmax.sum + m * kLanes)));
     } else {
+      for (int64_t m = 0; m < rows; ++m) partial_sum[task.partial + m] = sum_lanes(load(softmax.sum + m * kLanes));
       std::copy_n(softmax.out, rows * dim, partial_out.data() + task.partial * dim);
       std::copy_n(softmax.max, rows, partial_max.data() + task.partial);
-      std::copy_n(softmax.sum, rows, partial_sum.data() + task.partial);
     }
   }
 
@@ -305,19 +329,25 @@ struct Attention {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (parallel)
     for (int64_t i = 0; i < num_tasks; ++i) run(tasks[i]);
     for (int64_t i = 0; i < num_tasks;) {
-      int64_t end = i + 1;
-      while (end < num_tasks && tasks[i].partial >= 0 && tasks[end].row == tasks[i].row && tasks[end].head == tasks[i].head)
-        ++end;
-      if (tasks[i].partial >= 0) merge(i, end);
-      i = end;
+      const int64_t first = i++;
+      if (tasks[first].partial < 0) continue;
+      while (i < num_tasks && tasks[i].row == tasks[first].row && tasks[i].head == tasks[first].head) ++i;
+      merge(first, i);
     }
   }
 };
 
+template <typename T>
+void attend(const T* q, int64_t q_stride, T* out, int64_t num_heads, const Pool& pool, int64_t layer,
+            const Batch& batch, int num_threads) {
+  const float scale = 1.4426950408889634f / std::sqrt(static_cast<float>(pool.head_dim));
+  Attention<T>{q, q_stride, out, num_heads / pool.num_kv_heads, pool, layer, batch, scale, {}, {}, {}, {}}(num_threads);
+}
+
 // Rotates the queries and keys of one token in place and copies its keys and values to their page.
 template <typename T>
-void rope_and_write_token(T* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool& pool, int64_t layer,
-                          int64_t block, int64_t offset) {
+void rope_and_write_token(T* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool& pool,
+                          int64_t layer, int64_t block, int64_t offset) {
   const int64_t dim = pool.head_dim, half = dim / 2;
   for (int64_t head = 0; head < num_heads + pool.num_kv_heads; ++head) {
     T* x = qkv + head * dim;
@@ -359,14 +389,12 @@ extern "C" {
 // q and out are [num_tokens, num_heads, head_dim]; q's token stride is q_stride elements, out is contiguous.
 void paged_attention_float32(const float* q, int64_t q_stride, float* out, int64_t num_heads, const Pool* pool,
                              int64_t layer, const Batch* batch, int num_threads) {
-  const float scale = 1.4426950408889634f / std::sqrt(static_cast<float>(pool->head_dim));
-  Attention<float>{q, q_stride, out, num_heads / pool->num_kv_heads, *pool, layer, *batch, scale, {}, {}, {}, {}}(num_threads);
+  attend(q, q_stride, out, num_heads, *pool, layer, *batch, num_threads);
 }
 
 void paged_attention_bfloat16(const BFloat16* q, int64_t q_stride, BFloat16* out, int64_t num_heads, const Pool* pool,
                               int64_t layer, const Batch* batch, int num_threads) {
-  const float scale = 1.4426950408889634f / std::sqrt(static_cast<float>(pool->head_dim));
-  Attention<BFloat16>{q, q_stride, out, num_heads / pool->num_kv_heads, *pool, layer, *batch, scale, {}, {}, {}, {}}(num_threads);
+  attend(q, q_stride, out, num_heads, *pool, layer, *batch, num_threads);
 }
 
 // qkv is [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous; cos and sin are [num_tokens, head_dim / 2].

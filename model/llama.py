@@ -80,8 +80,8 @@ class Llama:
         angles = rope_angles(metadata.positions(), self._inv_freq_C)
         x_TE = embedding(tokens_T, self._embedding).to(self._dtype)
         for index, layer in enumerate(self._layers):
-            x_TE = x_TE + self._attention(index, layer, x_TE, angles, kv_pool, metadata)
-            x_TE = x_TE + self._mlp(layer, x_TE)
+            x_TE += self._attention(index, layer, x_TE, angles, kv_pool, metadata)
+            x_TE += self._mlp(layer, x_TE)
         x_BE = self._normalise(x_TE[sampled_B], self._norm)
         return _project(x_BE, self._lm_head).float()
 
@@ -103,7 +103,7 @@ class Llama:
 
     def _mlp(self, layer: DecoderLayer, x_TE: torch.Tensor) -> torch.Tensor:
         gate_TI, up_TI = _project(self._normalise(x_TE, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return _project(silu(gate_TI) * up_TI, layer.down)
+        return _project(silu(gate_TI).mul_(up_TI), layer.down)
 
     def _normalise(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
         return rms_norm(x_TE, weight_E.shape, weight_E, self._config.rms_norm_eps)

@@ -1,0 +1,174 @@
+"""The executor as a scheduler drives it: prefill, continuous batches, samples that are not known yet, failures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.contracts.request import SamplingParams
+from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.model.config import LlamaConfig
+from pdserve.model.model_executor import ModelExecutor
+from tests.model.llama_checkpoint import reference_answer, write_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
+NUM_BLOCKS, BLOCK_SIZE = 24, 8
+TABLES = [[3, 20, 7, 15, 0, 9, 12], [1, 2, 23, 5, 6, 4, 8], [10, 11, 22, 13, 14, 21, 16]]
+PROMPTS = [[5, 17, 101, 33, 54, 2, 90, 7, 61], [200, 3], [44] * 16]
+NUM_ANSWER_TOKENS = 36
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def make_executor(folder: Path, dtype: str = "float32") -> ModelExecutor:
+    config = LlamaConfig.from_folder(folder)
+    layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, dtype, "hash")
+    pool = torch.full(layout.shape, math.nan, dtype=getattr(torch, dtype))
+    return ModelExecutor(folder=folder, config=config, layout=layout, pool=pool, dtype=dtype)
+
+
+def row(
+    index: int, tokens: list[int], cached: int, *, sample: SamplingParams | None = GREEDY, previous_row: int = -1
+) -> StepRow:
+    """A row of sequence ``index``, whose next token is sampled right after ``tokens`` (or the placeholder)."""
+    return StepRow(
+        sequence_id=index,
+        tokens=tokens,
+        previous_row=previous_row,
+        cached_length=cached,
+        block_table=TABLES[index],
+        sample=sample,
+        sample_position=cached + max(1, len(tokens)),
+    )
+
+
+def run(executor: ModelExecutor, *rows: StepRow, step_id: int = 0) -> StepOutput:
+    output = executor.submit(StepBatch(step_id=step_id, rows=list(rows))).result()
+    assert output.step_id == step_id
+    assert len(output.sampled) == len(rows)
+    return output
+
+
+def token_of(sampled: SampledToken | None) -> int:
+    assert sampled is not None
+    return sampled.token
+
+
+def answers(executor: ModelExecutor) -> list[list[SampledToken]]:
+    """Greedy answers to `PROMPTS`: one joins the batch at each step, and the last is prefilled in two chunks."""
+    result: list[list[SampledToken]] = [[] for _ in PROMPTS]
+    for step in range(NUM_ANSWER_TOKENS + len(PROMPTS) - 1):
+        rows = []
+        for index, prompt in enumerate(PROMPTS):
+            answer = result[index]
+            if answer and len(answer) < NUM_ANSWER_TOKENS:
+                rows.append(row(index, [answer[-1].token], len(prompt) + len(answer) - 1))
+            elif not answer and index == 2 and step == 1:
+                rows.append(row(index, prompt[:10], 0, sample=None))
+            elif not answer and step == index:
+                rows.append(row(index, prompt[10:], 10) if index == 2 else row(index, prompt, 0))
+        for planned, sampled in zip(rows, run(executor, *rows, step_id=step).sampled, strict=True):
+            assert (sampled is None) == (planned.sample is None)
+            if sampled is not None:
+                result[planned.sequence_id].append(sampled)
+    return result
+
+
+def test_greedy_answers_are_those_of_transformers(folder: Path) -> None:
+    for prompt, answer in zip(PROMPTS, answers(make_executor(folder)), strict=True):
+        reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS)
+        unsure = [position for position, margin in enumerate(reference.margins) if margin < 1e-3]
+        compared = unsure[0] if unsure else NUM_ANSWER_TOKENS
+        assert compared >= 32
+        assert [sampled.token for sampled in answer[:compared]] == reference.tokens[:compared]
+        for sampled, logprob in zip(answer[:compared], reference.logprobs, strict=False):
+            assert sampled.logprobs is not None
+            assert sampled.logprobs.logprob == pytest.approx(logprob, abs=1e-4)
+
+
+def test_bfloat16_answers_begin_like_the_reference(folder: Path) -> None:
+    for prompt, answer in zip(PROMPTS, answers(make_executor(folder, "bfloat16")), strict=True):
+        reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS)
+        sure = next(position for position, margin in enumerate([*reference.margins, 0.0]) if margin < 0.3)
+        assert [sampled.token for sampled in answer[:sure]] == reference.tokens[:sure]
+
+
+def test_a_token_that_the_scheduler_does_not_know_yet(folder: Path) -> None:
+    executor, other = make_executor(folder), make_executor(folder)
+    first = run(executor, row(0, PROMPTS[0], 0), row(2, PROMPTS[2][:10], 0, sample=None), row(1, PROMPTS[1], 0))
+    run(other, row(0, PROMPTS[0], 0), row(1, PROMPTS[1], 0))
+    tokens = [token_of(first.sampled[0]), token_of(first.sampled[2])]
+    assert tokens[0] != tokens[1]
+    for cached in range(4):
+        late = run(
+            executor,
+            row(1, [], 2 + cached, previous_row=0 if cached else 2),
+            row(0, [], 9 + cached, previous_row=1 if cached else 0),
+        )
+        known = run(other, row(1, [tokens[1]], 2 + cached), row(0, [tokens[0]], 9 + cached))
+        tokens = [token_of(known.sampled[1]), token_of(known.sampled[0])]
+        assert [token_of(sampled) for sampled in late.sampled] == tokens[::-1]
+
+
+def test_draws_depend_on_position_and_choice(folder: Path) -> None:
+    executor = make_executor(folder)
+    drawn = SamplingParams(temperature=3.0, seed=11)
+    rows = [row(0, PROMPTS[0], 0, sample=drawn) for _ in range(3)]
+    rows[1].choice = 1
+    rows[2].sample_position += 1
+    tokens = [token_of(sampled) for sampled in run(executor, *rows).sampled]
+    assert len(set(tokens)) == 3
+    assert tokens == [token_of(run(executor, only).sampled[0]) for only in rows]
+
+
+def test_a_batch_in_which_nothing_samples(folder: Path) -> None:
+    assert run(make_executor(folder), row(0, PROMPTS[0], 0, sample=None)).sampled == [None]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_table": [NUM_BLOCKS, 1]}, "outside a pool"),
+        ({"block_table": [1]}, "short of its tokens"),
+        ({"tokens": [211]}, "outside a vocabulary"),
+        ({"tokens": [-1]}, "negative"),
+        ({"tokens": [], "previous_row": 5}, "no row 5"),
+        ({"tokens": [1], "previous_row": 0}, "not both"),
+        ({"tokens": [], "previous_row": 1}, "sampled nothing"),
+    ],
+)
+def test_a_failed_step_is_told_by_its_handle_and_the_next_one_runs(
+    folder: Path, change: dict[str, object], message: str
+) -> None:
+    executor = make_executor(folder)
+    run(executor, row(1, PROMPTS[1], 0), row(2, PROMPTS[2], 0, sample=None))
+    bad = row(0, PROMPTS[0], 0)
+    for name, value in change.items():
+        setattr(bad, name, value)
+    handle = executor.submit(StepBatch(step_id=7, rows=[bad]))
+    with pytest.raises(RuntimeError, match=f"step 7 failed.*{message}"):
+        handle.result()
+    assert run(executor, row(0, PROMPTS[0], 0)).sampled[0] is not None
+    executor.close()
+
+
+def test_the_batch_may_change_once_submitted(folder: Path) -> None:
+    executor = make_executor(folder)
+    batch = StepBatch(step_id=0, rows=[row(0, PROMPTS[0], 0)])
+    handle = executor.submit(batch)
+    batch.rows.clear()
+    assert len(handle.result().sampled) == 1
+
+
+def test_a_pool_of_another_shape_or_dtype_is_refused(folder: Path) -> None:
+    config = LlamaConfig.from_folder(folder)
+    layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
+    for pool in (torch.zeros(1), torch.zeros(layout.shape, dtype=torch.bfloat16)):
+        with pytest.raises(AssertionError):
+            ModelExecutor(folder=folder, config=config, layout=layout, pool=pool, dtype="float32")
