@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from pdserve.contracts import metrics
 from pdserve.contracts.deployment import SloConfig
@@ -89,6 +89,7 @@ class RouterMetrics:
     """Every metric family of the router process."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # a second series for each counter and histogram, which nothing reads
         self.registry = registry = CollectorRegistry()
         self.requests = counter(registry, metrics.REQUESTS)
         self.outcomes = counter(registry, metrics.OUTCOMES)

@@ -107,7 +107,7 @@ def with_workers(*names: str) -> Callable[[Callable[..., Awaitable[None]]], Call
 
 async def read_all(flight: Flight) -> list[int]:
     """Every token of an answer; indices are checked."""
-    tokens = []
+    tokens: list[int] = []
     async with asyncio.timeout(TIMEOUT_S):
         async for delta in flight:
             assert delta.index == len(tokens)

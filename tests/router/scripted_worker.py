@@ -69,7 +69,7 @@ class ScriptedWorker(WorkerServicer):
             await self._server.stop(None)
             self._server = None
 
-    async def Session(  # type: ignore[override]  # noqa: N802
+    async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         self.hellos.append((await anext(request_iterator)).hello)

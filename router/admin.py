@@ -1,0 +1,87 @@
+"""The admin port: metrics, targets, drain and status. Loopback by default; it has no authentication of its own.
+
+The supervisor puts the whole list of workers here; Prometheus and `pdserve status` read. Serves no request of a client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.fleet import Fleet, Worker
+from pdserve.router.metrics import RouterMetrics
+
+
+class Target(BaseModel):
+    """A `WorkerEndpoint` in JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    worker_id: str = Field(min_length=1)
+    role: WorkerRole
+    address: str = Field(pattern=r":\d+$")
+    epoch: int = Field(ge=0, lt=2**64)
+
+    def endpoint(self) -> WorkerEndpoint:
+        return WorkerEndpoint(**self.model_dump())
+
+
+def create_admin_app(dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetrics) -> FastAPI:
+    """The application of the admin port."""
+    app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/targets")
+    async def list_targets() -> list[dict[str, Any]]:
+        return [asdict(endpoint) for endpoint in fleet.targets]
+
+    @app.put("/targets")
+    async def put_targets(targets: list[Target]) -> list[dict[str, Any]]:
+        """Replace the whole list: absent workers are let go, a new epoch replaces the worker of that name."""
+        try:
+            await fleet.set_targets(target.endpoint() for target in targets)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        return [asdict(endpoint) for endpoint in fleet.targets]
+
+    @app.post("/drain")
+    async def drain() -> dict[str, Any]:
+        """Refuse new requests; what runs goes on. The process stays: SIGTERM ends it once `in_flight` is 0."""
+        dispatcher.begin_drain()
+        return {"draining": True, "in_flight": dispatcher.num_in_flight}
+
+    @app.get("/status")
+    async def status() -> dict[str, Any]:
+        return router_status(dispatcher, fleet)
+
+    return app
+
+
+def router_status(dispatcher: Dispatcher, fleet: Fleet) -> dict[str, Any]:
+    """What `pdserve status` shows."""
+    return {
+        "ready": dispatcher.is_ready,
+        "draining": dispatcher.is_draining,
+        "in_flight": dispatcher.num_in_flight,
+        "queued": dispatcher.num_queued,
+        "accepted": dispatcher.num_accepted,
+        "outcomes": {outcome.value: count for outcome, count in dispatcher.outcomes.items()},
+        "workers": [_worker_status(worker) for worker in fleet.workers],
+    }
+
+
+def _worker_status(worker: Worker) -> dict[str, Any]:
+    load = MessageToDict(worker.load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    load["num_preemptions"] = worker.load.num_preemptions  # JSON's mapping writes 64-bit numbers as text
+    return {**asdict(worker.endpoint), "up": worker.is_up, "hardware": worker.welcome.hardware, "load": load}

@@ -1,0 +1,213 @@
+"""The router as a process: ``python -m pdserve.router --config JSON``.
+
+Prints one JSON line with its addresses once both ports listen. SIGTERM or SIGINT drains: new requests get 503, those in
+flight finish within a bound, and the process exits 0; a second signal ends it at once. Wires the router's parts
+together and owns nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from pdserve.model.config import LlamaConfig
+from pdserve.model.cost import CostModel
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+from pdserve.router.admin import create_admin_app
+from pdserve.router.app import create_app
+from pdserve.router.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.fleet import Fleet
+from pdserve.router.metrics import EdgeMetrics, RouterMetrics
+from pdserve.router.process_config import RouterProcessConfig, config_from_json
+from pdserve.router.session import Credentials
+from pdserve.router.tokenizer import ChatTokenizer
+from pdserve.router.warmup import keep_proven
+
+log = logging.getLogger(__name__)
+
+PROG = "python -m pdserve.router"
+KEEP_ALIVE_S = 65
+"""Idle client connections stay open longer than most clients' pools keep them."""
+CLOSE_TIMEOUT_S = 5
+"""Seconds that responses may take to reach their clients after the drain."""
+BACKLOG = 2048
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a router until a signal ends it; returns the exit status."""
+    arguments = _parse_arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if arguments.die_with_parent:
+        _die_with_parent()
+    try:
+        # A command line can be read by every user of the host, and the configuration holds the cluster token.
+        config = config_from_json(sys.stdin.readline() if arguments.config == "-" else arguments.config)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serve(config))
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 1
+
+
+async def serve(config: RouterProcessConfig) -> int:
+    """Build the router, serve both ports and drain on a signal.
+
+    Raises:
+        ValueError: a port that is taken, or a model folder or hardware name that cannot be used.
+    """
+    stop = _stop_on_signals()
+    tokenizer = ChatTokenizer.from_folder(Path(config.model_path))
+    cost = build_cost_model(config)
+    public = listen(config.host, config.port, "router.port")
+    admin = listen(config.admin_host, config.admin_port, "router.admin_port")
+
+    metrics = RouterMetrics()
+    fleet = Fleet(metrics, Credentials(router_id=secrets.token_hex(8), cluster_token=config.cluster_token))
+    settings = DispatchSettings(max_in_flight=config.max_queued_requests, ttft_slo_s=config.slo.ttft_seconds)
+    dispatcher = Dispatcher(fleet, cost, metrics, settings)
+    app = create_app(dispatcher, tokenizer, served_name=config.served_name, observer=EdgeMetrics(metrics, config.slo))
+    servers = [(_server(app), public), (_server(create_admin_app(dispatcher, fleet, metrics)), admin)]
+    serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
+    helpers = [asyncio.create_task(dispatcher.sweep_forever()), asyncio.create_task(keep_proven(dispatcher, fleet))]
+    _announce(public, admin)
+    try:
+        await _until_stopped(stop, [*serving, *helpers])
+        await _drain(dispatcher, config.drain_timeout_s)
+    finally:
+        for helper in helpers:
+            helper.cancel()
+        for server, _ in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving, *helpers, return_exceptions=True)
+        await fleet.close()
+    return 0
+
+
+def build_cost_model(config: RouterProcessConfig) -> CostModel:
+    """Predictions for the checkpoint in ``config.model_path``."""
+    shape = ModelShape.from_config(LlamaConfig.from_folder(Path(config.model_path)))
+    device = hardware(config.hardware, num_cores=config.cores_per_worker)
+    return CostModel(shape, device, config.dtype, config.tensor_parallel)
+
+
+def listen(host: str, port: int, key: str) -> socket.socket:
+    """A socket that listens on ``host:port``.
+
+    Raises:
+        ValueError: the address cannot be used; ``key`` of the deployment file is named as the remedy.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}: {error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise ValueError(
+            f"cannot listen on {host} port {port}: {reason}; set {key} to a free port, or to 0 to have one picked"
+        ) from None
+    return listener
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its signal handlers: this process has one drain for both of its servers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: FastAPI) -> uvicorn.Server:
+    return _QuietServer(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+    )
+
+
+def _announce(public: socket.socket, admin: socket.socket) -> None:
+    """One line for whoever started the process."""
+    addresses: dict[str, str | int] = {}
+    for name, listener in (("", public), ("admin_", admin)):
+        host, port = listener.getsockname()[:2]
+        addresses |= {f"{name}host": host, f"{name}port": port}
+    sys.stdout.write(json.dumps(addresses) + "\n")
+    sys.stdout.flush()
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets; the second one ends the process."""
+    stop = asyncio.Event()
+
+    def receive() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, receive)
+    return stop
+
+
+async def _until_stopped(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for the signal; a task that ends before it was not meant to, and its exception goes up."""
+    stopped = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    for task in done:
+        task.result()
+
+
+async def _drain(dispatcher: Dispatcher, timeout_s: float) -> None:
+    dispatcher.begin_drain()
+    log.info("draining %d requests", dispatcher.num_in_flight)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await dispatcher.wait_idle()
+    except TimeoutError:
+        dispatcher.fail_all(f"the router stopped before the answer was complete ({timeout_s:g} s)")
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the thread that started this process is gone. Linux only."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=PROG, description="The router of a pdserve cluster, as a plain process.")
+    parser.add_argument(
+        "--config", required=True, help="the router's configuration as a JSON object; - reads a line from stdin"
+    )
+    parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
+    return parser.parse_args(argv)

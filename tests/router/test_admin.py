@@ -1,0 +1,134 @@
+"""The admin port over a live fleet of scripted workers: targets, status, drain, metrics; and readiness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+
+import httpx
+import pytest
+
+from pdserve.engine.scheduler import RequestEventKind
+from pdserve.router.admin import create_admin_app
+from pdserve.router.generation import GenerationError
+from pdserve.router.warmup import keep_proven
+from tests.router.rig import Rig, hand_off, running_rig, with_workers
+from tests.router.scripted_worker import ScriptedWorker, until
+
+
+@asynccontextmanager
+async def admin_client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_admin_app(rig.dispatcher, rig.fleet, rig.metrics))
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        yield client
+
+
+def target(worker: ScriptedWorker) -> dict[str, object]:
+    return {**asdict(worker.endpoint), "role": worker.role.value}
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_targets_are_put_whole(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig, admin_client(rig) as client:
+        assert (await client.get("/targets")).json() == []
+        put = await client.put("/targets", json=[target(p), target(d)])
+        assert put.json() == [target(d), target(p)]
+        await until(lambda: all(worker.is_up for worker in rig.fleet.workers))
+        await client.put("/targets", json=[target(p)])
+        assert (await client.get("/targets")).json() == [target(p)]
+        assert rig.sample("pdserve_worker_up", worker="prefill-0", role="prefill") == 1
+        assert "decode-0" not in (await client.get("/metrics")).text
+        await client.put("/targets", json=[target(p)])
+        assert len(p.hellos) == 1
+
+
+@with_workers("prefill-0")
+async def test_bad_targets_are_named(p: ScriptedWorker) -> None:
+    async with running_rig() as rig, admin_client(rig) as client:
+        for wrong in ({"role": "chef"}, {"address": "nowhere"}, {"epoch": -1}, {"color": "red"}):
+            answer = await client.put("/targets", json=[{**target(p), **wrong}])
+            assert answer.status_code == 422, wrong
+            assert next(iter(wrong)) in answer.text
+        twice = await client.put("/targets", json=[target(p), target(p)])
+        assert twice.status_code == 400
+        assert "same worker_id" in twice.text
+        assert not rig.fleet.targets
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig, admin_client(rig) as client:
+        await rig.up(p, d)
+        flight = rig.start()
+        await p.next_submit()
+        p.load["num_blocks_referenced"] = 3
+        await until(lambda: rig.fleet.worker("prefill-0").load.num_blocks_referenced == 3)
+        status = (await client.get("/status")).json()
+        assert (status["in_flight"], status["queued"], status["accepted"]) == (1, 0, 1)
+        assert [worker["worker_id"] for worker in status["workers"]] == ["decode-0", "prefill-0"]
+        assert status["workers"][1]["load"]["num_blocks_referenced"] == 3
+        assert status["workers"][0]["load"]["num_blocks_referenced"] == 0
+        assert status["workers"][1]["load"]["num_preemptions"] == 0
+        flight.cancel()
+        assert (await client.get("/status")).json()["outcomes"]["cancelled"] == 1
+
+
+@with_workers("mixed-0")
+async def test_drain(m: ScriptedWorker) -> None:
+    async with running_rig() as rig, admin_client(rig) as client:
+        await rig.up(m)
+        flight = rig.start()
+        assert (await client.post("/drain")).json() == {"draining": True, "in_flight": 1}
+        with pytest.raises(GenerationError):
+            rig.start()
+        flight.cancel()
+        status = (await client.get("/status")).json()
+        assert status["draining"]
+        assert status["in_flight"] == 0
+
+
+@asynccontextmanager
+async def keeping_proven(rig: Rig) -> AsyncIterator[None]:
+    task = asyncio.create_task(keep_proven(rig.dispatcher, rig.fleet))
+    yield
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_ready_after_a_round_trip_and_again_after_a_loss(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig, keeping_proven(rig):
+        await rig.up(p, d)
+        for _ in range(2):
+            request = await hand_off(p, d)
+            assert not rig.dispatcher.is_ready
+            d.send_token(request, 1, 2, last=True)
+            await until(lambda: rig.dispatcher.is_ready)
+            await d.stop()
+            await until(lambda: not rig.dispatcher.is_ready)
+            await d.start()
+        await p.next_submit()
+        rig.dispatcher.fail_all("the test is over")
+
+
+@with_workers("mixed-0")
+async def test_a_round_trip_that_fails_does_not_prove(m: ScriptedWorker) -> None:
+    async with running_rig() as rig, keeping_proven(rig):
+        await rig.up(m)
+        m.send_event(await m.next_submit(), RequestEventKind.REJECTED, message="no")
+        request = await m.next_submit()
+        assert not rig.dispatcher.is_ready
+        m.send_tokens(request, [(0, 1), (1, 2)], last=True)
+        await until(lambda: rig.dispatcher.is_ready)
+
+
+@with_workers("decode-0")
+async def test_decode_alone_is_not_ready(d: ScriptedWorker) -> None:
+    async with running_rig() as rig, keeping_proven(rig):
+        await rig.up(d)
+        await asyncio.sleep(0.2)
+        assert d.commands.empty()
+        assert not rig.dispatcher.is_ready

@@ -1,0 +1,74 @@
+"""The registry against the contract, and what workers and the edge report."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.contracts import metrics as contract
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.proto.v1 import worker_pb2
+from pdserve.router.metrics import EdgeMetrics, RouterMetrics, WorkerMetrics
+from pdserve.router.observer import AnswerTiming
+
+FAMILIES = [value for value in vars(contract).values() if isinstance(value, contract.Metric)]
+
+
+def sample(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_every_family_of_the_contract_is_there_and_no_other() -> None:
+    text = RouterMetrics().render().decode()
+    rendered = {family.name: family for family in text_string_to_metric_families(text)}
+    assert set(rendered) == {metric.name for metric in FAMILIES}
+    for metric in FAMILIES:
+        assert rendered[metric.name].type == metric.kind
+        assert rendered[metric.name].documentation == metric.help
+
+
+def test_a_frame_becomes_the_workers_series() -> None:
+    metrics = RouterMetrics()
+    worker = WorkerMetrics(metrics, "decode-0", WorkerRole.DECODE)
+    load = worker_pb2.Load(
+        num_running=3, num_blocks_free=5, num_blocks_referenced=7, num_preemptions=2, step_s=0.01, step_tokens=3
+    )
+    labels = {"worker": "decode-0", "role": "decode"}
+    worker.observe(load)
+    worker.observe(load)
+    assert sample(metrics, "pdserve_running_sequences", **labels) == 3
+    assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 7
+    assert sample(metrics, "pdserve_step_seconds_count", **labels) == 2
+    assert sample(metrics, "pdserve_step_tokens_sum", **labels) == 6
+    assert sample(metrics, "pdserve_preemptions_total", **labels) == 2
+    worker.observe(worker_pb2.Load(num_preemptions=2))
+    assert sample(metrics, "pdserve_step_seconds_count", **labels) == 2
+    worker.remove()
+    assert "decode-0" not in metrics.render().decode()
+
+
+def test_pulls_that_fail_are_counted_by_stage() -> None:
+    metrics = RouterMetrics()
+    metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", seconds=0.002, bytes=4096))
+    metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", failure_stage="verify"))
+    assert sample(metrics, "pdserve_kv_transfer_seconds_count", transport="memfd") == 1
+    assert sample(metrics, "pdserve_kv_transfer_bytes_sum", transport="memfd") == 4096
+    assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="verify") == 1
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "tpot_s", "verdict"),
+    [(0.1, 0.01, ("met", "met")), (0.3, 0.01, ("missed", "met")), (0.1, 0.2, ("met", "missed")), (0.25, None, ("met", "none"))],
+)  # fmt: skip
+def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: tuple[str, str]) -> None:
+    metrics = RouterMetrics()
+    edge = EdgeMetrics(metrics, SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
+    edge.responded("/v1/completions", 200)
+    edge.first_token(ttft_s)
+    edge.gap(0.01)
+    edge.finished(AnswerTiming(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=2))
+    assert sample(metrics, "pdserve_slo_requests_total", ttft=verdict[0], tpot=verdict[1]) == 1
+    assert sample(metrics, "pdserve_output_tokens_total") == 2
+    assert sample(metrics, "pdserve_requests_total", route="/v1/completions", code="200") == 1
+    assert sample(metrics, "pdserve_tpot_seconds_count") == (0 if tpot_s is None else 1)
