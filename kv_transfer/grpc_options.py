@@ -13,6 +13,8 @@ CONNECT_ATTEMPT_MS = 2000
 _COMMON: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    # Seen: without this a stopped process, whose kernel still acknowledges bytes, is noticed after a minute only.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
 

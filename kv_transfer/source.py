@@ -49,10 +49,19 @@ class _Offer:
     grants: list[kv_pb2.Grant] = field(default_factory=list)
     num_blocks: int = 0
     """Blocks granted so far."""
-    granted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by every new grant, cleared by the lease that waits for it."""
-    lease: asyncio.Task[bool] | None = None
-    """The pull that is being served; its result is whether the puller released the prompt."""
+    is_leased: bool = False
+    is_withdrawn: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by a new grant, the withdrawal and the puller's word; cleared by the lease that waits for them."""
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.grants) and self.grants[-1].final
+
+    def check(self) -> None:
+        """Raise `_RefusalError` if the prompt may be pulled no longer."""
+        if self.is_withdrawn:
+            raise _RefusalError(grpc.StatusCode.ABORTED, "the source needs the prompt's blocks and withdrew it")
 
 
 class Source(kv_pb2_grpc.KvTransferServicer):
@@ -76,6 +85,8 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         if offer is None:
             return
         try:
+            if offer.is_complete:
+                raise ValueError("a grant came after the final one")
             check_grant(grant, first_index=offer.num_blocks, layout=self._memory.layout)
         except ValueError:
             _log.exception("the engine granted blocks that it does not have; the prompt is withdrawn")
@@ -83,13 +94,14 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             return
         offer.num_blocks += len(grant.block_ids)
         offer.grants.append(grant)
-        offer.granted.set()
+        offer.changed.set()
 
     def withdraw(self, handle: bytes) -> None:
         """Forget an offer and break the pull of it, if there is one."""
         offer = self._offers.pop(handle, None)
-        if offer is not None and offer.lease is not None:
-            offer.lease.cancel()
+        if offer is not None:
+            offer.is_withdrawn = True
+            offer.changed.set()
 
     async def Pull(self, request_iterator: object, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """Serve one pull: `Opened`, then grants (and block data) as they come, until the puller releases."""
@@ -97,18 +109,20 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         try:
             opening = await self._read_open(context)
             offer, transport = self._admit(opening)
+            await self._lease(offer, opening, transport, context)
         except _RefusalError as refusal:
             await context.abort(refusal.status, str(refusal))
-        offer.lease = asyncio.ensure_future(self._serve(offer, opening, transport, context))
+
+    async def _lease(self, offer: _Offer, opening: kv_pb2.PullOpen, transport: str, context: _Context) -> None:
+        offer.is_leased = True
         self._send(transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=offer.handle)))
         is_released = False
+        release = asyncio.ensure_future(_is_release(context))
+        release.add_done_callback(lambda _: offer.changed.set())
         try:
-            is_released = await offer.lease
-        except asyncio.CancelledError:
-            if not self._is_offered(offer):
-                await context.abort(grpc.StatusCode.ABORTED, "the source needs the prompt's blocks and withdrew it")
-            raise
+            is_released = await self._serve(offer, opening, transport, context, release)
         finally:
+            release.cancel()
             self._end_lease(offer, is_released)
 
     async def _read_open(self, context: _Context) -> kv_pb2.PullOpen:
@@ -142,11 +156,18 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             check_heads(opening.head_start, opening.head_end, self._memory.layout)
         except ValueError as error:
             raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
-        if offer.lease is not None:
+        if offer.is_leased:
             raise _RefusalError(grpc.StatusCode.ALREADY_EXISTS, "another worker is pulling the prompt")
         return offer, transport
 
-    async def _serve(self, offer: _Offer, opening: kv_pb2.PullOpen, transport: str, context: _Context) -> bool:
+    async def _serve(
+        self,
+        offer: _Offer,
+        opening: kv_pb2.PullOpen,
+        transport: str,
+        context: _Context,
+        release: asyncio.Future[bool],
+    ) -> bool:
         """Send everything, then wait for the release; ``False`` if the puller leaves without it."""
         opened = kv_pb2.Opened(transport=transport, layout=layout_message(self._memory.layout))
         if transport == "memfd":
@@ -155,35 +176,38 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         await context.write(kv_pb2.SourceMessage(opened=opened))
         num_sent = 0
         while True:
-            while num_sent == len(offer.grants):
-                offer.granted.clear()
-                await offer.granted.wait()
+            offer.check()
+            if release.done():
+                return release.result() and offer.is_complete and num_sent == len(offer.grants)
+            if num_sent == len(offer.grants):
+                offer.changed.clear()
+                await offer.changed.wait()
+                continue
             grant = offer.grants[num_sent]
             num_sent += 1
             await context.write(kv_pb2.SourceMessage(grant=grant))
             if transport == "grpc" and not ends_request(grant):
-                await self._send_blocks(grant, opening, context)
-            if grant.final:
-                return await _is_release(context)
+                await self._send_blocks(offer, grant, opening, context)
 
-    async def _send_blocks(self, grant: kv_pb2.Grant, opening: kv_pb2.PullOpen, context: _Context) -> None:
+    async def _send_blocks(
+        self, offer: _Offer, grant: kv_pb2.Grant, opening: kv_pb2.PullOpen, context: _Context
+    ) -> None:
         for index, block_id in enumerate(grant.block_ids, grant.first_index):
-            if index >= opening.num_cached_blocks:
-                data = block_data(
-                    self._memory,
-                    index=index,
-                    block_id=block_id,
-                    head_start=opening.head_start,
-                    head_end=opening.head_end,
-                )
-                await context.write(kv_pb2.SourceMessage(data=data))
-
-    def _is_offered(self, offer: _Offer) -> bool:
-        return self._offers.get(offer.handle) is offer
+            if index < opening.num_cached_blocks:
+                continue
+            offer.check()
+            data = block_data(
+                self._memory,
+                index=index,
+                block_id=block_id,
+                head_start=opening.head_start,
+                head_end=opening.head_end,
+            )
+            await context.write(kv_pb2.SourceMessage(data=data))
 
     def _end_lease(self, offer: _Offer, is_released: bool) -> None:
-        offer.lease = None
-        if not self._is_offered(offer):
+        offer.is_leased = False
+        if offer.is_withdrawn:
             return
         if is_released:
             del self._offers[offer.handle]

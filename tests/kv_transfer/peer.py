@@ -57,7 +57,7 @@ class Peer:
         first_index: int = 0,
         final: bool = True,
         token: int = 7,
-        finish: worker_pb2.FinishReason = worker_pb2.FINISH_REASON_NONE,
+        finish: worker_pb2.FinishReason.ValueType = worker_pb2.FINISH_REASON_NONE,
     ) -> None:
         """Grant blocks with their present generations; a final grant's last block is not full."""
         grant = kv_pb2.Grant(

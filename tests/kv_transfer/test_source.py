@@ -1,0 +1,218 @@
+"""What a source answers to a client that speaks the protocol by hand, rightly and wrongly."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.kv_transfer.auth import call_metadata
+from pdserve.kv_transfer.handshake import host_id, layout_message
+from pdserve.proto.v1 import kv_pb2, transfer_pb2
+from tests.kv_transfer.peer import EPOCH, LAYOUT, TIMEOUT_S, TOKEN, Peer, running_peer
+
+
+@pytest.fixture(name="source", scope="module")
+def fixture_source() -> Iterator[Peer]:
+    with running_peer(seed=4) as peer:
+        yield peer
+
+
+def _opening(handle: bytes, transport: str = "grpc") -> kv_pb2.PullOpen:
+    return kv_pb2.PullOpen(
+        worker_epoch=EPOCH,
+        handle=handle,
+        layout=layout_message(LAYOUT),
+        head_start=0,
+        head_end=LAYOUT.num_kv_heads,
+        transport=transport,
+        host_id=host_id(),
+    )
+
+
+class _Client:
+    """A pull whose messages the test writes as bytes and reads one by one."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._requests: queue.Queue[bytes | None] = queue.Queue()
+        pull = channel.stream_stream("/pdserve.v1.KvTransfer/Pull", bytes, kv_pb2.SourceMessage.FromString)
+        # A response iterator and a call in one, which grpc-stubs does not know.
+        self.call: Any = pull(iter(self._requests.get, None), timeout=TIMEOUT_S, metadata=call_metadata(TOKEN))
+
+    def write(self, message: kv_pb2.PullMessage) -> None:
+        self._requests.put(message.SerializeToString())
+
+    def write_bytes(self, data: bytes) -> None:
+        self._requests.put(data)
+
+    def done_writing(self) -> None:
+        self._requests.put(None)
+
+    def read(self) -> kv_pb2.SourceMessage:
+        message = next(self.call)
+        assert isinstance(message, kv_pb2.SourceMessage)
+        return message
+
+    def expect_end(self) -> tuple[grpc.StatusCode, str]:
+        """Read to the end; its status."""
+        try:
+            for _ in self.call:
+                pass
+        except grpc.RpcError:
+            pass
+        return self.call.code(), self.call.details()
+
+
+@contextmanager
+def _client(source: Peer) -> Iterator[_Client]:
+    with grpc.insecure_channel(source.process.address) as channel:
+        client = _Client(channel)
+        yield client
+        client.done_writing()
+        client.call.cancel()
+
+
+def test_grants_and_their_blocks_in_order(source: Peer) -> None:
+    handle = source.offer()
+    source.grant(handle, [5, 6], final=False)
+    source.grant(handle, [7], first_index=2, token=11)
+    with _client(source) as client:
+        opening = _opening(handle)
+        opening.num_cached_blocks = 1
+        opening.head_start = 1
+        client.write(kv_pb2.PullMessage(open=opening))
+        opened = client.read().opened
+        assert (opened.transport, opened.layout, opened.pool_path) == ("grpc", layout_message(LAYOUT), "")
+        assert list(client.read().grant.block_ids) == [5, 6]
+        data = client.read().data
+        assert (data.index, data.data) == (1, bytes(source.memory.block(6, 1, 2)))
+        assert client.read().grant.first_token.token == 11
+        assert client.read().data.index == 2
+        client.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
+        assert client.expect_end()[0] is grpc.StatusCode.OK
+    source.expect("lease_opened")
+    source.expect("released")
+
+
+def test_memfd_sends_no_blocks(source: Peer) -> None:
+    handle = source.offer()
+    source.grant(handle, [5])
+    with _client(source) as client:
+        client.write(kv_pb2.PullMessage(open=_opening(handle, "auto")))
+        opened = client.read().opened
+        assert opened.pool_path == f"/proc/{source.process.pid}/fd/{source.memory.fd}"
+        assert opened.pool_inode == source.memory.inode
+        assert client.read().grant.final
+        client.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
+        assert client.expect_end()[0] is grpc.StatusCode.OK
+    source.expect("lease_opened")
+    source.expect("released")
+
+
+def test_auto_is_grpc_from_another_host(source: Peer) -> None:
+    handle = source.offer()
+    with _client(source) as client:
+        opening = _opening(handle, "auto")
+        opening.host_id = "another host"
+        client.write(kv_pb2.PullMessage(open=opening))
+        assert client.read().opened.transport == "grpc"
+    source.expect("lease_opened")
+    source.expect("lease_lost")
+    source.withdraw(handle)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "reason"),
+    [
+        (lambda m: setattr(m, "worker_epoch", 1), grpc.StatusCode.NOT_FOUND, "epoch"),
+        (lambda m: setattr(m, "handle", b""), grpc.StatusCode.NOT_FOUND, "no such prompt"),
+        (lambda m: setattr(m.layout, "version", 9), grpc.StatusCode.FAILED_PRECONDITION, "version"),
+        (lambda m: setattr(m.layout, "block_size", 16), grpc.StatusCode.FAILED_PRECONDITION, "block_size"),
+        (lambda m: m.ClearField("layout"), grpc.StatusCode.FAILED_PRECONDITION, "version"),
+        (lambda m: setattr(m, "transport", "fax"), grpc.StatusCode.FAILED_PRECONDITION, "transport"),
+        (lambda m: setattr(m, "head_end", 3), grpc.StatusCode.INVALID_ARGUMENT, "heads"),
+        (lambda m: setattr(m, "head_start", 2**32 - 1), grpc.StatusCode.INVALID_ARGUMENT, "heads"),
+    ],
+)
+def test_refusals(source: Peer, change: Callable[[kv_pb2.PullOpen], None], code: grpc.StatusCode, reason: str) -> None:
+    handle = source.offer()
+    source.grant(handle, [1])
+    with _client(source) as client:
+        opening = _opening(handle)
+        change(opening)
+        client.write(kv_pb2.PullMessage(open=opening))
+        actual_code, details = client.expect_end()
+        assert actual_code is code
+        assert reason in details
+    source.withdraw(handle)
+    assert source.messages.empty()
+
+
+@pytest.mark.parametrize("first", [b"\xff\xff", b"", kv_pb2.PullMessage(release=kv_pb2.Release()).SerializeToString()])
+def test_a_pull_must_start_with_open(source: Peer, first: bytes) -> None:
+    with _client(source) as client:
+        client.write_bytes(first)
+        assert client.expect_end()[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("second", [b"\xff\xff", kv_pb2.PullMessage(open=kv_pb2.PullOpen()).SerializeToString()])
+def test_anything_but_a_release_loses_the_lease(source: Peer, second: bytes) -> None:
+    handle = source.offer()
+    source.grant(handle, [1])
+    with _client(source) as client:
+        client.write(kv_pb2.PullMessage(open=_opening(handle)))
+        source.expect("lease_opened")
+        client.write_bytes(second)
+        client.expect_end()
+    source.expect("lease_lost")
+    source.withdraw(handle)
+
+
+def test_a_release_before_the_final_grant_releases_nothing(source: Peer) -> None:
+    handle = source.offer()
+    source.grant(handle, [1], final=False)
+    with _client(source) as client:
+        client.write(kv_pb2.PullMessage(open=_opening(handle)))
+        source.expect("lease_opened")
+        client.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
+        client.expect_end()
+    source.expect("lease_lost")
+    source.withdraw(handle)
+
+
+def test_a_source_outlives_mutated_opens() -> None:
+    rng = random.Random(0)
+    with running_peer() as source, running_peer(seed=1) as target:
+        handle = source.offer()
+        source.grant(handle, [1, 2], final=False)
+        source.grant(handle, [3], first_index=2)
+        valid = kv_pb2.PullMessage(open=_opening(handle)).SerializeToString()
+        with grpc.insecure_channel(source.process.address) as channel:
+            for _ in range(300):
+                data = bytearray(valid)
+                for _ in range(rng.randint(1, 4)):
+                    data[rng.randrange(len(data))] = rng.randrange(256)
+                client = _Client(channel)
+                client.write_bytes(bytes(data[: rng.randint(1, len(data))] if rng.random() < 0.2 else data))
+                client.done_writing()
+                assert client.expect_end()[0] is not grpc.StatusCode.DEADLINE_EXCEEDED
+        target.pull(source.process.address, handle, [7, 8, 9])
+        assert target.expect_done().bytes == 3 * LAYOUT.block_bytes
+        assert [target.block(i) for i in (7, 8, 9)] == [source.block(i) for i in (1, 2, 3)]
+        bodies = _bodies_until_released(source)
+        assert set(bodies) <= {"lease_opened", "lease_lost", "released"}
+        assert bodies.count("lease_opened") == bodies.count("lease_lost") + 1
+
+
+def _bodies_until_released(source: Peer) -> list[str | None]:
+    bodies: list[str | None] = []
+    while "released" not in bodies:
+        message = source.messages.get(timeout=TIMEOUT_S)
+        assert isinstance(message, transfer_pb2.TransferToEngine)
+        bodies.append(message.WhichOneof("body"))
+    return bodies
