@@ -83,16 +83,16 @@ def _retry_after(error: GenerationError) -> dict[str, str]:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every error of ``app`` an OpenAI error object."""
+    """Make FastAPI's errors and `ApiError` OpenAI error objects; `EdgeMiddleware` does it for every other exception."""
 
-    async def told(request: Request, error: Exception) -> Response:
-        return api_error(error).response()
-
-    app.exception_handler(GenerationError)(told)
-    app.exception_handler(ApiError)(told)
+    app.exception_handler(ApiError)(_told)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(RequestValidationError)(_validation_error)
     app.exception_handler(ClientDisconnect)(_client_left)
+
+
+async def _told(request: Request, error: ApiError) -> Response:
+    return error.response()
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
