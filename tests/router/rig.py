@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import SamplingParams
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.model.cost import CostModel
@@ -65,16 +65,15 @@ class Rig:
 
 @asynccontextmanager
 async def running_rig(
-    targets: Iterable[WorkerEndpoint] = (), *, stall_timeout_s: float = STALL_TIMEOUT_S, **settings: float
+    *, stall_timeout_s: float = STALL_TIMEOUT_S, cluster_token: str = "", **settings: float
 ) -> AsyncIterator[Rig]:
     """A dispatcher with its sweep; every request must have landed when the test leaves."""
     metrics = RouterMetrics()
-    fleet = Fleet(metrics, Credentials(router_id="rig", stall_timeout_s=stall_timeout_s))
+    fleet = Fleet(metrics, Credentials(router_id="rig", cluster_token=cluster_token, stall_timeout_s=stall_timeout_s))
     dispatcher = Dispatcher(fleet, COST, metrics, DispatchSettings(**settings))  # type: ignore[arg-type]
     sweep = asyncio.create_task(dispatcher.sweep_forever())
     rig = Rig(dispatcher, fleet, metrics)
     try:
-        await fleet.set_targets(targets)
         yield rig
         rig.check_conservation()
         assert dispatcher.num_in_flight == 0

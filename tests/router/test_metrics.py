@@ -59,8 +59,13 @@ def test_pulls_that_fail_are_counted_by_stage() -> None:
 
 @pytest.mark.parametrize(
     ("ttft_s", "tpot_s", "verdict"),
-    [(0.1, 0.01, ("met", "met")), (0.3, 0.01, ("missed", "met")), (0.1, 0.2, ("met", "missed")), (0.25, None, ("met", "none"))],
-)  # fmt: skip
+    [
+        (0.1, 0.01, ("met", "met")),
+        (0.3, 0.01, ("missed", "met")),
+        (0.1, 0.2, ("met", "missed")),
+        (0.25, None, ("met", "none")),
+    ],
+)
 def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: tuple[str, str]) -> None:
     metrics = RouterMetrics()
     edge = EdgeMetrics(metrics, SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))

@@ -1,0 +1,159 @@
+"""Dispatch over worker processes that hash tokens: any token lost, repeated or computed on wrong KV would show."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import Outcome
+from pdserve.deploy.random_checkpoint import write_random_checkpoint
+from pdserve.model.config import LlamaConfig
+from pdserve.model.hash_chain import expected_tokens
+from pdserve.router.flight import Flight
+from tests.router.rig import Rig, read_all, running_rig
+from tests.router.scripted_worker import until
+from tests.workers import WorkerProcess, emulated_config
+
+NUM_STREAMS = 16
+NUM_TOKENS = 150
+TOKEN = "secret"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def start_worker(checkpoint: Path, worker_id: str, time_scale: float) -> WorkerProcess:
+    role = WorkerRole(worker_id.split("-")[0])
+    return WorkerProcess(
+        emulated_config(checkpoint, role, worker_id=worker_id, time_scale=time_scale, num_kv_blocks=512)
+    )
+
+
+@asynccontextmanager
+async def running_cluster(
+    checkpoint: Path, *names: str, time_scale: float = 0.0
+) -> AsyncIterator[tuple[Rig, dict[str, WorkerProcess]]]:
+    """A rig over worker processes; on leaving, every KV block must be free within 2 s."""
+    async with AsyncExitStack() as stack:
+        workers = {name: stack.enter_context(start_worker(checkpoint, name, time_scale)) for name in names}
+        rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN))
+        await put_targets(rig, workers)
+        yield rig, workers
+        await until(lambda: rig.dispatcher.num_in_flight == 0, 2.0)
+        await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
+
+
+async def put_targets(rig: Rig, workers: dict[str, WorkerProcess]) -> None:
+    await rig.fleet.set_targets([worker.endpoint for worker in workers.values()])
+    await until(lambda: all(worker.takes_work for worker in rig.fleet.workers))
+
+
+def prompt(number: int) -> list[int]:
+    """A prompt of its own length; three in four share a prefix of two blocks and more."""
+    rng = random.Random(number)
+    own = [rng.randrange(6, 512) for _ in range(5 + 9 * number % 150)]
+    return (list(range(40)) if number % 4 else []) + own
+
+
+def oracle(checkpoint: Path, number: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    config = LlamaConfig.from_folder(checkpoint)
+    return expected_tokens(prompt(number), num_tokens, config.vocab_size, eos_token_ids=config.eos_token_ids)[
+        :num_tokens
+    ]
+
+
+async def check_streams(
+    rig: Rig, checkpoint: Path, disturb: Callable[[], object] | None = None, *, num_begun: int = NUM_STREAMS
+) -> None:
+    """All streams at once, ``disturb`` called when ``num_begun`` have a token: every answer is the oracle's."""
+    flights = [rig.start(prompt(number), NUM_TOKENS) for number in range(NUM_STREAMS)]
+    answers = [asyncio.create_task(read_all(flight)) for flight in flights]
+    if disturb is not None:
+        await until(lambda: sum(map(has_begun, flights)) >= num_begun)
+        assert rig.dispatcher.num_in_flight == NUM_STREAMS
+        disturb()
+    for number, answer in enumerate(answers):
+        assert await answer == oracle(checkpoint, number), number
+    assert rig.dispatcher.outcomes[Outcome.FINISHED] == NUM_STREAMS
+
+
+def has_begun(flight: Flight) -> bool:
+    return flight.attempt is not None and flight.attempt.first_token_s > 0
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("prefill-0", "decode-0"), ("prefill-0", "prefill-1", "decode-0", "decode-1"), ("mixed-0",)],
+    ids=["1P+1D", "2P+2D", "mixed"],
+)
+def test_every_topology_gives_the_same_tokens(checkpoint: Path, names: tuple[str, ...]) -> None:
+    async def run() -> None:
+        async with running_cluster(checkpoint, *names) as (rig, _):
+            await check_streams(rig, checkpoint)
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 0
+            handed_off = rig.sample("pdserve_handoff_stall_seconds_count")
+            assert handed_off == (0 if names == ("mixed-0",) else NUM_STREAMS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("victim", "num_begun"), [("prefill-0", 2), ("decode-0", NUM_STREAMS)])
+def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str, num_begun: int) -> None:
+    async def run() -> None:
+        names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+        async with running_cluster(checkpoint, *names, time_scale=10.0) as (rig, workers):
+            await check_streams(rig, checkpoint, workers[victim].process.kill, num_begun=num_begun)
+            assert not rig.fleet.worker(victim).is_up
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
+            await put_targets(rig, {name: worker for name, worker in workers.items() if name != victim})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_the_only_worker_of_a_phase_is_killed_and_replaced(checkpoint: Path, victim: str) -> None:
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=10.0) as (rig, workers):
+
+            def replace_victim() -> None:
+                workers[victim].close()
+                workers[victim] = start_worker(checkpoint, victim, 10.0)
+                replaced.append(asyncio.create_task(put_targets(rig, workers)))
+
+            replaced: list[asyncio.Task[None]] = []
+            try:
+                await check_streams(rig, checkpoint, replace_victim)
+                await replaced[0]
+            finally:
+                workers[victim].close()
+                await rig.fleet.set_targets([])
+
+    asyncio.run(run())
+
+
+def test_two_hundred_cancels_free_everything(checkpoint: Path) -> None:
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=2.0) as (rig, _):
+            rng = random.Random(1)
+            loop = asyncio.get_running_loop()
+            for number in range(200):
+                flight = rig.start(prompt(number), 200)
+                loop.call_later(rng.uniform(0.0, 0.8), flight.cancel)
+                await asyncio.sleep(0.002)
+            await until(lambda: rig.dispatcher.num_in_flight == 0)
+            outcomes = rig.dispatcher.outcomes
+            assert outcomes[Outcome.CANCELLED] > 100
+            assert outcomes[Outcome.CANCELLED] + outcomes[Outcome.FINISHED] == 200
+            await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
+            flight = rig.start(prompt(3), 20)
+            assert await read_all(flight) == oracle(checkpoint, 3, 20)
+
+    asyncio.run(run())
