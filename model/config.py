@@ -166,11 +166,13 @@ def model_hash(folder: Path) -> str:
 def _hash_shard(shard: Path, digest: blake2b) -> None:
     with shard.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= shard.stat().st_size - 8:
-            raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again")
-        header = file.read(size)
+        header = file.read(min(size, shard.stat().st_size))
         digest.update(shard.name.encode() + b"\0" + header)
-        spans = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        try:
+            entries = json.loads(header)
+        except ValueError as error:
+            raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again") from error
+        spans = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
         for start, end in sorted(spans):
             sample_bytes = min(end - start, _HASH_SAMPLE_BYTES)
             file.seek(8 + size + (start + end - sample_bytes) // 2)

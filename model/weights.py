@@ -51,13 +51,21 @@ def shard_paths(folder: Path) -> list[Path]:
     index = folder / _INDEX_NAME
     names = {"model.safetensors"}
     if index.exists():
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        names = set(_weight_map(index).values())
     elif not (folder / "model.safetensors").exists():
         raise ValueError(f"{folder} holds no model.safetensors and no {_INDEX_NAME}; {_remedy_without(folder)}")
     missing = sorted(name for name in names if not (folder / name).exists())
     if missing:
         raise ValueError(f"{folder} lacks {', '.join(missing)}, named in {_INDEX_NAME}; download the missing files")
     return [folder / name for name in sorted(names)]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index} names no shards ({error!r}); download it again") from error
+    return weight_map
 
 
 def _remedy_without(folder: Path) -> str:

@@ -161,9 +161,10 @@ def test_model_hash_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no \.safetensors"):
         model_hash(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        model_hash(tmp_path)
+    for content in (b"", b"\xff" * 100, (20).to_bytes(8, "little") + b'{"w": '):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match="not a safetensors file"):
+            model_hash(tmp_path)
 
 
 def test_reading_a_configuration_imports_no_torch() -> None:

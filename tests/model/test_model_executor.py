@@ -92,11 +92,20 @@ def test_greedy_answers_are_those_of_transformers(folder: Path) -> None:
             assert sampled.logprobs.logprob == pytest.approx(logprob, abs=1e-4)
 
 
-def test_bfloat16_answers_begin_like_the_reference(folder: Path) -> None:
-    for prompt, answer in zip(PROMPTS, answers(make_executor(folder, "bfloat16")), strict=True):
+def test_bfloat16_agrees_wherever_the_reference_is_sure(folder: Path) -> None:
+    executor = make_executor(folder, "bfloat16")
+    num_compared = 0
+    for index, prompt in enumerate(PROMPTS):
         reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS)
-        sure = next(position for position, margin in enumerate([*reference.margins, 0.0]) if margin < 0.3)
-        assert [sampled.token for sampled in answer[:sure]] == reference.tokens[:sure]
+        tokens = [*prompt, *reference.tokens]
+        run(executor, row(index, prompt[:-1], 0, sample=None))
+        for position, margin in enumerate(reference.margins):
+            cached = len(prompt) - 1 + position
+            sampled = run(executor, row(index, [tokens[cached]], cached)).sampled[0]
+            if margin >= 0.1:
+                assert token_of(sampled) == reference.tokens[position]
+                num_compared += 1
+    assert num_compared >= 60
 
 
 def test_a_token_that_the_scheduler_does_not_know_yet(folder: Path) -> None:
@@ -154,6 +163,8 @@ def test_a_failed_step_is_told_by_its_handle_and_the_next_one_runs(
     handle = executor.submit(StepBatch(step_id=7, rows=[bad]))
     with pytest.raises(RuntimeError, match=f"step 7 failed.*{message}"):
         handle.result()
+    with pytest.raises(RuntimeError, match="no row 0"):
+        run(executor, row(1, [], 2, previous_row=0))
     assert run(executor, row(0, PROMPTS[0], 0)).sampled[0] is not None
     executor.close()
 

@@ -56,6 +56,13 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(folder, {})
 
 
+@pytest.mark.parametrize("content", ["{", '{"metadata": {}}'])
+def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json names no shards"):
+        load(tmp_path, {})
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     folder = stored(tmp_path, {"w": torch.zeros(100)})
     file = folder / "model.safetensors"
