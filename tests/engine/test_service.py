@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -239,3 +241,45 @@ def test_a_late_session_is_told_of_the_whole_prefix_cache(loop_side: LoopSide) -
             late.wait_for(lambda: bool(late.frames), "the first frame")
             assert late.frames[0].cache.cleared
             assert sorted(late.frames[0].cache.stored) == [b"b", b"c"]
+
+
+class Cable:
+    """A TCP proxy in front of the service that can be cut: bytes stop, and no side is told."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._target = (host, int(port))
+        self._is_cut = threading.Event()
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def cut(self) -> None:
+        self._is_cut.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        self.cut()
+        for end in (self._listener, *self._ends):
+            end.close()
+
+    def _carry(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(self._target)
+        self._ends = (near, far)
+        other = {near: far, far: near}
+        while not self._is_cut.is_set():
+            readable, _, _ = select.select(self._ends, [], [], 0.02)
+            for end in readable:
+                other[end].sendall(end.recv(1 << 16))
+
+
+def test_a_cut_cable_ends_the_session(loop_side: LoopSide) -> None:
+    cable = Cable(loop_side.address)
+    with RouterClient(cable.address, token="secret") as router:
+        router.submit(a_request(1))
+        key = loop_side.next_key()
+        cable.cut()
+        assert loop_side.next_message() == SessionEnded(key.session)
+        cable.close()

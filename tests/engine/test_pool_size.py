@@ -1,0 +1,43 @@
+"""Sizing of KV pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.step import ModelLimits
+from pdserve.engine.pool_size import available_memory_bytes, num_kv_blocks
+
+LIMITS = ModelLimits(max_model_len=100, vocab_size=10)
+
+
+def blocks(auto_bytes: int = 0, **fields: int) -> int:
+    config = WorkerConfig(worker_id="w", role=WorkerRole.MIXED, model_path="", **fields)  # type: ignore[arg-type]
+    return num_kv_blocks(config, LIMITS, block_bytes=1000, auto_bytes=auto_bytes)
+
+
+def test_told_sizes_are_taken_and_a_number_of_blocks_goes_first() -> None:
+    assert blocks(num_kv_blocks=9, kv_memory_bytes=50_000) == 9
+    assert blocks(kv_memory_bytes=50_999) == 50
+
+
+def test_an_automatic_pool_is_bounded_by_memory_and_by_what_the_batch_can_use() -> None:
+    assert blocks(auto_bytes=20_500) == 20
+    assert blocks(auto_bytes=10**9, max_batch_size=3) == 21
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"num_kv_blocks": 6}, "raise num_kv_blocks to 7 blocks"),
+        ({"kv_memory_bytes": 6999}, r"raise kv_memory to 7 blocks \(7000 bytes\)"),
+        ({"auto_bytes": 1000}, "or lower max_model_len"),
+    ],
+)
+def test_a_pool_holds_one_sequence_of_the_model_s_length_at_least(fields: dict[str, int], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        blocks(**fields)
+
+
+def test_the_host_has_memory() -> None:
+    assert available_memory_bytes() > 1 << 20
