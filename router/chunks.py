@@ -35,6 +35,11 @@ class AnswerFormat(Protocol):
         ...
 
     @property
+    def returns_token_ids(self) -> bool:
+        """Whether a choice carries its token ids, so that a token without text needs a chunk, too."""
+        ...
+
+    @property
     def opening(self) -> bytes:
         """Choice of the chunk that opens a stream; empty for none."""
         ...
@@ -71,6 +76,11 @@ class ChunkWriter:
         return event(self._head + _usage_tail(usage)) + DONE if self._has_usage_chunk else DONE
 
 
+def token_ids_member(delta: TextDelta, is_wanted: bool) -> bytes:
+    """The member of a chunk's choice that holds the token's id, or nothing."""
+    return b',"token_ids":[%d]' % delta.token if is_wanted else b""
+
+
 def _usage_tail(usage: Usage) -> bytes:
     return b'],"usage":' + _encode(usage.as_dict()) + b"}"
 
@@ -86,7 +96,7 @@ async def payloads(answer: Answer, format: AnswerFormat, writer: ChunkWriter) ->
         async for delta in deltas:
             payload = writer.chunk(opening, answer.usage) if opening else b""
             opening = b""
-            if delta.end is None or delta.text or delta.logprobs is not None:
+            if delta.end is None or delta.text or delta.logprobs is not None or format.returns_token_ids:
                 payload += writer.chunk(format.token(delta), answer.usage)
             if delta.end is not None:
                 payload += writer.chunk(format.ending(delta.end), answer.usage) + writer.ending(answer.usage)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.router.answer import AnswerEnd, TextDelta
+from pdserve.router.chunks import token_ids_member
 from pdserve.router.edge import Edge
 from pdserve.router.logprobs import CompletionLogprobs
 from pdserve.router.schema import CompletionBody
@@ -29,7 +30,9 @@ async def completion(edge: Edge, body: CompletionBody, request: Request) -> Resp
     model = edge.admit(body)
     prompt_tokens = await edge.tokenizer.encode_text(body.prompt) if isinstance(body.prompt, str) else body.prompt
     answer = edge.answer(body, model, prompt_tokens, request, continues_prompt=True)
-    return await edge.respond(body, request, answer, CompletionFormat(edge.tokenizer))
+    return await edge.respond(
+        body, request, answer, CompletionFormat(edge.tokenizer, returns_token_ids=bool(body.return_token_ids))
+    )
 
 
 class CompletionFormat:
@@ -40,13 +43,15 @@ class CompletionFormat:
     chunk_object = "text_completion"
     opening = b""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, *, returns_token_ids: bool) -> None:
+        self.returns_token_ids = returns_token_ids
         self._logprobs = CompletionLogprobs(tokenizer)
 
     def token(self, delta: TextDelta) -> bytes:
         """A chunk's choice, with the text that the token added."""
         text, logprobs = _encode(delta.text), _encode(self._logprobs_of([delta]))
-        return b'{"index":0,"text":%b,"logprobs":%b,"finish_reason":null}' % (text, logprobs)
+        ids = token_ids_member(delta, self.returns_token_ids)
+        return b'{"index":0,"text":%b,"logprobs":%b,"finish_reason":null%b}' % (text, logprobs, ids)
 
     def ending(self, end: AnswerEnd) -> bytes:
         """The last chunk's choice."""
@@ -55,7 +60,8 @@ class CompletionFormat:
     def whole(self, deltas: Sequence[TextDelta], end: AnswerEnd) -> dict[str, Any]:
         """The choice of a response that is not streamed."""
         text = "".join(delta.text for delta in deltas)
-        return {"index": 0, "text": text, "logprobs": self._logprobs_of(deltas), "finish_reason": end}
+        choice = {"index": 0, "text": text, "logprobs": self._logprobs_of(deltas), "finish_reason": end}
+        return choice | {"token_ids": [delta.token for delta in deltas]} if self.returns_token_ids else choice
 
     def _logprobs_of(self, deltas: Sequence[TextDelta]) -> dict[str, list[Any]] | None:
         columns = [

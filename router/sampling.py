@@ -23,15 +23,16 @@ def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len:
         top_k=max(body.top_k or 0, 0),  # vLLM's -1 keeps all, too
         top_p=_DEFAULTS.top_p if body.top_p is None else body.top_p,
         seed=secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK,
-        max_tokens=_max_tokens(body.token_limit, num_prompt_tokens, max_model_len),
+        max_tokens=_max_tokens(body, num_prompt_tokens, max_model_len),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=body.num_logprobs,
     )
 
 
-def _max_tokens(wanted: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
-    """The limit asked for, or all that is left."""
+def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int) -> int:
+    """The limit asked for, or the route's default as far as the context allows."""
+    wanted = body.token_limit
     left = max_model_len - num_prompt_tokens
     context = f"This model's maximum context length is {max_model_len} tokens."
     if left < 1:
@@ -43,4 +44,6 @@ def _max_tokens(wanted: int | None, num_prompt_tokens: int, max_model_len: int) 
             f"{wanted} for the answer); lower max_tokens to {left} or shorten the prompt."
         )
         raise ApiError(400, message, code="context_length_exceeded")
-    return left if wanted is None else wanted
+    if wanted is None:
+        return left if body.default_token_limit is None else min(left, body.default_token_limit)
+    return wanted

@@ -19,6 +19,9 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
 
+DEFAULT_COMPLETION_TOKENS = 16
+"""``max_tokens`` of a text completion that names none, as at OpenAI."""
+
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -102,6 +105,8 @@ class GenerationBody(_Body):
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    """Each choice carries the ids of its generated tokens in ``token_ids`` (vLLM)."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
@@ -111,6 +116,11 @@ class GenerationBody(_Body):
     def token_limit(self) -> int | None:
         """Tokens to generate at most; ``None`` where the request says nothing."""
         return self.max_tokens
+
+    @property
+    def default_token_limit(self) -> int | None:
+        """Tokens to generate at most where the request says nothing; ``None`` is all that the context leaves."""
+        return None
 
     @property
     def num_logprobs(self) -> int:
@@ -183,6 +193,10 @@ class CompletionBody(GenerationBody):
         PlainValidator(_one_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def default_token_limit(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS
 
     @property
     def num_logprobs(self) -> int:

@@ -93,6 +93,17 @@ def test_bytes_of_a_chat_stream(edge: EdgeServer, http: httpx.Client) -> None:
     assert [json.loads(chunk) for chunk in chunks[1:]] == [{**shared, "choices": [choice]} for choice in choices]
 
 
+@pytest.mark.parametrize(("route", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})])
+def test_token_ids_on_request(edge: EdgeServer, http: httpx.Client, route: str, prompt: dict[str, Any]) -> None:
+    edge.generator.script = saying([70, 71, 2], FinishReason.STOP)  # the last one has no text
+    body = {**prompt, "return_token_ids": True}
+    assert http.post(route, json=body).json()["choices"][0]["token_ids"] == [70, 71, 2]
+    *chunks, _ = events(http.post(route, json={**body, "stream": True}))
+    ids = [json.loads(chunk)["choices"][0].get("token_ids", []) for chunk in chunks]
+    assert sum(ids, []) == [70, 71, 2]
+    assert "token_ids" not in http.post(route, json=prompt).json()["choices"][0]
+
+
 def test_usage_in_a_stream_is_null_but_at_the_end(edge: EdgeServer, http: httpx.Client) -> None:
     body = {"prompt": [7], "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last, _ = [

@@ -13,6 +13,12 @@ def completion(**fields: object) -> CompletionBody:
     return CompletionBody.model_validate({"prompt": "x", **fields})
 
 
+def test_a_chat_may_take_what_is_left_and_a_completion_sixteen_tokens() -> None:
+    chat = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}]})
+    assert sampling_params(chat, 10, 100).max_tokens == 90
+    assert sampling_params(completion(), 10, 100).max_tokens == 16
+
+
 def test_the_answer_may_take_what_is_left() -> None:
     assert sampling_params(completion(), 90, 100).max_tokens == 10
     assert sampling_params(completion(max_tokens=10), 90, 100).max_tokens == 10
