@@ -128,7 +128,7 @@ class Flight:
         self._emitted: list[int] = []
         self._num_attempts = 0
         self._num_failures = 0
-        self._num_cached_tokens = 0
+        self._num_cached_tokens: int | None = None
         self._last_token_s = 0.0
         self._deltas: deque[TokenDelta] = deque()
         self._changed = asyncio.Event()
@@ -138,7 +138,7 @@ class Flight:
 
     @property
     def num_cached_tokens(self) -> int:
-        return self._num_cached_tokens
+        return self._num_cached_tokens or 0
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
         return self
@@ -303,9 +303,9 @@ class Flight:
             return
         attempt.started_s = self._now_s()
         self._metrics.observe_phase("prefill_queue", event.waited_s)
-        if attempt.number == 0:
-            self._num_cached_tokens = event.num_cached_tokens
-            self._metrics.cached_prompt_tokens.inc(event.num_cached_tokens)
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = min(event.num_cached_tokens, len(self._prompt_tokens))
+            self._metrics.cached_prompt_tokens.inc(self._num_cached_tokens)
 
     def _last_chunk(self, attempt: Attempt, event: worker_pb2.RequestEvent) -> None:
         if attempt.handoff and attempt.source is None:

@@ -145,6 +145,7 @@ def _server(app: FastAPI) -> uvicorn.Server:
             app,
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,

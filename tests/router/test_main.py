@@ -1,0 +1,195 @@
+"""The router as a process: its start and its errors, a request over HTTP, its drain, and its end with its parent."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.random_checkpoint import write_random_checkpoint
+from pdserve.engine.worker_config import endpoint_to_fields
+from pdserve.router.process_config import RouterProcessConfig, config_from_json, config_to_json
+from tests.workers import WorkerProcess, emulated_config, wait_until
+
+TOKEN = "secret"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@dataclass
+class RouterProcess:
+    process: subprocess.Popen[str]
+    url: str
+    admin_url: str
+
+    def complete(self, num_tokens: int, **fields: object) -> httpx.Response:
+        body = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": num_tokens, "temperature": 0, **fields}
+        return httpx.post(f"{self.url}/v1/completions", json={"ignore_eos": True, **body}, timeout=30)
+
+    def put_targets(self, *workers: WorkerProcess) -> None:
+        targets = [endpoint_to_fields(worker.endpoint) for worker in workers]
+        httpx.put(f"{self.admin_url}/targets", json=targets).raise_for_status()
+
+    def wait_until_ready(self) -> None:
+        wait_until(lambda: httpx.get(f"{self.url}/health").status_code == 200, "a ready router")
+
+
+def start_router(checkpoint: Path, *arguments: str, **fields: object) -> subprocess.Popen[str]:
+    values: dict[str, object] = {"port": 0, "cluster_token": TOKEN, **fields}
+    config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", **values)  # type: ignore[arg-type]
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdserve.router", "--config", config_to_json(config), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextmanager
+def running_router(checkpoint: Path, **fields: object) -> Iterator[RouterProcess]:
+    process = start_router(checkpoint, "--die-with-parent", **fields)
+    assert process.stdout is not None
+    try:
+        where = json.loads(process.stdout.readline())
+        yield RouterProcess(
+            process,
+            f"http://{where['host']}:{where['port']}",
+            f"http://{where['admin_host']}:{where['admin_port']}",
+        )
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def worker(checkpoint: Path) -> Iterator[WorkerProcess]:
+    """A mixed worker of a few milliseconds a token."""
+    with WorkerProcess(emulated_config(checkpoint, WorkerRole.MIXED, time_scale=10.0)) as process:
+        yield process
+
+
+def test_serves_drains_and_exits(checkpoint: Path, worker: WorkerProcess) -> None:
+    with running_router(checkpoint) as router:
+        assert httpx.get(f"{router.url}/live").status_code == 200
+        assert httpx.get(f"{router.url}/health").status_code == 503
+        router.put_targets(worker)
+        router.wait_until_ready()
+        answer = router.complete(5)
+        assert answer.json()["usage"]["completion_tokens"] == 5, answer.text
+        metrics = httpx.get(f"{router.admin_url}/metrics").text
+        assert 'pdserve_request_outcomes_total{outcome="finished"} 2.0' in metrics
+        assert 'pdserve_requests_total{code="200",route="/v1/completions"} 1.0' in metrics
+        assert "pdserve_ttft_seconds_count 1.0" in metrics
+
+        running: list[httpx.Response] = []
+        client = threading.Thread(target=lambda: running.append(router.complete(200)))
+        client.start()
+        wait_until(lambda: httpx.get(f"{router.admin_url}/status").json()["in_flight"] == 1, "a request in flight")
+        assert httpx.post(f"{router.admin_url}/drain").json()["draining"]
+        refused = router.complete(1)
+        assert refused.status_code == 503
+        assert "draining" in refused.text
+        router.process.send_signal(signal.SIGTERM)
+        client.join()
+        assert running[0].json()["usage"]["completion_tokens"] == 200
+        assert router.process.wait(10) == 0
+
+
+def test_a_drain_is_bounded(checkpoint: Path, worker: WorkerProcess) -> None:
+    with running_router(checkpoint, drain_timeout_s=0.3) as router:
+        router.put_targets(worker)
+        router.wait_until_ready()
+        running: list[httpx.Response] = []
+        client = threading.Thread(target=lambda: running.append(router.complete(500)))
+        client.start()
+        wait_until(lambda: httpx.get(f"{router.admin_url}/status").json()["in_flight"] == 1, "a request in flight")
+        router.process.terminate()
+        assert router.process.wait(10) == 0
+        client.join()
+        assert running[0].status_code == 503
+        assert "stopped before" in running[0].text
+
+
+def test_a_taken_port_is_named_with_the_remedy(checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for key in ("port", "admin_port"):
+            process = start_router(checkpoint, **{key: port})
+            output, errors = process.communicate(timeout=60)
+            assert process.returncode == 1
+            assert output == ""
+            assert len(errors.splitlines()) == 1
+            assert str(port) in errors
+            assert f"router.{key}" in errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"), [({"model_path": "/nowhere"}, "/nowhere"), ({"hardware": "abacus"}, "abacus")]
+)
+def test_what_cannot_be_used_is_named(checkpoint: Path, fields: dict[str, str], named: str) -> None:
+    config = {"model_path": str(checkpoint), "served_name": "tiny", "port": 0, **fields}
+    command = [sys.executable, "-m", "pdserve.router", "--config", "-"]
+    result = subprocess.run(command, input=json.dumps(config) + "\n", capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert named in result.stderr
+
+
+def test_the_configuration_survives_json_and_unknown_keys_do_not() -> None:
+    config = RouterProcessConfig(model_path="m", served_name="s", port=1, cluster_token="t")
+    assert config_from_json(config_to_json(config)) == config
+    for text, named in (
+        ('{"model_path": "m", "served_name": "s", "prot": 1}', "prot"),
+        ('{"model_path": "m", "served_name": "s", "slo": {"ttft": 1}}', "ttft"),
+        ('{"model_path": "m"}', "served_name"),
+        ("[]", "object"),
+        ("{", "JSON"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            config_from_json(text)
+
+
+PARENT = """
+import subprocess, sys, time
+command = [sys.executable, "-m", "pdserve.router", "--die-with-parent", "--config", sys.argv[1]]
+child = subprocess.Popen(command, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_dies_with_its_parent(checkpoint: Path) -> None:
+    config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", port=0)
+    command = [sys.executable, "-c", PARENT, config_to_json(config)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert parent.stdout is not None
+    router = psutil.Process(int(parent.stdout.readline()))
+    assert is_alive(router)
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: not is_alive(router), "the end of the router", 10)
