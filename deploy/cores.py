@@ -1,7 +1,8 @@
 """Divides a machine's cores between workers, and what is left for the router and Ray's daemons. Pure.
 
 Spinning OpenMP threads of two processes on the same cores slow both down many times over, so workers get disjoint sets.
-The supervisor calls `split_cores` once; workers pin themselves to what they were given.
+The supervisor calls `split_cores` once; workers pin themselves to what they were given, and one that was given nothing
+uses every core with threads that wait passively.
 """
 
 from __future__ import annotations
@@ -24,18 +25,15 @@ class CoreSplit:
     """Who runs where."""
 
     worker_cores: tuple[tuple[int, ...], ...]
-    """Cores of each worker, in the order of the roles; never empty."""
+    """Cores of each worker, in the order of the roles; all empty where there are fewer cores than workers."""
     spare_cores: tuple[int, ...]
     """Cores of no worker; empty where there are none to spare."""
-    is_overlapping: bool
-    """Some core has two workers: their threads must wait passively."""
 
 
 def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
     """Give each worker a contiguous run of ``cores``, sized by its role's load.
 
-    With fewer cores than workers each gets one, in turn. With more, each gets at least one, a few are spared, and
-    every further core goes to the worker that has the least for its load.
+    Each gets one, a few are spared, and every further core goes to the worker that has the least for its load.
 
     Args:
         cores: ids of the usable cores, at least one.
@@ -44,8 +42,7 @@ def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
     assert cores
     assert roles
     if len(cores) < len(roles):
-        shared = tuple((cores[index % len(cores)],) for index in range(len(roles)))
-        return CoreSplit(worker_cores=shared, spare_cores=(), is_overlapping=True)
+        return CoreSplit(worker_cores=((),) * len(roles), spare_cores=())
     num_extra = len(cores) - len(roles)
     num_spare = min(num_extra, max(1, len(cores) // _CORES_PER_SPARE))
     counts = [1] * len(roles)
@@ -54,4 +51,4 @@ def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
         counts[neediest] += 1
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     runs = tuple(tuple(cores[end - count : end]) for count, end in zip(counts, ends, strict=True))
-    return CoreSplit(worker_cores=runs, spare_cores=tuple(cores[ends[-1] :]), is_overlapping=False)
+    return CoreSplit(worker_cores=runs, spare_cores=tuple(cores[ends[-1] :]))

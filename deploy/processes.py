@@ -22,12 +22,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start_tied(
-    command: Sequence[str], *, env: Mapping[str, str], log_path: Path, capture_stdout: bool = False
+    command: Sequence[str], *, env: Mapping[str, str], log_path: Path, with_pipes: bool = False
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` as the leader of a new session; it gets SIGTERM when the calling thread dies.
 
-    Call it from the main thread: Linux counts the death of the thread that forked, not of its process. The child keeps
-    neither terminal nor inherited files; its output goes to ``log_path``, or stdout to a pipe if ``capture_stdout``.
+    Call it from the main thread: Linux counts the death of the thread that forked, not of its process.
+
+    Args:
+        log_path: takes what it writes to stderr, and to stdout unless ``with_pipes``.
+        with_pipes: stdin and stdout are pipes to this process.
     """
     parent = os.getpid()
 
@@ -40,8 +43,8 @@ def start_tied(
         return subprocess.Popen(
             command,
             env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if capture_stdout else log,
+            stdin=subprocess.PIPE if with_pipes else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if with_pipes else log,
             stderr=log,
             start_new_session=True,
             preexec_fn=tie,
@@ -79,15 +82,12 @@ def end_session(leader: subprocess.Popen[bytes], grace_s: float) -> None:
     leader.wait()
 
 
-def pin_session(session_id: int, cores: Sequence[int], *, skip_pids: frozenset[int] = frozenset()) -> None:
-    """Let every thread of the session's processes run on ``cores`` only, except those of ``skip_pids``."""
-    for process in session_members(session_id):
-        if process.pid in skip_pids:
-            continue
-        with contextlib.suppress(psutil.Error, FileNotFoundError, ProcessLookupError):
-            for thread in os.listdir(f"/proc/{process.pid}/task"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(thread), cores)
+def pin_process(process_id: int, cores: Sequence[int]) -> None:
+    """Let every thread of the process run on ``cores`` only, and those it starts from now on."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{process_id}/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), cores)
 
 
 def last_line(log_path: Path) -> str:

@@ -1,12 +1,17 @@
-"""Writes a small random Llama checkpoint with a tokenizer and a chat template, through transformers.
+"""Writes a small random Llama checkpoint with a tokenizer and a chat template.
 
 It is what `pdserve up` serves when no model is named, and what tests compare against transformers. Its answers are
-noise; its files are those of any Hugging Face checkpoint.
+noise; its files are those of any Hugging Face checkpoint. Written without transformers, whose import takes longer than
+all the rest of a first start.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -24,8 +29,8 @@ What is the time to first token? How many requests per second does one machine s
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Train a byte-level BPE tokenizer of ``vocab_size`` tokens on a fixed text and save it to ``folder``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,9 +42,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator([_TRAINING_TEXT], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=END)
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": END}
+    _write_json(folder / "tokenizer_config.json", settings)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
 def write_random_checkpoint(
@@ -52,35 +58,78 @@ def write_random_checkpoint(
     num_kv_heads: int = 4,
     vocab_size: int = 512,
     max_position_embeddings: int = 4096,
-    rope_parameters: dict[str, object] | None = None,
+    rope_parameters: Mapping[str, object] | None = None,
     tie_word_embeddings: bool = False,
     dtype: str = "float32",
     seed: int = 0,
-    max_shard_size: str = "5GB",
 ) -> Path:
     """Write config.json, safetensors, tokenizer and chat template to ``folder`` and return it.
 
     Weights are drawn wide enough (standard deviation 0.1) that greedy answers vary with the prompt.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from safetensors.torch import save_file
 
     write_tokenizer(folder, vocab_size)
-    config = LlamaConfig(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        vocab_size=vocab_size,
-        max_position_embeddings=max_position_embeddings,
-        rope_parameters=rope_parameters or {"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=tie_word_embeddings,
-        initializer_range=0.1,
-        bos_token_id=0,
-        eos_token_id=2,
-    )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "dtype": dtype,
+        "eos_token_id": 2,
+        "head_dim": hidden_size // num_heads,
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "max_position_embeddings": max_position_embeddings,
+        "mlp_bias": False,
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": num_kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": dict(rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}),
+        "tie_word_embeddings": tie_word_embeddings,
+        "vocab_size": vocab_size,
+    }
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 2})
+    random = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.randn(shape, generator=random).mul_(0.1) if len(shape) == 2 else torch.ones(shape)
+        for name, shape in _weight_shapes(config).items()
+    }
+    held = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Llama checkpoint, as transformers names them: matrices ``[out, in]``, norms ``[hidden]``."""
+    hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_random_checkpoint(Path(sys.argv[1]))

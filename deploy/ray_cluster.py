@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 from pdserve.deploy.ports import free_port
 from pdserve.deploy.processes import end_session, last_line, session_members, start_tied
@@ -35,21 +32,24 @@ class RayError(RuntimeError):
 class PrivateRay:
     """A Ray head for one deployment: loopback only, behind a random token, in a session and a folder of its own."""
 
-    def __init__(self, folder: Path, num_workers: int) -> None:
+    def __init__(self, folder: Path, num_workers: int, token: str) -> None:
         """Start it; returns at once.
 
         Args:
-            folder: an empty folder for its files, short enough for the socket paths below it.
+            folder: a folder of its own for its files, short enough for the socket paths below it.
             num_workers: worker processes that Ray starts ahead of need.
+            token: what every call to it must carry. Ray reads it once in the life of a process, so that all clusters
+                that this process ever joins must have the same.
         """
-        self.folder = folder
-        self.log_path = folder / "start.log"
         self.address = f"127.0.0.1:{free_port()}"
-        self._token = secrets.token_hex(32)
+        self._folder = folder
+        self._log_path = folder / "start.log"
+        self._token = token
+        folder.mkdir(exist_ok=True)
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             f"--port={self.address.rpartition(':')[2]}",
-            f"--temp-dir={folder / 'ray'}",
+            f"--temp-dir={folder / 'r'}",
             f"--num-cpus={num_workers}",
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             f"--resources={json.dumps({WORKER_RESOURCE: 10_000})}",
@@ -58,7 +58,7 @@ class PrivateRay:
         ]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment = {**inherited, **self._environment, "RAY_START_HOOK": "pdserve.deploy.ray_start.trim"}
-        self._process = start_tied(command, env=environment, log_path=self.log_path)
+        self._process = start_tied(command, env=environment, log_path=self._log_path)
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -72,42 +72,37 @@ class PrivateRay:
         }
 
     @property
-    def session_id(self) -> int:
-        """Of all its processes, workers included."""
-        return self._process.pid
-
-    @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def connect(self, timeout_s: float) -> None:
-        """Wait until it runs and make this process its driver.
+    @property
+    def is_started(self) -> bool:
+        """Whether `connect` can be called."""
+        return _STARTED in self._log_path.read_text(errors="replace")
+
+    @property
+    def failure(self) -> str:
+        """Why it ended, in one line."""
+        return last_line(self._log_path)
+
+    def connect(self) -> None:
+        """Make this process its driver.
 
         Raises:
-            RayError: it ended, or was not up in time.
+            RayError: it does not answer.
         """
         os.environ.update(self._environment)
-        deadline_s = time.monotonic() + timeout_s
-        # Ray reads its environment at import: this is the first import of the process, and overlaps with the start.
-        import ray
-
-        while _STARTED not in self.log_path.read_text(errors="replace"):
-            if not self.is_running:
-                raise RayError(f"Ray did not start: {last_line(self.log_path)}")
-            if time.monotonic() > deadline_s:
-                raise RayError(f"Ray did not start within {timeout_s:.0f} s: {last_line(self.log_path)}")
-            time.sleep(0.02)
-        _connect(ray, self.address)
+        _connect(self.address)
 
     def stop(self) -> None:
         """Disconnect, end every process of the cluster and remove its files. Safe to call twice."""
         disconnect()
         end_session(self._process, _STOP_GRACE_S)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def members(self) -> list[int]:
-        """Process ids of everything that runs in the cluster."""
-        return [process.pid for process in session_members(self.session_id)]
+    def process_ids(self) -> list[int]:
+        """Of everything that runs in it, workers included."""
+        return [process.pid for process in session_members(self._process.pid)]
 
 
 def connect_existing(address: str) -> None:
@@ -118,7 +113,7 @@ def connect_existing(address: str) -> None:
     """
     import ray
 
-    _connect(ray, address)
+    _connect(address)
     hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if len(hosts) != 1:
         disconnect()
@@ -140,7 +135,9 @@ def worker_resources() -> dict[str, float]:
     return {WORKER_RESOURCE: 1} if WORKER_RESOURCE in ray.cluster_resources() else {}
 
 
-def _connect(ray: Any, address: str) -> None:
+def _connect(address: str) -> None:
+    import ray
+
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="critical")
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -7,15 +7,15 @@ worker id for life; each actor in it brings a new epoch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import random
 import signal
 from enum import Enum
 from typing import Any
 
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
+from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.deploy.worker_host import WorkerHost
+from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 
 PING_INTERVAL_S = 0.5
 PING_TIMEOUT_S = 10.0
@@ -48,9 +48,7 @@ def restart_delay_s(num_failures: int, jitter: float) -> float:
 class WorkerSeat:
     """See the module."""
 
-    def __init__(
-        self, config: WorkerConfig, class_path: str, *, resources: dict[str, float], wait_passively: bool
-    ) -> None:
+    def __init__(self, config: WorkerConfig, class_path: str, resources: dict[str, float]) -> None:
         """An empty seat; `check` fills it.
 
         Args:
@@ -68,7 +66,6 @@ class WorkerSeat:
         self.num_restarts = 0
         self._class_path = class_path
         self._resources = resources
-        self._wait_passively = wait_passively
         self._num_failures = 0
         self._retry_at_s = 0.0
         self._up_since_s = 0.0
@@ -109,12 +106,7 @@ class WorkerSeat:
         import ray
 
         options = {"num_cpus": 0, "resources": self._resources, "max_concurrency": _CONCURRENT_CALLS}
-        config = dataclasses.asdict(self.config) | {"role": self.config.role.value}
-        self._actor = (
-            ray.remote(WorkerHost)
-            .options(**options)
-            .remote(self._class_path, config, wait_passively=self._wait_passively)
-        )
+        self._actor = ray.remote(WorkerHost).options(**options).remote(self._class_path, config_to_fields(self.config))
         self._pending_process_id = self._actor.process_id.remote()
         self._pending = self._actor.start.remote()
         self.state = SeatState.STARTING
@@ -131,7 +123,7 @@ class WorkerSeat:
         except Exception as error:  # whatever the worker raised, or how it died
             self._fail(now_s, error)
             return False
-        self.endpoint = WorkerEndpoint(**(endpoint | {"role": WorkerRole(endpoint["role"])}))
+        self.endpoint = endpoint_from_fields(endpoint)
         self.state = SeatState.UP
         self._up_since_s = now_s
         self._ping(now_s)

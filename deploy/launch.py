@@ -1,0 +1,100 @@
+"""From a deployment to what each process is told: pure, so that it can be read and tested without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.deploy.config import kv_memory_bytes
+from pdserve.deploy.cores import CoreSplit
+from pdserve.router.process_config import RouterProcessConfig
+
+WORKER_CLASSES = {
+    WorkerRole.PREFILL: "pdserve.prefill_worker.actor:PrefillWorker",
+    WorkerRole.DECODE: "pdserve.decode_worker.actor:DecodeWorker",
+    WorkerRole.MIXED: "pdserve.decode_worker.actor:DecodeWorker",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What `pdserve up` was asked for: the deployment, and what belongs to this run only."""
+
+    config: DeploymentConfig = field(default_factory=DeploymentConfig)
+    emulate: str = ""
+    """Name of a GPU to emulate instead of computing."""
+    time_scale: float = 1.0
+    """Emulated seconds last this many real ones."""
+    ray_address: str = ""
+    """``host:port`` of an existing Ray cluster; empty starts a private one."""
+    drain_timeout_s: float = 30.0
+    """Seconds that requests in flight may take after the signal to stop."""
+
+    def phase(self, role: WorkerRole) -> PhaseConfig:
+        """The section of the deployment that describes the workers of ``role``."""
+        section: PhaseConfig = getattr(self.config, role.value)
+        return section
+
+    @property
+    def roles(self) -> list[WorkerRole]:
+        """One entry per worker: prefill first, then decode, then mixed."""
+        return [role for role in WorkerRole for _ in range(self.phase(role).replicas)]
+
+
+def worker_configs(
+    launch: Launch, model_path: Path, split: CoreSplit, all_cores: Sequence[int], cluster_token: str
+) -> list[WorkerConfig]:
+    """What each worker is told, in the order of `Launch.roles`.
+
+    Args:
+        split: the cores of each.
+        all_cores: where transfer processes run when no core is spare.
+    """
+    model = launch.config.model
+    numbers = dict.fromkeys(WorkerRole, 0)
+    configs = []
+    for role, cores in zip(launch.roles, split.worker_cores, strict=True):
+        phase = launch.phase(role)
+        configs.append(
+            WorkerConfig(
+                worker_id=f"{role.value}-{numbers[role]}",
+                role=role,
+                model_path=str(model_path),
+                dtype=model.dtype,
+                max_model_len=model.max_model_len,
+                block_size=model.block_size,
+                kv_memory_bytes=kv_memory_bytes(phase),
+                max_batch_tokens=phase.max_batch_tokens,
+                max_batch_size=phase.max_batch_size,
+                transport=launch.config.kv_transfer.transport,
+                cluster_token=cluster_token,
+                cpu_cores=cores,
+                transfer_cpu_cores=split.spare_cores or tuple(all_cores),
+                emulate=launch.emulate,
+                time_scale=launch.time_scale,
+            )
+        )
+        numbers[role] += 1
+    return configs
+
+
+def router_config(launch: Launch, model_path: Path, split: CoreSplit, cluster_token: str) -> RouterProcessConfig:
+    """What the router is told."""
+    model, router = launch.config.model, launch.config.router
+    return RouterProcessConfig(
+        model_path=str(model_path),
+        served_name=model.served_name or model_path.resolve().name,
+        host=router.host,
+        port=router.port,
+        admin_port=router.admin_port,
+        slo=launch.config.slo,
+        max_queued_requests=router.max_queued_requests,
+        cluster_token=cluster_token,
+        hardware=launch.emulate or "cpu",
+        cores_per_worker=max(1, *(len(cores) for cores in split.worker_cores)),
+        dtype=model.dtype,
+        drain_timeout_s=launch.drain_timeout_s,
+    )

@@ -1,0 +1,38 @@
+"""What `pdserve up` tells its user: a line for each thing that is up, one banner, and what happens afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+
+class Progress:
+    """Writes lines with the seconds since it was made."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._begin_s = time.monotonic()
+
+    def note(self, name: str, text: str) -> None:
+        """One line: what it is about, and what there is to say."""
+        elapsed_s = time.monotonic() - self._begin_s
+        self._write(f"[dim]{elapsed_s:6.1f}s[/]  [cyan]{escape(name):<12}[/] {escape(text)}")
+
+    def warn(self, name: str, text: str) -> None:
+        """The same, of something that went wrong and is being dealt with."""
+        self._write(f"[dim]{time.monotonic() - self._begin_s:6.1f}s[/]  [yellow]{escape(name):<12}[/] {escape(text)}")
+
+    def banner(self, rows: Sequence[tuple[str, str]], command: str) -> None:
+        """That the cluster is ready, where it is, and a command to try, on the last line."""
+        self._write("")
+        self._write(f"[bold green]pdserve is ready[/] after {time.monotonic() - self._begin_s:.1f} s")
+        for name, value in rows:
+            self._write(f"  [cyan]{escape(name):<12}[/] {escape(value)}")
+        self._write("")
+        self._write(escape(command))
+
+    def _write(self, markup: str) -> None:
+        self._console.print(markup, highlight=False, soft_wrap=True)

@@ -1,0 +1,325 @@
+"""Runs a cluster from the first process to the last: starts everything, says when it serves, keeps it serving, ends it.
+
+One loop, `Supervisor.run`, looks after the demo model, Ray, the router and the seats in turn; nothing in it waits long,
+so that a signal is obeyed at once. What fails before the cluster serves ends it with one line that says why; what fails
+afterwards is started again. A first SIGINT or SIGTERM drains, a second one cuts the drain short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import psutil
+
+from pdserve.deploy import preflight
+from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote
+from pdserve.deploy.cores import split_cores
+from pdserve.deploy.demo_model import DemoModel
+from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
+from pdserve.deploy.preflight import StartError
+from pdserve.deploy.processes import pin_process
+from pdserve.deploy.progress import Progress
+from pdserve.deploy.ray_cluster import PrivateRay, connect_existing, disconnect, worker_resources
+from pdserve.deploy.router_process import RouterProcess
+from pdserve.deploy.worker_seat import SeatState, WorkerSeat, restart_delay_s
+
+START_TIMEOUT_S = 600.0
+"""A cluster that does not serve after this long is given up; loading weights may take minutes."""
+RAY_START_TIMEOUT_S = 60.0
+ROUTER_CHECK_INTERVAL_S = 2.0
+ROUTER_HANG_S = 10.0
+"""A router that answers nothing for this long is killed and started again."""
+_TICK_S = 0.05
+_STOP_WORKERS_S = 3.0
+_CLOSE_STREAMS_S = 8.0
+
+
+class Supervisor:
+    """See the module. Use it once, from the main thread."""
+
+    def __init__(self, launch: Launch, progress: Progress) -> None:
+        self._launch = launch
+        self._progress = progress
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._split = split_cores(self._cores, launch.roles)
+        self._cluster_token = secrets.token_hex(32)
+        self._ray_token = secrets.token_hex(32)
+        self._num_signals = 0
+        self._is_ready = False
+        self._folder: ClusterFolder
+        self._model_path = Path(launch.config.model.path)
+        self._demo: DemoModel | None = None
+        self._ray: PrivateRay | None = None
+        self._ray_deadline_s = 0.0
+        self._is_connected = False
+        self._router: RouterProcess | None = None
+        self._num_router_failures = 0
+        self._router_retry_at_s = 0.0
+        self._router_alive_s = 0.0
+        self._router_checked_s = 0.0
+        self._are_targets_due = False
+        self._seats: list[WorkerSeat] = []
+
+    def run(self) -> int:
+        """Serve until a signal; returns the exit status: 0, or 1 if the drain was cut short.
+
+        Raises:
+            StartError: the cluster did not come to serve. Everything is ended again.
+        """
+        launch = self._launch
+        preflight.check_resources(launch)
+        preflight.check_cores(launch, len(self._cores))
+        preflight.raise_file_limit(launch)
+        preflight.check_ports(launch)
+        if launch.config.model.path:
+            preflight.check_model(launch, self._model_path)
+        self._folder = ClusterFolder()
+        self._take_signals()
+        try:
+            self._begin()
+            while not self._num_signals:
+                self._tick()
+                time.sleep(_TICK_S)
+            return self._drain()
+        finally:
+            self._end()
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._count_signal)
+
+    def _count_signal(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+
+    def _begin(self) -> None:
+        """Start what depends on nothing, all at once."""
+        self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
+        if len(self._cores) < len(self._launch.roles):
+            self._progress.warn("cores", f"{len(self._launch.roles)} workers share {len(self._cores)} cores")
+        if not self._launch.ray_address:
+            self._start_ray()
+        if self._launch.config.model.path:
+            self._start_router()
+        else:
+            self._demo = DemoModel(self._folder.path / "demo.log")
+            verb = "serving" if self._demo.is_written else "writing"
+            self._progress.note("model", f"none named: {verb} a small random checkpoint, {self._demo.folder}")
+
+    def _tick(self) -> None:
+        """Look after everything once."""
+        now_s = time.monotonic()
+        if self._demo is not None:
+            self._tend_demo()
+        self._tend_ray(now_s)
+        if self._is_connected and self._demo is None:
+            if not self._seats:
+                self._make_seats()
+            for seat in self._seats:
+                self._tend_seat(seat, now_s)
+        if self._router is not None:
+            self._tend_router(self._router, now_s)
+            if not self._is_ready and self._router.is_listening and self._router.is_ready():
+                self._announce(self._router)
+        if not self._is_ready and now_s > self._start_deadline_s:
+            raise StartError(f"the cluster does not serve after {START_TIMEOUT_S:.0f} s; try a smaller model")
+
+    # The demo model
+
+    def _tend_demo(self) -> None:
+        assert self._demo is not None
+        if self._demo.check_written():
+            self._model_path = self._demo.folder
+            self._demo = None
+            preflight.check_model(self._launch, self._model_path)
+            self._start_router()
+
+    # Ray
+
+    def _start_ray(self) -> None:
+        self._ray = PrivateRay(self._folder.path / "ray", len(self._launch.roles), self._ray_token)
+        self._ray_deadline_s = time.monotonic() + RAY_START_TIMEOUT_S
+
+    def _tend_ray(self, now_s: float) -> None:
+        if self._ray is None:
+            if not self._is_connected:
+                connect_existing(self._launch.ray_address)
+                self._join(f"joined {self._launch.ray_address}")
+        elif not self._ray.is_running or (not self._is_connected and now_s > self._ray_deadline_s):
+            self._replace_ray(self._ray)
+        elif not self._is_connected and self._ray.is_started:
+            self._ray.connect()
+            self._join("private cluster, loopback only")
+
+    def _replace_ray(self, ray: PrivateRay) -> None:
+        """After its end, with every worker: a new cluster, and every seat filled anew."""
+        if not self._is_ready:
+            raise StartError(f"Ray did not start: {ray.failure or 'no reason given'}")
+        self._progress.warn("ray", "ended; starting it and every worker again")
+        ray.stop()
+        self._is_connected = False
+        for seat in self._seats:
+            seat.vacate()
+        self._are_targets_due = True
+        self._start_ray()
+
+    def _join(self, how: str) -> None:
+        """Note that Ray is there, and take back the signals, which Ray takes when it is joined."""
+        self._is_connected = True
+        self._take_signals()
+        self._progress.note("ray", how)
+
+    # Workers
+
+    def _make_seats(self) -> None:
+        counted = worker_resources()
+        for config in worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token):
+            resources = counted | self._launch.phase(config.role).resources
+            self._seats.append(WorkerSeat(config, WORKER_CLASSES[config.role], resources))
+
+    def _tend_seat(self, seat: WorkerSeat, now_s: float) -> None:
+        num_restarts, state = seat.num_restarts, seat.state
+        if seat.check(now_s):
+            self._are_targets_due = True
+        if seat.num_restarts > num_restarts:
+            if not self._is_ready:
+                raise StartError(f"{seat.worker_id} did not start: {seat.failure}")
+            self._progress.warn(seat.worker_id, f"{seat.failure}; starting it again")
+        elif seat.state is SeatState.UP and state is not SeatState.UP:
+            assert seat.endpoint is not None
+            self._progress.note(seat.worker_id, f"up at {seat.endpoint.address}")
+
+    # The router
+
+    def _start_router(self) -> None:
+        config = router_config(self._launch, self._model_path, self._split, self._cluster_token)
+        self._router = RouterProcess(config, self._folder.path / "router.log")
+
+    def _tend_router(self, router: RouterProcess, now_s: float) -> None:
+        if router.exit_code is not None:
+            self._replace_router(router, now_s)
+            return
+        if not router.is_listening:
+            if router.check_listening():
+                self._progress.note("router", f"listening at {router.url}")
+                self._are_targets_due = True
+                self._router_alive_s = now_s
+            return
+        if self._are_targets_due and now_s - self._router_checked_s >= _TICK_S:
+            self._router_checked_s = now_s
+            with contextlib.suppress(httpx.HTTPError):  # it is asked again, or found dead
+                router.put_targets([seat.endpoint for seat in self._seats if seat.endpoint is not None])
+                self._are_targets_due = False
+        elif now_s - self._router_checked_s >= ROUTER_CHECK_INTERVAL_S:
+            self._router_checked_s = now_s
+            if router.is_alive():
+                self._router_alive_s = now_s
+            elif now_s - self._router_alive_s > ROUTER_HANG_S:
+                router.kill()
+
+    def _replace_router(self, router: RouterProcess, now_s: float) -> None:
+        """After its end: start it again, at once for the first time and later after each further failure."""
+        if not self._is_ready:
+            raise StartError(f"the router did not start: {router.failure}")
+        if self._num_signals:
+            return
+        if not self._router_retry_at_s:
+            self._num_router_failures += 1
+            self._router_retry_at_s = now_s + restart_delay_s(self._num_router_failures, 0.5)
+            self._progress.warn("router", f"ended with code {router.exit_code}; starting it again")
+        if now_s >= self._router_retry_at_s:
+            self._router_retry_at_s = 0.0
+            router.restart()
+
+    # Ready
+
+    def _announce(self, router: RouterProcess) -> None:
+        self._is_ready = True
+        self._leave_cores_to_workers(router)
+        note = ClusterNote(pid=os.getpid(), url=router.url, admin_url=router.admin_url, model=router.config.served_name)
+        self._folder.write_note(note)
+        self._progress.banner(self._banner_rows(router), curl_command(note))
+
+    def _leave_cores_to_workers(self, router: RouterProcess) -> None:
+        """Move the router and Ray's daemons, which started on every core, to the cores that no worker has."""
+        if not self._split.spare_cores:
+            return
+        workers: set[int] = set()
+        for seat in self._seats:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker = psutil.Process(seat.process_id)
+                workers |= {worker.pid, *(child.pid for child in worker.children(recursive=True))}
+        daemons = self._ray.process_ids() if self._ray else []
+        for process_id in {router.process_id, *daemons} - workers:
+            pin_process(process_id, self._split.spare_cores)
+
+    def _banner_rows(self, router: RouterProcess) -> list[tuple[str, str]]:
+        config = self._launch.config
+        rows = [("model", f"{router.config.served_name} ({config.model.dtype})")]
+        if self._launch.emulate:
+            rows[0] = ("model", f"{rows[0][1]}, emulated on {self._launch.emulate}")
+        workers = router.status()["workers"]
+        for role, count in Counter(self._launch.roles).items():
+            tokens = sum(
+                kv_tokens(worker, config.model.block_size) for worker in workers if worker["role"] == role.value
+            )
+            rows.append((role.value, f"{count} worker{'s' * (count > 1)}, {tokens:,} tokens of KV cache"))
+        rows += [("transport", config.kv_transfer.transport), ("API", f"{router.url}/v1"), ("admin", router.admin_url)]
+        return rows
+
+    # The end
+
+    def _drain(self) -> int:
+        """Let the router finish what runs, for as long as it may; then it ends by itself."""
+        router = self._router
+        if router is None or not self._is_ready:
+            return 0
+        self._progress.note("stopping", "finishing what runs; Ctrl-C again cuts it short")
+        num_signals = self._num_signals
+        deadline_s = time.monotonic() + self._launch.drain_timeout_s + _CLOSE_STREAMS_S
+        router.terminate()
+        while router.exit_code is None and time.monotonic() < deadline_s and self._num_signals == num_signals:
+            self._tick()
+            time.sleep(_TICK_S)
+        return 0 if router.exit_code == 0 else 1
+
+    def _end(self) -> None:
+        """End every process and remove every file, whatever state they are in."""
+        if self._router is not None:
+            self._router.close()
+        if self._demo is not None:
+            self._demo.close()
+        if self._is_connected:
+            self._stop_workers()
+        disconnect()
+        if self._ray is not None:
+            self._ray.stop()
+        self._folder.close()
+
+    def _stop_workers(self) -> None:
+        import ray
+
+        stopping: list[Any] = [ending for seat in self._seats if (ending := seat.stop()) is not None]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_WORKERS_S)
+
+
+def kv_tokens(worker: dict[str, Any], block_size: int) -> int:
+    """Tokens that a worker's KV pool holds, from its entry in the router's status."""
+    load = worker["load"]
+    blocks = load["num_blocks_free"] + load["num_blocks_cached"] + load["num_blocks_referenced"]
+    return int(blocks * block_size)
+
+
+def curl_command(note: ClusterNote) -> str:
+    """A request to try, for a shell."""
+    body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'
+    return f"curl {note.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
