@@ -58,26 +58,21 @@ class Reservations:
         else:
             self._waiting = deque(waiting for waiting in self._waiting if waiting.sequence is not sequence)
 
-    def reserve(self, *, max_admissions: int, spare_blocks: int, now_s: float) -> bool:
-        """Reserve blocks for the first request in line and start its pull, if its turn has come.
-
-        Args:
-            max_admissions: requests that may be taken; none at 0.
-            spare_blocks: blocks that it may be expected to need.
+    def reserve(self, *, spare_blocks: int, now_s: float) -> int | None:
+        """Reserve blocks for the first request in line and start its pull, if the blocks that it is expected to need
+        before it ends are no more than ``spare_blocks``. Returns how many of those it takes; ``None`` if it waits on.
         """
-        if not self._waiting or max_admissions < 1:
-            return False
         sequence, source = self._waiting[0]
         cached = self._table.pool.match_prefix(sequence.block_hashes(len(sequence.tokens) // sequence.block_size))
-        num_taken = self._table.pool.num_unreferenced(cached)
-        if sequence.num_blocks_expected() - len(cached) + num_taken > spare_blocks:
-            return False
+        num_taken = sequence.num_blocks_expected() - len(cached) + self._table.pool.num_unreferenced(cached)
+        if num_taken > spare_blocks:
+            return None
         self._waiting.popleft()
         self._table.pool.share(cached)
         num_blocks = sequence.num_blocks_with_headroom()
         sequence.start_at(cached, self._table.pool.allocate(num_blocks - len(cached)))
         self._start_pull(sequence, source, len(cached), now_s)
-        return True
+        return num_taken
 
     def _start_pull(self, sequence: Sequence, source: KvSource, num_cached_blocks: int, now_s: float) -> None:
         waited_s = now_s - sequence.arrived_s

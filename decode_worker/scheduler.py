@@ -79,13 +79,12 @@ class DecodeScheduler:
     # Requests
 
     def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
-        num_kv_tokens = request.num_known_tokens if request.handoff else _num_kv_tokens_max(request)
-        sequence = self._table.open(key, request, num_kv_tokens, now_s)
+        sequence = self._table.open(key, request, now_s, is_handoff=request.handoff)
         if sequence is not None:
             self._prefill.enqueue(sequence)
 
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
-        sequence = self._table.open(key, request, _num_kv_tokens_max(request), now_s)
+        sequence = self._table.open(key, request, now_s, is_handoff=False)
         if sequence is not None:
             self._reservations.push(sequence, source)
 
@@ -145,7 +144,7 @@ class DecodeScheduler:
         return max((*self._running[-1:], *self._local_prefills()), key=_ARRIVAL)
 
     def _local_prefills(self) -> Iterator[Sequence]:
-        return (sequence for sequence in self._prefill.admitted if not sequence.request.handoff)
+        return (sequence for sequence in self._prefill.admitted if not sequence.is_handoff)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._num_preemptions += 1
@@ -158,21 +157,27 @@ class DecodeScheduler:
         self._prefill.recompute(sequence)
 
     def _plan_new_work(self, step: PlannedStep, now_s: float) -> None:
-        """Reservations and prefill, which compete for blocks: of the two first in line, the one that lacks blocks for
-        longer goes first, and a preempted sequence before either."""
-        local = self._prefill.first_waiting()
-        while self._may_reserve(local) and self._reservations.reserve(
-            max_admissions=self._num_open_places(), spare_blocks=self._num_spare_blocks(), now_s=now_s
-        ):
-            pass
-        reserving = self._reservations.first_waiting()
-        if reserving is not None and local is not None and not self._is_ahead(local, reserving):
-            local = None
+        """Reservations and prefill, which compete for blocks and places: a preempted sequence goes first, and else of
+        the two first in line the older one, once it was held up."""
+        local, reserving = self._prefill.first_waiting(), self._reservations.first_waiting()
+        num_places = num_spare = 0
+        if local is not None or reserving is not None:
+            num_places = self._max_batch_size - sum(1 for _ in self._holders())
+            num_spare = self._num_spare_blocks()
+        while num_places > 0 and reserving is not None and not self._must_wait(reserving, local):
+            num_taken = self._reservations.reserve(spare_blocks=num_spare, now_s=now_s)
+            if num_taken is None:
+                break
+            num_places -= 1
+            num_spare -= num_taken
+            reserving = self._reservations.first_waiting()
+        if reserving is not None and local is not None and not _is_ahead(local, reserving):
+            num_places = 0
         self._prefill.plan_chunks(
             step,
             max_tokens=self._max_batch_tokens - len(step.sequences),
-            max_admissions=self._num_open_places() if local is not None else 0,
-            spare_blocks=self._num_spare_blocks(),
+            max_admissions=num_places,
+            spare_blocks=num_spare,
             now_s=now_s,
         )
         for sequence in self._prefill.take_ready():
@@ -180,23 +185,18 @@ class DecodeScheduler:
                 self._table.emit(sequence, RequestEventKind.RESUMED)
             self._join(sequence)
 
-    def _may_reserve(self, local: Sequence | None) -> bool:
-        """Whether the first reservation in line may take blocks although ``local`` waits to be prefilled."""
-        reserving = self._reservations.first_waiting()
-        if reserving is None or local is None:
-            return reserving is not None
-        is_hungry = self._prefill.lacks_blocks or local.state is RequestState.PREEMPTED
-        return not (is_hungry and self._is_ahead(local, reserving))
+    def _must_wait(self, reserving: Sequence, local: Sequence | None) -> bool:
+        """Whether the first reservation in line must let the first prompt that waits to be prefilled go ahead.
 
-    @staticmethod
-    def _is_ahead(local: Sequence, reserving: Sequence) -> bool:
-        return local.state is RequestState.PREEMPTED or local.sequence_id < reserving.sequence_id
-
-    def _num_open_places(self) -> int:
-        return self._max_batch_size - sum(1 for _ in self._holders())
+        Never to one that will be handed off: two workers could wait for each other's reservations.
+        """
+        if local is None or local.is_handoff:
+            return False
+        is_hungry = self._prefill.is_held_up or local.state is RequestState.PREEMPTED
+        return is_hungry and _is_ahead(local, reserving)
 
     def _num_spare_blocks(self) -> int:
-        """Blocks that are available and that no sequence which holds blocks is expected to need."""
+        """Blocks that are available and that no sequence in `_holders` is expected to need."""
         num_spare = self._pool.num_available
         for sequence in self._holders():
             num_spare -= max(0, sequence.num_blocks_expected() - len(sequence.block_table))
@@ -292,6 +292,5 @@ class DecodeScheduler:
             sequence.skip(num_steps, self._pool.allocate(self._growth_of(sequence, num_steps)))
 
 
-def _num_kv_tokens_max(request: GenerationRequest) -> int:
-    """Tokens whose KV decoding can ever need: the last token of an answer is never computed on."""
-    return len(request.prompt_tokens) + request.sampling.max_tokens - 1
+def _is_ahead(local: Sequence, reserving: Sequence) -> bool:
+    return local.state is RequestState.PREEMPTED or local.sequence_id < reserving.sequence_id

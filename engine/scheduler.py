@@ -53,9 +53,9 @@ class RequestEventKind(IntEnum):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
-    """A token for the client."""
+    """A token for the client. Not frozen, because there is one per row and step and freezing doubles its cost."""
 
     key: RequestKey
     choice: int

@@ -30,6 +30,8 @@ class Sequence:
     request: GenerationRequest
     arrived_s: float
     block_size: int
+    is_handoff: bool
+    """Only its prompt is computed here, and parked for another worker."""
     max_length: int
     """Prompt and answer tokens together, at most."""
     stop_token_ids: frozenset[int]

@@ -95,15 +95,15 @@ class SequenceTable:
 
     # Requests
 
-    def open(self, key: RequestKey, request: GenerationRequest, num_kv_tokens: int, now_s: float) -> Sequence | None:
+    def open(self, key: RequestKey, request: GenerationRequest, now_s: float, *, is_handoff: bool) -> Sequence | None:
         """Take a request, or reject one that could never run; a key that is alive already is ignored.
 
         Args:
-            num_kv_tokens: tokens whose KV it needs here at once, at most.
+            is_handoff: only its prompt is computed here, and parked; else it is decoded here to the end.
         """
         if key in self._live:
             return None
-        refusal = self._refusal(request, num_kv_tokens)
+        refusal = self._refusal(request, is_handoff)
         if refusal:
             self.reject(key, refusal)
             return None
@@ -115,6 +115,7 @@ class SequenceTable:
             request=request,
             arrived_s=now_s,
             block_size=self.pool.block_size,
+            is_handoff=is_handoff,
             max_length=len(request.prompt_tokens) + sampling.max_tokens,
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
         )
@@ -123,7 +124,7 @@ class SequenceTable:
         self._deadlines.push(sequence, now_s + request.deadline_s)
         return sequence
 
-    def _refusal(self, request: GenerationRequest, num_kv_tokens: int) -> str:
+    def _refusal(self, request: GenerationRequest, is_handoff: bool) -> str:
         """Why the request can never run here; empty when it can."""
         num_prompt, max_tokens = len(request.prompt_tokens), request.sampling.max_tokens
         limit = self.limits.max_model_len
@@ -134,6 +135,7 @@ class SequenceTable:
             )
         if not num_prompt or len(request.emitted_tokens) >= max_tokens:
             return f"nothing to generate: {num_prompt} prompt tokens, all of max_tokens {max_tokens} emitted already"
+        num_kv_tokens = request.num_known_tokens if is_handoff else num_prompt + max_tokens - 1
         num_blocks = self.pool.num_blocks_for(num_kv_tokens)
         if num_blocks > self.pool.num_blocks:
             return (

@@ -75,8 +75,8 @@ class PrefillScheduler:
         self._waiting = SequenceQueue()
         self._admitted: list[Sequence] = []
         self._ready: list[Sequence] = []
-        self.lacks_blocks = False
-        """Whether the first waiting prompt was held up by blocks, not by the token budget, in the last plan."""
+        self.is_held_up = False
+        """Whether the first waiting prompt was due in the last plan and lacked blocks or a place."""
 
     # Requests
 
@@ -84,7 +84,7 @@ class PrefillScheduler:
         if not request.handoff:
             self.table.reject(key, "this worker only prefills: send the request with handoff, or to a decode worker")
             return
-        sequence = self.table.open(key, request, request.num_known_tokens, now_s)
+        sequence = self.table.open(key, request, now_s, is_handoff=True)
         if sequence is not None:
             self.enqueue(sequence)
 
@@ -148,14 +148,14 @@ class PrefillScheduler:
             max_admissions: prompts to admit at most.
             spare_blocks: blocks that admitted prompts may be expected to need in all.
         """
-        self.lacks_blocks = False
+        self.is_held_up = False
         index = 0
         while max_tokens > 0:
             head = self._waiting.first()
-            if head is not None and max_admissions > 0 and not self.lacks_blocks and self._goes_before(head, index):
-                cost = self._admission_cost(head, spare_blocks)
+            if head is not None and not self.is_held_up and self._goes_before(head, index):
+                cost = self._admission_cost(head, spare_blocks) if max_admissions > 0 else None
                 if cost is None:
-                    self.lacks_blocks = True
+                    self.is_held_up = True
                 else:
                     self._admit(head, index, now_s)
                     spare_blocks -= cost
@@ -174,7 +174,7 @@ class PrefillScheduler:
 
     def _admission_cost(self, sequence: Sequence, spare_blocks: int) -> int | None:
         """Blocks that admitting the sequence takes from the spare ones; ``None`` if it cannot be admitted now."""
-        if not sequence.is_idle or (sequence.request.handoff and not self._may_park(sequence)):
+        if not sequence.is_idle or (sequence.is_handoff and not self._may_park(sequence)):
             return None
         cached = self._match(sequence)
         num_blocks = self._num_blocks_expected(sequence) - len(cached) + self._pool.num_unreferenced(cached)
@@ -182,11 +182,11 @@ class PrefillScheduler:
 
     def _may_park(self, sequence: Sequence) -> bool:
         """Parked prompts, and those that will be, hold at most half of the pool, or one prompt alone what it needs."""
-        num_held = self._parking.num_blocks + sum(len(s.block_table) for s in self._admitted if s.request.handoff)
+        num_held = self._parking.num_blocks + sum(len(s.block_table) for s in self._admitted if s.is_handoff)
         return not num_held or 2 * (num_held + self._num_blocks_expected(sequence)) <= self._pool.num_blocks
 
     def _num_blocks_expected(self, sequence: Sequence) -> int:
-        if sequence.request.handoff:
+        if sequence.is_handoff:
             return self._pool.num_blocks_for(len(sequence.tokens))
         return sequence.num_blocks_expected()
 
@@ -201,7 +201,7 @@ class PrefillScheduler:
         self._admitted.insert(index, sequence)
         cached = self._match(sequence)
         self._pool.share(cached)
-        if sequence.request.handoff:
+        if sequence.is_handoff:
             num_blocks = self._pool.num_blocks_for(len(sequence.tokens))
         else:
             num_blocks = sequence.num_blocks_with_headroom()
@@ -224,7 +224,7 @@ class PrefillScheduler:
             return
         self._admitted = [sequence for sequence in self._admitted if sequence.num_uncomputed]
         for sequence in planned:
-            if sequence.request.handoff:
+            if sequence.is_handoff:
                 sequence.state = RequestState.HANDOFF
                 self._parking.offer(sequence)
             else:

@@ -1,0 +1,526 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from typing import TypeVar
+
+import pytest
+
+from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.engine.scheduler import (
+    AbortPullEvent,
+    Event,
+    OfferEvent,
+    PullResult,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    StartPullEvent,
+    TokenEvent,
+)
+from pdserve.engine.sequence import LOOKAHEAD_TOKENS
+from pdserve.kv_transfer.block_pool import BlockPool
+
+EOS = 2
+LIMITS = ModelLimits(max_model_len=400, vocab_size=100, eos_token_ids=(EOS,))
+BLOCK_SIZE = 4
+SOURCE = KvSource(address="there", worker_epoch=1, handle=b"handle")
+
+EventT = TypeVar("EventT", bound=Event)
+
+
+def a_scheduler(
+    pool: BlockPool | None = None, *, max_batch_tokens: int = 64, max_batch_size: int = 8
+) -> DecodeScheduler:
+    numbers = count()
+    return DecodeScheduler(
+        pool or BlockPool(64, BLOCK_SIZE),
+        LIMITS,
+        mint_handle=lambda: b"handle-%d" % next(numbers),
+        max_batch_tokens=max_batch_tokens,
+        max_batch_size=max_batch_size,
+    )
+
+
+def a_request(
+    request_id: int, num_tokens: int, *, max_tokens: int = 8, emitted: tuple[int, ...] = (), deadline_s: float = 600.0
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_tokens=tuple((10 * request_id + i) % 90 + 5 for i in range(num_tokens)),
+        emitted_tokens=emitted,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        deadline_s=deadline_s,
+    )
+
+
+def key_of(request: GenerationRequest) -> RequestKey:
+    return RequestKey(0, request.request_id, request.attempt)
+
+
+def add(scheduler: DecodeScheduler, *requests: GenerationRequest) -> None:
+    for request in requests:
+        scheduler.add(key_of(request), request, 0.0)
+
+
+def prepare(scheduler: DecodeScheduler, *requests: GenerationRequest) -> None:
+    for request in requests:
+        scheduler.prepare(key_of(request), request, SOURCE, 0.0)
+
+
+def step(scheduler: DecodeScheduler, now_s: float = 0.0) -> StepBatch:
+    batch = scheduler.plan(now_s)
+    assert batch is not None
+    return batch
+
+
+def answer(scheduler: DecodeScheduler, batch: StepBatch, token: int = 50) -> None:
+    sampled = [SampledToken(token, None) if row.sample else None for row in batch.rows]
+    scheduler.complete(StepOutput(step_id=batch.step_id, sampled=sampled, duration_s=0.0), 0.0)
+
+
+def only(events: list[Event], kind: type[EventT]) -> list[EventT]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def kinds(events: list[Event]) -> list[RequestEventKind]:
+    return [event.kind for event in only(events, RequestEvent)]
+
+
+def start_pulls(scheduler: DecodeScheduler, *requests: GenerationRequest) -> list[StartPullEvent]:
+    prepare(scheduler, *requests)
+    scheduler.plan(0.0)
+    return only(scheduler.take_events(), StartPullEvent)
+
+
+def join(scheduler: DecodeScheduler, *requests: GenerationRequest) -> list[StartPullEvent]:
+    """The requests' prompts are pulled; each has 40 as its first token."""
+    pulls = start_pulls(scheduler, *requests)
+    assert len(pulls) == len(requests)
+    for pull in pulls:
+        scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=pull.num_tokens, first_token=40), 0.0)
+    scheduler.take_events()
+    return pulls
+
+
+def sequence_ids(batch: StepBatch) -> list[int]:
+    return [row.sequence_id for row in batch.rows]
+
+
+# Pulls
+
+
+def test_a_pull_reserves_the_whole_prompt_and_head_room_at_once() -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    request = a_request(0, 10)
+    scheduler.prepare(key_of(request), request, SOURCE, 1.0)
+    assert scheduler.plan(3.0) is None
+    started, pull = scheduler.take_events()
+    assert started == RequestEvent(key=key_of(request), kind=RequestEventKind.STARTED, waited_s=2.0)
+    assert isinstance(pull, StartPullEvent)
+    assert (pull.source, pull.num_cached_blocks, len(pull.block_ids), pull.num_tokens) == (SOURCE, 0, 3, 10)
+    assert pool.num_referenced == 4
+    assert 0 < pull.deadline_s <= 598
+
+
+def test_a_pulled_sequence_decodes_from_the_first_token_without_repeating_it() -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    request = a_request(0, 10, emitted=(30, 31))
+    [pull] = start_pulls(scheduler, request)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=12, first_token=40), 5.0)
+    assert scheduler.take_events() == [RequestEvent(key=key_of(request), kind=RequestEventKind.JOINED, waited_s=5.0)]
+    [row] = step(scheduler).rows
+    assert (list(row.tokens), row.cached_length, row.sample_position) == ([40], 12, 13)
+    scheduler.complete(StepOutput(step_id=0, sampled=[SampledToken(41, None)], duration_s=0.0), 0.0)
+    assert scheduler.take_events() == [TokenEvent(key_of(request), 0, 3, 41, None, FinishReason.NONE)]
+    hashes = block_hashes((*request.prompt_tokens, 30, 31), BLOCK_SIZE)
+    assert pool.match_prefix(hashes) == list(row.block_table[:3]), "pulled blocks are shared with others"
+
+
+def test_blocks_that_are_here_already_are_not_pulled() -> None:
+    scheduler = a_scheduler()
+    [first] = join(scheduler, a_request(0, 8))
+    same_prompt = replace(a_request(0, 8), request_id=1)
+    [second] = start_pulls(scheduler, same_prompt)
+    assert (second.num_cached_blocks, second.block_ids, second.num_tokens) == (2, (), 8)
+    assert len(first.block_ids) == 2
+
+
+def test_a_request_that_ended_with_its_first_token_is_done_in_silence() -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    [pull] = start_pulls(scheduler, a_request(0, 10))
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, first_token=EOS, finish=FinishReason.STOP), 0.0)
+    assert scheduler.take_events() == []
+    assert scheduler.plan(0.0) is None
+    assert (pool.num_referenced, pool.num_cached) == (0, 0)
+
+
+@pytest.mark.parametrize("failure", ["copy: broken", ""])
+def test_a_failed_pull_caches_nothing(failure: str) -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    [pull] = start_pulls(scheduler, a_request(0, 10))
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, failure=failure, num_tokens=9), 0.0)
+    [event] = scheduler.take_events()
+    assert kinds([event]) == [RequestEventKind.KV_UNAVAILABLE]
+    assert isinstance(event, RequestEvent)
+    assert event.message == (failure or "verify: KV of 9 tokens for a prompt of 10")
+    assert (pool.num_referenced, pool.num_cached) == (0, 0)
+
+
+@pytest.mark.parametrize("failure", ["aborted", ""])
+def test_targets_of_a_cancelled_pull_stay_reserved_until_it_has_ended(failure: str) -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    request = a_request(0, 10)
+    [pull] = start_pulls(scheduler, request)
+    scheduler.cancel(key_of(request), 0.0)
+    events = scheduler.take_events()
+    assert kinds(events) == [RequestEventKind.CANCELLED]
+    assert only(events, AbortPullEvent) == [AbortPullEvent(pull.pull_id)]
+    assert pool.num_referenced == 4
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, failure=failure, num_tokens=10), 0.0)
+    assert scheduler.take_events() == []
+    assert (pool.num_referenced, pool.num_cached) == (0, 0)
+
+
+def test_a_waiting_reservation_can_be_cancelled() -> None:
+    scheduler = a_scheduler()
+    request = a_request(0, 10)
+    prepare(scheduler, request)
+    scheduler.cancel(key_of(request), 0.0)
+    scheduler.cancel(key_of(request), 0.0)
+    assert scheduler.plan(0.0) is None
+    assert kinds(scheduler.take_events()) == [RequestEventKind.CANCELLED]
+
+
+def test_reservations_are_served_in_order_and_hold_nothing_while_they_wait() -> None:
+    pool = BlockPool(32, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    [pull] = start_pulls(scheduler, a_request(0, 80, max_tokens=20))
+    prepare(scheduler, a_request(1, 40, max_tokens=20), a_request(2, 4, max_tokens=4))
+    held = pool.num_referenced
+    assert scheduler.plan(0.0) is None
+    assert scheduler.take_events() == []
+    assert pool.num_referenced == held
+    assert scheduler.load().num_waiting == 2
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, failure="copy"), 0.0)
+    scheduler.plan(0.0)
+    started = [event.key.request_id for event in only(scheduler.take_events(), RequestEvent) if event.waited_s == 0]
+    assert started[-2:] == [1, 2]
+
+
+# Decode
+
+
+def test_two_steps_in_flight_refer_to_the_row_before() -> None:
+    scheduler = a_scheduler()
+    join(scheduler, a_request(0, 5), a_request(1, 5))
+    first, second = step(scheduler), step(scheduler)
+    assert [(list(row.tokens), row.previous_row) for row in first.rows] == [([40], -1)] * 2
+    assert [(list(row.tokens), row.previous_row) for row in second.rows] == [([], 0), ([], 1)]
+    assert [row.cached_length for row in second.rows] == [6, 6]
+    answer(scheduler, first)
+    third = step(scheduler)
+    assert [row.previous_row for row in third.rows] == [0, 1]
+
+
+def test_no_row_is_planned_beyond_max_tokens() -> None:
+    scheduler = a_scheduler()
+    join(scheduler, a_request(0, 5, max_tokens=3))
+    first, second = step(scheduler), step(scheduler)
+    answer(scheduler, first)
+    assert scheduler.plan(0.0) is None
+    answer(scheduler, second)
+    events = only(scheduler.take_events(), TokenEvent)
+    assert [(event.index, event.finish) for event in events] == [(1, FinishReason.NONE), (2, FinishReason.LENGTH)]
+    assert scheduler.load().num_blocks_referenced == 0
+
+
+def test_the_row_of_a_sequence_that_has_finished_meanwhile_is_ignored() -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    join(scheduler, a_request(0, 5))
+    first, second = step(scheduler), step(scheduler)
+    answer(scheduler, first, EOS)
+    assert [event.finish for event in only(scheduler.take_events(), TokenEvent)] == [FinishReason.STOP]
+    assert pool.num_referenced > 0, "the second step still writes"
+    answer(scheduler, second, 51)
+    assert scheduler.take_events() == []
+    assert pool.num_referenced == 0
+
+
+def test_a_finished_answer_can_be_continued_from_the_cache() -> None:
+    scheduler = a_scheduler()
+    request = a_request(0, 5, max_tokens=9)
+    add(scheduler, request)
+    while (batch := scheduler.plan(0.0)) is not None:
+        answer(scheduler, batch)
+    follow_up = GenerationRequest(request_id=1, prompt_tokens=(*request.prompt_tokens, *[50] * 9, 7))
+    add(scheduler, follow_up)
+    [row] = step(scheduler).rows
+    assert row.cached_length == 12, "13 tokens were computed: three full blocks"
+
+
+def test_a_failed_step_fails_its_sequences_only() -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    join(scheduler, a_request(0, 8))
+    failing = step(scheduler)
+    prepare(scheduler, a_request(1, 5))
+    late = step(scheduler)
+    [pull] = only(scheduler.take_events(), StartPullEvent)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=5, first_token=40), 0.0)
+    scheduler.take_events()
+    scheduler.fail_step(failing.step_id, "broken", 0.0)
+    [event] = only(scheduler.take_events(), RequestEvent)
+    assert (event.key.request_id, event.kind, event.message) == (0, RequestEventKind.FAILED, "broken")
+    answer(scheduler, late)
+    assert scheduler.take_events() == []
+    assert (pool.num_referenced, pool.num_cached) == (3, 0)
+    assert sequence_ids(step(scheduler)) == [1]
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_deadline_ends_a_pull_and_a_running_sequence(is_running: bool) -> None:
+    scheduler = a_scheduler()
+    request = a_request(0, 10, deadline_s=9.0)
+    [pull] = start_pulls(scheduler, request)
+    assert pull.deadline_s == 9.0
+    if is_running:
+        scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=10, first_token=40), 0.0)
+        scheduler.take_events()
+    assert scheduler.next_deadline_s() == 9.0
+    assert scheduler.plan(9.0) is None
+    events = scheduler.take_events()
+    assert kinds(events) == [RequestEventKind.FAILED]
+    assert len(only(events, AbortPullEvent)) == (not is_running)
+
+
+# Local prefill
+
+
+def test_prefill_fills_what_decode_leaves_of_the_budget() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    join(scheduler, a_request(0, 5), a_request(1, 5))
+    add(scheduler, a_request(2, 10))
+    batch = step(scheduler)
+    assert [row.num_new_tokens for row in batch.rows] == [1, 1, 6]
+    answer(scheduler, batch)
+    batch = step(scheduler)
+    assert [row.num_new_tokens for row in batch.rows] == [1, 1, 4]
+    assert batch.rows[2].sample is not None
+    follow = step(scheduler)
+    assert [row.previous_row for row in follow.rows] == [0, 1, 2], "decodes before its token 0 is known"
+
+
+def test_a_local_request_emits_every_token() -> None:
+    scheduler = a_scheduler()
+    add(scheduler, a_request(0, 5, max_tokens=3))
+    while (batch := scheduler.plan(0.0)) is not None:
+        answer(scheduler, batch)
+    events = scheduler.take_events()
+    assert kinds(events) == [RequestEventKind.STARTED]
+    assert [event.index for event in only(events, TokenEvent)] == [0, 1, 2]
+
+
+def test_decode_rows_leave_a_token_to_prefill() -> None:
+    scheduler = a_scheduler(max_batch_tokens=2, max_batch_size=8)
+    add(scheduler, a_request(0, 2, max_tokens=50), a_request(1, 2, max_tokens=50))
+    for _ in range(4):
+        batch = step(scheduler)
+        assert batch.num_new_tokens <= 2
+        assert set(sequence_ids(batch)) == {0}
+        answer(scheduler, batch)
+
+
+def test_a_handoff_is_served_here_too() -> None:
+    scheduler = a_scheduler()
+    request = GenerationRequest(request_id=0, prompt_tokens=(5, 6, 7), handoff=True)
+    add(scheduler, request)
+    answer(scheduler, step(scheduler))
+    events = scheduler.take_events()
+    [offer] = only(events, OfferEvent)
+    assert scheduler.plan(0.0) is None, "it is parked, not decoded"
+    scheduler.lease_opened(offer.handle, 0.0)
+    scheduler.lease_lost(offer.handle, 0.0)
+    scheduler.released(offer.handle, 0.0)
+    assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
+
+
+def test_a_pulled_handoff_request_is_decoded_here_even_after_a_preemption() -> None:
+    scheduler = a_scheduler(BlockPool(36, BLOCK_SIZE))
+    join(scheduler, a_request(0, 8, max_tokens=100), replace(a_request(1, 4, max_tokens=100), handoff=True))
+    events = _run_to_the_end(scheduler)
+    assert RequestEventKind.PREEMPTED in kinds(events)
+    assert not only(events, OfferEvent)
+    assert only(events, TokenEvent)[-1].finish is FinishReason.LENGTH
+
+
+def _run_to_the_end(scheduler: DecodeScheduler, pipeline_depth: int = 2) -> list[Event]:
+    in_flight: list[StepBatch] = []
+    events: list[Event] = []
+    for _ in range(2000):
+        batch = scheduler.plan(0.0)
+        in_flight += [batch] if batch is not None else []
+        if not in_flight:
+            return events
+        if batch is None or len(in_flight) >= pipeline_depth:
+            answer(scheduler, in_flight.pop(0))
+        events += scheduler.take_events()
+    raise AssertionError("no end after 2000 steps")
+
+
+# Admission and preemption
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (a_request(0, 395, max_tokens=6), ("max_model_len 400",)),
+        (a_request(0, 30, max_tokens=300), ("329 tokens", "has 64", "kv_memory")),
+    ],
+)
+def test_what_can_never_run_is_rejected_with_the_reason(request_: GenerationRequest, words: tuple[str, ...]) -> None:
+    scheduler = a_scheduler()
+    prepare(scheduler, request_)
+    add(scheduler, request_)
+    events = only(scheduler.take_events(), RequestEvent)
+    assert [event.kind for event in events] == [RequestEventKind.REJECTED] * 2
+    assert all(word in event.message for event in events for word in words), events[0].message
+
+
+def test_a_sequence_is_admitted_when_all_are_expected_to_fit_to_their_end() -> None:
+    needs = (8 + LOOKAHEAD_TOKENS) // BLOCK_SIZE
+    scheduler = a_scheduler(BlockPool(2 * needs, BLOCK_SIZE))
+    join(scheduler, a_request(0, 8, max_tokens=100))
+    prepare(scheduler, a_request(1, 8, max_tokens=100))
+    batch = step(scheduler)
+    assert kinds(scheduler.take_events()) == [], "the first has one token more: together they may need a block too many"
+    answer(scheduler, batch, EOS)
+    scheduler.plan(0.0)
+    assert kinds(scheduler.take_events())[-1] is RequestEventKind.STARTED
+
+
+def test_no_more_than_the_batch_size_hold_blocks() -> None:
+    scheduler = a_scheduler(max_batch_size=2)
+    add(scheduler, a_request(0, 5), a_request(1, 5), a_request(2, 5))
+    batch = step(scheduler)
+    assert sequence_ids(batch) == [0, 1]
+    answer(scheduler, batch, EOS)
+    assert sequence_ids(step(scheduler)) == [2]
+
+
+def test_what_was_held_up_for_longer_goes_first() -> None:
+    scheduler = a_scheduler(max_batch_size=1)
+    add(scheduler, a_request(0, 5), a_request(1, 5))
+    batch = step(scheduler)
+    prepare(scheduler, a_request(2, 5))
+    answer(scheduler, batch, EOS)
+    scheduler.take_events()
+    answer(scheduler, step(scheduler), EOS)
+    scheduler.plan(0.0)
+    assert [event.key.request_id for event in only(scheduler.take_events(), RequestEvent)] == [1, 2]
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_the_latest_is_preempted_and_resumes_without_repeating_tokens(pipeline_depth: int) -> None:
+    pool = BlockPool(38, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    requests = [a_request(i, 8, max_tokens=100) for i in range(2)]
+    join(scheduler, *requests)
+    events = _run_to_the_end(scheduler, pipeline_depth)
+    preempted = [event.key.request_id for event in only(events, RequestEvent)]
+    assert set(preempted) == {1}, "the oldest is never preempted"
+    assert kinds(events)[:2] == [RequestEventKind.PREEMPTED, RequestEventKind.RESUMED]
+    for request in requests:
+        tokens = [event for event in only(events, TokenEvent) if event.key == key_of(request)]
+        assert [event.index for event in tokens] == list(range(1, 100))
+    assert scheduler.load().num_preemptions >= 1
+    assert pool.num_referenced == 0
+
+
+def test_a_preempted_sequence_goes_ahead_of_new_work() -> None:
+    scheduler = a_scheduler(BlockPool(38, BLOCK_SIZE))
+    join(scheduler, a_request(0, 8, max_tokens=100), a_request(1, 8, max_tokens=100))
+    order: list[tuple[int, RequestEventKind]] = []
+    for _ in range(400):
+        batch = scheduler.plan(0.0)
+        if batch is None:
+            break
+        answer(scheduler, batch)
+        events = scheduler.take_events()
+        order += [(event.key.request_id, event.kind) for event in only(events, RequestEvent)]
+        if RequestEventKind.PREEMPTED in kinds(events):
+            add(scheduler, a_request(2, 4, max_tokens=4))
+            prepare(scheduler, a_request(3, 4, max_tokens=4))
+    resumed = order.index((1, RequestEventKind.RESUMED))
+    assert order.index((2, RequestEventKind.STARTED)) > order.index((1, RequestEventKind.PREEMPTED))
+    assert resumed < order.index((3, RequestEventKind.STARTED))
+
+
+# Simulation
+
+
+def test_quiet_steps_end_before_a_finish() -> None:
+    scheduler = a_scheduler()
+    join(scheduler, a_request(0, 5, max_tokens=8), a_request(1, 5, max_tokens=12))
+    assert scheduler.quiet_steps() == 6
+    scheduler.advance(6)
+    assert scheduler.quiet_steps() == 0
+    batch = step(scheduler)
+    assert [(row.cached_length, row.sample_position) for row in batch.rows] == [(11, 12), (11, 12)]
+    answer(scheduler, batch)
+    events = only(scheduler.take_events(), TokenEvent)
+    assert [(event.index, event.finish) for event in events] == [(7, FinishReason.LENGTH), (7, FinishReason.NONE)]
+
+
+def test_quiet_steps_end_before_blocks_run_short() -> None:
+    pool = BlockPool(38, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    join(scheduler, a_request(0, 8, max_tokens=100), a_request(1, 8, max_tokens=100))
+    num_steps = scheduler.quiet_steps()
+    assert num_steps == 19 * BLOCK_SIZE - 8
+    scheduler.advance(num_steps)
+    assert pool.num_available == 0
+    pool.check_integrity()
+
+
+def test_skipping_is_the_same_as_stepping_but_for_token_values() -> None:
+    stepped_pool, skipped_pool = BlockPool(64, BLOCK_SIZE), BlockPool(64, BLOCK_SIZE)
+    stepped, skipped = a_scheduler(stepped_pool), a_scheduler(skipped_pool)
+    for scheduler in (stepped, skipped):
+        join(scheduler, a_request(0, 5, max_tokens=30), a_request(1, 9, max_tokens=40))
+    skipped.advance(20)
+    for _ in range(20):
+        answer(stepped, step(stepped))
+    assert stepped.load() == skipped.load()
+    assert stepped.quiet_steps() == skipped.quiet_steps()
+    rows = [[(row.cached_length, row.sample_position) for row in step(s).rows] for s in (stepped, skipped)]
+    assert rows[0] == rows[1]
+
+
+def test_tokens_without_values_are_never_found_by_content() -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    join(scheduler, a_request(0, 8, max_tokens=30))
+    scheduler.advance(20)
+    _run_to_the_end(scheduler)
+    assert pool.num_cached == 2, "the prompt only"
+
+
+def test_nothing_is_quiet_while_work_waits() -> None:
+    scheduler = a_scheduler(max_batch_size=1)
+    join(scheduler, a_request(0, 5))
+    assert scheduler.quiet_steps() > 0
+    batch = step(scheduler)
+    assert scheduler.quiet_steps() == 0, "a step is in flight"
+    answer(scheduler, batch)
+    prepare(scheduler, a_request(1, 5))
+    assert scheduler.quiet_steps() == 0
