@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -122,6 +123,13 @@ class Peer:
 
     def block(self, block_id: int) -> bytes:
         return bytes(self.memory.block(block_id, 0, self.layout.num_kv_heads))
+
+    def wait_for_block(self, block_id: int, content: bytes) -> None:
+        """Wait until a pull has brought ``content`` into a block."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while self.block(block_id) != content:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
 
 
 @contextmanager

@@ -17,8 +17,7 @@ def test_a_stopped_source_is_noticed() -> None:
         source.grant(handle, [1], final=False)
         target.pull(source.process.address, handle, [1, 2])
         source.expect("lease_opened")
-        while target.block(1) != source.block(1):
-            time.sleep(0.01)
+        target.wait_for_block(1, source.block(1))
         os.kill(source.process.pid, signal.SIGSTOP)
         start_s = time.monotonic()
         target.expect_done("grant")
