@@ -54,6 +54,7 @@ class PromptBlocks:
         self._tokens = tokens
         self._parent = root_hash(cache_salt)
         self._hashes: list[bytes] = []
+        self._num_cacheable = (self.num_tokens - 1) // block_size
 
     @property
     def num_blocks(self) -> int:
@@ -62,18 +63,21 @@ class PromptBlocks:
 
     def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
         """Leading tokens whose blocks are all among ``cached_blocks``."""
-        num_full = (self.num_tokens - 1) // self.block_size
-        index = 0
-        while index < num_full and self._hash(index) in cached_blocks:
-            index += 1
-        return index * self.block_size
+        num_blocks = 0
+        for digest in self._hashes:
+            if digest not in cached_blocks:
+                return num_blocks * self.block_size
+            num_blocks += 1
+        while num_blocks < self._num_cacheable and self._next_hash() in cached_blocks:
+            num_blocks += 1
+        return num_blocks * self.block_size
 
-    def _hash(self, index: int) -> bytes:
-        if index == len(self._hashes):
-            start = index * self.block_size
-            self._parent = block_hash(self._parent, self._tokens[start : start + self.block_size])
-            self._hashes.append(self._parent)
-        return self._hashes[index]
+    def _next_hash(self) -> bytes:
+        """Compute one more block's hash."""
+        start = len(self._hashes) * self.block_size
+        self._parent = block_hash(self._parent, self._tokens[start : start + self.block_size])
+        self._hashes.append(self._parent)
+        return self._parent
 
 
 class PrefillChoice(NamedTuple):

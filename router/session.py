@@ -121,18 +121,16 @@ class WorkerSession:
         self._epoch += 1
         self._commands = asyncio.Queue()
         reason, was_open = "closed", False
-        try:
-            async with grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel:
-                reader = asyncio.create_task(self._read(channel))
-                try:
-                    reason = await self._watch(reader)
-                finally:
-                    reader.cancel()
-                    await asyncio.wait({reader})
-        finally:
-            was_open, self.is_open = self.is_open, False
-            if was_open:
-                self._sink.session_broken(self, reason)
+        async with grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel:
+            reader = asyncio.create_task(self._read(channel))
+            try:
+                reason = await self._watch(reader)
+            finally:
+                was_open, self.is_open = self.is_open, False
+                reader.cancel()
+                if was_open:
+                    self._sink.session_broken(self, reason)
+                await asyncio.wait({reader})
         return reason, was_open
 
     async def _watch(self, reader: asyncio.Task[str]) -> str:

@@ -98,7 +98,6 @@ def with_workers(*names: str) -> Callable[[Callable[..., Awaitable[None]]], Call
         def wrapper() -> None:
             asyncio.run(run())
 
-        wrapper.__name__ = test.__name__
         return wrapper
 
     return decorate
@@ -114,8 +113,13 @@ async def read_all(flight: Flight) -> list[int]:
     return tokens
 
 
-async def hand_off(prefill: ScriptedWorker, decode: ScriptedWorker, token: int = 100) -> worker_pb2.Request:
+async def hand_off(
+    prefill: ScriptedWorker, decode: ScriptedWorker, token: int = 100, *, released: bool = True
+) -> worker_pb2.Request:
     """Play a prefill and a join: the first token of the attempt is out, and ``decode`` holds the KV.
+
+    Args:
+        released: ``prefill`` says that it is done with the request.
 
     Returns the request as ``decode`` got it.
     """
@@ -128,5 +132,6 @@ async def hand_off(prefill: ScriptedWorker, decode: ScriptedWorker, token: int =
     assert prepared == request or prepared.deadline_s <= request.deadline_s
     decode.send_event(prepared, RequestEventKind.STARTED, waited_s=0.01)
     decode.send_event(prepared, RequestEventKind.JOINED, waited_s=0.02)
-    prefill.send_event(request, RequestEventKind.RELEASED)
+    if released:
+        prefill.send_event(request, RequestEventKind.RELEASED)
     return prepared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -67,12 +68,16 @@ async def test_prefill_worker_dies_before_the_pull(p0: ScriptedWorker, p1: Scrip
         assert await answer == [100, 101, 102]
 
 
-@with_workers("prefill-0", "decode-0")
-async def test_a_prefill_worker_that_has_given_everything_may_die(p: ScriptedWorker, d: ScriptedWorker) -> None:
+@pytest.mark.parametrize("released", [True, False])
+def test_a_prefill_worker_that_has_given_everything_may_die(released: bool) -> None:
+    with_workers("prefill-0", "decode-0")(partial(play_last_words, released=released))()
+
+
+async def play_last_words(p: ScriptedWorker, d: ScriptedWorker, *, released: bool) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
         flight = rig.start(max_tokens=2)
-        request = await hand_off(p, d)
+        request = await hand_off(p, d, released=released)
         await until(lambda: flight.state is RequestState.DECODING)
         await p.stop()
         await until(lambda: not rig.fleet.worker("prefill-0").is_up)
@@ -152,6 +157,8 @@ async def test_stale_and_repeated_tokens_are_dropped(p: ScriptedWorker, d: Scrip
         request = await hand_off(p, d)
         d.send_event(request, RequestEventKind.KV_UNAVAILABLE, message="expired")
         again = await hand_off(p, d, token=101)
+        for kind in (RequestEventKind.FAILED, RequestEventKind.KV_UNAVAILABLE, RequestEventKind.REJECTED):
+            d.send_event(request, kind)
         d.send_token(request, 2, 666)
         d.send_token(request, 1, 666)
         d.send_tokens(again, [(2, 102), (2, 666), (1, 666), (3, 103)], last=True)
