@@ -153,12 +153,11 @@ class Dispatcher:
         """Give up requests that are past their deadline or have waited too long for a worker."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            now_s = self._now_s()
             for flight in list(self._flights.values()):
-                if now_s >= flight.deadline_s:
-                    flight.fail(GenerationError(504, "the request's deadline has passed"))
+                if flight.is_late:
+                    flight.fail_late()
             for flight in list(self._queued.values()):
-                if now_s - flight.queued_s >= self._settings.worker_wait_s:
+                if self._now_s() - flight.queued_s >= self._settings.worker_wait_s:
                     flight.fail(GenerationError(503, "no worker is up", retry_after_s=MIN_RETRY_AFTER_S))
 
     def fail_all(self, message: str) -> None:

@@ -67,7 +67,6 @@ class Attempt:
     number: int
     prefill: Worker
     handoff: bool
-    submitted_s: float
     decode: Worker | None = None
     source: KvSource | None = None
     is_prefill_over: bool = False
@@ -112,12 +111,12 @@ class Flight:
         """
         self.request_id = request_id
         self.arrived_s = arrived_s
-        self.deadline_s = deadline_s
         self.queued_s = arrived_s
         """Since when it has waited for a worker."""
         self.state = RequestState.QUEUED
         self.outcome: Outcome | None = None
         self.attempt: Attempt | None = None
+        self._deadline_s = deadline_s
         self._owner = owner
         self._metrics = metrics
         self._now_s = now_s
@@ -165,6 +164,11 @@ class Flight:
         attempt = self.attempt
         return attempt is not None and attempt.source is not None and attempt.decode is None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._now_s() >= self._deadline_s
+
     def blocks(self, block_size: int) -> PromptBlocks:
         """What the policy weighs: every token whose KV must exist before the next can be sampled."""
         return PromptBlocks((*self._prompt_tokens, *self._emitted), block_size, self._cache_salt)
@@ -174,7 +178,7 @@ class Flight:
         assert self.attempt is None
         assert self.outcome is None
         now_s = self._now_s()
-        attempt = self.attempt = Attempt(self._num_attempts, worker, handoff, now_s)
+        attempt = self.attempt = Attempt(self._num_attempts, worker, handoff)
         self._num_attempts += 1
         self.state = RequestState.PREFILLING
         if attempt.number == 0:
@@ -201,9 +205,10 @@ class Flight:
             return
         if token.index == len(self._emitted):
             self._accept(attempt, worker, token)
-            overtook, attempt.overtook = attempt.overtook, []
+            decode, overtook, attempt.overtook = attempt.decode, attempt.overtook, []
             for later in overtook:
-                self.token_received(worker, later)
+                assert decode is not None
+                self.token_received(decode, later)
         elif worker is attempt.decode and not attempt.first_token_s:
             attempt.overtook.append(token)
         else:
@@ -253,6 +258,9 @@ class Flight:
             self._error = error
             self._land(Outcome.REJECTED if error.status == 400 else Outcome.FAILED)
 
+    def fail_late(self) -> None:
+        self.fail(GenerationError(504, "the request's deadline has passed"))
+
     # Its own steps
 
     def _wire_request(self, attempt: Attempt, now_s: float) -> worker_pb2.Request:
@@ -266,7 +274,7 @@ class Flight:
             emitted_tokens=tuple(self._emitted),
             sampling=self._sampling,
             cache_salt=self._cache_salt,
-            deadline_s=max(self.deadline_s - now_s, 1e-3),
+            deadline_s=max(self._deadline_s - now_s, 1e-3),
             ttft_slo_s=ttft_slo_s,
             handoff=attempt.handoff,
         )
@@ -331,7 +339,7 @@ class Flight:
 
     def _failed(self, message: str) -> None:
         self._num_failures += 1
-        if self._num_failures >= MAX_FAILURES:
+        if self._num_failures >= MAX_FAILURES and not self.is_late:
             self.fail(GenerationError(500, "the model could not compute this request"))
         else:
             self._retry("failed", message)
@@ -339,6 +347,9 @@ class Flight:
     def _retry(self, reason: str, message: str) -> None:
         """Give up the attempt and ask for the next one."""
         log.info("request %x, attempt %d: %s (%s)", self.request_id, self._num_attempts - 1, reason, message)
+        if self.is_late:  # workers give up what is late, too
+            self.fail_late()
+            return
         if self._num_attempts >= MAX_ATTEMPTS:
             self.fail(GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=1.0))
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 
 import pytest
@@ -206,6 +207,20 @@ def test_a_step_may_fail_once_but_not_twice(phase: str) -> None:
             assert flight.outcome is Outcome.FAILED
 
     run()
+
+
+@with_workers("mixed-0")
+async def test_work_that_a_worker_gives_up_as_late_is_late(m: ScriptedWorker) -> None:
+    async with running_rig(deadline_s=0.2) as rig:
+        await rig.up(m)
+        flight = rig.start()
+        await m.next_submit()
+        time.sleep(0.2)  # noqa: ASYNC251  # the sweep must not come first
+        event = worker_pb2.RequestEvent(kind=worker_pb2.RequestEvent.FAILED, message="deadline: 0.2 s have passed")
+        flight.event_received(rig.fleet.worker("mixed-0"), event)
+        with pytest.raises(GenerationError) as caught:
+            await read_all(flight)
+        assert caught.value.status == 504
 
 
 @with_workers("mixed-0")
