@@ -235,7 +235,9 @@ class DecodeScheduler:
             self._table.emit(sequence, RequestEventKind.KV_UNAVAILABLE, failure)
             self._table.close(sequence)
         elif result.finish or sequence.receive(result.num_tokens, result.first_token):
-            self._table.close(sequence)  # it ended with its first token, and the prefill worker said so
+            # It ended with its first token, and the prefill worker said so: nothing is left to say here but this.
+            self._table.emit(sequence, RequestEventKind.RELEASED)
+            self._table.close(sequence)
         else:
             self._table.register_written(sequence)
             self._join(sequence)

@@ -5,7 +5,8 @@ drives it with real time and the planner's simulator drives the same class with 
 one step late: `Scheduler.plan` may be called once more before `Scheduler.complete` of the step before.
 
 Everything that must leave the scheduler (tokens for the router, orders for the transfer process) is an event, taken in
-order with `Scheduler.take_events`.
+order with `Scheduler.take_events`. Every attempt that it took ends with one: a token that finishes the answer, or a
+terminal `RequestEvent`. By it the step loop knows which attempts are alive.
 """
 
 from __future__ import annotations

@@ -151,12 +151,12 @@ def test_blocks_that_are_here_already_are_not_pulled() -> None:
     assert len(first.block_ids) == 2
 
 
-def test_a_request_that_ended_with_its_first_token_is_done_in_silence() -> None:
+def test_a_request_that_ended_with_its_first_token_is_released() -> None:
     pool = BlockPool(64, BLOCK_SIZE)
     scheduler = a_scheduler(pool)
     [pull] = start_pulls(scheduler, a_request(0, 10))
     scheduler.pull_done(PullResult(pull_id=pull.pull_id, first_token=EOS, finish=FinishReason.STOP), 0.0)
-    assert scheduler.take_events() == []
+    assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
     assert scheduler.plan(0.0) is None
     assert (pool.num_referenced, pool.num_cached) == (0, 0)
 

@@ -25,8 +25,14 @@ from tests.workers import RouterClient, WorkerProcess, emulated_config, hand_off
 
 VOCAB_SIZE = 512
 EOS = 2
-SLOW = 40.0
-"""Time scale that makes an emulated decode step last about 15 ms."""
+SLOW = 100.0
+"""Time scale that makes an emulated decode step last about 33 ms."""
+
+LONG = 450
+"""Tokens of an answer that takes 15 s at that scale."""
+
+SOON_S = 8.0
+"""A deadline that such an answer cannot meet by coming to its end."""
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +117,9 @@ def test_a_handoff_streams_the_tokens_of_the_oracle(checkpoint: Path, transport:
         assert all(pull.failure_stage == "" for pull in pulls)
         assert {pull.transport for pull in pulls} <= {transport, ""}
         assert any(pull.bytes for pull in pulls)
+        for worker in (prefill_worker, decode_worker):
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(10) == 0
 
 
 def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path) -> None:
@@ -147,18 +156,18 @@ def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path) -> 
 def test_the_requests_of_a_broken_session_are_cancelled_and_their_blocks_freed(slow_mixed: WorkerProcess) -> None:
     with slow_mixed.connect() as witness:
         with slow_mixed.connect() as router:
-            router.submit(a_request(1, max_tokens=400))
+            router.submit(a_request(1, max_tokens=LONG))
             router.wait_for_tokens(1, 2)
             witness.wait_for(lambda: witness.load.num_blocks_referenced > 0, "referenced blocks")
-        witness.wait_until_free()
+        witness.wait_until_free(SOON_S)
 
 
 def test_a_newer_session_of_a_router_fences_the_older(slow_mixed: WorkerProcess) -> None:
     with slow_mixed.connect(router_id="r", epoch=1) as old:
-        old.submit(a_request(1, max_tokens=400))
+        old.submit(a_request(1, max_tokens=LONG))
         old.wait_for_tokens(1, 2)
         with slow_mixed.connect(router_id="r", epoch=2) as new:
-            new.wait_until_free()
+            new.wait_until_free(SOON_S)
             old.wait_for(lambda: old.error is grpc.StatusCode.ABORTED, "the end of the old stream")
             new.submit(a_request(1, max_tokens=3))
             assert new.wait_for_answer(1) == oracle(a_request(1, max_tokens=3))
@@ -167,22 +176,22 @@ def test_a_newer_session_of_a_router_fences_the_older(slow_mixed: WorkerProcess)
 def test_a_router_that_does_not_read_delays_no_other(slow_mixed: WorkerProcess) -> None:
     stalled = slow_mixed.connect(is_reading=False)
     for n in range(4):
-        stalled.submit(a_request(n, max_tokens=400))
+        stalled.submit(a_request(n, max_tokens=LONG))
     with slow_mixed.connect() as router:
         request = a_request(9, max_tokens=10)
         router.submit(request)
         assert router.wait_for_answer(9) == oracle(request)
         stalled.close()
-        router.wait_until_free()
+        router.wait_until_free(SOON_S)
 
 
 def test_a_cancelled_request_frees_its_blocks(slow_mixed: WorkerProcess) -> None:
     with slow_mixed.connect() as router:
-        router.submit(a_request(1, max_tokens=400))
+        router.submit(a_request(1, max_tokens=LONG))
         router.wait_for_tokens(1, 2)
         router.cancel(1)
         router.wait_for_event(1, worker_pb2.RequestEvent.CANCELLED)
-        router.wait_until_free()
+        router.wait_until_free(SOON_S)
 
 
 @pytest.mark.parametrize("token", ["", "wrong"])
@@ -211,7 +220,7 @@ def test_a_source_that_is_not_there_is_reported(slow_mixed: WorkerProcess) -> No
 def test_sigterm_finishes_what_runs_and_refuses_the_rest(checkpoint: Path) -> None:
     config = emulated_config(checkpoint, WorkerRole.MIXED, time_scale=SLOW)
     with WorkerProcess(config) as worker, worker.connect() as router:
-        request = a_request(1, max_tokens=60)
+        request = a_request(1, max_tokens=40)
         router.submit(request)
         router.wait_for_tokens(1, 2)
         worker.process.send_signal(signal.SIGTERM)
@@ -222,10 +231,27 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest(checkpoint: Path) -> No
         assert worker.process.wait(30) == 0
 
 
+def test_a_draining_prefill_worker_waits_for_its_parked_prompts(checkpoint: Path) -> None:
+    with (
+        WorkerProcess(emulated_config(checkpoint, WorkerRole.PREFILL)) as prefill_worker,
+        WorkerProcess(emulated_config(checkpoint, WorkerRole.DECODE)) as decode_worker,
+        prefill_worker.connect() as prefill,
+        decode_worker.connect() as decode,
+    ):
+        request = a_request(1)
+        prefill.submit(replace(request, handoff=True))
+        first = prefill.wait_for_tokens(1, 1)
+        prefill_worker.process.send_signal(signal.SIGTERM)
+        prefill.wait_for(lambda: prefill.load.draining and prefill.load.num_parked == 1, "a parked prompt")
+        decode.prepare(request, prefill.wait_for_source(1))
+        assert first + decode.wait_for_answer(1) == oracle(request)
+        assert prefill_worker.process.wait(30) == 0
+
+
 def test_a_second_sigterm_ends_the_process_at_once(checkpoint: Path) -> None:
     config = emulated_config(checkpoint, WorkerRole.MIXED, time_scale=SLOW)
     with WorkerProcess(config) as worker, worker.connect() as router:
-        router.submit(a_request(1, max_tokens=400))
+        router.submit(a_request(1, max_tokens=LONG))
         router.wait_for_tokens(1, 2)
         worker.process.send_signal(signal.SIGTERM)
         router.wait_for(lambda: router.load.draining, "draining")
