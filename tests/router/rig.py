@@ -103,12 +103,18 @@ def with_workers(*names: str) -> Callable[[Callable[..., Awaitable[None]]], Call
     return decorate
 
 
-async def read_all(flight: Flight) -> list[int]:
-    """Every token of an answer; indices are checked."""
+async def read_some(flight: Flight, count: int) -> list[int]:
+    """The next ``count`` tokens of an answer."""
+    async with asyncio.timeout(TIMEOUT_S):
+        return [(await anext(flight)).token for _ in range(count)]
+
+
+async def read_all(flight: Flight, first: int = 0) -> list[int]:
+    """Every token of an answer from index ``first`` on; indices are checked."""
     tokens: list[int] = []
     async with asyncio.timeout(TIMEOUT_S):
         async for delta in flight:
-            assert delta.index == len(tokens)
+            assert delta.index == first + len(tokens)
             tokens.append(delta.token)
     return tokens
 

@@ -13,7 +13,7 @@ from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.flight import MAX_ATTEMPTS
 from pdserve.router.generation import GenerationError
-from tests.router.rig import hand_off, read_all, running_rig, with_workers
+from tests.router.rig import hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -22,16 +22,15 @@ async def test_decode_worker_dies_in_the_middle(p: ScriptedWorker, d0: ScriptedW
     async with running_rig() as rig:
         await rig.up(p, d0, d1)
         flight = rig.start(max_tokens=5)
-        answer = asyncio.create_task(read_all(flight))
         request = await hand_off(p, d0)
         d0.send_tokens(request, [(1, 101), (2, 102)], last=False)
-        await until(lambda: flight.state is RequestState.DECODING)
+        assert await read_some(flight, 3) == [100, 101, 102]
         await d0.stop()
         again = await hand_off(p, d1, token=103)
         assert again.attempt == 1
         assert list(again.emitted_tokens) == [100, 101, 102]
         d1.send_token(again, 4, 104, last=True)
-        assert await answer == [100, 101, 102, 103, 104]
+        assert await read_all(flight, 3) == [103, 104]
         assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 1
 
 
@@ -104,11 +103,10 @@ async def test_the_only_prefill_worker_dies_and_decode_takes_over(p: ScriptedWor
 async def test_the_only_decode_worker_comes_back(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start(max_tokens=3)
-        answer = asyncio.create_task(read_all(flight))
+        flight = rig.start(max_tokens=4)
         request = await hand_off(p, d)
         d.send_token(request, 1, 101)
-        await until(lambda: flight.state is RequestState.DECODING)
+        assert await read_some(flight, 2) == [100, 101]
         await d.stop()
         await until(lambda: flight.state is RequestState.QUEUED)
         d.epoch += 1000
@@ -117,7 +115,7 @@ async def test_the_only_decode_worker_comes_back(p: ScriptedWorker, d: ScriptedW
         again = await hand_off(p, d, token=102)
         assert list(again.emitted_tokens) == [100, 101]
         d.send_token(again, 3, 103, last=True)
-        assert await answer == [100, 101, 102, 103]
+        assert await read_all(flight, 2) == [102, 103]
 
 
 @with_workers("prefill-0", "decode-0", "decode-1")
@@ -126,12 +124,13 @@ async def test_a_target_that_is_taken_away_gives_up_its_requests(
 ) -> None:
     async with running_rig() as rig:
         await rig.up(p, d0, d1)
-        flight = rig.start(max_tokens=2)
+        flight = rig.start(max_tokens=3)
         await hand_off(p, d0)
+        assert await read_some(flight, 1) == [100]
         await rig.up(p, d1)
         request = await hand_off(p, d1, token=101)
         d1.send_token(request, 2, 102, last=True)
-        assert await read_all(flight) == [100, 101, 102]
+        assert await read_all(flight, 1) == [101, 102]
 
 
 @with_workers("prefill-0", "decode-0", "decode-1")
@@ -156,6 +155,7 @@ async def test_stale_and_repeated_tokens_are_dropped(p: ScriptedWorker, d: Scrip
         await rig.up(p, d)
         flight = rig.start(max_tokens=4)
         request = await hand_off(p, d)
+        assert await read_some(flight, 1) == [100]
         d.send_event(request, RequestEventKind.KV_UNAVAILABLE, message="expired")
         again = await hand_off(p, d, token=101)
         for kind in (RequestEventKind.FAILED, RequestEventKind.KV_UNAVAILABLE, RequestEventKind.REJECTED):
@@ -163,7 +163,7 @@ async def test_stale_and_repeated_tokens_are_dropped(p: ScriptedWorker, d: Scrip
         d.send_token(request, 2, 666)
         d.send_token(request, 1, 666)
         d.send_tokens(again, [(2, 102), (2, 666), (1, 666), (3, 103)], last=True)
-        assert await read_all(flight) == [100, 101, 102, 103]
+        assert await read_all(flight, 1) == [101, 102, 103]
         assert rig.sample("pdserve_redispatches_total", reason="kv_unavailable") == 1
 
 
