@@ -16,6 +16,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pdserve.deploy.errors import DeployError
+
 _LOCK = "lock"
 _NOTE = "cluster.json"
 
@@ -67,12 +69,27 @@ def running_clusters() -> list[ClusterNote]:
     return notes
 
 
+def find_cluster() -> ClusterNote:
+    """The user's running cluster.
+
+    Raises:
+        DeployError: none runs, or several do.
+    """
+    notes = running_clusters()
+    if not notes:
+        raise DeployError("no cluster of yours runs here; start one with pdserve up, or give its address")
+    if len(notes) > 1:
+        addresses = ", ".join(f"{note.url} (admin {note.admin_url})" for note in notes)
+        raise DeployError(f"{len(notes)} clusters run here; give the address of one: {addresses}")
+    return notes[0]
+
+
 def _root() -> Path:
     root = Path(f"/tmp/pdserve-{os.getuid()}")
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ValueError(f"{root} is not a private folder of yours; remove it")
+        raise DeployError(f"{root} is not a private folder of yours; remove it")
     return root
 
 

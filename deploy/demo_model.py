@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pdserve.deploy.preflight import StartError
+from pdserve.deploy.errors import DeployError
 from pdserve.deploy.processes import last_line, start_tied
 
 _VERSION = 1  # raise it when the checkpoint's files change
@@ -39,7 +39,7 @@ class DemoModel:
         """Whether the folder is there; does not wait.
 
         Raises:
-            StartError: it could not be written.
+            DeployError: it could not be written.
         """
         if self._process is None:
             return True
@@ -47,7 +47,7 @@ class DemoModel:
         if code is None:
             return False
         if code:
-            raise StartError(f"could not write the demo model: {last_line(self._log_path)}; name one with --model")
+            raise DeployError(f"could not write the demo model: {last_line(self._log_path)}; name one with --model")
         try:
             self._draft.rename(self.folder)
         except OSError:  # another cluster was faster

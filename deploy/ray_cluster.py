@@ -13,6 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from pdserve.deploy.errors import DeployError
 from pdserve.deploy.ports import free_port
 from pdserve.deploy.processes import end_session, last_line, session_members, start_tied
 
@@ -23,10 +24,6 @@ NAMESPACE = "pdserve"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray refuses less than 75 MB; nothing of ours is kept in it
 _STARTED = "Ray runtime started."
 _STOP_GRACE_S = 5.0
-
-
-class RayError(RuntimeError):
-    """Ray did not start or cannot be reached. One line that names the cause."""
 
 
 class PrivateRay:
@@ -89,7 +86,7 @@ class PrivateRay:
         """Make this process its driver.
 
         Raises:
-            RayError: it does not answer.
+            DeployError: it does not answer.
         """
         os.environ.update(self._environment)
         _connect(self.address)
@@ -109,7 +106,7 @@ def connect_existing(address: str) -> None:
     """Make this process a driver of the cluster at ``address`` (``host:port``).
 
     Raises:
-        RayError: it cannot be reached, or has hosts other than this one.
+        DeployError: it cannot be reached, or has hosts other than this one.
     """
     import ray
 
@@ -117,7 +114,9 @@ def connect_existing(address: str) -> None:
     hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if len(hosts) != 1:
         disconnect()
-        raise RayError(f"the Ray cluster at {address} has {len(hosts)} hosts; clusters of one host are supported today")
+        raise DeployError(
+            f"the Ray cluster at {address} has {len(hosts)} hosts; clusters of one host are supported today"
+        )
 
 
 def disconnect() -> None:
@@ -143,4 +142,4 @@ def _connect(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         disconnect()
         cause = str(error).splitlines()[0]
-        raise RayError(f"cannot connect to Ray at {address}: {cause}; check --ray-address and its token") from error
+        raise DeployError(f"cannot connect to Ray at {address}: {cause}; check --ray-address and its token") from error

@@ -24,8 +24,8 @@ from pdserve.deploy import preflight
 from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote
 from pdserve.deploy.cores import split_cores
 from pdserve.deploy.demo_model import DemoModel
+from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
-from pdserve.deploy.preflight import StartError
 from pdserve.deploy.processes import pin_process
 from pdserve.deploy.progress import Progress
 from pdserve.deploy.ray_cluster import PrivateRay, connect_existing, disconnect, worker_resources
@@ -73,7 +73,7 @@ class Supervisor:
         """Serve until a signal; returns the exit status: 0, or 1 if the drain was cut short.
 
         Raises:
-            StartError: the cluster did not come to serve. Everything is ended again.
+            DeployError: the cluster did not come to serve. Everything is ended again.
         """
         launch = self._launch
         preflight.check_resources(launch)
@@ -130,7 +130,7 @@ class Supervisor:
             if not self._is_ready and self._router.is_listening and self._router.is_ready():
                 self._announce(self._router)
         if not self._is_ready and now_s > self._start_deadline_s:
-            raise StartError(f"the cluster does not serve after {START_TIMEOUT_S:.0f} s; try a smaller model")
+            raise DeployError(f"the cluster does not serve after {START_TIMEOUT_S:.0f} s; try a smaller model")
 
     # The demo model
 
@@ -162,7 +162,7 @@ class Supervisor:
     def _replace_ray(self, ray: PrivateRay) -> None:
         """After its end, with every worker: a new cluster, and every seat filled anew."""
         if not self._is_ready:
-            raise StartError(f"Ray did not start: {ray.failure or 'no reason given'}")
+            raise DeployError(f"Ray did not start: {ray.failure or 'no reason given'}")
         self._progress.warn("ray", "ended; starting it and every worker again")
         ray.stop()
         self._is_connected = False
@@ -191,7 +191,7 @@ class Supervisor:
             self._are_targets_due = True
         if seat.num_restarts > num_restarts:
             if not self._is_ready:
-                raise StartError(f"{seat.worker_id} did not start: {seat.failure}")
+                raise DeployError(f"{seat.worker_id} did not start: {seat.failure}")
             self._progress.warn(seat.worker_id, f"{seat.failure}; starting it again")
         elif seat.state is SeatState.UP and state is not SeatState.UP:
             assert seat.endpoint is not None
@@ -228,7 +228,7 @@ class Supervisor:
     def _replace_router(self, router: RouterProcess, now_s: float) -> None:
         """After its end: start it again, at once for the first time and later after each further failure."""
         if not self._is_ready:
-            raise StartError(f"the router did not start: {router.failure}")
+            raise DeployError(f"the router did not start: {router.failure}")
         if self._num_signals:
             return
         if not self._router_retry_at_s:

@@ -1,0 +1,153 @@
+"""The command line: ``pdserve up``, ``chat``, ``status``.
+
+Reads arguments and turns every error into one line with the remedy; the work is done by modules that a command imports
+when it runs, so that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1
+failure, 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pdserve.contracts.deployment import DeploymentConfig
+
+app = typer.Typer(
+    help="Serve a language model from separate pools of prefill and decode workers.",
+    epilog="Example: pdserve up --model ./Llama-3.2-1B-Instruct, then in another terminal: pdserve chat",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""click's class for bad usage: of the package, or of the copy inside newer versions of typer."""
+
+
+def main() -> None:
+    """Entry point of ``pdserve``."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns the exit status."""
+    from pdserve.deploy.config import ConfigError
+    from pdserve.deploy.errors import DeployError
+
+    try:
+        result = app(arguments or ["--help"], prog_name="pdserve", standalone_mode=False)
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx else "pdserve"
+        return _fail(2, f"{error.format_message()} (see {command} --help)")
+    except ConfigError as error:
+        return _fail(2, str(error))
+    except DeployError as error:
+        return _fail(1, str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _fail(status: int, message: str) -> int:
+    typer.echo(f"pdserve: {' '.join(message.split())}", err=True)
+    return status
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"pdserve {version('pdserve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+@app.command(epilog="Example: pdserve up deployment.yaml --model ./Llama-3.2-1B-Instruct --decode 2")
+def up(
+    file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML). Without one, defaults are used.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder. Without one, a small random model is served.")
+    ] = None,
+    emulate: Annotated[str, typer.Option(metavar="GPU", help="Emulate this GPU's speed, such as h100-sxm.")] = "",
+    time_scale: Annotated[float, typer.Option(min=1e-3, help="Emulated seconds last this many real ones.")] = 1.0,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
+    mixed: Annotated[int | None, typer.Option(help="Number of workers that serve both phases.")] = None,
+    ray_address: Annotated[
+        str, typer.Option(envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Join this Ray cluster, on this host.")
+    ] = "",
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get at the end.")] = 30.0,
+) -> int:
+    """Start a cluster and serve until Ctrl-C."""
+    from rich.console import Console
+
+    from pdserve.deploy.config import check_deployment, read_deployment
+    from pdserve.deploy.launch import Launch
+    from pdserve.deploy.progress import Progress
+    from pdserve.deploy.supervisor import Supervisor
+
+    config = read_deployment(file) if file else DeploymentConfig()
+    if model is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(model)))
+    config = _override(config, "router", host=host, port=port)
+    for section, replicas in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
+        config = _override(config, section, replicas=replicas)
+    check_deployment(config)
+    launch = Launch(
+        config=config,
+        emulate=emulate,
+        time_scale=time_scale,
+        ray_address=ray_address,
+        drain_timeout_s=drain_timeout,
+    )
+    return Supervisor(launch, Progress(Console())).run()
+
+
+def _override(config: DeploymentConfig, section: str, **values: Any) -> DeploymentConfig:
+    """``config`` with those of ``values`` that were given."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **given)})
+
+
+@app.command(epilog='Example: pdserve chat "Why is decode memory-bound?"')
+def chat(
+    message: Annotated[str, typer.Argument(help="What to say; without it, a conversation is opened.")] = "",
+    url: Annotated[str, typer.Option(help="Address of the API; by default that of the cluster that runs here.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the most likely token.")] = 1.0,
+) -> int:
+    """Talk to the model that is served; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
+    from rich.console import Console
+
+    from pdserve.deploy.chat import Conversation, converse
+    from pdserve.deploy.cluster_folder import find_cluster
+
+    conversation = Conversation(
+        url or find_cluster().url, max_tokens=max_tokens, temperature=temperature, console=Console()
+    )
+    return converse(conversation, message)
+
+
+@app.command(epilog="Example: pdserve status --admin-url http://127.0.0.1:9000")
+def status(
+    admin_url: Annotated[str, typer.Option(help="Admin address; by default that of the cluster that runs here.")] = "",
+) -> int:
+    """Show the workers of a running cluster and what they do."""
+    from rich.console import Console
+
+    from pdserve.deploy.cluster_folder import find_cluster
+    from pdserve.deploy.status import show_status
+
+    return show_status(admin_url or find_cluster().admin_url, Console())

@@ -1,0 +1,67 @@
+"""``pdserve status``: the router's view of a cluster as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.deploy.errors import DeployError
+
+_TIMEOUT_S = 5.0
+
+
+def show_status(admin_url: str, console: Console) -> int:
+    """Print it; returns 0 if the cluster serves, 1 if it does not.
+
+    Raises:
+        DeployError: nobody answers at ``admin_url``.
+    """
+    status = fetch_status(admin_url)
+    state = "draining" if status["draining"] else "ready" if status["ready"] else "not ready"
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in status["outcomes"].items() if count)
+    console.print(
+        f"{state}: {status['in_flight']} in flight, {status['queued']} queued, {status['accepted']} accepted"
+        + (f" ({outcomes})" if outcomes else ""),
+        highlight=False,
+    )
+    console.print(worker_table(status["workers"]))
+    return 0 if state == "ready" else 1
+
+
+def fetch_status(admin_url: str) -> dict[str, Any]:
+    """What the router says.
+
+    Raises:
+        DeployError: nobody answers, or something else does.
+    """
+    try:
+        answer = httpx.get(f"{admin_url.rstrip('/')}/status", timeout=_TIMEOUT_S, trust_env=False)
+        status: dict[str, Any] = answer.raise_for_status().json()
+        status["workers"], status["ready"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise DeployError(f"no pdserve router answers at {admin_url}: {error}; check --admin-url") from error
+    return status
+
+
+def worker_table(workers: list[dict[str, Any]]) -> Table:
+    """One row per worker."""
+    table = Table("worker", "role", "state", "running", "waiting", "parked", "KV used", "preempted", "address")
+    for worker in workers:
+        load = worker["load"]
+        total = load["num_blocks_free"] + load["num_blocks_cached"] + load["num_blocks_referenced"]
+        used = f"{load['num_blocks_referenced'] / total:.0%}" if total else "-"
+        state = "down" if not worker["up"] else "draining" if load["draining"] else "up"
+        counts = (load["num_running"], load["num_waiting"], load["num_parked"])
+        table.add_row(
+            worker["worker_id"],
+            worker["role"],
+            state,
+            *map(str, counts),
+            used,
+            str(load["num_preemptions"]),
+            worker["address"],
+        )
+    return table
