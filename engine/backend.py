@@ -15,8 +15,8 @@ from pathlib import Path
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.pool_size import AUTO_MEMORY_SHARE, available_memory_bytes, num_kv_blocks
-from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.engine.pool_size import AUTO_MEMORY_SHARE, num_kv_blocks
+from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import LlamaConfig, model_hash
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
@@ -68,7 +68,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
 
 def _emulated_backend(config: WorkerConfig) -> Backend:
-    """A GPU that is not here: its step times, its transfer times and as many blocks as it would have."""
+    """A GPU that is not here: its step times, its transfer times and as many blocks as its memory would hold."""
     model = LlamaConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
     cost = CostModel(ModelShape.from_config(model), hardware(config.emulate), config.dtype)

@@ -52,8 +52,10 @@ class TransferSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferDied:
-    """The transfer process ended on its own. The worker cannot go on."""
+class PartDied:
+    """Something that the worker cannot go on without ended on its own."""
+
+    part: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,7 @@ class StopLoop:
     """Leave the loop after the steps in flight."""
 
 
-Message = (
-    AddRequest | PrepareRequest | CancelRequest | SessionEnded | TransferSaid | TransferDied | StartDrain | StopLoop
-)
+Message = AddRequest | PrepareRequest | CancelRequest | SessionEnded | TransferSaid | PartDied | StartDrain | StopLoop
 
 
 class Inbox:

@@ -27,11 +27,11 @@ from pdserve.engine.inbox import (
     CancelRequest,
     Inbox,
     Message,
+    PartDied,
     PrepareRequest,
     SessionEnded,
     StartDrain,
     StopLoop,
-    TransferDied,
     TransferSaid,
 )
 from pdserve.engine.live_requests import LiveRequests
@@ -55,7 +55,8 @@ MIN_WAIT_S = 0.001
 """Shortest sleep of an idle loop: a deadline that is due but not yet expired must not make it spin."""
 
 STALL_LIMIT_S = 60.0
-"""A turn that lasts longer than this is a hang: no step is that long."""
+STALL_FACTOR = 10.0
+"""A turn that lasts longer than the limit and this many times its step's predicted time is a hang."""
 
 MAX_FAILED_STEPS_IN_A_ROW = 16
 """After so many failures in a row the executor is beyond repair and the process ends."""
@@ -139,18 +140,19 @@ class StepLoop:
         self._draining = False
         self._stopping = False
         self._turned_s = time.monotonic()
+        self._expected_s = 0.0
         self.drained = Event()
         """Set once a drain was asked for and nothing is left."""
 
     def is_healthy(self) -> bool:
         """Whether the loop turned lately."""
-        return time.monotonic() - self._turned_s < STALL_LIMIT_S
+        return time.monotonic() - self._turned_s < STALL_LIMIT_S + STALL_FACTOR * self._expected_s
 
     def run(self) -> None:
         """Turn until a `StopLoop` message.
 
         Raises:
-            RuntimeError: the transfer process died, or the executor fails every step.
+            RuntimeError: the transfer process or the service died, or the executor fails every step.
         """
         is_idle = True
         while not self._stopping:
@@ -188,6 +190,7 @@ class StepLoop:
 
     def _submit(self, batch: StepBatch) -> None:
         prediction = self._times.predict(batch)
+        self._expected_s = self._times.corrected_s(prediction)
         handle: StepHandle
         try:
             handle = self._executor.submit(batch)
@@ -258,8 +261,8 @@ class StepLoop:
                     self._scheduler.cancel(key, now_s)
             case TransferSaid(said):
                 self._handle_transfer(said, now_s)
-            case TransferDied():
-                raise RuntimeError("the transfer process died")
+            case PartDied(part):
+                raise RuntimeError(f"{part} died")
             case StartDrain():
                 self._draining = True
             case StopLoop():

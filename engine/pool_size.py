@@ -5,8 +5,6 @@ Called once when a worker starts. Never allocates.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import ModelLimits
 
@@ -37,15 +35,6 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
             f"tokens: raise {knob} to {num_needed} blocks ({num_needed * block_bytes} bytes), or lower max_model_len"
         )
     return num_blocks
-
-
-def available_memory_bytes() -> int:
-    """Memory that the host can give without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable line: Linux 3.14 or newer is needed")
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:

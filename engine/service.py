@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,16 @@ import grpc
 
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.frames import KvOrigin, pack_frames
-from pdserve.engine.inbox import AddRequest, CancelRequest, Inbox, Message, PrepareRequest, SessionEnded, StartDrain
+from pdserve.engine.inbox import (
+    AddRequest,
+    CancelRequest,
+    Inbox,
+    Message,
+    PartDied,
+    PrepareRequest,
+    SessionEnded,
+    StartDrain,
+)
 from pdserve.engine.loop import StepReport
 from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sessions import Session, SessionTable
@@ -41,6 +51,7 @@ STOP_GRACE_S = 0.5
 
 BYTES_PER_TOKEN_ON_WIRE = 5
 
+_log = logging.getLogger(__name__)
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 _RequestStream = AsyncIterator[worker_pb2.RouterMessage]
@@ -96,10 +107,16 @@ class WorkerService:
     def _run(self, address: Future[str]) -> None:
         try:
             asyncio.run(self._serve(address))
-        except BaseException as error:
+        except Exception as error:
             if address.done():
-                raise
-            address.set_exception(error)
+                self._die()
+            else:
+                address.set_exception(error)
+
+    def _die(self) -> None:
+        """A service that lost a frame, or its event loop, must not go on as if nothing had happened."""
+        _log.exception("the gRPC service died")
+        self._inbox.put(PartDied("the gRPC service"))
 
     async def _serve(self, address: Future[str]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -202,7 +219,14 @@ class WorkerService:
         self._inbox.put(command)
 
     def _deliver(self, report: StepReport) -> None:
-        """On the event loop: pack a report and queue it to the sessions that it concerns."""
+        """On the event loop: send a report."""
+        try:
+            self._queue_frames(report)
+        except Exception:
+            self._die()
+
+    def _queue_frames(self, report: StepReport) -> None:
+        """Pack a report and queue it to the sessions that it concerns."""
         self._load = report.load
         self._cached_hashes.update(report.cache.stored)
         self._cached_hashes.difference_update(report.cache.evicted)

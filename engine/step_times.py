@@ -31,12 +31,18 @@ class StepTimes:
             return Prediction(False, self._cost.decode_s(num_rows, sum(row.cached_length for row in batch.rows)))
         return Prediction(True, self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows))
 
+    def corrected_s(self, prediction: Prediction) -> float:
+        """How long the step is expected to take, by what was observed so far."""
+        return prediction.predicted_s * self._correction(prediction).factor
+
     def observe(self, prediction: Prediction, duration_s: float) -> None:
         """Take the duration of the step that was predicted."""
-        correction = self._prefill if prediction.has_prefill else self._decode
-        correction.observe(prediction.predicted_s, duration_s)
+        self._correction(prediction).observe(prediction.predicted_s, duration_s)
 
     def add_to(self, load: worker_pb2.Load) -> None:
         """Write both corrections into a load message."""
         load.prefill_correction = self._prefill.factor
         load.decode_correction = self._decode.factor
+
+    def _correction(self, prediction: Prediction) -> OnlineCorrection:
+        return self._prefill if prediction.has_prefill else self._decode

@@ -22,7 +22,7 @@ from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.backend import Backend, choose_backend
 from pdserve.engine.frames import KvOrigin
-from pdserve.engine.inbox import Inbox, StartDrain, StopLoop, TransferDied, TransferSaid
+from pdserve.engine.inbox import Inbox, PartDied, StartDrain, StopLoop, TransferSaid
 from pdserve.engine.loop import StepLoop
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.service import ServiceSettings, WorkerService
@@ -161,7 +161,7 @@ class EngineWorker:
             transport=config.transport,
             cpu_cores=config.transfer_cpu_cores,
             on_message=lambda message: self._inbox.put(TransferSaid(message)),
-            on_death=lambda: self._inbox.put(TransferDied()),
+            on_death=lambda: self._inbox.put(PartDied("the transfer process")),
         )
 
     def _service_settings(self, backend: Backend, kv_address: str) -> ServiceSettings:

@@ -47,7 +47,7 @@ class PoolMemory:
         if layout.num_blocks < 1:
             raise ValueError(f"the KV pool holds no block: raise kv_memory to {layout.block_bytes} bytes at least")
         size = _file_bytes(layout)
-        available = _available_memory_bytes()
+        available = available_memory_bytes()
         if size > available:
             raise ValueError(f"the KV pool needs {size} bytes and {available} are available: lower kv_memory")
         fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -141,7 +141,7 @@ def _check_size(size: int, layout: KvLayout) -> None:
         )
 
 
-def _available_memory_bytes() -> int:
+def available_memory_bytes() -> int:
     """Memory that can be had without swapping, within the container's limit if there is one."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024

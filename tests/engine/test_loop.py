@@ -16,11 +16,11 @@ from pdserve.engine.inbox import (
     AddRequest,
     CancelRequest,
     Inbox,
+    PartDied,
     PrepareRequest,
     SessionEnded,
     StartDrain,
     StopLoop,
-    TransferDied,
     TransferSaid,
 )
 from pdserve.engine.loop import MAX_FAILED_STEPS_IN_A_ROW, StepLoop, StepReport
@@ -296,10 +296,10 @@ def test_an_executor_that_always_fails_ends_the_loop() -> None:
     assert "in a row" in str(rig.failure)
 
 
-def test_the_death_of_the_transfer_process_ends_the_loop() -> None:
+def test_the_death_of_a_part_ends_the_loop() -> None:
     rig = Rig()
     with rig.running():
-        rig.inbox.put(TransferDied())
+        rig.inbox.put(PartDied("the transfer process"))
         wait_until(lambda: rig.failure is not None, "the end of the loop")
     assert "transfer process died" in str(rig.failure)
 

@@ -14,7 +14,16 @@ import pytest
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.frames import ClientEvent, KvOrigin
-from pdserve.engine.inbox import AddRequest, CancelRequest, Inbox, Message, PrepareRequest, SessionEnded, StartDrain
+from pdserve.engine.inbox import (
+    AddRequest,
+    CancelRequest,
+    Inbox,
+    Message,
+    PartDied,
+    PrepareRequest,
+    SessionEnded,
+    StartDrain,
+)
 from pdserve.engine.loop import StepReport
 from pdserve.engine.scheduler import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.engine.service import ServiceSettings, WorkerService
@@ -111,6 +120,7 @@ def test_events_reach_only_their_session_and_steps_reach_all(loop_side: LoopSide
         RouterClient(loop_side.address, token="secret") as one,
         RouterClient(loop_side.address, token="secret") as other,
     ):
+        other.wait_for(lambda: bool(other.frames), "the first frame")
         one.submit(a_request(1))
         key = loop_side.next_key()
         loop_side.publish(a_token(key), step_s=0.125)
@@ -214,6 +224,13 @@ def test_a_full_inbox_rejects_requests_but_takes_cancels(loop_side: LoopSide, mo
         assert "overloaded" in router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED).message
         router.cancel(1)
         assert isinstance(loop_side.next_message(), CancelRequest)
+
+
+def test_a_report_that_cannot_be_packed_is_the_end(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.submit(a_request(1))
+        loop_side.publish(TokenEvent(loop_side.next_key(), 0, 0, -1, None, FinishReason.NONE))
+        assert loop_side.next_message() == PartDied("the gRPC service")
 
 
 def test_stop_ends_the_thread() -> None:
