@@ -8,14 +8,16 @@ from pathlib import Path
 
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.decode_worker.actor import DecodeWorker
 from pdserve.deploy.config import kv_memory_bytes
 from pdserve.deploy.cores import CoreSplit
+from pdserve.prefill_worker.actor import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig
 
-WORKER_CLASSES = {
-    WorkerRole.PREFILL: "pdserve.prefill_worker.actor:PrefillWorker",
-    WorkerRole.DECODE: "pdserve.decode_worker.actor:DecodeWorker",
-    WorkerRole.MIXED: "pdserve.decode_worker.actor:DecodeWorker",
+WORKER_CLASSES: dict[WorkerRole, type] = {
+    WorkerRole.PREFILL: PrefillWorker,
+    WorkerRole.DECODE: DecodeWorker,
+    WorkerRole.MIXED: DecodeWorker,
 }
 
 

@@ -66,6 +66,8 @@ class PrivateRay:
             "RAY_USAGE_STATS_ENABLED": "0",
             # Despite its name, set to 0 it keeps Ray on the loopback address on every system.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            # Ray's own pages on the end of a worker; ours is one line.
+            "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
         }
 
     @property

@@ -48,7 +48,10 @@ def fetch_status(admin_url: str) -> dict[str, Any]:
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
     """One row per worker."""
-    table = Table("worker", "role", "state", "running", "waiting", "parked", "KV used", "preempted", "address")
+    columns = ("worker", "role", "state", "run", "wait", "park", "KV used", "preempt", "address")
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=True)
     for worker in workers:
         load = worker["load"]
         total = load["num_blocks_free"] + load["num_blocks_cached"] + load["num_blocks_referenced"]

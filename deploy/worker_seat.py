@@ -14,7 +14,6 @@ from enum import Enum
 from typing import Any
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
-from pdserve.deploy.worker_host import WorkerHost
 from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 
 PING_INTERVAL_S = 0.5
@@ -48,11 +47,12 @@ def restart_delay_s(num_failures: int, jitter: float) -> float:
 class WorkerSeat:
     """See the module."""
 
-    def __init__(self, config: WorkerConfig, class_path: str, resources: dict[str, float]) -> None:
+    def __init__(self, config: WorkerConfig, worker_class: type, resources: dict[str, float]) -> None:
         """An empty seat; `check` fills it.
 
         Args:
-            class_path: ``package.module:Class`` of the worker.
+            worker_class: becomes the actor, and gives it its name; its methods are those of
+                `pdserve.engine.actor.WorkerActor`.
             resources: Ray resources that its actor asks for.
         """
         self.config = config
@@ -64,7 +64,7 @@ class WorkerSeat:
         self.failure = ""
         """Why the last worker failed, in one line."""
         self.num_restarts = 0
-        self._class_path = class_path
+        self._worker_class = worker_class
         self._resources = resources
         self._num_failures = 0
         self._retry_at_s = 0.0
@@ -106,7 +106,7 @@ class WorkerSeat:
         import ray
 
         options = {"num_cpus": 0, "resources": self._resources, "max_concurrency": _CONCURRENT_CALLS}
-        self._actor = ray.remote(WorkerHost).options(**options).remote(self._class_path, config_to_fields(self.config))
+        self._actor = ray.remote(self._worker_class).options(**options).remote(config_to_fields(self.config))
         self._pending_process_id = self._actor.process_id.remote()
         self._pending = self._actor.start.remote()
         self.state = SeatState.STARTING
@@ -168,7 +168,11 @@ class WorkerSeat:
 
 
 def describe_failure(error: Exception) -> str:
-    """One line on why a worker failed: what it raised itself where it did, else what Ray says of its end."""
+    """One line on why a worker failed: what it raised itself where it did."""
+    from ray.exceptions import RayActorError
+
+    if isinstance(error, RayActorError):
+        return "its process ended"
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if not lines:
