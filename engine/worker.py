@@ -105,18 +105,26 @@ class EngineWorker:
     def _run(self) -> None:
         with ExitStack() as stack:
             try:
-                self._loop = self._build(stack)
+                loop, address = self._build(stack)
             except BaseException as error:
                 self._endpoint.set_exception(error)
                 return
+            self._loop = loop
+            config = self._config
+            self._endpoint.set_result(
+                WorkerEndpoint(worker_id=config.worker_id, role=config.role, address=address, epoch=self._epoch)
+            )
             try:
-                self._loop.run()
+                loop.run()
             except BaseException:
                 _log.critical("the step loop of %s died", self._config.worker_id, exc_info=True)
                 self._on_fatal()
 
-    def _build(self, stack: ExitStack) -> StepLoop:
-        """Assemble the worker on its loop's thread; ``stack`` takes it apart in reverse order."""
+    def _build(self, stack: ExitStack) -> tuple[StepLoop, str]:
+        """Assemble the worker on its loop's thread; ``stack`` takes it apart in reverse order.
+
+        Returns the loop, ready to run, and the ``host:port`` of the service.
+        """
         config = self._config
         if config.cpu_cores:
             os.sched_setaffinity(0, config.cpu_cores)
@@ -146,10 +154,7 @@ class EngineWorker:
         )
         address = service.start()
         stack.callback(service.stop)
-        self._endpoint.set_result(
-            WorkerEndpoint(worker_id=config.worker_id, role=config.role, address=address, epoch=self._epoch)
-        )
-        return loop
+        return loop, address
 
     def _start_transfer(self, memory: PoolMemory) -> TransferProcess:
         config = self._config
