@@ -7,6 +7,7 @@ so that `ping` answers while `drain` waits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,9 @@ class WorkerActor:
             ValueError: it is not one.
         """
         self._worker = EngineWorker(config_from_fields(config), scheduler_factory)
+
+    def process_id(self) -> int:
+        return os.getpid()
 
     def start(self) -> dict[str, Any]:
         """Serve; returns the fields of the `WorkerEndpoint`.

@@ -24,6 +24,9 @@ class EchoWorker:
         self.config = config
         self.epoch = int.from_bytes(os.urandom(4))
 
+    def process_id(self) -> int:
+        return os.getpid()
+
     def start(self) -> dict[str, Any]:
         if self.config["model_path"] == "absent":
             raise ValueError("no model at 'absent': name a folder")
@@ -62,8 +65,7 @@ def ray_cluster() -> Iterator[PrivateRay]:
 
 def make_seat(model_path: str = "/nowhere") -> WorkerSeat:
     config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path=model_path)
-    class_path = f"{EchoWorker.__module__}:{EchoWorker.__qualname__}"
-    return WorkerSeat(config, class_path, worker_resources())
+    return WorkerSeat(config, EchoWorker, worker_resources())
 
 
 def state_of(seat: WorkerSeat) -> SeatState:

@@ -1,0 +1,119 @@
+"""Starts a whole cluster as a user would, with `pdserve up FILE`, and looks at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Cluster:
+    """A running cluster."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    admin_url: str
+    banner: str
+
+    def status(self) -> dict[str, Any]:
+        """The router's view of its workers."""
+        status: dict[str, Any] = httpx.get(f"{self.admin_url}/status", timeout=5).json()
+        return status
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything the cluster runs now."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def worker_pid(self, actor_class: str) -> int:
+        """Process id of the first actor of a class, as Ray titles it."""
+        for process in self.processes():
+            if any(actor_class in word for word in _cmdline(process)[:1]):
+                return process.pid
+        raise LookupError(f"no {actor_class} among {[_cmdline(p)[:1] for p in self.processes()]}")
+
+    def wait_until_idle(self, timeout_s: float) -> float:
+        """Seconds until no request is in flight and no KV block is referenced on any worker.
+
+        Raises:
+            TimeoutError: it takes longer than ``timeout_s``; the message is the last status.
+        """
+        start = time.monotonic()
+        while True:
+            status = self.status()
+            if status["in_flight"] == 0 and all(w["load"]["num_blocks_referenced"] == 0 for w in status["workers"]):
+                return time.monotonic() - start
+            if time.monotonic() - start > timeout_s:
+                raise TimeoutError(json.dumps(status))
+            time.sleep(0.05)
+
+    def wait_until_healthy(self, timeout_s: float = 60.0) -> None:
+        """Wait for ``/health`` to answer 200."""
+        deadline = time.monotonic() + timeout_s
+        while httpx.get(f"{self.url}/health", timeout=5).status_code != 200:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the cluster did not become healthy again")
+            time.sleep(0.1)
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def wait_for_banner(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Everything `pdserve up` prints until its banner's last line, the curl command."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (lines := log.read_text().splitlines()) or not lines[-1].startswith("curl "):
+        assert process.poll() is None, f"`pdserve up` ended with {process.returncode}:\n{log.read_text()}"
+        assert time.monotonic() < deadline, f"`pdserve up` is not ready:\n{log.read_text()}"
+        time.sleep(0.05)
+    return "\n".join(lines)
+
+
+@contextmanager
+def running_cluster(folder: Path, deployment: dict[str, Any]) -> Iterator[Cluster]:
+    """`pdserve up` on free ports, stopped with SIGINT; its exit code must be 0 and nothing may be left."""
+    deployment = {**deployment, "router": {"port": 0, "admin_port": 0, **deployment.get("router", {})}}
+    file = folder / "deployment.yaml"
+    file.write_text(json.dumps(deployment))
+    log = folder / "up.log"
+    command = [str(Path(sys.executable).with_name("pdserve")), "up", str(file)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        banner = wait_for_banner(process, log)
+        urls = re.findall(r"http://[\w.\-]+:\d+", banner)
+        public = next(url for url in urls if httpx.get(f"{url}/live", timeout=5).status_code == 200)
+        admin = next(url for url in urls if url != public)
+        yield Cluster(process, public, admin, banner)
+    except BaseException:
+        process.terminate()
+        process.wait(STOP_TIMEOUT_S)
+        raise
+    stop_and_check(process, log)
+
+
+def stop_and_check(process: subprocess.Popen[bytes], log: Path) -> None:
+    """SIGINT, then: exit code 0 and no process of the cluster alive."""
+    members = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()
+    _, alive = psutil.wait_procs(members, timeout=3)
+    assert not alive, f"left behind: {[_cmdline(p) for p in alive]}"

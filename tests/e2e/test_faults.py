@@ -1,0 +1,123 @@
+"""Workers killed under load, and clients that leave: every stream ends right and nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.deploy.random_checkpoint import write_random_checkpoint
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.reference import ReferenceAnswer, assert_same_tokens
+
+NUM_STREAMS = 16
+NUM_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """1 P + 1 D on a model slow enough for a stream to last about a second."""
+    folder = tmp_path_factory.mktemp("cluster")
+    checkpoint = write_random_checkpoint(folder / "model", hidden_size=256, intermediate_size=688)
+    phase = {"kv_memory": "256MiB", "max_batch_tokens": 256}
+    deployment = {
+        "model": {"path": str(checkpoint), "served_name": "tiny"},
+        "prefill": phase,
+        "decode": phase,
+    }
+    with running_cluster(folder, deployment) as cluster:
+        yield cluster
+
+
+def request_body(index: int, **extra: Any) -> dict[str, Any]:
+    rng = random.Random(index)
+    return {
+        "model": "tiny", "prompt": [rng.randrange(6, 512) for _ in range(20 + 13 * index)], "max_tokens": NUM_TOKENS,
+        "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True, **extra,
+    }  # fmt: skip
+
+
+async def stream_tokens(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
+    """Token ids of a stream that must end with ``[DONE]``."""
+    tokens: list[int] = []
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        done = False
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: "):
+                chunk = httpx.Response(200, content=line.removeprefix("data: ")).json()
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    tokens += choice.get("token_ids", [])
+    assert done, f"the stream broke off after {len(tokens)} tokens"
+    return tokens
+
+
+async def undisturbed_answers(url: str) -> list[ReferenceAnswer]:
+    """The same requests with nothing failing, and the top-2 margin at each token."""
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        bodies = [request_body(index, stream=False, logprobs=2) for index in range(NUM_STREAMS)]
+        replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+    answers = []
+    for reply in replies:
+        choice = reply.json()["choices"][0]
+        tops = [sorted(top.values(), reverse=True) for top in choice["logprobs"]["top_logprobs"]]
+        margins = [top[0] - top[1] if len(top) > 1 else 0.0 for top in tops]
+        answers.append(ReferenceAnswer(choice["token_ids"], margins))
+    return answers
+
+
+async def answers_while(url: str, disturb: Any) -> list[list[int]]:
+    """All streams at once; ``disturb()`` is called once they are well under way."""
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        streams = [asyncio.create_task(stream_tokens(client, request_body(i))) for i in range(NUM_STREAMS)]
+        await asyncio.sleep(0.4)
+        assert not any(task.done() for task in streams), "the streams ended before the fault: make them longer"
+        disturb()
+        return await asyncio.gather(*streams)
+
+
+@pytest.fixture(scope="module")
+def references(cluster: Cluster) -> list[ReferenceAnswer]:
+    return asyncio.run(undisturbed_answers(cluster.url))
+
+
+@pytest.mark.parametrize("actor_class", ["DecodeWorker", "PrefillWorker"])
+def test_a_killed_worker_loses_nothing(cluster: Cluster, references: list[ReferenceAnswer], actor_class: str) -> None:
+    victim = cluster.worker_pid(actor_class)
+    answers = asyncio.run(answers_while(cluster.url, lambda: os.kill(victim, signal.SIGKILL)))
+    assert_same_tokens(answers, references)
+    cluster.wait_until_healthy()
+    assert cluster.worker_pid(actor_class) != victim
+    cluster.wait_until_idle(2.0)
+
+
+async def leave_early(url: str, count: int) -> None:
+    """``count`` clients that disconnect after a random time: queued, prefilling, in handoff or decoding."""
+    rng = random.Random(3)
+
+    async def one(index: int, after_s: float) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            body = request_body(index % 40, max_tokens=2000, stream=index % 3 != 0)
+            request = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.sleep(after_s)
+            request.cancel()
+
+    await asyncio.gather(*(one(index, rng.uniform(0.0, 2.0)) for index in range(count)))
+
+
+def test_two_hundred_disconnects_free_everything(cluster: Cluster) -> None:
+    asyncio.run(leave_early(cluster.url, 200))
+    cluster.wait_until_idle(2.0)
+    start = time.monotonic()
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=request_body(0, stream=False), timeout=30).json()
+    assert len(answer["choices"][0]["token_ids"]) == NUM_TOKENS, time.monotonic() - start

@@ -1,0 +1,116 @@
+"""The official `openai` client against a live cluster, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.e2e.cluster import Cluster, running_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Nothing named: the default model, 1 P + 1 D."""
+    with running_cluster(tmp_path_factory.mktemp("cluster"), {}) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def model_of(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_banner_ends_with_a_curl_line_that_works(cluster: Cluster) -> None:
+    line = cluster.banner.strip().splitlines()[-1]
+    command = shlex.split(line[line.index("curl ") :])
+    answer = subprocess.run([*command, "--silent", "--fail"], capture_output=True, check=True, timeout=60)
+    assert b'"choices"' in answer.stdout
+
+
+def test_chat_streamed_and_not_agree(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the time to first token?"}]
+    whole = client.chat.completions.create(
+        model=model_of(client), messages=messages, max_tokens=20, temperature=0
+    )  # fmt: skip
+    stream = client.chat.completions.create(
+        model=model_of(client), messages=messages, max_tokens=20, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert whole.choices[0].finish_reason in ("stop", "length")
+
+
+def test_a_seed_repeats_and_another_seed_differs(client: openai.OpenAI) -> None:
+    def sample(seed: int) -> str:
+        answer = client.completions.create(
+            model=model_of(client), prompt="Prefill", max_tokens=24, temperature=1.0, seed=seed
+        )
+        return answer.choices[0].text
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_logprobs_are_of_the_tokens(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=model_of(client), messages=[{"role": "user", "content": "hi"}], max_tokens=5, temperature=0,
+        logprobs=True, top_logprobs=3,
+    )  # fmt: skip
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content
+    for entry in logprobs.content:
+        assert entry.logprob <= 0
+        assert entry.logprob == pytest.approx(max(top.logprob for top in entry.top_logprobs))
+
+
+def test_async_client_streams_many_at_once(cluster: Cluster) -> None:
+    async def run() -> list[int]:
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            model = (await client.models.list()).data[0].id
+
+            async def one(index: int) -> int:
+                stream = await client.completions.create(
+                    model=model, prompt=f"Request {index}", max_tokens=8, temperature=0, stream=True,
+                    stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                usages = [chunk.usage async for chunk in stream if chunk.usage]
+                return usages[-1].completion_tokens
+
+            return await asyncio.gather(*(one(index) for index in range(16)))
+
+    assert asyncio.run(run()) == [8] * 16
+
+
+def test_errors_are_typed(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        client.completions.create(model="nope", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=model_of(client), prompt="x", temperature=9)
+    with pytest.raises(openai.BadRequestError, match="100000"):
+        client.completions.create(model=model_of(client), prompt=[7] * 100_000)
+
+
+def test_metrics_have_counted(cluster: Cluster, client: openai.OpenAI) -> None:
+    client.completions.create(model=model_of(client), prompt="x", max_tokens=4)
+    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=5).text
+    assert 'pdserve_request_outcomes_total{outcome="finished"}' in text
+    assert "pdserve_ttft_seconds_count" in text

@@ -1,0 +1,100 @@
+"""The same greedy answers through every way of serving, as a client sees them over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.deploy.random_checkpoint import write_random_checkpoint
+from tests.e2e.cluster import running_cluster
+from tests.e2e.reference import ReferenceAnswer, assert_same_tokens, greedy_answers
+
+NUM_TOKENS = 24
+MAX_BATCH_TOKENS = 128
+
+
+def make_prompts() -> list[list[int]]:
+    """64 prompts, from one token to several chunks; three in four begin with one of two shared prefixes."""
+    rng = random.Random(7)
+    shared = [[rng.randrange(6, 512) for _ in range(length)] for length in (40, 300)]
+    prompts = [[5], [9, 17]]
+    while len(prompts) < 64:
+        prefix = shared[len(prompts) % 2] if len(prompts) % 4 else []
+        prompts.append(prefix + [rng.randrange(6, 512) for _ in range(rng.choice((1, 3, 15, 16, 17, 60, 200)))])
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def references(checkpoint: Path) -> list[ReferenceAnswer]:
+    return greedy_answers(checkpoint, make_prompts(), NUM_TOKENS)
+
+
+async def complete(client: httpx.AsyncClient, prompt: list[int], stream: bool) -> tuple[list[int], dict[str, Any]]:
+    """Token ids and usage of one greedy completion, streamed or not."""
+    body = {
+        "model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "stream": stream,
+    }  # fmt: skip
+    if not stream:
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        return answer["choices"][0]["token_ids"], answer["usage"]
+    body["stream_options"] = {"include_usage": True}
+    tokens: list[int] = []
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", "/v1/completions", json=body) as streamed:
+        async for line in streamed.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = httpx.Response(200, content=line.removeprefix("data: ")).json()
+            for choice in chunk["choices"]:
+                tokens += choice.get("token_ids", [])
+            usage = chunk["usage"] or usage
+    return tokens, usage
+
+
+async def complete_all(url: str) -> list[tuple[list[int], dict[str, Any]]]:
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        return await asyncio.gather(
+            *(complete(client, prompt, stream=index % 2 == 0) for index, prompt in enumerate(make_prompts()))
+        )
+
+
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "mixed": {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}},
+    "1P+1D memfd": {"kv_transfer": {"transport": "memfd"}},
+    "1P+1D grpc": {"kv_transfer": {"transport": "grpc"}},
+    "2P+2D": {"prefill": {"replicas": 2}, "decode": {"replicas": 2}},
+}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_same_tokens_and_exact_usage(
+    topology: str, checkpoint: Path, references: list[ReferenceAnswer], tmp_path: Path
+) -> None:
+    deployment: dict[str, Any] = {"model": {"path": str(checkpoint), "served_name": "tiny"}}
+    for section, values in TOPOLOGIES[topology].items():
+        deployment[section] = values
+    for phase in ("prefill", "decode", "mixed"):
+        deployment[phase] = {**deployment.get(phase, {}), "kv_memory": "64MiB", "max_batch_tokens": MAX_BATCH_TOKENS}
+        deployment[phase].setdefault("replicas", 0 if phase == "mixed" else 1)
+    with running_cluster(tmp_path, deployment) as cluster:
+        results = asyncio.run(complete_all(cluster.url))
+        cluster.wait_until_idle(2.0)
+    assert_same_tokens([tokens for tokens, _ in results], references)
+    for prompt, (_, usage) in zip(make_prompts(), results, strict=True):
+        assert usage["prompt_tokens"] == len(prompt)
+        assert usage["completion_tokens"] == NUM_TOKENS
+        assert usage["total_tokens"] == len(prompt) + NUM_TOKENS
