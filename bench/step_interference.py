@@ -1,0 +1,194 @@
+"""Does pulling KV slow decoding down? Step times of a decode batch, quiet and under a full-rate pull, in one run.
+
+    python -m pdserve.bench.step_interference [--transport memfd|grpc] [--json FILE]
+
+One process decodes a real model on a core of its own; its transfer process pulls blocks of another pool without a pause
+on other cores. Quiet and loaded stretches alternate, so that the machine's noise falls on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import queue
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.request import SamplingParams
+from pdserve.contracts.step import StepBatch, StepRow
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.transfer_client import TransferProcess
+from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+
+BATCH_SIZE = 8
+CONTEXT_TOKENS = 256
+BLOCKS_PER_PULL = 64
+STEPS_PER_STRETCH = 400
+STRETCHES = 10
+WORKER_EPOCH = 1
+
+
+Messages = queue.SimpleQueue[transfer_pb2.TransferToEngine]
+
+
+class PullLoad:
+    """Pulls the source's first blocks into the target's last ones, over and over, from a thread."""
+
+    def __init__(
+        self, source: TransferProcess, target: TransferProcess, target_said: Messages, layout: KvLayout
+    ) -> None:
+        self._source, self._target, self._target_said, self._layout = source, target, target_said, layout
+        self.num_bytes = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        stopping = Event()
+        thread = Thread(target=self._run, args=(stopping,))
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
+
+    def _run(self, stopping: Event) -> None:
+        while not stopping.is_set():
+            self._pull_once(os.urandom(16))
+
+    def _pull_once(self, handle: bytes) -> None:
+        blocks = list(range(BLOCKS_PER_PULL))
+        grant = kv_pb2.Grant(
+            block_ids=blocks, generations=[0] * BLOCKS_PER_PULL, final=True,
+            num_tokens=BLOCKS_PER_PULL * self._layout.block_size, first_token=kv_pb2.FirstToken(token=1),
+        )  # fmt: skip
+        self._source.send(transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=handle)))
+        self._source.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
+        order = transfer_pb2.StartPull(
+            pull_id=int.from_bytes(handle[:8], "little"),
+            source=worker_pb2.KvSource(address=self._source.address, worker_epoch=WORKER_EPOCH, handle=handle),
+            block_ids=[self._layout.num_blocks - 1 - block for block in blocks],
+            deadline_s=30.0,
+        )
+        self._target.send(transfer_pb2.EngineToTransfer(start_pull=order))
+        done = self._target_said.get(timeout=60).pull_done
+        if done.failure_stage:
+            raise RuntimeError(f"a pull failed: {done.failure_stage}: {done.message}")
+        self.num_bytes += done.bytes
+
+
+def build_executor(folder: Path, memory: PoolMemory, config: Any) -> Any:
+    import torch
+
+    from pdserve.model.model_executor import ModelExecutor
+
+    torch.set_num_threads(1)
+    pool = torch.frombuffer(memory.blocks, dtype=torch.float32).view(memory.layout.shape)
+    return ModelExecutor(folder=folder, config=config, layout=memory.layout, pool=pool, dtype="float32")
+
+
+def decode_batch(step_id: int, layout: KvLayout) -> StepBatch:
+    blocks_per_row = layout.num_blocks_for(CONTEXT_TOKENS + 1)
+    greedy = SamplingParams(temperature=0.0)
+    return StepBatch(
+        step_id=step_id,
+        rows=[
+            StepRow(
+                sequence_id=row, tokens=[7 + row], cached_length=CONTEXT_TOKENS, sample=greedy,
+                block_table=range(row * blocks_per_row, (row + 1) * blocks_per_row),
+            )
+            for row in range(BATCH_SIZE)
+        ],
+    )  # fmt: skip
+
+
+def step_times_s(executor: Any, layout: KvLayout) -> list[float]:
+    times = []
+    for step_id in range(STEPS_PER_STRETCH):
+        started_s = time.perf_counter()
+        executor.submit(decode_batch(step_id, layout)).result()
+        times.append(time.perf_counter() - started_s)
+    return times
+
+
+def measure(transport: str) -> dict[str, Any]:
+    """Step-time percentiles, quiet and loaded, their ratio, and the pulls' rate."""
+    from pdserve.deploy.random_checkpoint import write_random_checkpoint
+    from pdserve.model.config import LlamaConfig
+
+    cores = sorted(os.sched_getaffinity(0))
+    transfer_cores = tuple(cores[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_random_checkpoint(Path(folder), hidden_size=256, intermediate_size=688)
+        config = LlamaConfig.from_folder(path)
+        layout = config.kv_layout(num_blocks=1024, block_size=16, dtype="float32", model_hash="bench")
+        source_memory, target_memory = PoolMemory.create(layout), PoolMemory.create(layout)
+        executor = build_executor(path, target_memory, config)
+    common: dict[str, Any] = {"worker_epoch": WORKER_EPOCH, "host": "127.0.0.1", "cluster_token": "bench"}
+    common |= {"transport": transport, "on_death": lambda: None, "cpu_cores": transfer_cores}
+    source = TransferProcess.start(memory=source_memory, on_message=lambda message: None, **common)
+    target_said: Messages = queue.SimpleQueue()
+    target = TransferProcess.start(memory=target_memory, on_message=target_said.put, **common)
+    load = PullLoad(source, target, target_said, layout)
+    os.sched_setaffinity(0, {cores[0]})
+    try:
+        step_times_s(executor, layout)  # warm-up
+        quiet, loaded, loaded_s = [], [], 0.0
+        for _ in range(STRETCHES):
+            quiet += step_times_s(executor, layout)
+            started_s = time.perf_counter()
+            with load.running():
+                loaded += step_times_s(executor, layout)
+            loaded_s += time.perf_counter() - started_s
+    finally:
+        os.sched_setaffinity(0, set(cores))
+        target.close()
+        source.close()
+    return report(transport, quiet, loaded, load.num_bytes / loaded_s, layout)
+
+
+def report(
+    transport: str, quiet: list[float], loaded: list[float], bytes_per_s: float, layout: KvLayout
+) -> dict[str, Any]:
+    def percentiles_ms(times: list[float]) -> dict[str, float]:
+        return {f"p{p}_ms": float(np.percentile(times, p) * 1e3) for p in (50, 90, 99)}
+
+    return {
+        "transport": transport,
+        "batch_size": BATCH_SIZE,
+        "context_tokens": CONTEXT_TOKENS,
+        "pull_bytes": BLOCKS_PER_PULL * layout.block_bytes,
+        "num_steps_each": len(quiet),
+        "quiet": percentiles_ms(quiet),
+        "loaded": percentiles_ms(loaded),
+        "p99_ratio": float(np.percentile(loaded, 99) / np.percentile(quiet, 99)),
+        "p50_ratio": float(np.percentile(loaded, 50) / np.percentile(quiet, 50)),
+        "pull_gbytes_per_s": bytes_per_s / 1e9,
+        "cpu": platform.processor() or platform.machine(),
+        "num_cores": os.cpu_count(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", choices=("memfd", "grpc"), default="memfd")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    arguments = parser.parse_args()
+    result = measure(arguments.transport)
+    text = json.dumps(result, indent=2)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
