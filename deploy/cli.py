@@ -151,3 +151,7 @@ def status(
     from pdserve.deploy.status import show_status
 
     return show_status(admin_url or find_cluster().admin_url, Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ _FILES_BESIDE_CLIENTS = 256
 """Open files that a process needs beside one per client connection."""
 
 _MAX_WORKERS_PER_CORE = 8
+_CONNECT_TIMEOUT_S = 5.0
 _WORKER_BYTES = 300 * 2**20
 """Memory of a worker's processes beside weights and KV."""
 
@@ -66,6 +68,19 @@ def check_resources(launch: Launch) -> None:
                 f"{role.value}.resources names {', '.join(names)}, which a private Ray cluster does not have; "
                 "remove it, or give --ray-address"
             )
+
+
+def check_ray_address(launch: Launch) -> None:
+    """Raises DeployError if nothing listens at the address of the existing Ray cluster."""
+    if not launch.ray_address:
+        return
+    host, _, port = launch.ray_address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise DeployError(f"{launch.ray_address!r} is not an address of Ray; write --ray-address HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise DeployError(f"no Ray cluster answers at {launch.ray_address}: {error}; check --ray-address") from error
 
 
 def check_model(launch: Launch, folder: Path) -> None:

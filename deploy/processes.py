@@ -64,11 +64,12 @@ def session_members(session_id: int) -> list[psutil.Process]:
 def end_session(leader: subprocess.Popen[bytes], grace_s: float) -> None:
     """End every process of ``leader``'s session: SIGTERM to the leader, and SIGKILL to what is left after ``grace_s``.
 
-    The leader is reaped; once this returns, no process of the session runs.
+    Without a leader there is nobody to wait for. It is reaped; once this returns, no process of the session runs.
     """
+    deadline_s = time.monotonic()
     if leader.poll() is None:
         leader.terminate()
-    deadline_s = time.monotonic() + grace_s
+        deadline_s += grace_s
     while (members := session_members(leader.pid)) and time.monotonic() < deadline_s:
         leader.poll()
         time.sleep(0.05)

@@ -66,6 +66,8 @@ class PrivateRay:
             "RAY_USAGE_STATS_ENABLED": "0",
             # Despite its name, set to 0 it keeps Ray on the loopback address on every system.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            # No history of calls is kept; a driver would spend 5 s on handing it to a cluster that is gone.
+            "RAY_task_events_report_interval_ms": "0",
             # Ray's own pages on the end of a worker; ours is one line.
             "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
         }
@@ -110,6 +112,8 @@ def connect_existing(address: str) -> None:
     Raises:
         DeployError: it cannot be reached, or has hosts other than this one.
     """
+    # Give up on a token that is refused after two tries, and leave the telling to us.
+    os.environ.update({"RAY_NUM_REDIS_GET_RETRIES": "2", "RAY_BACKEND_LOG_LEVEL": "error"})
     import ray
 
     _connect(address)
@@ -122,11 +126,12 @@ def connect_existing(address: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster, if this process is in one; its actors end."""
+    """Leave the cluster, if this process is in one; its actors end. Resets what SIGTERM does to its default."""
     if "ray" in sys.modules:
         import ray
 
-        ray.shutdown()
+        if ray.is_initialized():
+            ray.shutdown()
 
 
 def worker_resources() -> dict[str, float]:

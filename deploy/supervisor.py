@@ -77,6 +77,7 @@ class Supervisor:
         """
         launch = self._launch
         preflight.check_resources(launch)
+        preflight.check_ray_address(launch)
         preflight.check_cores(launch, len(self._cores))
         preflight.raise_file_limit(launch)
         preflight.check_ports(launch)
@@ -94,6 +95,7 @@ class Supervisor:
             self._end()
 
     def _take_signals(self) -> None:
+        """At the start, and again whenever Ray was joined or left, which each changes what a signal does."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._count_signal)
 
@@ -165,6 +167,7 @@ class Supervisor:
             raise DeployError(f"Ray did not start: {ray.failure or 'no reason given'}")
         self._progress.warn("ray", "ended; starting it and every worker again")
         ray.stop()
+        self._take_signals()
         self._is_connected = False
         for seat in self._seats:
             seat.vacate()
@@ -172,7 +175,7 @@ class Supervisor:
         self._start_ray()
 
     def _join(self, how: str) -> None:
-        """Note that Ray is there, and take back the signals, which Ray takes when it is joined."""
+        """Note that Ray is there."""
         self._is_connected = True
         self._take_signals()
         self._progress.note("ray", how)
@@ -300,6 +303,7 @@ class Supervisor:
         if self._is_connected:
             self._stop_workers()
         disconnect()
+        self._take_signals()
         if self._ray is not None:
             self._ray.stop()
         self._folder.close()

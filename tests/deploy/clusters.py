@@ -1,0 +1,96 @@
+"""Clusters started by the command line, for tests: real processes, and a look at what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+DEADLINE_S = 120.0
+Result = TypeVar("Result")
+
+
+def pdserve(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run one command of the CLI to its end."""
+    command = [sys.executable, "-m", "pdserve.deploy.cli", *arguments]
+    env = {**os.environ, "COLUMNS": "120", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
+
+
+def wait_for(condition: Callable[[], Result], what: str) -> Result:
+    """The first true result of ``condition``."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not (result := condition()):
+        assert time.monotonic() < deadline_s, f"still waiting for {what}"
+        time.sleep(0.05)
+    return result
+
+
+class UpProcess:
+    """``pdserve up`` as a child of the test."""
+
+    def __init__(self, log_path: Path, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "pdserve.deploy.cli", "up", "--port", "0", *arguments]
+        self._log_path = log_path
+        with log_path.open("w") as log:
+            self.process = psutil.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True
+            )
+        self.family: set[psutil.Process] = set()
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has written."""
+        return self._log_path.read_text().splitlines()
+
+    def wait_ready(self) -> str:
+        """Wait for the banner; returns its last line, the command to try."""
+
+        def last_line() -> str:
+            assert self.process.poll() is None, self.lines
+            return next((line for line in self.lines if line.startswith("curl ")), "")
+
+        return wait_for(last_line, "the banner")
+
+    def banner(self, name: str) -> str:
+        """The value beside ``name`` in the banner."""
+        return next(line.split(maxsplit=1)[1] for line in self.lines if line.split()[:1] == [name])
+
+    @property
+    def admin_url(self) -> str:
+        return self.banner("admin")
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = httpx.get(f"{self.admin_url}/status", trust_env=False).raise_for_status().json()
+        return status
+
+    def is_ready(self) -> bool:
+        """Whether the API says that it serves."""
+        try:
+            return httpx.get(f"{self.banner('API').removesuffix('/v1')}/health", trust_env=False).is_success
+        except httpx.HTTPError:
+            return False
+
+    def members(self, text: str) -> list[psutil.Process]:
+        """Its processes whose name or command line holds ``text``; every one is remembered for `leftovers`."""
+        found = self.process.children(recursive=True)
+        self.family.update(found)
+        return [process for process in found if text in f"{process.name()} {' '.join(process.cmdline())}"]
+
+    def leftovers(self) -> list[psutil.Process]:
+        """Processes seen by `members` that still run."""
+        return [process for process in self.family if process.is_running() and process.status() != "zombie"]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        self.members("")
+        self.process.send_signal(number)
+        return int(self.process.wait(DEADLINE_S))

@@ -1,0 +1,86 @@
+"""The command line from outside: help, exit codes, and one line for every mistake."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.clusters import pdserve
+
+
+def test_help_is_quick_and_loads_no_engine() -> None:
+    code = "import sys, pdserve.deploy.cli; print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["up", "chat", "status"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    run = pdserve(command, "--help")
+    assert run.returncode == 0
+    assert f"Example: pdserve {command}" in run.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_without_a_command_there_is_help(arguments: tuple[str, ...]) -> None:
+    run = pdserve(*arguments)
+    assert run.returncode == 0
+    assert "Example: pdserve up" in run.stdout
+
+
+def test_version() -> None:
+    run = pdserve("--version")
+    assert run.returncode == 0
+    assert run.stdout.startswith("pdserve 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["upp"], 2, "upp"),
+        (["up", "--modle", "x"], 2, "--modle"),
+        (["up", "--port", "http"], 2, "--port"),
+        (["up", "--prefill", "0"], 2, "prefill.replicas is 0"),
+        (["up", "--decode", "1000"], 2, "decode.replicas is 1000; write a number from 0 to 64"),
+        (["up", "/absent/deployment.yaml"], 2, "cannot read /absent/deployment.yaml"),
+        (["up", "--model", "/absent"], 1, "no model folder at /absent; give --model a folder"),
+        (["up", "--ray-address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
+        (
+            ["up", "--ray-address", "ray://head"],
+            1,
+            "'ray://head' is not an address of Ray; write --ray-address HOST:PORT",
+        ),
+        (["chat", "--url", "http://127.0.0.1:9", "Hello"], 1, "no answer from http://127.0.0.1:9"),
+        (["status", "--admin-url", "http://127.0.0.1:9"], 1, "no pdserve router answers at http://127.0.0.1:9"),
+        (["status", "--admin-url", "nonsense"], 1, "no pdserve router answers at nonsense"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_its_exit_code(arguments: list[str], status: int, said: str) -> None:
+    run = pdserve(*arguments)
+    assert run.returncode == status, run.stderr
+    assert run.stderr.startswith("pdserve: ")
+    assert run.stderr.count("\n") == 1
+    assert said in run.stderr
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = pdserve("up", "--port", str(port))
+    assert run.returncode == 1
+    assert run.stderr == (
+        f"pdserve: cannot listen on 127.0.0.1:{port}: Address already in use; choose another router.port, or --port 0\n"
+    )
+
+
+def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text("prefill: {replica: 2}\n")
+    run = pdserve("up", str(path))
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"pdserve: {path}: unknown key 'replica' in prefill; did you mean 'replicas'?")
+    assert run.stderr.count("\n") == 1

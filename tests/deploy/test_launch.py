@@ -1,0 +1,54 @@
+"""What each process is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.config import parse_deployment
+from pdserve.deploy.cores import split_cores
+from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
+
+DOCUMENT = {
+    "model": {"path": "m", "dtype": "bfloat16", "block_size": 32, "max_model_len": 512},
+    "prefill": {"replicas": 2, "kv_memory": "1GiB", "max_batch_tokens": 100},
+    "decode": {"max_batch_size": 7},
+    "kv_transfer": {"transport": "grpc"},
+    "router": {"port": 1234, "max_queued_requests": 5},
+}
+MODEL_PATH = Path("/models/small")
+
+
+def test_each_worker_gets_its_phase_and_its_cores() -> None:
+    launch = Launch(config=parse_deployment(DOCUMENT), emulate="a100", time_scale=2.0)
+    split = split_cores(range(8), launch.roles)
+    first, second, third = worker_configs(launch, MODEL_PATH, split, range(8), "secret")
+    assert [config.worker_id for config in (first, second, third)] == ["prefill-0", "prefill-1", "decode-0"]
+    assert (first.kv_memory_bytes, third.kv_memory_bytes) == (2**30, 0)
+    assert (second.max_batch_tokens, third.max_batch_size) == (100, 7)
+    assert {config.dtype for config in (first, second, third)} == {"bfloat16"}
+    assert (third.block_size, third.max_model_len, third.transport) == (32, 512, "grpc")
+    assert (third.emulate, third.time_scale, third.cluster_token) == ("a100", 2.0, "secret")
+    assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == split.worker_cores
+    assert first.transfer_cpu_cores == split.spare_cores
+
+
+def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
+    launch = Launch()
+    split = split_cores([0, 1], launch.roles)
+    assert split.spare_cores == ()
+    configs = worker_configs(launch, MODEL_PATH, split, [0, 1], "")
+    assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
+
+
+def test_the_router_is_told_what_it_predicts_with() -> None:
+    launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0)
+    config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), "secret")
+    assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
+    assert (config.hardware, config.dtype, config.drain_timeout_s) == ("cpu", "bfloat16", 3.0)
+    assert config.cores_per_worker == 3
+    assert config.cluster_token == "secret"
+
+
+def test_every_role_has_a_worker_class() -> None:
+    assert WORKER_CLASSES.keys() == set(WorkerRole)

@@ -1,0 +1,136 @@
+"""``pdserve up``: serves, starts again what dies, and leaves nothing behind. Emulated workers, everything else real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.deploy.cluster_folder import running_clusters
+from tests.deploy.clusters import UpProcess, pdserve, wait_for
+
+ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "1", "--decode", "1")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    folder = tmp_path_factory.mktemp("up")
+    up = UpProcess(folder / "log", *ARGUMENTS, XDG_CACHE_HOME=str(folder))
+    try:
+        up.wait_ready()
+        yield up
+    finally:
+        assert up.stop() == 0, up.lines
+        assert up.leftovers() == []
+        assert up.process.pid not in [note.pid for note in running_clusters()]
+
+
+def test_the_last_line_of_the_banner_is_a_command_that_works(cluster: UpProcess) -> None:
+    command = cluster.wait_ready()
+    assert cluster.lines[-1] == command
+    run = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(run.stdout)["usage"]["completion_tokens"] > 0
+    assert "tokens of KV cache" in cluster.banner("prefill")
+    assert "tokens of KV cache" in cluster.banner("decode")
+
+
+def test_chat_streams_and_tells_the_speed(cluster: UpProcess) -> None:
+    run = pdserve("chat", "--url", cluster.banner("API"), "--max-tokens", "8", "Hello")
+    assert run.returncode == 0, run.stderr
+    assert "TTFT " in run.stdout
+    assert "8 tokens" in run.stdout
+
+
+def test_ctrl_c_stops_the_answer_here_and_in_the_cluster(cluster: UpProcess, tmp_path: Path) -> None:
+    log_path = tmp_path / "chat"
+    command = ["chat", "--url", cluster.banner("API"), "--max-tokens", "4000", "Hello"]
+    with log_path.open("w") as log:
+        chat = subprocess.Popen([sys.executable, "-u", "-m", "pdserve.deploy.cli", *command], stdout=log, stderr=log)
+    wait_for(lambda: log_path.stat().st_size > 20, "the beginning of the answer")
+    chat.send_signal(signal.SIGINT)
+    assert chat.wait(60) == 0
+    assert log_path.read_text().endswith("(stopped)\n")
+    wait_for(lambda: cluster.status()["in_flight"] == 0, "the request to end")
+    assert cluster.status()["outcomes"]["cancelled"] == 1
+
+
+def test_status_shows_every_worker(cluster: UpProcess) -> None:
+    run = pdserve("status", "--admin-url", cluster.admin_url)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("ready: 0 in flight")
+    assert "prefill-0" in run.stdout
+    assert "decode-0" in run.stdout
+
+
+def test_nothing_but_the_api_listens_beyond_loopback(cluster: UpProcess) -> None:
+    addresses = [
+        connection.laddr.ip
+        for process in [cluster.process, *cluster.members("")]
+        for connection in process.net_connections("tcp")
+        if connection.status == "LISTEN"
+    ]
+    assert len(addresses) > 4
+    assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
+
+
+def test_no_secret_is_on_a_command_line(cluster: UpProcess) -> None:
+    for process in cluster.members(""):
+        assert "token" not in " ".join(process.cmdline()).replace("cluster_token", "")
+
+
+def test_a_killed_worker_comes_back_under_a_new_epoch(cluster: UpProcess) -> None:
+    epochs = {worker["worker_id"]: worker["epoch"] for worker in cluster.status()["workers"]}
+    cluster.members("ray::DecodeWorker")[0].kill()
+
+    def replaced() -> bool:
+        workers = cluster.status()["workers"]
+        fresh = [worker for worker in workers if worker["up"] and worker["epoch"] != epochs[worker["worker_id"]]]
+        return len(workers) == len(epochs) and len(fresh) == 1
+
+    wait_for(replaced, "the worker's successor")
+    wait_for(cluster.is_ready, "readiness")
+
+
+def test_a_killed_router_comes_back_at_its_address(cluster: UpProcess) -> None:
+    (router,) = cluster.members("pdserve.router")
+    router.kill()
+    router.wait()
+    wait_for(cluster.is_ready, "readiness at the same address")
+    assert len(cluster.status()["workers"]) == 2
+
+
+def test_a_dead_ray_is_replaced_with_its_workers(cluster: UpProcess) -> None:
+    epochs = {worker["epoch"] for worker in cluster.status()["workers"]}
+    (server,) = cluster.members("gcs_server")
+    server.kill()
+
+    def replaced() -> bool:
+        epochs_now = {worker["epoch"] for worker in cluster.status()["workers"] if worker["up"]}
+        return len(epochs_now) == 2 and not epochs_now & epochs
+
+    wait_for(replaced, "both workers' successors")
+    wait_for(cluster.is_ready, "readiness")
+
+
+def test_a_killed_supervisor_takes_everything_with_it(tmp_path: Path) -> None:
+    up = UpProcess(tmp_path / "log", *ARGUMENTS, XDG_CACHE_HOME=str(tmp_path))
+    up.wait_ready()
+    assert len(up.members("")) > 6
+    os.kill(up.process.pid, signal.SIGKILL)
+    up.process.wait()
+    wait_for(lambda: not up.leftovers(), "every process to end")
+    assert up.process.pid not in [note.pid for note in running_clusters()]
+
+
+def test_a_signal_while_starting_ends_it_cleanly(tmp_path: Path) -> None:
+    up = UpProcess(tmp_path / "log", *ARGUMENTS, XDG_CACHE_HOME=str(tmp_path))
+    wait_for(lambda: up.members("ray.scripts"), "Ray to be starting")
+    assert up.stop(signal.SIGINT) == 0, up.lines
+    assert up.leftovers() == []
