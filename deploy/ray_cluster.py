@@ -112,8 +112,8 @@ def connect_existing(address: str) -> None:
     Raises:
         DeployError: it cannot be reached, or has hosts other than this one.
     """
-    # Give up on a token that is refused after two tries, and leave the telling to us.
-    os.environ.update({"RAY_NUM_REDIS_GET_RETRIES": "2", "RAY_BACKEND_LOG_LEVEL": "error"})
+    # Give up on a token that is refused after two tries.
+    os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"
     import ray
 
     _connect(address)
