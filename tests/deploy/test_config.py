@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,9 @@ def test_sizes(text: str, num_bytes: int) -> None:
 def test_what_is_not_a_size(text: str) -> None:
     with pytest.raises(ConfigError, match="such as 512MiB or 8GiB"):
         parse_bytes(text)
+
+
+def test_the_example_in_the_readme_is_valid() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    assert parse_deployment(yaml.safe_load(block)).decode.replicas == 2
