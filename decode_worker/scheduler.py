@@ -111,6 +111,8 @@ class DecodeScheduler:
         while (sequence := self._table.past_deadline(now_s)) is not None:
             self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
         self._prefill.expire_parked(now_s)
+        if self._table.must_drain:
+            return None
         step = self._table.begin_step()
         self._plan_decode(step)
         if self._reservations.num_waiting or not self._prefill.is_idle:

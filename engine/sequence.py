@@ -102,8 +102,9 @@ class Sequence:
         """Blocks that decoding is expected to need before it ends.
 
         An answer of n tokens is expected to go on for n more, for `LOOKAHEAD_TOKENS` at least and to its limit at most.
+        Never fewer than `num_blocks_with_headroom`, which are taken at the start.
         """
-        num_more = max(LOOKAHEAD_TOKENS, self.num_answered)
+        num_more = max(LOOKAHEAD_TOKENS, self.block_size, self.num_answered)
         return self.num_blocks_for(min(len(self.tokens) + num_more, self.num_kv_tokens_max))
 
     def block_hashes(self, num_blocks: int) -> list[bytes]:

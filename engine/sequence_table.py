@@ -87,6 +87,9 @@ class SequenceTable:
         self.events: list[Event] = []
         self.num_retiring = 0
         """Sequences whose blocks come back when the steps in flight are completed."""
+        self.must_drain = False
+        """Nothing may be planned: the step in flight builds on one that failed and may fail with it. What is planned on
+        top of it would fail in turn, and so on for as long as new sequences arrive."""
         self._live: dict[RequestKey, Sequence] = {}
         self._deadlines = SequenceQueue()
         self._steps: deque[PlannedStep] = deque()
@@ -220,6 +223,7 @@ class SequenceTable:
         """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished, and
         all rows of sequences with a handle."""
         step = self._take_step(output.step_id)
+        self.must_drain = False
         results = []
         for sequence, row, sampled in zip(step.sequences, step.batch.rows, output.sampled, strict=True):
             self._leave_step(sequence)
@@ -247,6 +251,7 @@ class SequenceTable:
         """A step raised: returns the live sequences that it computed, for their scheduler to close. The prefix cache
         forgets their blocks."""
         step = self._take_step(step_id)
+        self.must_drain = bool(self._steps)
         for sequence in step.sequences:
             if not sequence.is_over:
                 self.pool.forget(sequence.block_table)

@@ -123,6 +123,8 @@ class PrefillScheduler:
         while (sequence := self.table.past_deadline(now_s)) is not None:
             self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
         self.expire_parked(now_s)
+        if self.table.must_drain:
+            return None
         step = self.table.begin_step()
         self.plan_chunks(
             step,

@@ -66,20 +66,29 @@ class WorldConfig:
 
 class LateExecutor:
     """Computes a step when its result is asked for: a block that is given away while a step is in flight gets the
-    step's writes, or misleads its reads. A step that fails leaves garbage."""
+    step's writes, or misleads its reads. A step that is made to fail leaves garbage, and the step planned before that
+    was known may fail with it; no other may."""
 
     def __init__(self, inner: EmulatedExecutor, memory: np.ndarray, fails: Callable[[], bool]) -> None:
         self._inner = inner
         self._memory = memory
         self._fails = fails
+        self._may_fail = False
 
     def submit(self, batch: StepBatch) -> StepHandle:
         rows = [replace(row, block_table=tuple(row.block_table)) for row in batch.rows]
         return _LateStep(self, StepBatch(step_id=batch.step_id, rows=rows))
 
     def compute(self, batch: StepBatch) -> StepOutput:
-        output = self._inner.submit(batch).result()
-        if self._fails():
+        try:
+            output = self._inner.submit(batch).result()
+        except RuntimeError as error:
+            if not self._may_fail:
+                raise AssertionError("a step failed by itself") from error
+            self._may_fail = False
+            raise
+        self._may_fail = self._fails()
+        if self._may_fail:
             for row in batch.rows:
                 self._scribble(row)
             raise RuntimeError("injected")
@@ -124,6 +133,7 @@ class Node:
         self.executor = LateExecutor(inner, self.memory, lambda: random.random() < config.step_failure)
         self.pipeline_depth = config.pipeline_depth
         self.in_flight: deque[tuple[int, StepHandle]] = deque()
+        self.sleeps_until_turn = 0
         self.max_batch_tokens = config.max_batch_tokens
         handles = (f"{name}/{number}".encode() for number in count())
         limits = ModelLimits(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
@@ -327,7 +337,9 @@ class World:
         """One turn of one pull: open it, copy one grant's blocks, or end it."""
         offer = self._offers.get(pull.order.source.handle)
         is_failing = self.random.random() < self.config.pull_failure
-        if pull.is_aborted or is_failing or (pull.is_open and offer is None):
+        if pull.is_aborted and self.random.random() < 0.7:
+            pull.node.memory[list(pull.order.block_ids)] = 3  # a copy that was under way
+        elif pull.is_aborted or is_failing or (pull.is_open and offer is None):
             self._end_pull(pull, "aborted" if pull.is_aborted else "copy" if is_failing else "withdrawn")
         elif self.num_turns < pull.opens_at_turn:
             return
@@ -392,10 +404,12 @@ class World:
         self.now_s += self.random.random() * 0.02
         is_busy = False
         for node in self.random.sample(self.nodes, len(self.nodes)):
-            if self.random.random() < 0.8:
-                is_busy |= node.turn(self.now_s)
-            else:
+            if self.random.random() < 0.05:
+                node.sleeps_until_turn = self.num_turns + self.random.randrange(10)
+            if node.sleeps_until_turn > self.num_turns:
                 is_busy = True
+            else:
+                is_busy |= node.turn(self.now_s)
         self._take_events()
         for pull in list(self._pulls):
             if pull in self._pulls and self.random.random() < 0.7:

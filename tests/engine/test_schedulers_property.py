@@ -1,0 +1,125 @@
+"""Both schedulers together in a made-up cluster: every token right, once and in order; no block lost; always an end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.contracts.request import Outcome, SamplingParams
+from tests.hash_chain_world import World, WorldConfig, submit_many
+
+MAX_TURNS = 6000
+
+configs = st.builds(
+    WorldConfig,
+    num_prefill=st.integers(0, 2),
+    num_decode=st.integers(1, 2),
+    num_prefill_blocks=st.sampled_from([20, 64]),
+    num_decode_blocks=st.sampled_from([20, 64]),
+    max_batch_tokens=st.sampled_from([3, 8, 32]),
+    max_batch_size=st.sampled_from([1, 3, 8]),
+    pipeline_depth=st.sampled_from([1, 2]),
+    park_timeout_s=st.sampled_from([0.1, 2.0]),
+    eos_period=st.sampled_from([0, 10]),
+    local_share=st.sampled_from([0.0, 0.3]),
+    pull_failure=st.sampled_from([0.0, 0.05]),
+    step_failure=st.sampled_from([0.0, 0.01]),
+    cancel=st.sampled_from([0.0, 0.3]),
+)
+
+
+@given(configs, st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_every_client_gets_its_tokens_and_every_block_comes_back(config: WorldConfig, seed: int) -> None:
+    world = World(config, seed)
+    submit_many(world, 25, max_prompt=30, max_answer=40)
+    world.run(MAX_TURNS)
+    outcomes = {Outcome.FINISHED, Outcome.CANCELLED} if config.cancel else {Outcome.FINISHED}
+    assert {client.outcome for client in world.clients} <= outcomes
+
+
+LONG_ANSWERS = WorldConfig(num_decode_blocks=104, max_model_len=400)
+"""Answers of up to 360 tokens, of which the admission rule expects 64: they outgrow the pool together."""
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+@pytest.mark.parametrize("num_prefill", [0, 1, 2])
+def test_preempted_sequences_lose_no_token(num_prefill: int, pipeline_depth: int) -> None:
+    config = replace(
+        LONG_ANSWERS,
+        num_prefill=num_prefill,
+        num_decode=2 if num_prefill == 2 else 1,
+        pipeline_depth=pipeline_depth,
+        cancel=0.1,
+    )
+    num_preemptions = 0
+    for seed in range(4):
+        world = World(config, seed)
+        submit_many(world, 12, max_prompt=30, max_answer=360)
+        world.run(MAX_TURNS)
+        num_preemptions += world.counts["preemptions"]
+        assert world.counts["RESUMED"] <= world.counts["preemptions"]
+    assert num_preemptions >= 8
+
+
+def test_every_kind_of_trouble_is_met() -> None:
+    """The worlds above would prove nothing if nothing ever happened in them."""
+    config = WorldConfig(
+        num_prefill=2,
+        num_decode=2,
+        eos_period=10,
+        local_share=0.2,
+        pull_failure=0.05,
+        step_failure=0.01,
+        cancel=0.3,
+        park_timeout_s=0.1,
+    )
+    world = World(config, seed=1)
+    submit_many(world, 300, max_prompt=30, max_answer=40)
+    world.run(MAX_TURNS)
+    assert {client.outcome for client in world.clients} == {Outcome.FINISHED, Outcome.CANCELLED}
+    for count in (
+        "pulled",
+        "ended at token 0",
+        "pull failed: copy",
+        "pull failed: aborted",
+        "redispatched: injected",
+        "redispatched: copy",
+        "redispatched: parked",
+    ):
+        assert world.counts[count] > 0, f"no {count!r}"
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.sampled_from([0, 1]))
+@settings(max_examples=15, deadline=None)
+def test_pools_of_a_quarter_of_the_need_always_advance(seed: int, pipeline_depth: int, num_prefill: int) -> None:
+    num_requests, num_tokens, block_size = 16, 64, 4
+    num_blocks = num_requests * num_tokens // block_size // 4
+    config = WorldConfig(
+        num_prefill=num_prefill,
+        num_prefill_blocks=num_blocks,
+        num_decode_blocks=num_blocks,
+        max_batch_size=16,
+        max_batch_tokens=64,
+        pipeline_depth=pipeline_depth,
+        park_timeout_s=1e6,
+    )
+    world = World(config, seed)
+    for _ in range(num_requests):
+        prompt = tuple(world.random.randrange(500) for _ in range(num_tokens // 2))
+        world.submit(prompt, SamplingParams(max_tokens=num_tokens // 2, ignore_eos=True))
+    world.run(max_turns=num_requests * num_tokens)
+    assert {client.outcome for client in world.clients} == {Outcome.FINISHED}
+
+
+def test_deadlines_end_requests_wherever_they_are() -> None:
+    world = World(WorldConfig(num_prefill_blocks=20, num_decode_blocks=20), seed=3)
+    for _ in range(60):
+        prompt = tuple(world.random.randrange(500) for _ in range(20))
+        world.submit(prompt, SamplingParams(max_tokens=20), deadline_s=world.random.random())
+        world.turn()
+    world.run(MAX_TURNS)
+    assert {client.outcome for client in world.clients} == {Outcome.FINISHED, Outcome.FAILED}
