@@ -176,12 +176,14 @@ class WorkerService:
         return session
 
     async def _read(self, session: Session, requests: _RequestStream) -> None:
-        """Commands to inbox messages until the router closes its half.
+        """Commands to inbox messages until the router closes its half, or the session is closed.
 
         Raises:
             WireError: a command that no version of the protocol allows here.
         """
         async for message in requests:
+            if session.closed.is_set():
+                return  # its end is in the inbox already: what came after it would never be cancelled
             body = message.WhichOneof("body")
             if body in ("submit", "prepare"):
                 self._read_request(session, message)

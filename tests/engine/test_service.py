@@ -188,6 +188,21 @@ def test_a_newer_epoch_ends_the_older_session_at_once_and_an_older_one_is_refuse
             assert loop_side.next_key().session != key.session
 
 
+def test_nothing_comes_from_a_session_after_its_end(loop_side: LoopSide) -> None:
+    """A command that was read too late would start a request that nobody hears of and nobody cancels."""
+    with RouterClient(loop_side.address, token="secret", router_id="r", epoch=1) as old:
+        old.submit(a_request(0))
+        session = loop_side.next_key().session
+        for number in range(1, 3000):
+            old.submit(a_request(number))
+        with RouterClient(loop_side.address, token="secret", router_id="r", epoch=2):
+            while loop_side.next_message() != SessionEnded(session):
+                pass
+            old.wait_for(lambda: old.error is grpc.StatusCode.ABORTED, "the old stream's end")
+            loop_side.received += loop_side.inbox.take_all(0.1)
+            assert not loop_side.received
+
+
 def test_a_stalled_router_loses_its_session_and_delays_no_other(loop_side: LoopSide) -> None:
     stalled = RouterClient(loop_side.address, token="secret", is_reading=False)
     with RouterClient(loop_side.address, token="secret") as router:
