@@ -169,14 +169,21 @@ def _hash_shard(shard: Path, digest: blake2b) -> None:
         header = file.read(min(size, shard.stat().st_size))
         digest.update(shard.name.encode() + b"\0" + header)
         try:
-            entries = json.loads(header)
-        except ValueError as error:
+            spans = _tensor_spans(header)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again") from error
-        spans = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
-        for start, end in sorted(spans):
+        for start, end in spans:
             sample_bytes = min(end - start, _HASH_SAMPLE_BYTES)
             file.seek(8 + size + (start + end - sample_bytes) // 2)
             digest.update(file.read(sample_bytes))
+
+
+def _tensor_spans(header: bytes) -> list[tuple[int, int]]:
+    """Where the tensors of a safetensors file lie behind its header, in order. Raises for a header of another form."""
+    spans = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+    if not all(0 <= start <= end for start, end in spans):
+        raise ValueError("a tensor that begins before the data or after its own end")
+    return sorted((int(start), int(end)) for start, end in spans)
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -46,12 +46,12 @@ def shard_paths(folder: Path) -> list[Path]:
     """The safetensors files of the checkpoint in ``folder``.
 
     Raises:
-        ValueError: there are none, or the index names one that is not there.
+        ValueError: there are none, or the index names one that is not there or lies elsewhere.
     """
     index = folder / _INDEX_NAME
     names = {"model.safetensors"}
     if index.exists():
-        names = set(_weight_map(index).values())
+        names = _indexed_names(index)
     elif not (folder / "model.safetensors").exists():
         raise ValueError(f"{folder} holds no model.safetensors and no {_INDEX_NAME}; {_remedy_without(folder)}")
     missing = sorted(name for name in names if not (folder / name).exists())
@@ -60,12 +60,18 @@ def shard_paths(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _indexed_names(index: Path) -> set[str]:
+    """File names in the index: of safetensors beside it only, which are the files that the model's hash covers."""
     try:
-        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError) as error:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} names no shards ({error!r}); download it again") from error
-    return weight_map
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index} names no shards; download it again")
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name!r}, which is no .safetensors file beside it; download it again")
+    return names
 
 
 def _remedy_without(folder: Path) -> str:

@@ -167,6 +167,24 @@ def test_model_hash_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
             model_hash(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        '{"w": 1}',
+        '{"w": {"dtype": "F32"}}',
+        '{"w": {"data_offsets": [1]}}',
+        '{"w": {"data_offsets": ["0", "4"]}}',
+        '{"w": {"data_offsets": [-9999, 0]}}',
+    ],
+)
+def test_model_hash_refuses_a_header_that_describes_no_tensors(tmp_path: Path, header: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        model_hash(tmp_path)
+
+
 def test_reading_a_configuration_imports_no_torch() -> None:
     program = "import sys, pdserve.model.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

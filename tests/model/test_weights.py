@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,25 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(folder, {})
 
 
-@pytest.mark.parametrize("content", ["{", '{"metadata": {}}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"metadata": {}}', '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"w": 1}}']
+)
 def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ValueError, match=r"index\.json names no shards"):
         load(tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors", "sub/model.safetensors", ".", ""])
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    """Only files that `model_hash` sees are read."""
+    folder = tmp_path / "model"
+    for place in (tmp_path, folder, folder / "sub"):
+        place.mkdir(exist_ok=True)
+        stored(place, {"w": torch.zeros(2)})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ValueError, match=r"index\.json names .* which is no \.safetensors file beside it"):
+        load(folder, {"w": torch.zeros(2)})
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
