@@ -45,13 +45,13 @@ class CostModel:
         self.hardware = hardware
         self.dtype = dtype
         self.tensor_parallel = tensor_parallel
+        flops, bandwidth = hardware.flops(dtype), hardware.bandwidth
         value_bytes = DTYPE_BYTES[dtype]
         self.weight_bytes = shape.num_parameters * value_bytes
         """Of the whole model, all ranks together."""
         self.kv_bytes_per_token = shape.kv_values_per_token * value_bytes
         """Of the whole model, all ranks together, each KV head counted once."""
 
-        flops, bandwidth = hardware.flops(dtype), hardware.bandwidth
         layers_parameters = shape.num_layers * shape.layer_parameters / tensor_parallel
         output_parameters = shape.table_parameters / tensor_parallel
         self._rank_kv_bytes = self.kv_bytes_per_token / min(tensor_parallel, shape.num_kv_heads)

@@ -121,7 +121,8 @@ def _top_p_mask(weight_RV: torch.Tensor, top_ps: Sequence[float]) -> torch.Tenso
     is_candidate_RV = weight_RV >= total_R1 * (1 - top_p_R1) / (2 * weight_RV.shape[1])
     num_candidates = int(is_candidate_RV.sum(dim=-1).max())
     heaviest_RC = weight_RV.topk(num_candidates, dim=-1).values
-    num_kept_R1 = (heaviest_RC.cumsum(dim=-1) < top_p_R1 * total_R1).sum(dim=-1, keepdim=True) + 1
+    # The last candidate is left out: where rounding lets no sum reach the share, all candidates are kept.
+    num_kept_R1 = (heaviest_RC.cumsum(dim=-1)[:, :-1] < top_p_R1 * total_R1).sum(dim=-1, keepdim=True) + 1
     lightest_R1 = heaviest_RC.gather(1, num_kept_R1 - 1)
     is_heavier_RV = weight_RV > lightest_R1
     is_equal_RV = weight_RV == lightest_R1

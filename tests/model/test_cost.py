@@ -140,6 +140,11 @@ def test_heads_that_do_not_divide_are_refused(tensor_parallel: int) -> None:
         cost_model(LLAMA_3_8B, tensor_parallel)
 
 
+def test_a_dtype_without_a_figure_is_refused() -> None:
+    with pytest.raises(ValueError, match="no figure for 'int8'; use one of bfloat16"):
+        CostModel(ModelShape.from_hf_config(LLAMA_3_8B), H100, "int8")
+
+
 @pytest.mark.parametrize("value", [None, 0, "32", -1])
 def test_a_config_without_a_count_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="num_hidden_layers"):

@@ -69,6 +69,13 @@ def test_truncation_of_a_large_vocabulary_keeps_what_a_sort_keeps() -> None:
         assert set(kept_BV[row].nonzero().flatten().tolist()) == kept_by_sort(logits_BV[row].tolist(), params[row])
 
 
+@pytest.mark.parametrize("top_p", [5e-324, math.nextafter(1.0, 0.0)])
+def test_a_share_next_to_none_or_all_keeps_something(top_p: float) -> None:
+    logits_BV = torch.randn(20, 1003, generator=torch.Generator().manual_seed(0))
+    kept_B = kept_tokens(logits_BV, [SamplingParams(top_p=top_p)] * 20).sum(dim=-1)
+    assert (kept_B == 1).all() if top_p < 0.5 else (kept_B >= 1000).all()
+
+
 def test_only_kept_tokens_are_drawn() -> None:
     logits_1V = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(top_k=7, top_p=0.8, seed=5)
