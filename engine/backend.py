@@ -1,7 +1,7 @@
 """What a worker computes with: the real model, or an emulated GPU. Decided once, when the worker starts.
 
-A `Backend` is known before anything heavy is imported or allocated; torch is imported when its executor is built, on
-the step loop's thread, after that thread was pinned.
+Called on the step loop's thread, after that thread was pinned. Torch is imported for the real model only, and only once
+the rest of the configuration was found good; nothing heavy is allocated before the executor is built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.pool_size import AUTO_MEMORY_SHARE, num_kv_blocks
+from pdserve.engine.pool_size import AUTO_MEMORY_SHARE, check_pool_fits, memory_beside_weights, num_kv_blocks
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import LlamaConfig, model_hash
 from pdserve.model.cost import CostModel
@@ -47,19 +47,21 @@ def _model_backend(config: WorkerConfig) -> Backend:
     model = LlamaConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
     cost = CostModel(ModelShape.from_config(model), hardware("cpu", num_cores=_num_threads(config)), config.dtype)
-    auto_bytes = int(available_memory_bytes() * AUTO_MEMORY_SHARE)
+    content_hash = model_hash(folder)
+    _configure_openmp(config)
+
+    import torch
+
+    from pdserve.model.llama import weight_bytes
+    from pdserve.model.model_executor import ModelExecutor
+
+    spare_bytes = memory_beside_weights(weight_bytes(model, getattr(torch, config.dtype)), available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
-    num_blocks = num_kv_blocks(config, limits, block_bytes, auto_bytes)
-    layout = model.kv_layout(num_blocks, config.block_size, config.dtype, model_hash(folder))
+    num_blocks = num_kv_blocks(config, limits, block_bytes, int(spare_bytes * AUTO_MEMORY_SHARE))
+    check_pool_fits(num_blocks * block_bytes, spare_bytes)
+    layout = model.kv_layout(num_blocks, config.block_size, config.dtype, content_hash)
 
     def build_executor(memory: PoolMemory) -> Executor:
-        if not config.cpu_cores:
-            # Other workers may share these cores, and OpenMP threads that spin there stop each other for milliseconds.
-            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        import torch
-
-        from pdserve.model.model_executor import ModelExecutor
-
         torch.set_num_threads(_num_threads(config))
         pool = torch.frombuffer(memory.blocks, dtype=getattr(torch, config.dtype)).view(layout.shape)
         return ModelExecutor(folder=folder, config=model, layout=layout, pool=pool, dtype=config.dtype)
@@ -107,6 +109,13 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     return Backend(
         limits=limits, layout=layout, cost=cost, build_executor=build_executor, emulated_pull_s=emulated_pull_s
     )
+
+
+def _configure_openmp(config: WorkerConfig) -> None:
+    """Must come before torch is imported. What the operator has set stays."""
+    if not config.cpu_cores:
+        # Other workers may share these cores, and OpenMP threads that spin there stop each other for milliseconds.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _num_threads(config: WorkerConfig) -> int:

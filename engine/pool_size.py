@@ -1,4 +1,4 @@
-"""How many KV blocks a worker has: as told, or a share of the memory that is free.
+"""How many KV blocks a worker has: as told, or a share of the memory that is free beside the weights.
 
 Called once when a worker starts. Never allocates.
 """
@@ -9,8 +9,8 @@ from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import ModelLimits
 
 AUTO_MEMORY_SHARE = 0.1
-"""Share of the host's available memory that an automatic pool takes: several workers size theirs at the same moment,
-and the pages of a pool are taken from the host only as they are first written."""
+"""Share of the host's available memory, less the weights, that an automatic pool takes: several workers size theirs at
+the same moment, and the pages of a pool are taken from the host only as they are first written."""
 
 
 def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:
@@ -20,8 +20,10 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
     length need.
 
     Raises:
-        ValueError: one sequence of the model's length would not fit.
+        ValueError: one sequence of the model's length would not fit, or a block holds no token.
     """
+    if config.block_size < 1:
+        raise ValueError(f"block_size {config.block_size} must be 1 or more")
     num_needed = _ceil_div(limits.max_model_len, config.block_size)
     if config.num_kv_blocks:
         num_blocks, knob = config.num_kv_blocks, "num_kv_blocks"
@@ -35,6 +37,24 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
             f"tokens: raise {knob} to {num_needed} blocks ({num_needed * block_bytes} bytes), or lower max_model_len"
         )
     return num_blocks
+
+
+def memory_beside_weights(weight_bytes: int, available_bytes: int) -> int:
+    """Bytes that weights leave of what is available. Raises ValueError if they do not fit it."""
+    if weight_bytes > available_bytes:
+        raise ValueError(
+            f"the model's weights take {weight_bytes} bytes on this host and {available_bytes} are available: "
+            f"serve a smaller model, or a 16-bit dtype if this CPU multiplies it"
+        )
+    return available_bytes - weight_bytes
+
+
+def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:
+    """Raises ValueError if a pool is larger than what the weights leave."""
+    if pool_bytes > spare_bytes:
+        raise ValueError(
+            f"the KV pool needs {pool_bytes} bytes and {spare_bytes} are available beside the weights: lower kv_memory"
+        )
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:

@@ -161,6 +161,13 @@ def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if native[dtype] else torch.float32
 
 
+def weight_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Bytes that the weights take in this process, matrices in their `matrix_dtype` and norms in ``dtype``."""
+    num_norms = (2 * config.num_layers + 1) * config.hidden_size
+    num_in_matrices = config.num_parameters - num_norms
+    return num_in_matrices * matrix_dtype(dtype).itemsize + num_norms * dtype.itemsize
+
+
 def _project(x_TE: torch.Tensor, weight_FE: torch.Tensor) -> torch.Tensor:
     """``[T, F]`` of the dtype of ``x_TE``, multiplied in the weight's dtype."""
     return linear(x_TE.to(weight_FE.dtype), weight_FE).to(x_TE.dtype)

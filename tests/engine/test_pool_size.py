@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.pool_size import num_kv_blocks
+from pdserve.engine.pool_size import check_pool_fits, memory_beside_weights, num_kv_blocks
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=10)
 
@@ -37,3 +37,17 @@ def test_an_automatic_pool_is_bounded_by_memory_and_by_what_the_batch_can_use() 
 def test_a_pool_holds_one_sequence_of_the_model_s_length_at_least(fields: dict[str, int], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         blocks(**fields)
+
+
+def test_a_block_of_no_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_size 0 must be 1 or more"):
+        blocks(num_kv_blocks=9, block_size=0)
+
+
+def test_weights_and_pool_share_the_memory() -> None:
+    assert memory_beside_weights(700, 1000) == 300
+    check_pool_fits(300, 300)
+    with pytest.raises(ValueError, match="needs 301 bytes and 300 are available beside the weights: lower kv_memory"):
+        check_pool_fits(301, 300)
+    with pytest.raises(ValueError, match="weights take 1001 bytes on this host and 1000 are available"):
+        memory_beside_weights(1001, 1000)

@@ -11,7 +11,7 @@ import torch
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, AttentionKernels
 from pdserve.model.config import LlamaConfig
-from pdserve.model.llama import Llama, matrix_dtype
+from pdserve.model.llama import Llama, matrix_dtype, weight_bytes
 from tests.model.llama_checkpoint import LLAMA3_ROPE, VARIANTS, reference_logits, write_checkpoint
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 16
@@ -124,6 +124,15 @@ def test_weights_of_another_shape_are_refused(plain: Path, tmp_path: Path) -> No
         ValueError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight has shape \[112, 64\], not \[96, 64\]"
     ):
         Llama(plain, LlamaConfig.from_folder(narrow), torch.float32, CPU_KERNELS)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_bytes_are_those_of_the_tensors(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+    folder = write_checkpoint(tmp_path, tie_word_embeddings=tied)
+    config = LlamaConfig.from_folder(folder)
+    tensors = Llama(folder, config, dtype, CPU_KERNELS)._checkpoint_tensors().values()
+    assert weight_bytes(config, dtype) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_matrices_are_held_in_a_dtype_that_this_cpu_multiplies() -> None:

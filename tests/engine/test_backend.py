@@ -1,0 +1,71 @@
+"""What a worker is told of its memory before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.deploy.random_checkpoint import write_random_checkpoint
+from pdserve.engine import backend
+from pdserve.engine.backend import choose_backend
+from pdserve.engine.pool_size import AUTO_MEMORY_SHARE
+from pdserve.model.config import LlamaConfig
+from pdserve.model.llama import weight_bytes
+
+MAX_MODEL_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
+    folder = write_random_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"),
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=512,
+    )
+    return WorkerConfig(
+        worker_id="w", role=WorkerRole.MIXED, model_path=str(folder), dtype="bfloat16", max_model_len=MAX_MODEL_LEN
+    )
+
+
+@pytest.fixture(autouse=True)
+def settings_of_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker sets for its own process must not outlive the test."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+
+
+def held_bytes(config: WorkerConfig) -> int:
+    return weight_bytes(LlamaConfig.from_folder(Path(config.model_path)), getattr(torch, config.dtype))
+
+
+def test_an_automatic_pool_shares_what_the_weights_leave(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    available_bytes = held_bytes(config) + 10**6
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: available_bytes)
+    layout = choose_backend(config).layout
+    assert layout.num_blocks == int(10**6 * AUTO_MEMORY_SHARE) // layout.block_bytes
+
+
+def test_weights_are_counted_as_they_are_held(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) - 1)
+    with pytest.raises(ValueError, match="serve a smaller model"):
+        choose_backend(config)
+
+
+def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**5)
+    assert choose_backend(replace(config, kv_memory_bytes=10**5)).layout.pool_bytes <= 10**5
+    with pytest.raises(ValueError, match="available beside the weights: lower kv_memory"):
+        choose_backend(replace(config, kv_memory_bytes=2 * 10**5))
+
+
+def test_what_cannot_be_served_is_said(config: WorkerConfig) -> None:
+    for fields, remedy in (({"block_size": 0}, "block_size 0"), ({"dtype": "int8"}, "use one of float32")):
+        with pytest.raises(ValueError, match=remedy):
+            choose_backend(replace(config, **fields))
