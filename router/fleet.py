@@ -157,6 +157,7 @@ class Fleet:
         self._metrics = metrics
         self._workers: dict[str, Worker] = {}
         self._model: worker_pb2.Welcome | None = None
+        self._is_changing = asyncio.Lock()
 
     def attach(self, listener: FleetListener) -> None:
         """Name the one listener, before the first targets."""
@@ -199,7 +200,8 @@ class Fleet:
         return WorkerRole.MIXED in roles or {WorkerRole.PREFILL, WorkerRole.DECODE} <= roles
 
     async def set_targets(self, endpoints: Iterable[WorkerEndpoint]) -> None:
-        """Replace the targets: sessions to new incarnations open, those to absent ones close.
+        """Replace the targets: sessions to new incarnations open, those to absent ones close. Of calls that overlap,
+        the later one's list stands.
 
         Raises:
             ValueError: two targets share a worker id.
@@ -208,6 +210,10 @@ class Fleet:
         wanted = {endpoint.worker_id: endpoint for endpoint in listed}
         if len(wanted) != len(listed):
             raise ValueError("two targets have the same worker_id; list each worker once")
+        async with self._is_changing:
+            await self._change_targets(wanted)
+
+    async def _change_targets(self, wanted: dict[str, WorkerEndpoint]) -> None:
         gone = [worker for worker in self._workers.values() if wanted.get(worker.worker_id) != worker.endpoint]
         for worker in gone:
             del self._workers[worker.worker_id]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,7 +84,6 @@ class WorkerSession:
         self._router_id = credentials.router_id
         self._metadata = call_metadata(credentials.cluster_token)
         self._tick_s = credentials.stall_timeout_s / STALL_TICKS
-        self._epoch = 0
         self._num_received = 0
         self._commands: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -109,7 +109,11 @@ class WorkerSession:
         backoff_s = MIN_BACKOFF_S
         last_reason = ""
         while True:
-            reason, was_open = await self._live_once()
+            try:
+                reason, was_open = await self._live_once()
+            except Exception:
+                log.exception("session with %s", self.endpoint.worker_id)
+                reason, was_open = "an unexpected error", False
             if reason != last_reason or was_open:
                 log.warning("session with %s at %s: %s", self.endpoint.worker_id, self.endpoint.address, reason)
             last_reason = reason
@@ -118,7 +122,6 @@ class WorkerSession:
 
     async def _live_once(self) -> tuple[str, bool]:
         """One stream from hello to break; returns why it ended and whether the worker had answered."""
-        self._epoch += 1
         self._commands = asyncio.Queue()
         reason, was_open = "closed", False
         async with grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel:
@@ -140,7 +143,8 @@ class WorkerSession:
             num_received = self._num_received
             done, _ = await asyncio.wait({reader}, timeout=self._tick_s)
             if done:
-                return reader.result()
+                # gRPC cancels the reader of a call whose commands it could not send.
+                return "a command could not be sent" if reader.cancelled() else reader.result()
             silent_ticks = silent_ticks + 1 if self._num_received == num_received else 0
         return f"silent for {self._tick_s * STALL_TICKS:g} s"
 
@@ -165,7 +169,8 @@ class WorkerSession:
     async def _outgoing(
         self, commands: asyncio.Queue[worker_pb2.RouterMessage]
     ) -> AsyncIterator[worker_pb2.RouterMessage]:
-        hello = worker_pb2.Hello(router_id=self._router_id, session_epoch=self._epoch)
+        # The clock grows over sessions to the same worker, also when it left the targets and came back.
+        hello = worker_pb2.Hello(router_id=self._router_id, session_epoch=time.monotonic_ns())
         yield worker_pb2.RouterMessage(hello=hello)
         while True:
             yield await commands.get()

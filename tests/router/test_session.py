@@ -147,3 +147,31 @@ def test_the_cluster_token_is_sent(token: str, opens: bool) -> None:
         await worker.stop()
 
     asyncio.run(run())
+
+
+class FailingRecorder(Recorder):
+    """A sink that cannot take the news of a break."""
+
+    def session_broken(self, session: WorkerSession, reason: str) -> None:
+        super().session_broken(session, reason)
+        raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("fault", ["sink", "command"])
+def test_a_session_outlives_every_fault_of_its_own_process(fault: str) -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        sink = FailingRecorder() if fault == "sink" else Recorder()
+        session = WorkerSession(worker.endpoint, sink, CREDENTIALS)
+        session.start()
+        await until(lambda: session.is_open)
+        if fault == "sink":
+            worker.end_stream()
+        else:
+            session.send("no message at all")  # type: ignore[arg-type]
+        await until(lambda: len(sink.reasons) == 1)
+        await until(lambda: session.is_open)
+        await session.close()
+        await worker.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,35 @@
+"""The list of targets: replaced as a whole, in order, while sessions open and close."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.router.rig import running_rig, with_workers
+from tests.router.scripted_worker import ScriptedWorker
+
+
+@with_workers("mixed-0", "mixed-1")
+async def test_the_last_of_two_lists_put_at_once_stands(m0: ScriptedWorker, m1: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m0)
+        old = rig.fleet.worker("mixed-0")
+        m0.epoch += 1000  # another incarnation of the seat
+        first = asyncio.create_task(rig.fleet.set_targets([m0.endpoint, m1.endpoint]))
+        await asyncio.sleep(0)
+        assert old not in rig.fleet.workers  # its session is closing
+        await rig.fleet.set_targets([m1.endpoint])
+        await first
+        assert rig.fleet.targets == [m1.endpoint]
+        assert rig.sample("pdserve_worker_up", worker="mixed-0", role="mixed") == 0
+
+
+@with_workers("mixed-0")
+async def test_a_target_that_returns_is_met_with_a_newer_session(m: ScriptedWorker) -> None:
+    """The worker remembers the router's last epoch and refuses any that is not newer."""
+    async with running_rig() as rig:
+        for count in range(1, 4):
+            await rig.up(m)
+            assert len(m.hellos) == count
+            await rig.up()
+        epochs = [hello.session_epoch for hello in m.hellos]
+        assert epochs == sorted(set(epochs))
