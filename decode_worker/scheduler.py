@@ -165,7 +165,7 @@ class DecodeScheduler:
         num_places = num_spare = 0
         if local is not None or reserving is not None:
             num_places = self._max_batch_size - sum(1 for _ in self._holders())
-            num_spare = self._num_spare_blocks()
+            num_spare = self._num_spare_blocks() if num_places > 0 else 0
         while num_places > 0 and reserving is not None and not self._must_wait(reserving, local):
             num_taken = self._reservations.reserve(spare_blocks=num_spare, now_s=now_s)
             if num_taken is None:
