@@ -106,7 +106,7 @@ class Supervisor:
         """Start what depends on nothing, all at once."""
         self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
         if len(self._cores) < len(self._launch.roles):
-            self._progress.warn("cores", f"{len(self._launch.roles)} workers share {len(self._cores)} cores")
+            self._progress.warn("cores", f"fewer than workers: {len(self._launch.roles)} workers on {len(self._cores)}")
         if not self._launch.ray_address:
             self._start_ray()
         if self._launch.config.model.path:
