@@ -169,7 +169,7 @@ class StepLoop:
         return min(max(deadline_s - time.monotonic(), MIN_WAIT_S), PULSE_S)
 
     def _turn(self) -> bool:
-        """Plan, submit, complete, publish once; returns whether anything is going on."""
+        """Plan, submit, complete, publish once; returns whether the next turn may have something to do."""
         self._turned_s = time.monotonic()
         batch = self._scheduler.plan(self._turned_s)
         self._collect_events()
@@ -179,14 +179,14 @@ class StepLoop:
                 self._publish(worker_pb2.Load())
             self._submit(batch)
         step = worker_pb2.Load()
-        if self._in_flight and (batch is None or len(self._in_flight) >= self._executor.pipeline_depth):
+        has_step = bool(self._in_flight)
+        if has_step and (batch is None or len(self._in_flight) >= self._executor.pipeline_depth):
             step = self._complete_oldest()
             self._collect_events()
         self._publish(step)
-        is_busy = batch is not None or bool(self._in_flight)
-        if self._draining and not is_busy and not self._live:
+        if self._draining and not self._in_flight and not self._live:
             self.drained.set()
-        return is_busy
+        return has_step  # a completed step may have made room for the next one
 
     def _submit(self, batch: StepBatch) -> None:
         prediction = self._times.predict(batch)

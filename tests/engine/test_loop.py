@@ -64,6 +64,8 @@ class CountingScheduler:
         self.events: list[Event] = []
         self.max_planned = 0
         self.num_failed = 0
+        self.one_at_a_time = False
+        """The next request starts only when the last one is complete, as when it waits for its blocks."""
         self._step_id = 0
 
     def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
@@ -79,7 +81,8 @@ class CountingScheduler:
 
     def plan(self, now_s: float) -> StepBatch | None:
         coming = [key for keys in self.planned for key in keys]
-        keys = [key for key, left in self.left.items() if coming.count(key) < left]
+        candidates = list(self.left)[:1] if self.one_at_a_time else list(self.left)
+        keys = [key for key in candidates if coming.count(key) < self.left[key]]
         if not keys:
             return None
         self.planned.append(keys)
@@ -260,6 +263,18 @@ def test_requests_run_to_their_end_with_the_executor_s_depth_in_flight(depth: in
     assert rig.scheduler.max_planned == rig.executor.max_waiting == depth
     steps = [report.load for report in rig.reports if report.load.step_s]
     assert [(load.step_s, load.step_tokens) for load in steps] == [(0.25, 1)] * 5
+
+
+def test_work_that_a_completed_step_makes_possible_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.engine.loop.PULSE_S", 600.0)
+    rig = Rig(2)
+    rig.scheduler.one_at_a_time = True
+    rig.executor.may_finish.clear()
+    with rig.running():
+        rig.add(1)
+        later = rig.add(2)
+        rig.executor.may_finish.set()
+        wait_until(lambda: [key for key, _ in rig.tokens].count(later) == 3, "the second request's tokens")
 
 
 def test_what_the_plan_decided_is_published_before_the_step_is_computed() -> None:
