@@ -31,8 +31,13 @@ class AttentionMetadata:
     """``[num_rows + 1]``: each row's range in ``block_ids``."""
     block_ids: torch.Tensor
     """``[total]``: pool blocks of every row in sequence order, one row after the other."""
-    num_tokens: int
-    """New tokens of the batch."""
+    positions: torch.Tensor
+    """``[num_tokens]``: of every new token in its sequence."""
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the batch."""
+        return self.positions.shape[0]
 
     @property
     def num_rows(self) -> int:
@@ -64,19 +69,14 @@ class AttentionMetadata:
         assert (table_lengths * block_size >= kv_lengths).all(), f"a block table is short of its tokens: {kv_lengths}"
         assert block_ids.min() >= 0, f"block id {block_ids.min()} is negative"
         assert block_ids.max() < num_blocks, f"block id {block_ids.max()} is outside a pool of {num_blocks} blocks"
+        ends = new_tokens.cumsum()
         return cls(
-            query_starts=_int32(np.concatenate(([0], new_tokens.cumsum()))),
+            query_starts=_int32(np.concatenate(([0], ends))),
             kv_lengths=_int32(kv_lengths),
             block_starts=_int32(np.concatenate(([0], table_lengths.cumsum()))),
             block_ids=_int32(block_ids),
-            num_tokens=int(new_tokens.sum()),
+            positions=_int32(np.arange(ends[-1]) + np.repeat(kv_lengths - ends, new_tokens)),
         )
-
-    def positions(self) -> torch.Tensor:
-        """Position in its sequence of every new token: ``[num_tokens]``, int64."""
-        lengths = self.query_starts.diff()
-        first = self.kv_lengths - self.query_starts[1:]
-        return torch.arange(self.num_tokens) + torch.repeat_interleave(first, lengths)
 
 
 def _int32(values: np.ndarray) -> torch.Tensor:

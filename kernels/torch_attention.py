@@ -69,7 +69,7 @@ def rope_and_write_kv(
     low, high = rotated_TND.float().chunk(2, dim=-1)
     cos, sin = cos_TC[:, None], sin_TC[:, None]
     rotated_TND.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
-    positions = metadata.positions()
+    positions = metadata.positions
     rows = torch.repeat_interleave(metadata.query_starts.diff())
     blocks = metadata.block_ids[metadata.block_starts[rows] + positions // block_size].long()
     offsets = positions % block_size

@@ -77,7 +77,7 @@ class Llama:
         Returns:
             float32 ``[B, V]``.
         """
-        angles = rope_angles(metadata.positions(), self._inv_freq_C)
+        angles = rope_angles(metadata.positions, self._inv_freq_C)
         x_TE = embedding(tokens_T, self._embedding).to(self._dtype)
         for index, layer in enumerate(self._layers):
             x_TE += self._attention(index, layer, x_TE, angles, kv_pool, metadata)

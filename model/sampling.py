@@ -14,13 +14,16 @@ Shape legend: B rows of the step, R rows being drawn, V vocabulary, G groups of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import isfinite
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken, TokenLogprobs
-from pdserve.model.philox import Counter, philox4x32, uniform
+from pdserve.model.philox import Counter, Words, philox4x32, uniform
 
 TOKEN_STREAM = 0
 """The counter's third word for drawing a token. Other uses of a request's seed take other streams."""
@@ -94,9 +97,9 @@ def kept_tokens(logits_RV: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 def _check_finite(best_B: torch.Tensor) -> None:
     """Raise if a row's highest logit, which is NaN if any of them is, is no finite number."""
-    bad = (~best_B.isfinite()).nonzero().flatten().tolist()
+    bad = [(row, best) for row, best in enumerate(best_B.tolist()) if not isfinite(best)]
     if bad:
-        values = ", ".join(f"row {row}: {best_B[row].item()}" for row in bad)
+        values = ", ".join(f"row {row}: {best}" for row, best in bad)
         raise RuntimeError(f"logits cannot be sampled, their maximum is not finite ({values})")
 
 
@@ -140,34 +143,40 @@ def _draw(
     """Token ids ``[R]``, drawn by Gumbel-max from what truncation leaves."""
     scaled_RV = _scale(logits_RV, best_R, [p.temperature for p in params])
     scaled_RV.masked_fill_(~kept_tokens(logits_RV, params), -torch.inf)
-    missing = -scaled_RV.shape[1] % _LANES
-    scaled_RG4 = torch.nn.functional.pad(scaled_RV, (0, missing), value=-torch.inf).view(len(params), -1, _LANES)
-    row_N, group_N = (scaled_RG4 >= -_NOISE_RANGE).any(dim=-1).nonzero(as_tuple=True)
-    noise_N4 = _noise([p.seed for p in params], positions, choices, row_N, group_N)
-    score_RG4 = torch.full_like(scaled_RG4, -torch.inf, dtype=torch.float64)
-    score_RG4[row_N, group_N] = scaled_RG4[row_N, group_N] + noise_N4
-    return score_RG4.flatten(1).argmax(dim=-1)  # the first of equals
+    num_groups = -(-scaled_RV.shape[1] // _LANES)
+    missing = num_groups * _LANES - scaled_RV.shape[1]
+    scaled_G4 = torch.nn.functional.pad(scaled_RV, (0, missing), value=-torch.inf).view(-1, _LANES)
+    group_N = (scaled_G4 >= -_NOISE_RANGE).any(dim=-1).nonzero().flatten()  # of all rows, one row after the other
+    noise_N4 = _noise(params, positions, choices, group_N.numpy(force=True), num_groups).to(scaled_RV.device)
+    score_G4 = torch.full_like(scaled_G4, -torch.inf, dtype=torch.float64)
+    score_G4[group_N] = scaled_G4[group_N] + noise_N4
+    return score_G4.view(len(params), -1).argmax(dim=-1)  # the first of equals
 
 
 def _noise(
-    seeds: Sequence[int],
+    params: Sequence[SamplingParams],
     positions: Sequence[int],
     choices: Sequence[int],
-    row_N: torch.Tensor,
-    group_N: torch.Tensor,
+    group_N: npt.NDArray[np.int64],
+    num_groups: int,
 ) -> torch.Tensor:
-    """Gumbel noise, float64 ``[N, 4]``, for N groups of 4 token ids, each of one of the rows."""
+    """Gumbel noise, float64 ``[N, 4]``, for N groups of 4 token ids; each row has ``num_groups`` of them."""
+    row_N, index_N = np.divmod(group_N, num_groups)
 
-    def of_row(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=row_N.device)[row_N]
+    def of_row(values: Iterable[int]) -> Words:
+        return np.take(np.fromiter(values, np.uint64, len(params)), row_N)
 
-    stream_N = torch.full_like(group_N, TOKEN_STREAM)
     words_N4 = philox4x32(
-        Counter(of_row(positions), of_row(choices), stream_N, group_N),
-        of_row([seed & _WORD for seed in seeds]),
-        of_row([seed >> 32 & _WORD for seed in seeds]),
+        Counter(
+            of_row(positions),
+            of_row(choices),
+            np.full(len(group_N), TOKEN_STREAM, np.uint64),
+            index_N.astype(np.uint64),
+        ),
+        of_row(p.seed & _WORD for p in params),
+        of_row(p.seed >> 32 & _WORD for p in params),
     )
-    return -(-uniform(words_N4).log()).log()
+    return torch.from_numpy(uniform(words_N4)).log_().neg_().log_().neg_()
 
 
 def _logprobs(

@@ -22,7 +22,7 @@ def test_ragged_rows_are_laid_end_to_end() -> None:
     assert metadata.kv_lengths.tolist() == [5, 5]
     assert metadata.block_starts.tolist() == [0, 3, 5]
     assert metadata.block_ids.tolist() == [5, 0, 7, 1, 6]
-    assert metadata.positions().tolist() == [2, 3, 4, 4]
+    assert metadata.positions.tolist() == [2, 3, 4, 4]
 
 
 @pytest.mark.parametrize(

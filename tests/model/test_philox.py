@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 
-from pdserve.model.philox import Counter, philox4x32, uniform
+from pdserve.model.philox import Counter, Words, philox4x32, uniform
 
 ONES = 0xFFFFFFFF
 KNOWN_ANSWERS = [
@@ -19,8 +19,8 @@ KNOWN_ANSWERS = [
 ]
 
 
-def words(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+def words(*values: int) -> Words:
+    return np.array(values, np.uint64)
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
@@ -30,8 +30,8 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], answer: t
 
 
 def test_a_batch_holds_the_same_words_as_its_parts() -> None:
-    counters = [torch.tensor(column) for column in zip(*(counter for counter, _, _ in KNOWN_ANSWERS), strict=True)]
-    keys = [torch.tensor(column) for column in zip(*(key for _, key, _ in KNOWN_ANSWERS), strict=True)]
+    counters = [words(*column) for column in zip(*(counter for counter, _, _ in KNOWN_ANSWERS), strict=True)]
+    keys = [words(*column) for column in zip(*(key for _, key, _ in KNOWN_ANSWERS), strict=True)]
     assert philox4x32(Counter(*counters), *keys).tolist() == [list(answer) for _, _, answer in KNOWN_ANSWERS]
 
 
