@@ -100,7 +100,7 @@ def test_token_ids_on_request(edge: EdgeServer, http: httpx.Client, route: str, 
     assert http.post(route, json=body).json()["choices"][0]["token_ids"] == [70, 71, 2]
     *chunks, _ = events(http.post(route, json={**body, "stream": True}))
     ids = [json.loads(chunk)["choices"][0].get("token_ids", []) for chunk in chunks]
-    assert sum(ids, []) == [70, 71, 2]
+    assert [token for chunk in ids for token in chunk] == [70, 71, 2]
     assert "token_ids" not in http.post(route, json=prompt).json()["choices"][0]
 
 
