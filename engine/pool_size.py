@@ -24,7 +24,7 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
     """
     if config.block_size < 1:
         raise ValueError(f"block_size {config.block_size} must be 1 or more")
-    num_needed = _ceil_div(limits.max_model_len, config.block_size)
+    num_needed = -(-limits.max_model_len // config.block_size)
     if config.num_kv_blocks:
         num_blocks, knob = config.num_kv_blocks, "num_kv_blocks"
     elif config.kv_memory_bytes:
@@ -55,7 +55,3 @@ def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:
         raise ValueError(
             f"the KV pool needs {pool_bytes} bytes and {spare_bytes} are available beside the weights: lower kv_memory"
         )
-
-
-def _ceil_div(dividend: int, divisor: int) -> int:
-    return -(-dividend // divisor)

@@ -5,7 +5,6 @@ Used by the schedulers for waiting prompts (when token 0 is wanted) and for dead
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -18,6 +17,8 @@ _MIN_STALE = 64
 class _Entry(NamedTuple):
     instant_s: float
     sequence: Sequence
+    num_tokens: int
+    """Known when it was pushed."""
 
 
 class SequenceQueue:
@@ -26,6 +27,8 @@ class SequenceQueue:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._heap: list[tuple[float, int]] = []
+        self.num_tokens = 0
+        """Tokens of all sequences here, as many as were known when each was pushed."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -33,19 +36,19 @@ class SequenceQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._entries
 
-    def __iter__(self) -> Iterator[Sequence]:
-        """In no order."""
-        return (entry.sequence for entry in self._entries.values())
-
     def push(self, sequence: Sequence, instant_s: float) -> None:
         assert sequence not in self, f"{sequence.key} is queued twice"
-        self._entries[sequence.sequence_id] = _Entry(instant_s, sequence)
+        entry = _Entry(instant_s, sequence, len(sequence.tokens))
+        self._entries[sequence.sequence_id] = entry
+        self.num_tokens += entry.num_tokens
         heappush(self._heap, (instant_s, sequence.sequence_id))
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is here."""
-        if self._entries.pop(sequence.sequence_id, None) is None:
+        entry = self._entries.pop(sequence.sequence_id, None)
+        if entry is None:
             return
+        self.num_tokens -= entry.num_tokens
         if len(self._heap) > 2 * len(self._entries) + _MIN_STALE:
             self._heap = [(entry.instant_s, sequence_id) for sequence_id, entry in self._entries.items()]
             heapify(self._heap)

@@ -312,8 +312,7 @@ class PrefillScheduler:
 
     def num_uncomputed_tokens(self) -> int:
         """Prompt tokens still to be planned."""
-        num_waiting = sum(len(sequence.tokens) for sequence in self._waiting)
-        return num_waiting + sum(sequence.num_uncomputed for sequence in self._admitted)
+        return self._waiting.num_tokens + sum(sequence.num_uncomputed for sequence in self._admitted)
 
     def quiet_steps(self) -> int:
         return 0

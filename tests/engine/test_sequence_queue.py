@@ -48,10 +48,23 @@ def test_first_is_the_least_of_those_present(actions: list[tuple[int, float | No
             queue.push(sequences[sequence_id], instant_s)
             present[sequence_id] = instant_s
         assert len(queue) == len(present)
-        assert {sequence.sequence_id for sequence in queue} == present.keys()
+        assert {sequence.sequence_id for sequence in sequences if sequence in queue} == present.keys()
         first = min(present, key=lambda i: (present[i], i), default=None)
         assert queue.first() is (None if first is None else sequences[first])
         assert queue.first_instant_s() == (None if first is None else present[first])
+
+
+def test_tokens_are_counted_as_they_were_pushed() -> None:
+    """A preempted sequence may learn a token of a step in flight while it waits."""
+    queue, first, second = SequenceQueue(), numbered(1), numbered(2)
+    queue.push(first, 0.0)
+    queue.push(second, 0.0)
+    first.append(7)
+    assert queue.num_tokens == 2
+    queue.discard(first)
+    assert queue.num_tokens == 1
+    queue.push(first, 0.0)
+    assert queue.num_tokens == 3
 
 
 def test_removed_entries_do_not_pile_up() -> None:
