@@ -109,11 +109,7 @@ class WorkerSession:
         backoff_s = MIN_BACKOFF_S
         last_reason = ""
         while True:
-            try:
-                reason, was_open = await self._live_once()
-            except Exception:
-                log.exception("session with %s", self.endpoint.worker_id)
-                reason, was_open = "an unexpected error", False
+            reason, was_open = await self._live_once()
             if reason != last_reason or was_open:
                 log.warning("session with %s at %s: %s", self.endpoint.worker_id, self.endpoint.address, reason)
             last_reason = reason
@@ -132,9 +128,15 @@ class WorkerSession:
                 was_open, self.is_open = self.is_open, False
                 reader.cancel()
                 if was_open:
-                    self._sink.session_broken(self, reason)
+                    self._tell_broken(reason)
                 await asyncio.wait({reader})
         return reason, was_open
+
+    def _tell_broken(self, reason: str) -> None:
+        try:
+            self._sink.session_broken(self, reason)
+        except Exception:  # the worker must come back all the same
+            log.exception("session with %s: its end could not be handled", self.endpoint.worker_id)
 
     async def _watch(self, reader: asyncio.Task[str]) -> str:
         """Wait until ``reader`` ends or has been silent for too long; returns the reason."""
@@ -143,8 +145,7 @@ class WorkerSession:
             num_received = self._num_received
             done, _ = await asyncio.wait({reader}, timeout=self._tick_s)
             if done:
-                # gRPC cancels the reader of a call whose commands it could not send.
-                return "a command could not be sent" if reader.cancelled() else reader.result()
+                return reader.result()
             silent_ticks = silent_ticks + 1 if self._num_received == num_received else 0
         return f"silent for {self._tick_s * STALL_TICKS:g} s"
 
