@@ -5,7 +5,8 @@ scheduler's events on: tokens and request events to the sink (the gRPC service),
 executor of pipeline depth 2, step N + 1 is planned and submitted before the result of step N is taken. The loop sleeps
 on the inbox when nothing can run. It never waits for a router.
 
-A step that fails costs its own requests only. Anything else that goes wrong ends `StepLoop.run` with an exception, and
+A step that fails costs its own requests only; where the next one was submitted behind it, with rows of the same
+sequences, it costs those of that one too. Anything else that goes wrong ends `StepLoop.run` with an exception, and
 the owner ends the process with it: a worker without its loop must not look healthy.
 """
 
