@@ -82,15 +82,18 @@ class Puller:
         self._check_targets(order)
         transport = self._config.transport
         try:
-            return await self._fetch_over(transport, order)
+            return await self._fetch_when_free(transport, order)
         except _PoolUnreachableError as error:
             if transport != "auto":
                 raise PullError("connect", f"KV transport memfd is impossible here: {error}") from error
-        # The source may take a moment to notice that the first stream is gone.
+        return await self._fetch_when_free("grpc", order)
+
+    async def _fetch_when_free(self, transport: str, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
+        """Fetch; a source may take a moment to notice that the puller before is gone, or this one's stream before."""
         busy_until_s = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
-                return await self._fetch_over("grpc", order)
+                return await self._fetch_over(transport, order)
             except SourceBusyError:
                 if time.monotonic() > busy_until_s:
                     raise

@@ -165,6 +165,22 @@ def test_auto_falls_back_to_grpc_when_the_pool_cannot_be_opened(target: Peer, po
     assert asked == ["auto", "grpc", "grpc"]
 
 
+def test_a_prompt_is_had_once_the_puller_before_is_noticed_gone(target: Peer, pool: PoolMemory) -> None:
+    num_asked = 0
+
+    def serve(opening: kv_pb2.PullOpen, context: grpc.ServicerContext) -> Iterator[kv_pb2.SourceMessage]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 3:
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, "another worker is pulling the prompt")
+        yield from _good_answer(pool)
+
+    with _source(serve) as address:
+        target.pull(address, HANDLE, [8, 9])
+        target.expect_done()
+    assert num_asked == 3
+
+
 def test_memfd_by_force_says_why_it_is_impossible() -> None:
     with (
         running_peer(transport="memfd") as target,
