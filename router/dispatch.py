@@ -41,6 +41,8 @@ class DispatchSettings:
     """Seconds from arrival after which a request is given up."""
     worker_wait_s: float = 60.0
     """Seconds that a request waits at most while no worker can take it."""
+    cut_off_s: float = 10.0
+    """Seconds after a failed pull for which its decode worker is avoided for prompts of its prefill worker."""
 
 
 class Dispatcher:
@@ -62,6 +64,8 @@ class Dispatcher:
         self._flights: dict[int, Flight] = {}
         self._queued: dict[int, Flight] = {}
         self._unbound: dict[int, Flight] = {}
+        self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
+        """By (prefill worker, decode worker); the incarnations, so that a replaced one starts with a clean slate."""
         self._request_ids = itertools.count(1)
         self._num_accepted = 0
         self._outcomes: Counter[Outcome] = Counter()
@@ -208,15 +212,31 @@ class Dispatcher:
 
     def want_decode(self, flight: Flight) -> None:
         """Bind ``flight`` to the decode worker that the policy names, or let it wait parked until one comes up."""
+        assert flight.attempt is not None
         start_s = time.perf_counter()
         blocks = flight.blocks(self._fleet.block_size)
-        choice = choose_decode(blocks, self._fleet.snapshots(), self._cost)
+        cut_off = self._cut_off_from(flight.attempt.prefill)
+        choice = choose_decode(blocks, self._fleet.snapshots(), self._cost, cut_off)
         self._metrics.route_seconds.observe(time.perf_counter() - start_s)
         if choice is None:
             self._unbound[flight.request_id] = flight
         else:
             self._unbound.pop(flight.request_id, None)
             flight.prepare(self._fleet.worker(choice.worker_id), blocks.num_blocks)
+
+    def link_failed(self, prefill: Worker, decode: Worker) -> None:
+        self._forget_cut_off()
+        self._cut_off_until_s[prefill, decode] = self._now_s() + self._settings.cut_off_s
+
+    def _cut_off_from(self, prefill: Worker) -> set[str]:
+        """Ids of decode workers that could not pull from ``prefill`` lately."""
+        self._forget_cut_off()
+        return {decode.worker_id for source, decode in self._cut_off_until_s if source is prefill}
+
+    def _forget_cut_off(self) -> None:
+        now_s = self._now_s()
+        for pair in [pair for pair, until_s in self._cut_off_until_s.items() if until_s <= now_s]:
+            del self._cut_off_until_s[pair]
 
     def landed(self, flight: Flight) -> None:
         assert flight.outcome is not None

@@ -4,8 +4,11 @@
 next attempt number and the tokens that the client has. The dispatcher feeds it what workers say and places it when it
 asks; the HTTP edge iterates it. Never chooses a worker, never reads a clock other than the one it was given.
 
-The fence: a token counts only if it names the current attempt and the next index. A decode worker's first tokens may
-overtake the prefill worker's, because they come on another stream; they wait for it.
+An attempt outlives its decode worker while the prompt is parked (see `pdserve.router.attempt`).
+
+The fence: a token counts only if it comes from a worker of the current attempt and names that attempt and the next
+index. A decode worker's first tokens may overtake the prefill worker's, because they come on another stream; they wait
+for it.
 """
 
 from __future__ import annotations
@@ -14,13 +17,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdserve.contracts.request import (
     FinishReason,
     GenerationRequest,
-    KvSource,
     Outcome,
     RequestState,
     SamplingParams,
@@ -29,6 +30,7 @@ from pdserve.engine.frames import ReceivedToken
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.attempt import Attempt
 from pdserve.router.fleet import Worker
 from pdserve.router.generation import GenerationError, TokenDelta
 from pdserve.router.metrics import RouterMetrics
@@ -40,6 +42,8 @@ MAX_FAILURES = 2
 """Failed steps after which the request itself is blamed."""
 MAX_ATTEMPTS = 8
 """Dispatches of one request at most, whoever is to blame."""
+PULL_REFUSED = "refused"
+"""How the message of a pull begins that the prefill worker itself refused: nobody else could pull it either."""
 PASSING_REFUSALS = ("draining", "the worker is overloaded", "the worker holds")
 """How the messages of refusals begin that say nothing of the request: another worker may take it."""
 
@@ -55,36 +59,13 @@ class FlightOwner(Protocol):
         """Choose a decode worker, now or when one comes up."""
         ...
 
+    def link_failed(self, prefill: Worker, decode: Worker) -> None:
+        """A pull between two workers failed, and neither says that the prompt is gone."""
+        ...
+
     def landed(self, flight: Flight) -> None:
         """``flight.outcome`` is set: forget it."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One dispatch of a request."""
-
-    number: int
-    prefill: Worker
-    handoff: bool
-    decode: Worker | None = None
-    source: KvSource | None = None
-    is_prefill_over: bool = False
-    """The prefill worker holds nothing of the request any more."""
-    has_joined: bool = False
-    """The decode worker holds all of the prompt's KV."""
-    started_s: float = 0.0
-    first_token_s: float = 0.0
-    """When the attempt's first token came, 0 before."""
-    joined_s: float = 0.0
-    overtook: list[ReceivedToken] = field(default_factory=list)
-    """Tokens of the decode worker that came before the prefill worker's."""
-
-    @property
-    def workers(self) -> list[Worker]:
-        """Workers that may still hold something of the request."""
-        prefill = [] if self.is_prefill_over else [self.prefill]
-        return prefill if self.decode is None else [*prefill, self.decode]
 
 
 class Flight:
@@ -170,15 +151,16 @@ class Flight:
         return self._now_s() >= self._deadline_s
 
     def blocks(self, block_size: int) -> PromptBlocks:
-        """What the policy weighs: every token whose KV must exist before the next can be sampled."""
-        return PromptBlocks((*self._prompt_tokens, *self._emitted), block_size, self._cache_salt)
+        """What the policy weighs: every token whose KV must exist before the attempt's first can be sampled."""
+        emitted = self._emitted if self.attempt is None else self.attempt.emitted
+        return PromptBlocks((*self._prompt_tokens, *emitted), block_size, self._cache_salt)
 
     def submit(self, worker: Worker, *, handoff: bool) -> None:
         """Begin an attempt on ``worker``."""
         assert self.attempt is None
         assert self.outcome is None
         now_s = self._now_s()
-        attempt = self.attempt = Attempt(self._num_attempts, worker, handoff)
+        attempt = self.attempt = Attempt(self._num_attempts, worker, handoff, tuple(self._emitted))
         self._num_attempts += 1
         self.state = RequestState.PREFILLING
         if attempt.number == 0:
@@ -188,20 +170,23 @@ class Flight:
         worker.session.send(worker_pb2.RouterMessage(submit=worker_pb2.Submit(request=request)))
 
     def prepare(self, worker: Worker, num_blocks: int) -> None:
-        """Bind ``worker`` to decode the current attempt."""
+        """Bind ``worker`` to decode the current attempt, whose token 0 may be out already."""
         attempt = self.attempt
         assert attempt is not None
         assert attempt.source is not None
         attempt.decode = worker
+        attempt.num_bindings += 1
         request = self._wire_request(attempt, self._now_s())
-        worker.promise_decode(self.request_id, len(self._prompt_tokens) + len(self._emitted), num_blocks)
+        worker.promise_decode(self.request_id, len(self._prompt_tokens) + len(attempt.emitted), num_blocks)
         prepare = worker_pb2.Prepare(request=request, source=source_to_proto(attempt.source))
         worker.session.send(worker_pb2.RouterMessage(prepare=prepare))
 
     def token_received(self, worker: Worker, token: ReceivedToken) -> None:
         """Take a token if it is the current attempt's next; drop what is stale or repeated."""
         attempt = self.attempt
-        if attempt is None or token.attempt != attempt.number or token.index < len(self._emitted):
+        if attempt is None or token.attempt != attempt.number or not attempt.has(worker):
+            return
+        if token.index < len(self._emitted):
             return
         if token.index == len(self._emitted):
             self._accept(attempt, worker, token)
@@ -218,9 +203,14 @@ class Flight:
     def event_received(self, worker: Worker, event: worker_pb2.RequestEvent) -> None:
         """Take an event of the current attempt."""
         attempt = self.attempt
-        if attempt is None or event.attempt != attempt.number:
+        if attempt is None or event.attempt != attempt.number or not attempt.has(worker):
             return
-        match RequestEventKind(event.kind):
+        kind = RequestEventKind(event.kind)
+        if worker is attempt.prefill and kind.is_terminal and not attempt.needs_prefill:
+            # However it puts it (nobody may have told it that the pull is complete), it is needed no more.
+            attempt.is_prefill_over = True
+            return
+        match kind:
             case RequestEventKind.STARTED:
                 self._started(attempt, worker, event)
             case RequestEventKind.LAST_CHUNK:
@@ -232,25 +222,26 @@ class Flight:
             case RequestEventKind.RESUMED:
                 self.state = RequestState.DECODING
             case RequestEventKind.RELEASED:
-                attempt.is_prefill_over = True
+                # From a decode worker it means that token 0 was the last one, which the prefill worker says.
+                attempt.is_prefill_over |= worker is attempt.prefill
             case RequestEventKind.REJECTED:
                 self._rejected(worker, event.message)
             case RequestEventKind.FAILED:
                 self._failed(event.message)
             case RequestEventKind.KV_UNAVAILABLE:
-                self._retry("kv_unavailable", event.message)
+                self._kv_unavailable(attempt, worker, event.message)
             case RequestEventKind.CANCELLED:
                 self._retry("cancelled", event.message)
 
     def worker_lost(self, worker: Worker) -> None:
-        """``worker`` is gone: start over elsewhere unless it had nothing left to give."""
+        """``worker`` is gone: go on without it, or start over."""
         attempt = self.attempt
         if attempt is None or worker not in attempt.workers:
             return
-        if worker is attempt.prefill and attempt.has_joined and attempt.first_token_s:
+        if worker is attempt.prefill and not attempt.needs_prefill:
             attempt.is_prefill_over = True
         else:
-            self._retry("worker_lost", f"worker {worker.worker_id} was lost")
+            self._go_on_without(worker, "worker_lost", f"worker {worker.worker_id} was lost")
 
     def fail(self, error: GenerationError) -> None:
         """End it with an error, on every worker too."""
@@ -265,13 +256,13 @@ class Flight:
 
     def _wire_request(self, attempt: Attempt, now_s: float) -> worker_pb2.Request:
         ttft_slo_s = 0.0
-        if self._ttft_slo_s > 0 and not self._emitted:
+        if self._ttft_slo_s > 0 and not attempt.emitted:
             ttft_slo_s = max(self.arrived_s + self._ttft_slo_s - now_s, 1e-3)
         request = GenerationRequest(
             request_id=self.request_id,
             attempt=attempt.number,
             prompt_tokens=self._prompt_tokens,
-            emitted_tokens=tuple(self._emitted),
+            emitted_tokens=attempt.emitted,
             sampling=self._sampling,
             cache_salt=self._cache_salt,
             deadline_s=max(self._deadline_s - now_s, 1e-3),
@@ -335,7 +326,14 @@ class Flight:
             return
         if message.startswith("draining"):
             worker.load.draining = True
-        self._retry("refused", message)
+        self._go_on_without(worker, "refused", message)
+
+    def _kv_unavailable(self, attempt: Attempt, worker: Worker, message: str) -> None:
+        if worker is attempt.decode and not message.startswith(PULL_REFUSED):
+            self._owner.link_failed(attempt.prefill, worker)
+            self._go_on_without(worker, "kv_unavailable", message)
+        else:
+            self._retry("kv_unavailable", message)
 
     def _failed(self, message: str) -> None:
         self._num_failures += 1
@@ -343,6 +341,19 @@ class Flight:
             self.fail(GenerationError(500, "the model could not compute this request"))
         else:
             self._retry("failed", message)
+
+    def _go_on_without(self, worker: Worker, reason: str, message: str) -> None:
+        """``worker`` is done with the attempt: have the parked prompt pulled by another if there is one, else retry."""
+        attempt = self.attempt
+        assert attempt is not None
+        if worker is not attempt.decode or not attempt.may_rebind or self.is_late:
+            self._retry(reason, message)
+            return
+        log.info("request %x, attempt %d is bound anew: %s (%s)", self.request_id, attempt.number, reason, message)
+        worker.settle(self.request_id)
+        attempt.decode = None
+        self._metrics.redispatches.labels("rebound").inc()
+        self._owner.want_decode(self)
 
     def _retry(self, reason: str, message: str) -> None:
         """Give up the attempt and ask for the next one."""

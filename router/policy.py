@@ -150,13 +150,22 @@ def choose_prefill(blocks: PromptBlocks, workers: Iterable[WorkerSnapshot], cost
     return min(choices, key=lambda choice: (choice.ttft_s, choice.worker_id), default=None)
 
 
-def choose_decode(blocks: PromptBlocks, workers: Iterable[WorkerSnapshot], cost: CostModel) -> DecodeChoice | None:
+def choose_decode(
+    blocks: PromptBlocks,
+    workers: Iterable[WorkerSnapshot],
+    cost: CostModel,
+    cut_off: AbstractSet[str] = frozenset(),
+) -> DecodeChoice | None:
     """The decode worker with the least predicted TPOT among those with room, ties to the lowest id.
 
     Where none has room, the one that lacks the fewest blocks and seats: its queue is first come, first served. ``None``
     when no decode worker is up.
+
+    Args:
+        cut_off: ids of workers that could not pull from the prompt's prefill worker lately; taken only if there is no
+            other.
     """
-    best: tuple[float, float, str] | None = None
+    best: tuple[bool, float, float, str] | None = None
     for worker in workers:
         if worker.role is not WorkerRole.DECODE:
             continue
@@ -165,9 +174,9 @@ def choose_decode(blocks: PromptBlocks, workers: Iterable[WorkerSnapshot], cost:
         shortfall = missing_blocks + missing_seats
         num_context = worker.num_context_tokens + blocks.num_tokens
         tpot_s = cost.decode_s(worker.num_decoding + 1, num_context) * worker.decode_correction
-        key = (float(shortfall), tpot_s, worker.worker_id)
+        key = (worker.worker_id in cut_off, float(shortfall), tpot_s, worker.worker_id)
         best = key if best is None else min(best, key)
     if best is None:
         return None
-    shortfall_, tpot_s, worker_id = best
+    _, shortfall_, tpot_s, worker_id = best
     return DecodeChoice(worker_id, shortfall_ == 0, tpot_s)

@@ -161,6 +161,7 @@ async def test_a_parked_prompt_waits_for_a_decode_worker(
         await rig.up(p, other)
         prepared = await other.next_prepare()
         assert prepared.attempt == 0
+        assert not prepared.emitted_tokens  # the parked blocks hold the KV of the prompt, not of token 0
         other.send_token(prepared, 1, 101, last=True)
         assert await read_all(flight) == [100, 101]
 

@@ -127,6 +127,7 @@ async def test_a_target_that_is_taken_away_gives_up_its_requests(
         flight = rig.start(max_tokens=3)
         await hand_off(p, d0)
         assert await read_some(flight, 1) == [100]
+        await until(lambda: flight.state is RequestState.DECODING)
         await rig.up(p, d1)
         request = await hand_off(p, d1, token=101)
         d1.send_token(request, 2, 102, last=True)
@@ -301,3 +302,56 @@ async def test_many_streams_survive_a_lost_worker(p: ScriptedWorker, d0: Scripte
         assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
         for task in (*players, *streams):
             task.cancel()
+
+
+@pytest.mark.parametrize("kind", [RequestEventKind.KV_UNAVAILABLE, RequestEventKind.FAILED, RequestEventKind.CANCELLED])
+def test_what_a_prefill_worker_says_after_the_join_ends_nothing(kind: RequestEventKind) -> None:
+    """The puller's release can be lost; the prefill worker then gives the prompt up while it is being decoded."""
+
+    @with_workers("prefill-0", "decode-0")
+    async def run(p: ScriptedWorker, d: ScriptedWorker) -> None:
+        async with running_rig() as rig:
+            await rig.up(p, d)
+            flight = rig.start(max_tokens=2)
+            request = await hand_off(p, d, released=False)
+            await until(lambda: flight.state is RequestState.DECODING)
+            p.send_event(request, kind, message="parked: nobody pulled the prompt in time")
+            await until(lambda: flight.attempt is None or flight.attempt.is_prefill_over)
+            d.send_token(request, 1, 101, last=True)
+            assert await read_all(flight) == [100, 101]
+            assert p.commands.empty()
+            assert d.commands.empty()
+
+    run()
+
+
+@with_workers("prefill-0", "prefill-1", "decode-0")
+async def test_token_0_is_lost_after_the_decode_worker_heard_that_it_was_the_last(
+    p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker
+) -> None:
+    async with running_rig() as rig:
+        await rig.up(p0, p1, d)
+        flight = rig.start(max_tokens=1)
+        p0.offer(await p0.next_submit())
+        d.send_event(await d.next_prepare(), RequestEventKind.RELEASED)
+        d.load["num_running"] = 1  # its next load, which the router gets after the event
+        await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
+        await p0.stop()
+        p1.send_token(await p1.next_submit(), 0, 9, last=True)
+        assert await read_all(flight) == [9]
+
+
+@with_workers("prefill-0", "prefill-1", "decode-0")
+async def test_only_the_workers_of_an_attempt_are_heard(
+    p: ScriptedWorker, stranger: ScriptedWorker, d: ScriptedWorker
+) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, stranger, d)
+        flight = rig.start(max_tokens=2)
+        request = await hand_off(p, d)
+        stranger.send_token(request, 1, 666, last=True)
+        stranger.send_event(request, RequestEventKind.FAILED)
+        stranger.load["num_running"] = 1
+        await until(lambda: rig.fleet.worker("prefill-1").load.num_running == 1)
+        d.send_token(request, 1, 101, last=True)
+        assert await read_all(flight) == [100, 101]

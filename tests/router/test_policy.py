@@ -145,6 +145,17 @@ def test_decode_prefers_room_over_speed() -> None:
         assert choice.has_room
 
 
+def test_a_worker_that_is_cut_off_is_the_last_resort() -> None:
+    for workers, expected in (
+        ([D0, D1], "decode-1"),
+        ([D0, D1._replace(num_free_blocks=3)], "decode-1"),
+        ([D0], D0[0]),
+    ):
+        choice = choose_decode(prompt(100), workers, COST, {"decode-0"})
+        assert choice is not None
+        assert choice.worker_id == expected
+
+
 def test_where_nobody_has_room_the_least_shortfall_wins() -> None:
     choice = choose_decode(prompt(100), [D0._replace(num_free_blocks=3), D1._replace(num_free_blocks=20)], COST)
     assert choice is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -11,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.request import Outcome
+from pdserve.contracts.request import Outcome, RequestState
 from pdserve.deploy.random_checkpoint import write_random_checkpoint
 from pdserve.model.config import LlamaConfig
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.router.flight import Flight
-from tests.router.rig import Rig, read_all, running_rig
+from tests.router.rig import Rig, read_all, read_some, running_rig
 from tests.router.scripted_worker import until
 from tests.workers import WorkerProcess, emulated_config
 
@@ -114,6 +116,39 @@ def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str, num_begun
             assert not rig.fleet.worker(victim).is_up
             assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
             await put_targets(rig, {name: worker for name, worker in workers.items() if name != victim})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pull", ["not begun", "almost done"])
+def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> None:
+    """The decode worker is killed while its pull lasts; what the prefill worker computed serves the other one."""
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            time_scales = {"prefill-0": 1.0, "decode-0": 0.0 if pull == "not begun" else 1e6, "decode-1": 0.0}
+            workers = {
+                name: stack.enter_context(start_worker(checkpoint, name, scale)) for name, scale in time_scales.items()
+            }
+            rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN))
+            await put_targets(rig, workers)
+            victim = workers["decode-0"]
+            if pull == "not begun":
+                (transfer_process,) = victim.children()
+                os.kill(transfer_process, signal.SIGSTOP)
+            flight = rig.start(prompt(9), 20)
+            tokens = await read_some(flight, 1)
+            await asyncio.sleep(0.5)
+            assert flight.state is RequestState.HANDOFF
+            assert flight.attempt is not None
+            assert flight.attempt.decode is rig.fleet.worker("decode-0")
+            victim.process.kill()
+            assert tokens + await read_all(flight, 1) == oracle(checkpoint, 9, 20)
+            assert rig.sample("pdserve_redispatches_total", reason="rebound") == 1
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 0
+            assert rig.sample("pdserve_step_tokens_sum", worker="prefill-0", role="prefill") == len(prompt(9))
+            await put_targets(rig, {name: worker for name, worker in workers.items() if worker is not victim})
+            await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
 
     asyncio.run(run())
 
