@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, SamplingParams
@@ -16,17 +15,19 @@ from pdserve.deploy.random_checkpoint import write_random_checkpoint
 from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.prefill_worker.actor import PrefillWorker
+from tests.private_ray import joined_ray
 from tests.workers import RouterClient, emulated_config, hand_off, wait_until
 
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with joined_ray():
+        yield
 
 
 def start_actor(worker_class: type, config: WorkerConfig) -> tuple[Any, RouterClient]:
+    import ray
+
     actor = ray.remote(worker_class).options(num_cpus=0, max_concurrency=2).remote(config_to_fields(config))
     endpoint = endpoint_from_fields(ray.get(actor.start.remote()))
     assert ray.get(actor.ping.remote()) == endpoint.epoch
@@ -37,6 +38,8 @@ def start_actor(worker_class: type, config: WorkerConfig) -> tuple[Any, RouterCl
 # Ray's own files and sockets: what it leaves open is not ours to close.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_handoff_between_two_actors_and_their_end(local_ray: None, tmp_path: Path) -> None:
+    import ray
+
     model = write_random_checkpoint(tmp_path, hidden_size=32, intermediate_size=64, num_layers=2)
     prefill_actor, prefill = start_actor(PrefillWorker, emulated_config(model, WorkerRole.PREFILL))
     decode_actor, decode = start_actor(DecodeWorker, emulated_config(model, WorkerRole.DECODE))

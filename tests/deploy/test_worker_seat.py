@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.deploy.ray_cluster import PrivateRay, worker_resources
 from pdserve.deploy.worker_seat import SeatState, WorkerSeat, restart_delay_s
+from tests.private_ray import joined_ray
 
 
 class EchoWorker:
@@ -51,16 +51,8 @@ class EchoWorker:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[PrivateRay]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        cluster = PrivateRay(Path(folder), num_workers=1, token="0" * 64)
-        try:
-            while not cluster.is_started:
-                assert cluster.is_running, cluster.failure
-                time.sleep(0.05)
-            cluster.connect()
-            yield cluster
-        finally:
-            cluster.stop()
+    with joined_ray() as cluster:
+        yield cluster
 
 
 def make_seat(model_path: str = "/nowhere") -> WorkerSeat:
