@@ -122,8 +122,8 @@ def step_times_s(executor: Any, layout: KvLayout) -> list[float]:
 
 def measure(transport: str) -> dict[str, Any]:
     """Step-time percentiles, quiet and loaded, their ratio, and the pulls' rate."""
-    from pdserve.deploy.random_checkpoint import write_random_checkpoint
     from pdserve.model.config import LlamaConfig
+    from pdserve.model.random_checkpoint import write_random_checkpoint
 
     cores = sorted(os.sched_getaffinity(0))
     transfer_cores = tuple(cores[1:])

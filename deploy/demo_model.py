@@ -28,7 +28,7 @@ class DemoModel:
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self._draft = Path(tempfile.mkdtemp(dir=self.folder.parent))
-        command = [sys.executable, "-m", "pdserve.deploy.random_checkpoint", str(self._draft)]
+        command = [sys.executable, "-m", "pdserve.model.random_checkpoint", str(self._draft)]
         self._process = start_tied(command, env=os.environ, log_path=log_path)
 
     @property

@@ -11,7 +11,7 @@ from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseCon
 from pdserve.deploy import preflight
 from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
-from pdserve.deploy.random_checkpoint import write_random_checkpoint
+from pdserve.model.random_checkpoint import write_random_checkpoint
 
 LAUNCH = Launch()
 

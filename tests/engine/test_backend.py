@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.deploy.random_checkpoint import write_random_checkpoint
 from pdserve.engine import backend
 from pdserve.engine.backend import choose_backend
 from pdserve.engine.pool_size import AUTO_MEMORY_SHARE
 from pdserve.model.config import LlamaConfig
 from pdserve.model.llama import weight_bytes
+from pdserve.model.random_checkpoint import write_random_checkpoint
 
 MAX_MODEL_LEN = 64
 

@@ -17,9 +17,9 @@ import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
-from pdserve.deploy.random_checkpoint import write_random_checkpoint
 from pdserve.engine.worker_config import config_to_fields
 from pdserve.model.hash_chain import expected_tokens
+from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
 from tests.workers import RouterClient, WorkerProcess, emulated_config, hand_off, wait_until
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.deploy.random_checkpoint import write_random_checkpoint
 from pdserve.engine.worker_config import endpoint_to_fields
+from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.router.process_config import RouterProcessConfig, config_from_json, config_to_json
 from tests.workers import WorkerProcess, emulated_config, wait_until
 

@@ -14,9 +14,9 @@ import pytest
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, RequestState
-from pdserve.deploy.random_checkpoint import write_random_checkpoint
 from pdserve.model.config import LlamaConfig
 from pdserve.model.hash_chain import expected_tokens
+from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.router.flight import Flight
 from tests.router.rig import Rig, read_all, read_some, running_rig
 from tests.router.scripted_worker import until

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pdserve.deploy import random_checkpoint
+from pdserve.model import random_checkpoint
 from pdserve.router.tokenizer import MAX_INLINE_CHARS, ChatTokenizer
 from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer, metaspace_tokenizer, write_tokenizer
 
