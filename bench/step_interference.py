@@ -32,7 +32,7 @@ from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 BATCH_SIZE = 8
 CONTEXT_TOKENS = 256
-BLOCKS_PER_PULL = 64
+BLOCKS_PER_PULL = 512
 STEPS_PER_STRETCH = 400
 STRETCHES = 10
 WORKER_EPOCH = 1
