@@ -6,6 +6,7 @@ OpenAI error object, after which the stream ends without ``[DONE]``.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -19,6 +20,9 @@ from pdserve.router.token_timer import TokenTimer
 
 DONE = b"data: [DONE]\n\n"
 
+WRITE_TIMEOUT_S = 60.0
+"""A reader that takes nothing for this long while an event waits for it counts as one that has left."""
+
 
 def event(data: bytes) -> bytes:
     """An event that carries one line of JSON."""
@@ -26,7 +30,8 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Writes payloads as they come. A slow reader holds up this stream alone; one that leaves cancels it."""
+    """Writes payloads as they come. A slow reader holds up this stream alone; one that leaves, or reads no more,
+    cancels it."""
 
     media_type = "text/event-stream"
 
@@ -50,6 +55,7 @@ class EventStream(StreamingResponse):
         except ClientDisconnect:
             if not is_started:
                 raise
+            return  # an unfinished answer makes the server close the connection
         except Exception as error:
             if not is_started:
                 raise
@@ -58,4 +64,8 @@ class EventStream(StreamingResponse):
 
 
 async def _write(send: Send, body: bytes, *, more_body: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+    except TimeoutError:
+        raise ClientDisconnect from None

@@ -73,6 +73,17 @@ def test_a_reader_that_stops_reading_stops_its_stream_alone_and_can_still_leave(
     assert slow_reader > 0
 
 
+def test_a_reader_that_stops_reading_for_good_is_given_up(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.router.sse.WRITE_TIMEOUT_S", 0.5)
+    edge.generator.script = endless(50)
+    with connect(edge, {"stream": True}):
+        assert edge.generator.started.wait(5)
+        assert edge.generator.last.cancelled.wait(30)
+        assert edge.generator.last.cancels == [False]
+        edge.say("others are served")
+        assert httpx.post(f"{edge.url}/v1/completions", json={"prompt": "x"}, timeout=5).status_code == 200
+
+
 def wait_until_still(edge: EdgeServer) -> int:
     """Wait until no token is written any more, and say how many were."""
     num_tokens = -1
