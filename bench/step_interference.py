@@ -22,12 +22,16 @@ from threading import Event, Thread
 from typing import Any
 
 import numpy as np
+import torch
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
+from pdserve.model.config import LlamaConfig
+from pdserve.model.model_executor import ModelExecutor
+from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 BATCH_SIZE = 8
@@ -52,6 +56,7 @@ class PullLoad:
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Pull without a pause while the body runs."""
         stopping = Event()
         thread = Thread(target=self._run, args=(stopping,))
         thread.start()
@@ -86,17 +91,15 @@ class PullLoad:
         self.num_bytes += done.bytes
 
 
-def build_executor(folder: Path, memory: PoolMemory, config: Any) -> Any:
-    import torch
-
-    from pdserve.model.model_executor import ModelExecutor
-
+def build_executor(folder: Path, memory: PoolMemory, config: LlamaConfig) -> ModelExecutor:
+    """The checkpoint in ``folder`` over ``memory``, computed by one thread."""
     torch.set_num_threads(1)
     pool = torch.frombuffer(memory.blocks, dtype=torch.float32).view(memory.layout.shape)
     return ModelExecutor(folder=folder, config=config, layout=memory.layout, pool=pool, dtype="float32")
 
 
 def decode_batch(step_id: int, layout: KvLayout) -> StepBatch:
+    """`BATCH_SIZE` sequences with a context of `CONTEXT_TOKENS` in the pool's first blocks, one new token each."""
     blocks_per_row = layout.num_blocks_for(CONTEXT_TOKENS + 1)
     greedy = SamplingParams(temperature=0.0)
     return StepBatch(
@@ -111,7 +114,8 @@ def decode_batch(step_id: int, layout: KvLayout) -> StepBatch:
     )  # fmt: skip
 
 
-def step_times_s(executor: Any, layout: KvLayout) -> list[float]:
+def step_times_s(executor: ModelExecutor, layout: KvLayout) -> list[float]:
+    """Wall time of each step of one stretch."""
     times = []
     for step_id in range(STEPS_PER_STRETCH):
         started_s = time.perf_counter()
@@ -122,9 +126,6 @@ def step_times_s(executor: Any, layout: KvLayout) -> list[float]:
 
 def measure(transport: str) -> dict[str, Any]:
     """Step-time percentiles, quiet and loaded, their ratio, and the pulls' rate."""
-    from pdserve.model.config import LlamaConfig
-    from pdserve.model.random_checkpoint import write_random_checkpoint
-
     cores = sorted(os.sched_getaffinity(0))
     transfer_cores = tuple(cores[1:])
     with tempfile.TemporaryDirectory() as folder:
@@ -159,6 +160,8 @@ def measure(transport: str) -> dict[str, Any]:
 def report(
     transport: str, quiet: list[float], loaded: list[float], bytes_per_s: float, layout: KvLayout
 ) -> dict[str, Any]:
+    """What is printed and kept."""
+
     def percentiles_ms(times: list[float]) -> dict[str, float]:
         return {f"p{p}_ms": float(np.percentile(times, p) * 1e3) for p in (50, 90, 99)}
 
