@@ -7,7 +7,6 @@ takes too long, drops what still runs and exits 1, as does a step loop that died
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -20,10 +19,9 @@ from types import FrameType
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.engine.worker import EngineWorker, SchedulerFactory
 from pdserve.engine.worker_config import config_from_json, endpoint_to_fields
+from pdserve.kv_transfer.parent_death import die_with_parent
 
 DRAIN_TIMEOUT_S = 30.0
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | None = None) -> int:
@@ -31,7 +29,7 @@ def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | N
     arguments = _parse_arguments(prog, argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
-        _die_with_parent()
+        die_with_parent()
     signals = _StopSignals()
     try:
         worker = EngineWorker(_read_config(arguments.config), scheduler_factory)
@@ -80,11 +78,3 @@ class _StopSignals:
         if self._count > 1:
             os._exit(1)
         self._received.put(number)
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process is gone. Linux only."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

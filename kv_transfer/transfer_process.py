@@ -9,7 +9,6 @@ closes. It imports no torch and decides nothing about requests.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ import grpc
 
 from pdserve.kv_transfer.auth import TokenInterceptor
 from pdserve.kv_transfer.grpc_options import server_options
+from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pipe import MAX_FRAME_BYTES, encode_frame, read_frame, receive_frame
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
@@ -30,7 +30,6 @@ from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 MAX_PULL_MESSAGE_BYTES = 64 << 10
 MAX_CONCURRENT_PULLS = 4096
 POOL_SWEEP_INTERVAL_S = 1.0
-_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
 
@@ -95,15 +94,9 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
     await _Process(config, memory, writer).run(reader)
 
 
-def _die_with_parent() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-
-
 def main() -> None:
     """Run until the engine is gone."""
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then says goodbye
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s transfer process: %(message)s")
     pipe_fd, memory_fd = (int(argument) for argument in sys.argv[1:])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config import LlamaConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
@@ -47,7 +47,6 @@ KEEP_ALIVE_S = 65
 CLOSE_TIMEOUT_S = 5
 """Seconds that responses may take to reach their clients after the drain."""
 BACKLOG = 2048
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
-        _die_with_parent()
+        die_with_parent()
     try:
         # A command line can be read by every user of the host, and the configuration holds the cluster token.
         config = config_from_json(sys.stdin.readline() if arguments.config == "-" else arguments.config)
@@ -195,14 +194,6 @@ async def _drain(dispatcher: Dispatcher, timeout_s: float) -> None:
             await dispatcher.wait_idle()
     except TimeoutError:
         dispatcher.fail_all(f"the router stopped before the answer was complete ({timeout_s:g} s)")
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process is gone. Linux only."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
