@@ -7,10 +7,12 @@ the machine.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 from pdserve.deploy.errors import DeployError
@@ -56,6 +58,9 @@ class PrivateRay:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment = {**inherited, **self._environment, "RAY_START_HOOK": "pdserve.deploy.ray_start.trim"}
         self._process = start_tied(command, env=environment, log_path=self._log_path)
+        # Importing Ray takes most of a second, which the start of the cluster leaves; it reads the environment then.
+        os.environ.update(self._environment)
+        threading.Thread(target=importlib.import_module, args=("ray",), daemon=True).start()
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -92,7 +97,6 @@ class PrivateRay:
         Raises:
             DeployError: it does not answer.
         """
-        os.environ.update(self._environment)
         _connect(self.address)
 
     def stop(self) -> None:
