@@ -21,7 +21,6 @@ from pdserve.model.config import LlamaConfig, model_hash
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     folder = Path(config.model_path)
     model = LlamaConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
-    cost = CostModel(ModelShape.from_config(model), hardware("cpu", num_cores=_num_threads(config)), config.dtype)
+    cost = CostModel(model.shape, hardware("cpu", num_cores=_num_threads(config)), config.dtype)
     content_hash = model_hash(folder)
     _configure_openmp(config)
 
@@ -73,7 +72,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     """A GPU that is not here: its step times, its transfer times and as many blocks as its memory would hold."""
     model = LlamaConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
-    cost = CostModel(ModelShape.from_config(model), hardware(config.emulate), config.dtype)
+    cost = CostModel(model.shape, hardware(config.emulate), config.dtype)
     max_blocks = cost.max_kv_blocks(config.block_size)
     if max_blocks == 0:
         raise ValueError(

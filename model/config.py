@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, KvLayout
 from pdserve.contracts.step import ModelLimits
+from pdserve.model.shape import ModelShape
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 _HASH_SAMPLE_BYTES = 4096
@@ -67,13 +68,23 @@ class LlamaConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def shape(self) -> ModelShape:
+        """What decides the cost of running it."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            tie_word_embeddings=self.tie_word_embeddings,
+        )
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the model; a tied output projection is counted once."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size
-        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * (attention + mlp + norms) + tables + self.hidden_size
+        return self.shape.num_parameters
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights held in ``dtype``."""

@@ -1,15 +1,13 @@
 """The numbers of a decoder that decide what it costs to run.
 
-Built from a checkpoint's configuration, or from any Hugging Face config.json of a Llama-like decoder, so that models
-that are not here can be planned for. Read by `pdserve.model.cost`; never imports torch.
+Told by a checkpoint's configuration (`pdserve.model.config`), or by any Hugging Face config.json of a Llama-like decoder,
+so that models that are not here can be planned for. Read by `pdserve.model.cost`; never imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from pdserve.model.config import LlamaConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +22,6 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool = False
-
-    @classmethod
-    def from_config(cls, config: LlamaConfig) -> ModelShape:
-        """Shape of a checkpoint that pdserve runs."""
-        return cls(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            tie_word_embeddings=config.tie_word_embeddings,
-        )
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, object]) -> ModelShape:
