@@ -1,7 +1,7 @@
 """The numbers of a decoder that decide what it costs to run.
 
-Told by a checkpoint's configuration (`pdserve.model.config`), or by any Hugging Face config.json of a Llama-like decoder,
-so that models that are not here can be planned for. Read by `pdserve.model.cost`; never imports torch.
+Told by a checkpoint's configuration (`pdserve.model.config`), or by any Hugging Face config.json of a Llama-like
+decoder, so that models that are not here can be planned for. Read by `pdserve.model.cost`; never imports torch.
 """
 
 from __future__ import annotations
