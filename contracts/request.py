@@ -52,16 +52,35 @@ class SamplingParams:
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens with at least this probability mass, in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the most likely one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Over 0. Logits of tokens in the prompt or the answer are divided by it if positive, else multiplied (CTRL)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that is in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time that it is in the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once."""
     seed: int = 0
     """64-bit key of the random generator. The router mints one where the client gave none."""
     max_tokens: int = 16
     """Tokens to generate at most, over all attempts."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token is generated before so many tokens are, over all attempts."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence tokens."""
     num_logprobs: int = -1
     """-1: none; 0: the sampled token's only; n: and the n most likely tokens' at each position."""
+    num_prompt_logprobs: int = -1
+    """The same of every prompt token but the first, given the tokens before it."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on which tokens came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +98,11 @@ class GenerationRequest:
     prompt_tokens: tuple[int, ...]
     emitted_tokens: tuple[int, ...] = ()
     """Tokens of earlier attempts that the client was already sent."""
+    choice: int = 0
+    """Index of the first choice to generate: part of the random generator's counter."""
+    num_choices: int = 1
+    """Answers to generate to the one prompt, ``choice`` and those after it. One where ``emitted_tokens`` are given:
+    after a loss each choice goes on alone."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: bytes = b""
     """Separates the prefix caches of tenants; part of every block hash."""

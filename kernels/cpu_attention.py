@@ -13,6 +13,7 @@ import torch
 
 from pdserve.kernels.cpu_build import load_library
 from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.operations import AttentionRule, QkNorm
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _HEAD_DIM_MULTIPLE = 8
@@ -53,10 +54,13 @@ def supports(kv_pool: torch.Tensor) -> bool:
 
 
 def paged_attention(
-    q_TND: torch.Tensor, kv_pool: torch.Tensor, layer: int, metadata: AttentionMetadata
+    q_TND: torch.Tensor, kv_pool: torch.Tensor, layer: int, metadata: AttentionMetadata, rule: AttentionRule
 ) -> torch.Tensor:
-    """See `pdserve.kernels.selection.PagedAttention`."""
+    """See `pdserve.kernels.operations.PagedAttention`."""
     num_tokens, num_heads, head_dim = q_TND.shape
+    assert not rule.window
+    assert not rule.softcap
+    assert rule.scale == head_dim**-0.5
     assert (num_tokens, head_dim) == (metadata.num_tokens, kv_pool.shape[-1])
     assert num_heads % kv_pool.shape[1] == 0
     assert q_TND.dtype == kv_pool.dtype
@@ -79,8 +83,10 @@ def rope_and_write_kv(
     kv_pool: torch.Tensor,
     layer: int,
     metadata: AttentionMetadata,
+    qk_norm: QkNorm | None = None,
 ) -> None:
-    """See `pdserve.kernels.selection.RopeAndWriteKv`."""
+    """See `pdserve.kernels.operations.RopeAndWriteKv`."""
+    assert qk_norm is None
     num_tokens, num_all_heads, head_dim = qkv_TMD.shape
     num_heads = num_all_heads - 2 * kv_pool.shape[1]
     assert (num_tokens, head_dim) == (metadata.num_tokens, kv_pool.shape[-1])

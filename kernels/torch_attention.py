@@ -13,12 +13,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.operations import AttentionRule, QkNorm
 
 
 def paged_attention(
-    q_TND: torch.Tensor, kv_pool: torch.Tensor, layer: int, metadata: AttentionMetadata
+    q_TND: torch.Tensor, kv_pool: torch.Tensor, layer: int, metadata: AttentionMetadata, rule: AttentionRule
 ) -> torch.Tensor:
-    """See `pdserve.kernels.selection.PagedAttention`."""
+    """See `pdserve.kernels.operations.PagedAttention`."""
+    assert not rule.window
+    assert not rule.softcap
     starts = metadata.query_starts.tolist()
     block_starts = metadata.block_starts.tolist()
     o_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
@@ -26,7 +29,7 @@ def paged_attention(
         blocks = metadata.block_ids[block_starts[row] : block_starts[row + 1]]
         k_HLD, v_HLD = _gather(kv_pool, layer, blocks, kv_length)
         span = slice(starts[row], starts[row + 1])
-        o_TND[span] = _attend_row(q_TND[span], k_HLD, v_HLD)
+        o_TND[span] = _attend_row(q_TND[span], k_HLD, v_HLD, rule)
     return o_TND
 
 
@@ -40,7 +43,7 @@ def _gather(
     return k_HLD, v_HLD
 
 
-def _attend_row(q_QND: torch.Tensor, k_HLD: torch.Tensor, v_HLD: torch.Tensor) -> torch.Tensor:
+def _attend_row(q_QND: torch.Tensor, k_HLD: torch.Tensor, v_HLD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
     num_new, num_heads, head_dim = q_QND.shape
     num_kv_heads, kv_length, _ = k_HLD.shape
     group = num_heads // num_kv_heads
@@ -50,7 +53,7 @@ def _attend_row(q_QND: torch.Tensor, k_HLD: torch.Tensor, v_HLD: torch.Tensor) -
         mask_QL = torch.ones(num_new, kv_length, dtype=torch.bool, device=q_QND.device).tril(kv_length - num_new)
         mask = mask_QL.repeat(group, 1)
     q_1HQD = q_HGQD.reshape(1, num_kv_heads, group * num_new, head_dim)
-    o_1HQD = scaled_dot_product_attention(q_1HQD, k_HLD[None], v_HLD[None], attn_mask=mask)
+    o_1HQD = scaled_dot_product_attention(q_1HQD, k_HLD[None], v_HLD[None], attn_mask=mask, scale=rule.scale)
     o_HGQD = o_1HQD.view(num_kv_heads, group, num_new, head_dim)
     return o_HGQD.permute(2, 0, 1, 3).reshape(num_new, num_heads, head_dim)
 
@@ -62,8 +65,10 @@ def rope_and_write_kv(
     kv_pool: torch.Tensor,
     layer: int,
     metadata: AttentionMetadata,
+    qk_norm: QkNorm | None = None,
 ) -> None:
-    """See `pdserve.kernels.selection.RopeAndWriteKv`."""
+    """See `pdserve.kernels.operations.RopeAndWriteKv`."""
+    assert qk_norm is None
     num_kv_heads, block_size = kv_pool.shape[1], kv_pool.shape[4]
     rotated_TND, v_THD = qkv_TMD[:, :-num_kv_heads], qkv_TMD[:, -num_kv_heads:]
     low, high = rotated_TND.float().chunk(2, dim=-1)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.selection import AttentionKernels
+from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
+from pdserve.kernels.torch_dense import matrix_dtype
 from pdserve.model.config import LlamaConfig
 from pdserve.model.rope import RopeAngles, inverse_frequencies, rope_angles
 from pdserve.model.weights import load_weights
@@ -24,43 +24,50 @@ from pdserve.model.weights import load_weights
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one layer. Matrices are ``[outputs, inputs]``; projections of the same input are one."""
+    """Weights of one layer. Projections of the same input are one."""
 
     attention_norm: torch.Tensor
-    """``[E]``."""
-    qkv: torch.Tensor
+    qkv: Linear
     """``[M * D, E]``: queries, keys, values."""
-    output: torch.Tensor
+    output: Linear
     """``[E, N * D]``."""
     mlp_norm: torch.Tensor
-    """``[E]``."""
-    gate_up: torch.Tensor
+    gate_up: Linear
     """``[2 * I, E]``: gate, then up."""
-    down: torch.Tensor
+    down: Linear
     """``[E, I]``."""
 
 
 class Llama:
     """A decoder with the weights of one checkpoint, on the CPU."""
 
-    def __init__(self, folder: Path, config: LlamaConfig, dtype: torch.dtype, kernels: AttentionKernels) -> None:
-        """Load the checkpoint in ``folder``; activations and KV are of ``dtype``.
+    def __init__(self, folder: Path, config: LlamaConfig, dtype: torch.dtype, kernels: DecoderKernels) -> None:
+        """Load the checkpoint in ``folder``, rounded to ``dtype``.
 
         Raises:
             ValueError: the weights are unusable or do not match ``config``.
         """
         self._config = config
-        self._dtype = dtype
+        self._dtype = kernels.activation_dtype or dtype
         self._kernels = kernels
+        self._rule = AttentionRule(scale=config.head_dim**-0.5)
         self._inv_freq_C = inverse_frequencies(config)
-        held = matrix_dtype(dtype)
-        self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=held)
-        self._layers = [_empty_layer(config, dtype, held) for _ in range(config.num_layers)]
-        self._norm = torch.empty(config.hidden_size, dtype=dtype)
-        tied = config.tie_word_embeddings
-        self._lm_head = self._embedding if tied else torch.empty_like(self._embedding)
-        ignored = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
-        load_weights(folder, self._checkpoint_tensors(), dtype=dtype, ignored_suffixes=ignored)
+        weights = _Weights(folder, config, dtype)
+        pack = kernels.pack_linear
+        self._embedding = pack(weights.embedding)
+        self._lm_head = self._embedding if config.tie_word_embeddings else pack(weights.lm_head)
+        self._norm = weights.norm.to(self._dtype)
+        self._layers = [
+            DecoderLayer(
+                attention_norm=layer["input_layernorm"].to(self._dtype),
+                qkv=pack(layer["qkv"]),
+                output=pack(layer["self_attn.o_proj"]),
+                mlp_norm=layer["post_attention_layernorm"].to(self._dtype),
+                gate_up=pack(layer["gate_up"]),
+                down=pack(layer["mlp.down_proj"]),
+            )
+            for layer in weights.layers
+        ]
 
     @torch.inference_mode()
     def forward(
@@ -78,12 +85,12 @@ class Llama:
             float32 ``[B, V]``.
         """
         angles = rope_angles(metadata.positions, self._inv_freq_C)
-        x_TE = embedding(tokens_T, self._embedding).to(self._dtype)
+        x_TE = self._embedding.rows(tokens_T).to(self._dtype)
         for index, layer in enumerate(self._layers):
             x_TE += self._attention(index, layer, x_TE, angles, kv_pool, metadata)
             x_TE += self._mlp(layer, x_TE)
         x_BE = self._normalise(x_TE[sampled_B], self._norm)
-        return _project(x_BE, self._lm_head).float()
+        return self._lm_head(x_BE).float()
 
     def _attention(
         self,
@@ -94,71 +101,62 @@ class Llama:
         kv_pool: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        qkv_TF = _project(self._normalise(x_TE, layer.attention_norm), layer.qkv)
+        qkv_TF = layer.qkv(self._normalise(x_TE, layer.attention_norm))
         qkv_TMD = qkv_TF.view(len(x_TE), -1, self._config.head_dim)
         self._kernels.rope_and_write_kv(qkv_TMD, angles.cos, angles.sin, kv_pool, index, metadata)
         q_TND = qkv_TMD[:, : self._config.num_heads]
-        o_TND = self._kernels.paged_attention(q_TND, kv_pool, index, metadata)
-        return _project(o_TND.flatten(1), layer.output)
+        o_TND = self._kernels.paged_attention(q_TND, kv_pool, index, metadata, self._rule)
+        return layer.output(o_TND.flatten(1))
 
     def _mlp(self, layer: DecoderLayer, x_TE: torch.Tensor) -> torch.Tensor:
-        gate_TI, up_TI = _project(self._normalise(x_TE, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return _project(silu(gate_TI).mul_(up_TI), layer.down)
+        gate_up_TF = layer.gate_up(self._normalise(x_TE, layer.mlp_norm))
+        return layer.down(self._kernels.gate(gate_up_TF, "silu"))
 
     def _normalise(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x_TE, weight_E.shape, weight_E, self._config.rms_norm_eps)
-
-    def _checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """Where each tensor of the checkpoint goes: names of Hugging Face, views of our weights."""
-        tensors = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
-        if not self._config.tie_word_embeddings:
-            tensors["lm_head.weight"] = self._lm_head
-        for index, layer in enumerate(self._layers):
-            for name, tensor in _layer_tensors(self._config, layer).items():
-                tensors[f"model.layers.{index}.{name}.weight"] = tensor
-        return tensors
+        return self._kernels.rms_normalise(x_TE, weight_E, self._config.rms_norm_eps)
 
 
-def _empty_layer(config: LlamaConfig, dtype: torch.dtype, held: torch.dtype) -> DecoderLayer:
+class _Weights:
+    """The checkpoint's tensors in the model's dtype, those of one input laid out as one."""
+
+    def __init__(self, folder: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
+        tied = config.tie_word_embeddings
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.lm_head = self.embedding if tied else torch.empty_like(self.embedding)
+        self.norm = torch.empty(config.hidden_size, dtype=dtype)
+        self.layers = [_empty_layer(config, dtype) for _ in range(config.num_layers)]
+        destinations = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not tied:
+            destinations["lm_head.weight"] = self.lm_head
+        for index, layer in enumerate(self.layers):
+            for name, tensor in _checkpoint_parts(config, layer).items():
+                destinations[f"model.layers.{index}.{name}.weight"] = tensor
+        ignored = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
+        load_weights(folder, destinations, dtype=dtype, ignored_suffixes=ignored)
+
+
+def _empty_layer(config: LlamaConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     hidden, intermediate, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    return DecoderLayer(
-        attention_norm=torch.empty(hidden, dtype=dtype),
-        qkv=torch.empty((config.num_heads + 2 * config.num_kv_heads) * head_dim, hidden, dtype=held),
-        output=torch.empty(hidden, config.num_heads * head_dim, dtype=held),
-        mlp_norm=torch.empty(hidden, dtype=dtype),
-        gate_up=torch.empty(2 * intermediate, hidden, dtype=held),
-        down=torch.empty(hidden, intermediate, dtype=held),
-    )
+    shapes = {
+        "input_layernorm": (hidden,),
+        "qkv": ((config.num_heads + 2 * config.num_kv_heads) * head_dim, hidden),
+        "self_attn.o_proj": (hidden, config.num_heads * head_dim),
+        "post_attention_layernorm": (hidden,),
+        "gate_up": (2 * intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }
+    return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
-def _layer_tensors(config: LlamaConfig, layer: DecoderLayer) -> dict[str, torch.Tensor]:
+def _checkpoint_parts(config: LlamaConfig, layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Where each tensor of the checkpoint goes: names of Hugging Face, views of fused weights."""
     num_kv_outputs = config.num_kv_heads * config.head_dim
-    q_NE, k_HE, v_HE = layer.qkv.split_with_sizes([config.num_heads * config.head_dim, num_kv_outputs, num_kv_outputs])
-    gate_IE, up_IE = layer.gate_up.chunk(2)
-    return {
-        "input_layernorm": layer.attention_norm,
-        "self_attn.q_proj": q_NE,
-        "self_attn.k_proj": k_HE,
-        "self_attn.v_proj": v_HE,
-        "self_attn.o_proj": layer.output,
-        "post_attention_layernorm": layer.mlp_norm,
-        "mlp.gate_proj": gate_IE,
-        "mlp.up_proj": up_IE,
-        "mlp.down_proj": layer.down,
-    }
-
-
-def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype to hold matrices in: float32 where this CPU has no instructions to multiply ``dtype`` with.
-
-    Such a product was measured 5 to 10 times slower than float32's for more than one token; the price is the memory.
-    """
-    native = {
-        torch.float32: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
-    return dtype if native[dtype] else torch.float32
+    parts = {name: tensor for name, tensor in layer.items() if name not in ("qkv", "gate_up")}
+    parts["self_attn.q_proj"], parts["self_attn.k_proj"], parts["self_attn.v_proj"] = layer["qkv"].split_with_sizes(
+        [config.num_heads * config.head_dim, num_kv_outputs, num_kv_outputs]
+    )
+    parts["mlp.gate_proj"], parts["mlp.up_proj"] = layer["gate_up"].chunk(2)
+    return parts
 
 
 def weight_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
@@ -166,8 +164,3 @@ def weight_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
     num_norms = (2 * config.num_layers + 1) * config.hidden_size
     num_in_matrices = config.num_parameters - num_norms
     return num_in_matrices * matrix_dtype(dtype).itemsize + num_norms * dtype.itemsize
-
-
-def _project(x_TE: torch.Tensor, weight_FE: torch.Tensor) -> torch.Tensor:
-    """``[T, F]`` of the dtype of ``x_TE``, multiplied in the weight's dtype."""
-    return linear(x_TE.to(weight_FE.dtype), weight_FE).to(x_TE.dtype)

@@ -93,7 +93,7 @@ class Answer:
                 delta = self._text_of(token)
                 end = delta.end
                 if end is not None and token.finish is FinishReason.NONE:
-                    generation.cancel(finished=True)  # a stop string, of which the workers know nothing
+                    generation.finish(token.choice)  # a stop string, of which the workers know nothing
                     yield delta
                     return
                 yield delta

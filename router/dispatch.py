@@ -89,9 +89,16 @@ class Dispatcher:
         return self._fleet.model
 
     def start(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, *, arrived_s: float, cache_salt: bytes = b""
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        arrived_s: float,
+        cache_salt: bytes = b"",
+        num_choices: int = 1,
     ) -> Flight:
         assert prompt_tokens
+        assert num_choices == 1
         if self._is_draining:
             raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
         if self.num_in_flight >= self._settings.max_in_flight:

@@ -26,6 +26,7 @@ from pdserve.contracts.request import (
     RequestState,
     SamplingParams,
 )
+from pdserve.contracts.step import TokenLogprobs
 from pdserve.engine.frames import ReceivedToken
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
@@ -133,9 +134,18 @@ class Flight:
             await self._changed.wait()
         return self._deltas.popleft()
 
-    def cancel(self, *, finished: bool = False) -> None:
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        return ()
+
+    def finish(self, choice: int) -> None:
+        assert choice == 0
         if self.outcome is None:
-            self._land(Outcome.FINISHED if finished else Outcome.CANCELLED)
+            self._land(Outcome.FINISHED)
+
+    def cancel(self) -> None:
+        if self.outcome is None:
+            self._land(Outcome.CANCELLED)
 
     # What the dispatcher tells it
 
@@ -280,7 +290,7 @@ class Flight:
             self._metrics.handoff_stall_seconds.observe(now_s - self._last_token_s)
         self._last_token_s = now_s
         self._emitted.append(received.token)
-        self._deltas.append(TokenDelta(received.index, received.token, received.logprobs, received.finish))
+        self._deltas.append(TokenDelta(0, received.index, received.token, received.logprobs, received.finish))
         self._changed.set()
         if received.finish is not FinishReason.NONE:
             self._metrics.observe_phase("decode", now_s - max(attempt.joined_s, attempt.first_token_s))

@@ -17,12 +17,13 @@ from pdserve.contracts.step import TokenLogprobs
 class TokenDelta:
     """One generated token of a choice."""
 
+    choice: int
     index: int
-    """Position in the answer, from 0, without gaps."""
+    """Position in the choice's answer, from 0, without gaps."""
     token: int
     logprobs: TokenLogprobs | None
     finish: FinishReason
-    """Not NONE on the last token."""
+    """Not NONE on the choice's last token."""
 
 
 class GenerationError(Exception):
@@ -52,19 +53,26 @@ class Generation(Protocol):
         """Prompt tokens found in a prefix cache; meaningful once token 0 is out."""
         ...
 
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of every prompt token but the first, where they were asked for; complete once token 0 is out."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        """Yields every token once, in order.
+        """Yields every token of every choice once, those of a choice in order, and ends after the last choice.
 
         Raises:
             GenerationError: no token follows.
         """
         ...
 
-    def cancel(self, *, finished: bool = False) -> None:
-        """Stop it on every worker; idempotent, and harmless after the end.
+    def finish(self, choice: int) -> None:
+        """A stop string was found in ``choice``: nothing more of it is wanted. The request is FINISHED with its last
+        choice. Idempotent, and harmless after the end."""
+        ...
 
-        ``finished`` counts the request FINISHED (a stop string was found) rather than CANCELLED (the client left).
-        """
+    def cancel(self) -> None:
+        """The client left: stop it on every worker; idempotent, and harmless after the end."""
         ...
 
 
@@ -82,7 +90,13 @@ class Generator(Protocol):
         ...
 
     def start(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, *, arrived_s: float, cache_salt: bytes = b""
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        arrived_s: float,
+        cache_salt: bytes = b"",
+        num_choices: int = 1,
     ) -> Generation:
         """Accept a request and begin to place it.
 
@@ -90,6 +104,7 @@ class Generator(Protocol):
             prompt_tokens: token ids, at least one.
             sampling: ``max_tokens`` already bounded by the model's length; ``seed`` minted.
             arrived_s: ``time.monotonic()`` at the request's arrival, from which TTFT counts.
+            num_choices: answers to generate.
 
         Raises:
             GenerationError: refused at once (overload, no worker).

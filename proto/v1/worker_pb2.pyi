@@ -159,17 +159,23 @@ class Cancel(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     attempt: _builtins.int
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """only these; empty is all of them"""
+
     def __init__(
         self,
         *,
         request_id: _builtins.int = ...,
         attempt: _builtins.int = ...,
+        choices: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,12 +211,18 @@ class Request(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     attempt: _builtins.int
     cache_salt: _builtins.bytes
     deadline_s: _builtins.float
     ttft_slo_s: _builtins.float
     handoff: _builtins.bool
+    choice: _builtins.int
+    """first choice to generate"""
+    num_choices: _builtins.int
+    """answers to the one prompt; 0 is 1"""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -231,10 +243,12 @@ class Request(_message.Message):
         deadline_s: _builtins.float = ...,
         ttft_slo_s: _builtins.float = ...,
         handoff: _builtins.bool = ...,
+        choice: _builtins.int = ...,
+        num_choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "num_choices", b"num_choices", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,6 +266,14 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    BIAS_TOKENS_FIELD_NUMBER: _builtins.int
+    BIASES_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     top_k: _builtins.int
     top_p: _builtins.float
@@ -259,8 +281,19 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     ignore_eos: _builtins.bool
     num_logprobs: _builtins.int
+    min_p: _builtins.float
+    repetition_penalty: _builtins.float
+    """0 is 1"""
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    min_tokens: _builtins.int
+    num_prompt_logprobs: _builtins.int
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def bias_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -272,10 +305,18 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         num_logprobs: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        bias_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        biases: _abc.Iterable[_builtins.float] | None = ...,
+        min_tokens: _builtins.int = ...,
+        num_prompt_logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_logprobs", b"num_logprobs", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_tokens", b"bias_tokens", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,6 +437,7 @@ class StepFrame(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___Tokens: ...
     @_builtins.property
@@ -406,6 +448,8 @@ class StepFrame(_message.Message):
     def cache(self) -> Global___CacheEvents: ...
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferReport]: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]: ...
     def __init__(
         self,
         *,
@@ -414,14 +458,47 @@ class StepFrame(_message.Message):
         load: Global___Load | None = ...,
         cache: Global___CacheEvents | None = ...,
         transfers: _abc.Iterable[Global___TransferReport] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "load", b"load", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "events", b"events", "load", b"load", "tokens", b"tokens", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "events", b"events", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepFrame: _TypeAlias = StepFrame  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Of consecutive prompt tokens, as their chunk is computed; all of a prompt's come before its first generated token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    attempt: _builtins.int
+    first_position: _builtins.int
+    """in the prompt, of the first entry"""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        entries: _abc.Iterable[Global___Logprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "entries", b"entries", "first_position", b"first_position", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, AttentionKernels
+from pdserve.kernels.operations import DecoderKernels, Linear
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from pdserve.kernels.torch_dense import matrix_dtype
 from pdserve.model.config import LlamaConfig
-from pdserve.model.llama import Llama, matrix_dtype, weight_bytes
+from pdserve.model.llama import Llama, weight_bytes
 from tests.model.llama_checkpoint import LLAMA3_ROPE, VARIANTS, reference_logits, write_checkpoint
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 16
@@ -23,7 +25,7 @@ TABLE, OTHER_TABLE = [9, 2, 17, 0, 5, 21, 13], [1, 22, 3, 20, 7, 18, 11]
 class PagedLlama:
     """A decoder with a pool full of NaN, run one batch at a time."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, kernels: AttentionKernels = CPU_KERNELS) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, kernels: DecoderKernels = CPU_KERNELS) -> None:
         config = LlamaConfig.from_folder(folder)
         layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, str(dtype).removeprefix("torch."), "hash")
         self.pool = torch.full(layout.shape, math.nan, dtype=dtype)
@@ -128,11 +130,20 @@ def test_weights_of_another_shape_are_refused(plain: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_bytes_are_those_of_the_tensors(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     folder = write_checkpoint(tmp_path, tie_word_embeddings=tied)
     config = LlamaConfig.from_folder(folder)
-    tensors = Llama(folder, config, dtype, CPU_KERNELS)._checkpoint_tensors().values()
-    assert weight_bytes(config, dtype) == sum(tensor.nbytes for tensor in tensors)
+    num_bytes = 0
+
+    def counting(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> Linear:
+        nonlocal num_bytes
+        held = CPU_KERNELS.pack_linear(weight_FE, bias_F, quantization)
+        num_bytes += held.num_bytes
+        return held
+
+    Llama(folder, config, dtype, CPU_KERNELS._replace(pack_linear=counting))
+    num_norm_weights = (2 * config.num_layers + 1) * config.hidden_size
+    assert weight_bytes(config, dtype) == num_bytes + num_norm_weights * dtype.itemsize
 
 
 def test_matrices_are_held_in_a_dtype_that_this_cpu_multiplies() -> None:

@@ -37,7 +37,7 @@ class ScriptedGeneration:
     script: Script
     num_cached_tokens: int = 0
     cancels: list[bool] = field(default_factory=list)
-    """``finished`` of each `cancel` before the end."""
+    """One entry for each `finish` (true) and `cancel` (false) before the end."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
 
@@ -46,7 +46,17 @@ class ScriptedGeneration:
             yield delta
         self.is_over = True
 
-    def cancel(self, *, finished: bool = False) -> None:
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        return ()
+
+    def finish(self, choice: int) -> None:
+        self._end(finished=True)
+
+    def cancel(self) -> None:
+        self._end(finished=False)
+
+    def _end(self, *, finished: bool) -> None:
         if not self.is_over:
             self.cancels.append(finished)
             self.cancelled.set()
@@ -64,7 +74,13 @@ class ScriptedGenerator:
         self.started = threading.Event()
 
     def start(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, *, arrived_s: float, cache_salt: bytes = b""
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        arrived_s: float,
+        cache_salt: bytes = b"",
+        num_choices: int = 1,
     ) -> ScriptedGeneration:
         assert arrived_s > 0
         if self.refusal is not None:
@@ -91,7 +107,7 @@ def saying(
             end = finish if index == len(tokens) - 1 else FinishReason.NONE
             if index == len(said) - 1 < len(tokens) - 1:
                 end = FinishReason.LENGTH
-            yield TokenDelta(index, token, logprobs, end)
+            yield TokenDelta(0, index, token, logprobs, end)
 
     return script
 
@@ -101,7 +117,7 @@ def failing_after(tokens: Sequence[int], error: Exception) -> Script:
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
         for index, token in enumerate(tokens):
-            yield TokenDelta(index, token, None, FinishReason.NONE)
+            yield TokenDelta(0, index, token, None, FinishReason.NONE)
         raise error
 
     return script
@@ -112,7 +128,7 @@ def stuck_after(tokens: Sequence[int]) -> Script:
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
         for index, token in enumerate(tokens):
-            yield TokenDelta(index, token, None, FinishReason.NONE)
+            yield TokenDelta(0, index, token, None, FinishReason.NONE)
         await asyncio.Event().wait()
 
     return script
@@ -124,7 +140,7 @@ def endless(token: int) -> Script:
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
         index = 0
         while True:
-            yield TokenDelta(index, token, None, FinishReason.NONE)
+            yield TokenDelta(0, index, token, None, FinishReason.NONE)
             index += 1
             await asyncio.sleep(0)
 

@@ -203,7 +203,7 @@ async def test_cancel_reaches_both_workers_and_counts_once(p: ScriptedWorker, d:
         p.offer(request)
         await d.next_prepare()
         flight.cancel()
-        flight.cancel(finished=True)
+        flight.finish(0)
         assert flight.outcome is Outcome.CANCELLED
         assert (await p.next_command("cancel")).cancel.request_id == request.request_id
         assert (await d.next_command("cancel")).cancel.request_id == request.request_id
@@ -217,7 +217,7 @@ async def test_a_stop_string_finishes(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m)
         flight = rig.start()
-        flight.cancel(finished=True)
+        flight.finish(0)
         assert flight.outcome is Outcome.FINISHED
         await m.next_submit()
         await m.next_command("cancel")

@@ -1,0 +1,130 @@
+"""What a decoder computes with: the signatures that every implementation of the kernels has.
+
+The model is written against these; `pdserve.kernels.selection` chooses who implements them. Nothing here computes.
+
+Shape suffixes: T new tokens, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2, E input features, F output
+features, I = F / 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from pdserve.kernels.metadata import AttentionMetadata
+
+
+class Linear(Protocol):
+    """A weight matrix as one implementation holds it: packed, perhaps quantised."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds."""
+        ...
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """``x W^T + b``: ``[T, F]`` of the dtype of ``x_TE``."""
+        ...
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight: ``[T, E]`` of the kernels' activation dtype. With tied embeddings the output projection
+        is the embedding table."""
+        ...
+
+
+class PackLinear(Protocol):
+    def __call__(self, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> Linear:
+        """Take over a weight of the checkpoint, in the model's dtype, and a bias.
+
+        Args:
+            quantization: empty, or ``int8``: symmetric, one scale per output.
+        """
+        ...
+
+
+class RmsNormalise(Protocol):
+    def __call__(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x / rms(x) * weight`` along the last axis, of the dtype of ``x_TE``; computed in float32."""
+        ...
+
+
+class Gate(Protocol):
+    def __call__(self, gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
+        """``activation(gate) * up``, ``[T, I]``: the first half of the features is the gate.
+
+        Args:
+            activation: ``silu``, or ``gelu_tanh``.
+        """
+        ...
+
+
+class QkNorm(NamedTuple):
+    """RMS norms of every query head and every key head before they are rotated (Qwen3, Gemma 3)."""
+
+    q_weight: torch.Tensor
+    """``[D]``."""
+    k_weight: torch.Tensor
+    """``[D]``."""
+    eps: float
+
+
+class RopeAndWriteKv(Protocol):
+    def __call__(
+        self,
+        qkv_TMD: torch.Tensor,
+        cos_TC: torch.Tensor,
+        sin_TC: torch.Tensor,
+        kv_pool: torch.Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        qk_norm: QkNorm | None = None,
+    ) -> None:
+        """Normalise, rotate and scatter, in place.
+
+        Args:
+            qkv_TMD: contiguous: queries, keys, values. Its queries and keys are rotated where they are (halves paired,
+                as in checkpoints of Hugging Face); keys and values are then copied to the new tokens' slots.
+            cos_TC: float32, and so is ``sin_TC``.
+            kv_pool: of `pdserve.contracts.kv_layout.KvLayout.shape`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRule:
+    """How a layer attends."""
+
+    scale: float
+    """Scores are ``scale * q . k``."""
+    window: int = 0
+    """A token sees itself and the ``window - 1`` tokens before it; 0 sees all before it."""
+    softcap: float = 0.0
+    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); 0 leaves them."""
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self, q_TND: torch.Tensor, kv_pool: torch.Tensor, layer: int, metadata: AttentionMetadata, rule: AttentionRule
+    ) -> torch.Tensor:
+        """Causal attention of every new token over its row's KV: ``[T, N, D]``, contiguous, of the dtype of ``q_TND``.
+
+        Args:
+            q_TND: rotated, contiguous but for the stride of its tokens.
+            kv_pool: already holds the new tokens' KV.
+        """
+        ...
+
+
+class DecoderKernels(NamedTuple):
+    """One implementation of all operations."""
+
+    name: str
+    activation_dtype: torch.dtype | None
+    """Of everything between the operations; ``None`` is the model's own dtype."""
+    pack_linear: PackLinear
+    rms_normalise: RmsNormalise
+    gate: Gate
+    rope_and_write_kv: RopeAndWriteKv
+    paged_attention: PagedAttention

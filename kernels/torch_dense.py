@@ -1,0 +1,62 @@
+"""The dense operations of a decoder in plain torch: the path where nothing can be compiled.
+
+Chosen by `pdserve.kernels.selection`. Right before it is fast. Knows no model.
+
+Shape suffixes: T tokens, E input features, F output features, I intermediate features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import gelu, linear, rms_norm, silu
+
+
+def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> TorchLinear:
+    """See `pdserve.kernels.operations.PackLinear`."""
+    if quantization:
+        raise ValueError(
+            f"{quantization} weights need the compiled kernels: install g++, or serve without quantization"
+        )
+    return TorchLinear(weight_FE.to(matrix_dtype(weight_FE.dtype)), bias_F)
+
+
+def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype to hold matrices in: float32 where this CPU has no instructions to multiply ``dtype`` with.
+
+    Such a product was measured 5 to 10 times slower than float32's for more than one token; the price is the memory.
+    """
+    native = {
+        torch.float32: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return dtype if native[dtype] else torch.float32
+
+
+class TorchLinear:
+    """Implements `pdserve.kernels.operations.Linear`."""
+
+    def __init__(self, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None) -> None:
+        self._weight_FE = weight_FE
+        self._bias_F = bias_F
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight_FE.nbytes + (0 if self._bias_F is None else self._bias_F.nbytes)
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return linear(x_TE.to(self._weight_FE.dtype), self._weight_FE, self._bias_F).to(x_TE.dtype)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self._weight_FE[ids_T]
+
+
+def rms_normalise(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `pdserve.kernels.operations.RmsNormalise`."""
+    return rms_norm(x_TE, weight_E.shape, weight_E, eps)
+
+
+def gate(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `pdserve.kernels.operations.Gate`."""
+    gate_TI, up_TI = gate_up_TF.chunk(2, dim=-1)
+    return (silu(gate_TI) if activation == "silu" else gelu(gate_TI, approximate="tanh")).mul_(up_TI)
