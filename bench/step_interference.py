@@ -29,7 +29,7 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
-from pdserve.model.config import LlamaConfig
+from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
@@ -91,7 +91,7 @@ class PullLoad:
         self.num_bytes += done.bytes
 
 
-def build_executor(folder: Path, memory: PoolMemory, config: LlamaConfig) -> ModelExecutor:
+def build_executor(folder: Path, memory: PoolMemory, config: DecoderConfig) -> ModelExecutor:
     """The checkpoint in ``folder`` over ``memory``, computed by one thread."""
     torch.set_num_threads(1)
     pool = torch.frombuffer(memory.blocks, dtype=torch.float32).view(memory.layout.shape)
@@ -130,7 +130,7 @@ def measure(transport: str) -> dict[str, Any]:
     transfer_cores = tuple(cores[1:])
     with tempfile.TemporaryDirectory() as folder:
         path = write_random_checkpoint(Path(folder), hidden_size=256, intermediate_size=688)
-        config = LlamaConfig.from_folder(path)
+        config = DecoderConfig.from_folder(path)
         layout = config.kv_layout(num_blocks=1024, block_size=16, dtype="float32", model_hash="bench")
         source_memory, target_memory = PoolMemory.create(layout), PoolMemory.create(layout)
         executor = build_executor(path, target_memory, config)

@@ -11,7 +11,7 @@ import psutil
 from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
 from pdserve.deploy.ports import listen_error
-from pdserve.model.config import LlamaConfig
+from pdserve.model.config import DecoderConfig
 from pdserve.model.hardware import hardware
 
 _FILES_BESIDE_CLIENTS = 256
@@ -94,7 +94,7 @@ def check_model(launch: Launch, folder: Path) -> None:
             f"no model folder at {folder}; give --model a folder with config.json, safetensors, tokenizer"
         )
     try:
-        config = LlamaConfig.from_folder(folder)
+        config = DecoderConfig.from_folder(folder)
         config.limits(launch.config.model.max_model_len)
         if launch.emulate:
             hardware(launch.emulate).flops(launch.config.model.dtype)

@@ -17,10 +17,11 @@ from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.pool_size import AUTO_MEMORY_SHARE, check_pool_fits, memory_beside_weights, num_kv_blocks
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
-from pdserve.model.config import LlamaConfig, model_hash
+from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.model.hardware import hardware
+from pdserve.model.model_hash import model_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ def choose_backend(config: WorkerConfig) -> Backend:
 def _model_backend(config: WorkerConfig) -> Backend:
     """The checkpoint on this host's CPU."""
     folder = Path(config.model_path)
-    model = LlamaConfig.from_folder(folder)
+    model = DecoderConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
     cost = CostModel(model.shape, hardware("cpu", num_cores=_num_threads(config)), config.dtype)
     content_hash = model_hash(folder)
@@ -51,7 +52,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     import torch
 
-    from pdserve.model.llama import weight_bytes
+    from pdserve.model.decoder import weight_bytes
     from pdserve.model.model_executor import ModelExecutor
 
     spare_bytes = memory_beside_weights(weight_bytes(model, getattr(torch, config.dtype)), available_memory_bytes())
@@ -70,7 +71,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
 def _emulated_backend(config: WorkerConfig) -> Backend:
     """A GPU that is not here: its step times, its transfer times and as many blocks as its memory would hold."""
-    model = LlamaConfig.from_folder(Path(config.model_path))
+    model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
     cost = CostModel(model.shape, hardware(config.emulate), config.dtype)
     max_blocks = cost.max_kv_blocks(config.block_size)

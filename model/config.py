@@ -1,7 +1,7 @@
-"""What pdserve must know of a Llama checkpoint before any tensor is read: shapes, rope, limits, identity.
+"""What pdserve must know of a Llama checkpoint before any tensor is read: shapes, rope, limits.
 
 Reads config.json and generation_config.json of a Hugging Face folder. Used by workers, the cost model and the planner;
-never imports torch and never reads a weight, save for the few bytes that `model_hash` samples.
+never imports torch and never reads a weight.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, KvLayout
@@ -17,7 +16,6 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.model.shape import ModelShape
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
-_HASH_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,7 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig:
+class DecoderConfig:
     """Shape of a Llama decoder. Counts are of the whole model, before any sharding."""
 
     vocab_size: int
@@ -54,7 +52,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_folder(cls, folder: Path) -> LlamaConfig:
+    def from_folder(cls, folder: Path) -> DecoderConfig:
         """Read the configuration of the checkpoint in ``folder``.
 
         Raises:
@@ -120,8 +118,8 @@ class LlamaConfig:
         )
 
 
-def parse_config(config: Mapping[str, object], generation_config: Mapping[str, object]) -> LlamaConfig:
-    """Build a `LlamaConfig` from the contents of config.json and generation_config.json.
+def parse_config(config: Mapping[str, object], generation_config: Mapping[str, object]) -> DecoderConfig:
+    """Build a `DecoderConfig` from the contents of config.json and generation_config.json.
 
     Raises:
         ValueError: an unsupported architecture or option, named; a missing or inconsistent number.
@@ -138,7 +136,7 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
     if head_dim % 2:
         raise ValueError(f"config.json: head_dim {head_dim} is odd; rope rotates pairs of elements")
     rope_theta, rope_scaling = _parse_rope(config)
-    return LlamaConfig(
+    return DecoderConfig(
         vocab_size=_positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_positive_int(config, "intermediate_size"),
@@ -153,48 +151,6 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_eos_token_ids(config, generation_config),
     )
-
-
-def model_hash(folder: Path) -> str:
-    """Identity of a checkpoint, 32 hex digits: KV made by one hash is never used under another.
-
-    Hashes config.json, every safetensors header (names, dtypes, shapes) and 4 KiB from the middle of every tensor, so
-    that a checkpoint of many GB takes well under a second. Copies of the same files on two hosts hash alike.
-
-    Raises:
-        ValueError: the folder holds no config.json or no safetensors.
-    """
-    digest = blake2b(digest_size=16, person=b"pdserve-model")
-    digest.update(_read_bytes(folder / "config.json"))
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise ValueError(f"{folder} holds no .safetensors file; save the model with save_pretrained() there")
-    for shard in shards:
-        _hash_shard(shard, digest)
-    return digest.hexdigest()
-
-
-def _hash_shard(shard: Path, digest: blake2b) -> None:
-    with shard.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = file.read(min(size, shard.stat().st_size))
-        digest.update(shard.name.encode() + b"\0" + header)
-        try:
-            spans = _tensor_spans(header)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again") from error
-        for start, end in spans:
-            sample_bytes = min(end - start, _HASH_SAMPLE_BYTES)
-            file.seek(8 + size + (start + end - sample_bytes) // 2)
-            digest.update(file.read(sample_bytes))
-
-
-def _tensor_spans(header: bytes) -> list[tuple[int, int]]:
-    """Where the tensors of a safetensors file lie behind its header, in order. Raises for a header of another form."""
-    spans = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
-    if not all(0 <= start <= end for start, end in spans):
-        raise ValueError("a tensor that begins before the data or after its own end")
-    return sorted((int(start), int(end)) for start, end in spans)
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -1,6 +1,6 @@
 """The executor that computes a real model, one step at a time in the caller's thread.
 
-The engine's step loop submits batches; this lays them out flat, runs `pdserve.model.llama` over the KV pool it was
+The engine's step loop submits batches; this lays them out flat, runs `pdserve.model.decoder` over the KV pool it was
 given, and samples. Knows block tables, never a block pool's bookkeeping. Thread counts are the caller's to set.
 """
 
@@ -19,8 +19,8 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.selection import select_kernels
-from pdserve.model.config import LlamaConfig
-from pdserve.model.llama import Llama
+from pdserve.model.config import DecoderConfig
+from pdserve.model.decoder import Decoder
 from pdserve.model.sampling import sample
 
 
@@ -44,7 +44,9 @@ class _FailedStep:
 class ModelExecutor:
     """Implements `pdserve.contracts.step.Executor`. Not thread-safe: one loop owns it."""
 
-    def __init__(self, *, folder: Path, config: LlamaConfig, layout: KvLayout, pool: torch.Tensor, dtype: str) -> None:
+    def __init__(
+        self, *, folder: Path, config: DecoderConfig, layout: KvLayout, pool: torch.Tensor, dtype: str
+    ) -> None:
         """Load the checkpoint in ``folder`` and serve it from ``pool``.
 
         Args:
@@ -61,7 +63,7 @@ class ModelExecutor:
         self._layout = layout
         self._pool = pool
         self._vocab_size = config.vocab_size
-        self._model = Llama(folder, config, pool.dtype, select_kernels(pool))
+        self._model = Decoder(folder, config, pool.dtype, select_kernels(pool))
         self._previous_sampled: list[SampledToken | None] = []
 
     @property

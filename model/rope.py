@@ -1,6 +1,6 @@
 """Rotary position embedding: inverse frequencies of the supported rope types, and the angles of a step.
 
-Su et al. 2021 (RoFormer), and Llama 3.1's scaling of low frequencies. Called by `pdserve.model.llama` once per step;
+Su et al. 2021 (RoFormer), and Llama 3.1's scaling of low frequencies. Called by `pdserve.model.decoder` once per step;
 the rotation itself is a kernel's. Everything is float32 and computed in the order that transformers does, because the
 rounding of position times frequency is part of what a checkpoint was trained and evaluated with.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve.model.config import Llama3RopeScaling, LlamaConfig
+from pdserve.model.config import DecoderConfig, Llama3RopeScaling
 
 
 class RopeAngles(NamedTuple):
@@ -22,7 +22,7 @@ class RopeAngles(NamedTuple):
     sin: torch.Tensor
 
 
-def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
+def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
     """Radians per position of each pair of elements: float32 ``[head_dim / 2]``."""
     exponents_C = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     inv_freq_C = 1.0 / config.rope_theta**exponents_C

@@ -25,7 +25,7 @@ import uvloop
 from fastapi import FastAPI
 
 from pdserve.kv_transfer.parent_death import die_with_parent
-from pdserve.model.config import LlamaConfig
+from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
 from pdserve.router.admin import create_admin_app
@@ -100,7 +100,7 @@ async def serve(config: RouterProcessConfig) -> int:
 
 def build_cost_model(config: RouterProcessConfig) -> CostModel:
     """Predictions for the checkpoint in ``config.model_path``."""
-    shape = LlamaConfig.from_folder(Path(config.model_path)).shape
+    shape = DecoderConfig.from_folder(Path(config.model_path)).shape
     device = hardware(config.hardware, num_cores=config.cores_per_worker)
     return CostModel(shape, device, config.dtype, config.tensor_parallel)
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +8,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from pdserve.model.config import Llama3RopeScaling, LlamaConfig, model_hash, parse_config
-from tests.model.llama_checkpoint import LLAMA3_ROPE, VARIANTS, write_checkpoint
+from pdserve.model.config import DecoderConfig, Llama3RopeScaling, parse_config
+from tests.model.checkpoints import LLAMA3_ROPE, VARIANTS, write_checkpoint
 
 LLAMA_31_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,7 +68,7 @@ def test_parameters_are_those_of_the_checkpoint(tmp_path: Path, variant: str) ->
     folder = write_checkpoint(tmp_path, **VARIANTS[variant])
     with safe_open(folder / "model.safetensors", framework="np") as file:
         stored = sum(file.get_tensor(name).size for name in file.keys())  # noqa: SIM118
-    config = LlamaConfig.from_folder(folder)
+    config = DecoderConfig.from_folder(folder)
     assert config.num_parameters == stored
     assert config.eos_token_ids == (2,)
     assert (config.rope_scaling is not None) == (variant == "llama3-rope")
@@ -116,73 +114,13 @@ def test_what_is_not_supported_is_named(change: dict[str, object], message: str)
 
 def test_a_folder_without_a_readable_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json.*Hugging Face"):
-        LlamaConfig.from_folder(tmp_path)
+        DecoderConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
-        LlamaConfig.from_folder(tmp_path)
+        DecoderConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="not a JSON object"):
-        LlamaConfig.from_folder(tmp_path)
-
-
-def test_model_hash_is_of_the_content(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "first", max_shard_size="100KB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    first = model_hash(folder)
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    assert model_hash(copy) == first
-    (copy / "README.md").write_text("not part of the model")
-    assert model_hash(copy) == first
-
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
-    assert model_hash(copy) != first
-
-
-def test_model_hash_sees_every_tensor(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path)
-    first = model_hash(folder)
-    file = folder / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    header_bytes = int.from_bytes(content[:8], "little")
-    spans = [
-        entry["data_offsets"] for name, entry in json.loads(content[8 : 8 + header_bytes]).items() if name[0] != "_"
-    ]
-    for start, end in spans:
-        changed = content.copy()
-        changed[8 + header_bytes + (start + end) // 2] ^= 1
-        file.write_bytes(changed)
-        assert model_hash(folder) != first
-
-
-def test_model_hash_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json"):
-        model_hash(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no \.safetensors"):
-        model_hash(tmp_path)
-    for content in (b"", b"\xff" * 100, (20).to_bytes(8, "little") + b'{"w": '):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        with pytest.raises(ValueError, match="not a safetensors file"):
-            model_hash(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "[]",
-        '{"w": 1}',
-        '{"w": {"dtype": "F32"}}',
-        '{"w": {"data_offsets": [1]}}',
-        '{"w": {"data_offsets": ["0", "4"]}}',
-        '{"w": {"data_offsets": [-9999, 0]}}',
-    ],
-)
-def test_model_hash_refuses_a_header_that_describes_no_tensors(tmp_path: Path, header: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        model_hash(tmp_path)
+        DecoderConfig.from_folder(tmp_path)
 
 
 def test_reading_a_configuration_imports_no_torch() -> None:

@@ -10,9 +10,9 @@ import torch
 
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
-from pdserve.model.config import LlamaConfig
+from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
-from tests.model.llama_checkpoint import reference_answer, write_checkpoint
+from tests.model.checkpoints import reference_answer, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
 NUM_BLOCKS, BLOCK_SIZE = 24, 8
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_executor(folder: Path, dtype: str = "float32") -> ModelExecutor:
-    config = LlamaConfig.from_folder(folder)
+    config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, dtype, "hash")
     pool = torch.full(layout.shape, math.nan, dtype=getattr(torch, dtype))
     return ModelExecutor(folder=folder, config=config, layout=layout, pool=pool, dtype=dtype)
@@ -178,7 +178,7 @@ def test_the_batch_may_change_once_submitted(folder: Path) -> None:
 
 
 def test_a_pool_of_another_shape_or_dtype_is_refused(folder: Path) -> None:
-    config = LlamaConfig.from_folder(folder)
+    config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
     for pool in (torch.zeros(1), torch.zeros(layout.shape, dtype=torch.bfloat16)):
         with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve.model.weights import load_weights, shard_paths
-from tests.model.llama_checkpoint import write_checkpoint
+from tests.model.checkpoints import write_checkpoint
 
 
 def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:

@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, RequestState
-from pdserve.model.config import LlamaConfig
+from pdserve.model.config import DecoderConfig
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.router.flight import Flight
@@ -66,7 +66,7 @@ def prompt(number: int) -> list[int]:
 
 
 def oracle(checkpoint: Path, number: int, num_tokens: int = NUM_TOKENS) -> list[int]:
-    config = LlamaConfig.from_folder(checkpoint)
+    config = DecoderConfig.from_folder(checkpoint)
     return expected_tokens(prompt(number), num_tokens, config.vocab_size, eos_token_ids=config.eos_token_ids)[
         :num_tokens
     ]

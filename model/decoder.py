@@ -17,7 +17,7 @@ import torch
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
 from pdserve.kernels.torch_dense import matrix_dtype
-from pdserve.model.config import LlamaConfig
+from pdserve.model.config import DecoderConfig
 from pdserve.model.rope import RopeAngles, inverse_frequencies, rope_angles
 from pdserve.model.weights import load_weights
 
@@ -38,10 +38,10 @@ class DecoderLayer:
     """``[E, I]``."""
 
 
-class Llama:
+class Decoder:
     """A decoder with the weights of one checkpoint, on the CPU."""
 
-    def __init__(self, folder: Path, config: LlamaConfig, dtype: torch.dtype, kernels: DecoderKernels) -> None:
+    def __init__(self, folder: Path, config: DecoderConfig, dtype: torch.dtype, kernels: DecoderKernels) -> None:
         """Load the checkpoint in ``folder``, rounded to ``dtype``.
 
         Raises:
@@ -119,7 +119,7 @@ class Llama:
 class _Weights:
     """The checkpoint's tensors in the model's dtype, those of one input laid out as one."""
 
-    def __init__(self, folder: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, config: DecoderConfig, dtype: torch.dtype) -> None:
         tied = config.tie_word_embeddings
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
         self.lm_head = self.embedding if tied else torch.empty_like(self.embedding)
@@ -135,7 +135,7 @@ class _Weights:
         load_weights(folder, destinations, dtype=dtype, ignored_suffixes=ignored)
 
 
-def _empty_layer(config: LlamaConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _empty_layer(config: DecoderConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     hidden, intermediate, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     shapes = {
         "input_layernorm": (hidden,),
@@ -148,7 +148,7 @@ def _empty_layer(config: LlamaConfig, dtype: torch.dtype) -> dict[str, torch.Ten
     return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
-def _checkpoint_parts(config: LlamaConfig, layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _checkpoint_parts(config: DecoderConfig, layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Where each tensor of the checkpoint goes: names of Hugging Face, views of fused weights."""
     num_kv_outputs = config.num_kv_heads * config.head_dim
     parts = {name: tensor for name, tensor in layer.items() if name not in ("qkv", "gate_up")}
@@ -159,7 +159,7 @@ def _checkpoint_parts(config: LlamaConfig, layer: dict[str, torch.Tensor]) -> di
     return parts
 
 
-def weight_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Bytes that the weights take in this process, matrices in their `matrix_dtype` and norms in ``dtype``."""
     num_norms = (2 * config.num_layers + 1) * config.hidden_size
     num_in_matrices = config.num_parameters - num_norms
