@@ -66,7 +66,7 @@ class RouterConfig:
     """Metrics, targets, drain; loopback only; 0 picks a free one."""
     replicas: int = 1
     max_queued_requests: int = 1024
-    """Requests admitted and not finished, at most; more are refused with 429."""
+    """Answers asked for and not finished, at most (a request for n takes n places); more are refused with 429."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,8 @@ def request_to_proto(request: GenerationRequest) -> worker_pb2.Request:
         deadline_s=request.deadline_s,
         ttft_slo_s=request.ttft_slo_s,
         handoff=request.handoff,
+        choice=request.choice,
+        num_choices=request.num_choices,
     )
 
 

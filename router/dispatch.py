@@ -1,8 +1,8 @@
 """Places requests on workers and brings back their tokens: the `Generator` behind the HTTP edge.
 
-Owns the table of flights, the queue of those that no worker can take yet, and admission: a bound on requests in flight,
-and the drain. Asks the pure policy where to go and tells each `Flight` what workers say of it. Accepted requests equal
-the sum of outcomes and flights in the table, always.
+Owns the table of flights and that of their legs, the queue of those that no worker can take yet, and admission: a bound
+on what is in flight, and the drain. Asks the pure policy where to go and tells each `Leg` what workers say of it.
+Accepted requests equal the sum of outcomes and flights in the table, always; legs are counted nowhere.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.router.fleet import Fleet, Worker
 from pdserve.router.flight import Flight
 from pdserve.router.generation import GenerationError, ServedModel
+from pdserve.router.job import Job
+from pdserve.router.leg import Leg
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.policy import choose_decode, choose_prefill
 
@@ -34,7 +36,7 @@ class DispatchSettings:
     """Bounds of the dispatcher."""
 
     max_in_flight: int = 1024
-    """Requests accepted and not ended, at most."""
+    """Choices of requests accepted and not ended, at most: a request for n answers costs what n requests cost."""
     ttft_slo_s: float = 0.0
     """Seconds from arrival by which token 0 is wanted; 0 for no objective."""
     deadline_s: float = 600.0
@@ -61,13 +63,17 @@ class Dispatcher:
         self._metrics = metrics
         self._settings = settings
         self._now_s = now_s
-        self._flights: dict[int, Flight] = {}
-        self._queued: dict[int, Flight] = {}
-        self._unbound: dict[int, Flight] = {}
+        self._flights: dict[Flight, None] = {}
+        """In order of arrival."""
+        self._legs: dict[int, Leg] = {}
+        """By request id, as the next two."""
+        self._queued: dict[int, Leg] = {}
+        self._unbound: dict[int, Leg] = {}
         self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
         """By (prefill worker, decode worker); the incarnations, so that a replaced one starts with a clean slate."""
         self._request_ids = itertools.count(1)
         self._num_accepted = 0
+        self._num_choices = 0
         self._outcomes: Counter[Outcome] = Counter()
         self._mean_request_s = MIN_RETRY_AFTER_S
         self._is_draining = False
@@ -98,31 +104,38 @@ class Dispatcher:
         num_choices: int = 1,
     ) -> Flight:
         assert prompt_tokens
-        assert num_choices == 1
-        if self._is_draining:
-            raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
-        if self.num_in_flight >= self._settings.max_in_flight:
-            wait_s = min(max(self._mean_request_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
-            raise GenerationError(429, f"{self.num_in_flight} requests are in flight already", retry_after_s=wait_s)
-        flight = Flight(
-            self,
-            self._metrics,
-            self._now_s,
-            request_id=next(self._request_ids),
-            prompt_tokens=prompt_tokens,
+        assert num_choices >= 1
+        self._admit(num_choices)
+        job = Job(
+            prompt_tokens=tuple(prompt_tokens),
             sampling=sampling,
             cache_salt=cache_salt,
             arrived_s=arrived_s,
             deadline_s=arrived_s + self._settings.deadline_s,
             ttft_slo_s=self._settings.ttft_slo_s,
         )
-        self._flights[flight.request_id] = flight
+        flight = Flight(self, self._metrics, self._now_s, job, num_choices)
+        self._flights[flight] = None
+        self._num_choices += num_choices
         self._idle.clear()
         self._num_accepted += 1
         self._metrics.accepted.inc()
         self._metrics.prompt_tokens.inc(len(prompt_tokens))
-        self.want_prefill(flight)
+        flight.begin()
         return flight
+
+    def _admit(self, num_choices: int) -> None:
+        """Raises GenerationError where a request must be refused at once."""
+        if self._is_draining:
+            raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
+        max_in_flight = self._settings.max_in_flight
+        if num_choices > max_in_flight:
+            raise GenerationError(
+                400, f"{num_choices} choices are more than this router takes at once: {max_in_flight}"
+            )
+        if self._num_choices + num_choices > max_in_flight:
+            wait_s = min(max(self._mean_request_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+            raise GenerationError(429, f"{self._num_choices} answers are in flight already", retry_after_s=wait_s)
 
     # What the process around it asks
 
@@ -132,7 +145,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        """Requests that no worker has taken."""
+        """Legs of requests that no worker has taken."""
         return len(self._queued)
 
     @property
@@ -164,72 +177,84 @@ class Dispatcher:
         """Give up requests that are past their deadline or have waited too long for a worker."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            for flight in list(self._flights.values()):
+            for flight in list(self._flights):
                 if flight.is_late:
                     flight.fail_late()
-            for flight in list(self._queued.values()):
-                if self._now_s() - flight.queued_s >= self._settings.worker_wait_s:
-                    flight.fail(GenerationError(503, "no worker is up", retry_after_s=MIN_RETRY_AFTER_S))
+            for leg in list(self._queued.values()):
+                if self._now_s() - leg.queued_s >= self._settings.worker_wait_s:
+                    leg.fail(GenerationError(503, "no worker is up", retry_after_s=MIN_RETRY_AFTER_S))
 
     def fail_all(self, message: str) -> None:
         """End every request with an error: the process is about to exit."""
-        for flight in list(self._flights.values()):
+        for flight in list(self._flights):
             flight.fail(GenerationError(503, message, retry_after_s=MIN_RETRY_AFTER_S))
 
     # FleetListener
 
     def worker_up(self, worker: Worker) -> None:
-        for flight in list(self._queued.values()):
-            self.want_prefill(flight)
-        for flight in list(self._unbound.values()):
-            self.want_decode(flight)
+        for leg in list(self._queued.values()):
+            self.want_prefill(leg)
+        for leg in list(self._unbound.values()):
+            self.want_decode(leg)
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
         if not self._fleet.serves_both_phases():
             self._is_proven = False
-        for flight in list(self._flights.values()):
-            flight.worker_lost(worker)
+        for leg in list(self._legs.values()):
+            leg.worker_lost(worker)
 
     def token_received(self, worker: Worker, token: ReceivedToken) -> None:
-        flight = self._flights.get(token.request_id)
-        if flight is not None:
-            flight.token_received(worker, token)
+        leg = self._legs.get(token.request_id)
+        if leg is not None:
+            leg.token_received(worker, token)
+
+    def prompt_logprobs_received(self, worker: Worker, message: worker_pb2.PromptLogprobs) -> None:
+        leg = self._legs.get(message.request_id)
+        if leg is not None:
+            leg.prompt_logprobs_received(worker, message)
 
     def event_received(self, worker: Worker, event: worker_pb2.RequestEvent) -> None:
-        flight = self._flights.get(event.request_id)
-        if flight is not None:
-            flight.event_received(worker, event)
+        leg = self._legs.get(event.request_id)
+        if leg is not None:
+            leg.event_received(worker, event)
 
-    # FlightOwner
+    # FlightOwner and LegPlacer
 
-    def want_prefill(self, flight: Flight) -> None:
-        """Send ``flight`` to the worker that the policy names, or queue it until one comes up."""
-        self._unbound.pop(flight.request_id, None)
+    def next_request_id(self) -> int:
+        return next(self._request_ids)
+
+    def entered(self, leg: Leg) -> None:
+        self._legs[leg.request_id] = leg
+        self.want_prefill(leg)
+
+    def want_prefill(self, leg: Leg) -> None:
+        """Send ``leg`` to the worker that the policy names, or queue it until one comes up."""
+        self._unbound.pop(leg.request_id, None)
         start_s = time.perf_counter()
         snapshots = self._fleet.snapshots()
         choice = None
         if snapshots:
-            choice = choose_prefill(flight.blocks(self._fleet.block_size), snapshots, self._cost)
+            choice = choose_prefill(leg.blocks(self._fleet.block_size), snapshots, self._cost)
         self._metrics.route_seconds.observe(time.perf_counter() - start_s)
         if choice is None:
-            self._queued[flight.request_id] = flight
+            self._queued[leg.request_id] = leg
         else:
-            self._queued.pop(flight.request_id, None)
-            flight.submit(self._fleet.worker(choice.worker_id), handoff=choice.handoff)
+            self._queued.pop(leg.request_id, None)
+            leg.submit(self._fleet.worker(choice.worker_id), handoff=choice.handoff)
 
-    def want_decode(self, flight: Flight) -> None:
-        """Bind ``flight`` to the decode worker that the policy names, or let it wait parked until one comes up."""
-        assert flight.attempt is not None
+    def want_decode(self, leg: Leg) -> None:
+        """Bind ``leg`` to the decode worker that the policy names, or let it wait parked until one comes up."""
+        assert leg.attempt is not None
         start_s = time.perf_counter()
-        blocks = flight.blocks(self._fleet.block_size)
-        cut_off = self._cut_off_from(flight.attempt.prefill)
+        blocks = leg.blocks(self._fleet.block_size)
+        cut_off = self._cut_off_from(leg.attempt.prefill)
         choice = choose_decode(blocks, self._fleet.snapshots(), self._cost, cut_off)
         self._metrics.route_seconds.observe(time.perf_counter() - start_s)
         if choice is None:
-            self._unbound[flight.request_id] = flight
+            self._unbound[leg.request_id] = leg
         else:
-            self._unbound.pop(flight.request_id, None)
-            flight.prepare(self._fleet.worker(choice.worker_id), blocks.num_blocks)
+            self._unbound.pop(leg.request_id, None)
+            leg.prepare(self._fleet.worker(choice.worker_id), blocks.num_blocks)
 
     def link_failed(self, prefill: Worker, decode: Worker) -> None:
         self._forget_cut_off()
@@ -245,14 +270,18 @@ class Dispatcher:
         for pair in [pair for pair, until_s in self._cut_off_until_s.items() if until_s <= now_s]:
             del self._cut_off_until_s[pair]
 
+    def left(self, leg: Leg) -> None:
+        del self._legs[leg.request_id]
+        self._queued.pop(leg.request_id, None)
+        self._unbound.pop(leg.request_id, None)
+
     def landed(self, flight: Flight) -> None:
         assert flight.outcome is not None
-        del self._flights[flight.request_id]
-        self._queued.pop(flight.request_id, None)
-        self._unbound.pop(flight.request_id, None)
+        del self._flights[flight]
+        self._num_choices -= flight.num_choices
         self._outcomes[flight.outcome] += 1
         self._metrics.outcomes.labels(flight.outcome.value).inc()
         if flight.outcome is Outcome.FINISHED:
-            self._mean_request_s += 0.1 * (self._now_s() - flight.arrived_s - self._mean_request_s)
+            self._mean_request_s += 0.1 * (self._now_s() - flight.job.arrived_s - self._mean_request_s)
         if not self._flights:
             self._idle.set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.engine.frames import ReceivedToken, unpack_tokens
@@ -36,7 +36,18 @@ class FleetListener(Protocol):
 
     def token_received(self, worker: Worker, token: ReceivedToken) -> None: ...
 
+    def prompt_logprobs_received(self, worker: Worker, message: worker_pb2.PromptLogprobs) -> None: ...
+
     def event_received(self, worker: Worker, event: worker_pb2.RequestEvent) -> None: ...
+
+
+class _PromisedDecode(NamedTuple):
+    """What a worker was sent to decode and does not show in its load yet."""
+
+    num_choices: int
+    num_tokens: int
+    """In the contexts of all choices."""
+    num_blocks: int
 
 
 class Worker:
@@ -52,7 +63,7 @@ class Worker:
         self.cached_blocks: set[bytes] = set()
         self.session = WorkerSession(endpoint, self, fleet.credentials)
         self._prefills: dict[int, int] = {}
-        self._decodes: dict[int, tuple[int, int]] = {}
+        self._decodes: dict[int, _PromisedDecode] = {}
 
     @property
     def worker_id(self) -> str:
@@ -76,9 +87,9 @@ class Worker:
         """A prompt was sent; until its start shows in the load, count its tokens as waiting."""
         self._prefills[request_id] = num_tokens
 
-    def promise_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
-        """A sequence was sent to decode; until its blocks are reserved, count them as taken."""
-        self._decodes[request_id] = (num_tokens, num_blocks)
+    def promise_decode(self, request_id: int, num_choices: int, num_tokens: int, num_blocks: int) -> None:
+        """A prompt was sent to decode ``num_choices`` answers; until its blocks are reserved, count them as taken."""
+        self._decodes[request_id] = _PromisedDecode(num_choices, num_tokens * num_choices, num_blocks)
 
     def settle(self, request_id: int) -> None:
         """What was promised shows in the load from now on, or is over."""
@@ -89,10 +100,7 @@ class Worker:
         """For one decision of the policy. Waiting prompts show in the load soon after they are sent and are promised
         until they start, so the larger of the two numbers counts, not their sum."""
         load, welcome = self.load, self.welcome
-        num_promised_tokens = num_promised_blocks = 0
-        for num_tokens, num_blocks in self._decodes.values():
-            num_promised_tokens += num_tokens
-            num_promised_blocks += num_blocks
+        promised = self._decodes.values()
         return WorkerSnapshot(
             worker_id=self.endpoint.worker_id,
             role=self.endpoint.role,
@@ -100,9 +108,11 @@ class Worker:
             max_batch_size=welcome.max_batch_size,
             num_running=load.num_running,
             num_waiting_tokens=max(load.num_waiting_tokens, sum(self._prefills.values())),
-            num_context_tokens=load.num_context_tokens + num_promised_tokens,
-            num_decoding=load.num_running + max(load.num_waiting, len(self._decodes)),
-            num_free_blocks=load.num_blocks_free + load.num_blocks_cached - num_promised_blocks,
+            num_context_tokens=load.num_context_tokens + sum(promise.num_tokens for promise in promised),
+            num_decoding=load.num_running + max(load.num_waiting, sum(promise.num_choices for promise in promised)),
+            num_free_blocks=load.num_blocks_free
+            + load.num_blocks_cached
+            - sum(promise.num_blocks for promise in promised),
             prefill_correction=load.prefill_correction or 1.0,
             decode_correction=load.decode_correction or 1.0,
             cached_blocks=self.cached_blocks,
@@ -120,7 +130,7 @@ class Worker:
         self._fleet.listener.worker_up(self)
 
     def frame_received(self, session: WorkerSession, frame: worker_pb2.StepFrame) -> None:
-        """Take what a frame says of the worker, then of requests: what began, the tokens, what ended."""
+        """Take what a frame says of the worker, then of requests: what began, the prompts, the tokens, what ended."""
         if frame.HasField("load"):
             self.load = frame.load
             self.metrics.observe(frame.load)
@@ -135,6 +145,8 @@ class Worker:
                 endings.append(event)
             else:
                 listener.event_received(self, event)
+        for prompt_logprobs in frame.prompt_logprobs:
+            listener.prompt_logprobs_received(self, prompt_logprobs)
         for token in unpack_tokens(frame.tokens):
             listener.token_received(self, token)
         for event in endings:

@@ -28,7 +28,7 @@ class RouterProcessConfig:
     """Of metrics, targets, drain and status; 0 picks a free one."""
     slo: SloConfig = field(default_factory=SloConfig)
     max_queued_requests: int = 1024
-    """Requests admitted and not finished, at most."""
+    """Answers asked for and not finished, at most."""
     cluster_token: str = ""
     """Bearer token that workers ask for."""
     hardware: str = "cpu"

@@ -15,9 +15,11 @@ from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.attempt import Attempt
 from pdserve.router.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.flight import Flight
+from pdserve.router.leg import Leg
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.session import Credentials
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
@@ -43,10 +45,19 @@ class Rig:
     fleet: Fleet
     metrics: RouterMetrics
 
-    def start(self, prompt: Iterable[int] = (1, 2, 3, 4, 5), max_tokens: int = 4) -> Flight:
+    def start(
+        self,
+        prompt: Iterable[int] = (1, 2, 3, 4, 5),
+        max_tokens: int = 4,
+        *,
+        num_choices: int = 1,
+        num_prompt_logprobs: int = -1,
+    ) -> Flight:
         """A greedy request."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        return self.dispatcher.start(list(prompt), sampling, arrived_s=time.monotonic())
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, num_prompt_logprobs=num_prompt_logprobs
+        )
+        return self.dispatcher.start(list(prompt), sampling, arrived_s=time.monotonic(), num_choices=num_choices)
 
     async def up(self, *workers: ScriptedWorker) -> None:
         """Make these the targets and wait for their sessions."""
@@ -103,6 +114,19 @@ def with_workers(*names: str) -> Callable[[Callable[..., Awaitable[None]]], Call
     return decorate
 
 
+def leg_of(flight: Flight) -> Leg:
+    """The only leg of a flight that is in the air."""
+    (leg,) = flight.legs
+    return leg
+
+
+def attempt_of(flight: Flight) -> Attempt:
+    """The attempt that must be on its way."""
+    attempt = leg_of(flight).attempt
+    assert attempt is not None
+    return attempt
+
+
 async def read_some(flight: Flight, count: int) -> list[int]:
     """The next ``count`` tokens of an answer."""
     async with asyncio.timeout(TIMEOUT_S):
@@ -117,6 +141,17 @@ async def read_all(flight: Flight, first: int = 0) -> list[int]:
             assert delta.index == first + len(tokens)
             tokens.append(delta.token)
     return tokens
+
+
+async def read_choices(flight: Flight, answers: dict[int, list[int]] | None = None) -> dict[int, list[int]]:
+    """Every further token of an answer of several choices, after those of ``answers``; indices are checked."""
+    answers = {} if answers is None else answers
+    async with asyncio.timeout(TIMEOUT_S):
+        async for delta in flight:
+            tokens = answers.setdefault(delta.choice, [])
+            assert delta.index == len(tokens)
+            tokens.append(delta.token)
+    return answers
 
 
 async def hand_off(

@@ -113,12 +113,16 @@ class ScriptedWorker(WorkerServicer):
         frame.load.CopyFrom(self._load())
         self._outgoing.put_nowait(worker_pb2.WorkerMessage(frame=frame))
 
-    def send_token(self, request: worker_pb2.Request, index: int, token: int, *, last: bool = False) -> None:
+    def send_token(
+        self, request: worker_pb2.Request, index: int, token: int, *, last: bool = False, choice: int = 0
+    ) -> None:
         """One token of the attempt that ``request`` is."""
-        self.send_tokens(request, [(index, token)], last=last)
+        self.send_tokens(request, [(index, token)], last=last, choice=choice)
 
-    def send_tokens(self, request: worker_pb2.Request, tokens: Iterable[tuple[int, int]], *, last: bool) -> None:
-        """(index, token) pairs in one frame; the last one ends the answer if ``last``."""
+    def send_tokens(
+        self, request: worker_pb2.Request, tokens: Iterable[tuple[int, int]], *, last: bool, choice: int = 0
+    ) -> None:
+        """(index, token) pairs in one frame; the last one ends the choice if ``last``."""
         tokens = list(tokens)
         finish = [worker_pb2.FINISH_REASON_NONE] * len(tokens)
         if last:
@@ -126,7 +130,7 @@ class ScriptedWorker(WorkerServicer):
         columns = worker_pb2.Tokens(
             request_id=[request.request_id] * len(tokens),
             attempt=[request.attempt] * len(tokens),
-            choice=[0] * len(tokens),
+            choice=[choice] * len(tokens),
             index=[index for index, _ in tokens],
             token=[token for _, token in tokens],
             finish=finish,
@@ -141,6 +145,16 @@ class ScriptedWorker(WorkerServicer):
             **fields,
         )
         self.send(worker_pb2.StepFrame(events=[event]))
+
+    def send_prompt_logprobs(self, request: worker_pb2.Request, first_position: int, logprobs: Iterable[float]) -> None:
+        """Of consecutive prompt tokens."""
+        message = worker_pb2.PromptLogprobs(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            first_position=first_position,
+            entries=[worker_pb2.Logprobs(logprob=logprob) for logprob in logprobs],
+        )
+        self.send(worker_pb2.StepFrame(prompt_logprobs=[message]))
 
     def offer(self, request: worker_pb2.Request) -> None:
         """LAST_CHUNK with a source that nobody pulls from."""

@@ -11,7 +11,7 @@ from pdserve.contracts.request import Outcome, RequestState
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.generation import GenerationError
-from tests.router.rig import hand_off, read_all, running_rig, with_workers
+from tests.router.rig import attempt_of, hand_off, leg_of, read_all, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -20,12 +20,12 @@ async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None
     async with running_rig() as rig:
         await rig.up(p, d)
         flight = rig.start()
-        assert flight.state is RequestState.PREFILLING
+        assert leg_of(flight).state is RequestState.PREFILLING
         answer = asyncio.create_task(read_all(flight))
         request = await hand_off(p, d)
         assert list(request.prompt_tokens) == [1, 2, 3, 4, 5]
         assert not request.emitted_tokens
-        await until(lambda: flight.state is RequestState.DECODING)
+        await until(lambda: leg_of(flight).state is RequestState.DECODING)
         d.send_tokens(request, [(1, 101), (2, 102), (3, 103)], last=True)
         assert await answer == [100, 101, 102, 103]
         assert flight.outcome is Outcome.FINISHED
@@ -46,7 +46,7 @@ async def test_the_decode_worker_is_asked_before_token_0_is_out(p: ScriptedWorke
         prepare = (await d.next_command("prepare")).prepare
         assert prepare.source.worker_epoch == p.epoch
         assert prepare.source.handle == request.request_id.to_bytes(16, "big")
-        assert flight.state is RequestState.HANDOFF
+        assert leg_of(flight).state is RequestState.HANDOFF
         flight.cancel()
 
 
@@ -75,7 +75,7 @@ async def test_tokens_that_overtake_token_0_wait_for_it(p: ScriptedWorker, d: Sc
         d.send_event(request, RequestEventKind.JOINED)
         d.send_token(request, 1, 101)
         d.send_tokens(request, [(2, 102), (3, 103)], last=True)
-        await until(lambda: flight.attempt is not None and len(flight.attempt.overtook) == 3)
+        await until(lambda: len(attempt_of(flight).overtook) == 3)
         p.send_token(request, 0, 100)
         assert await read_all(flight) == [100, 101, 102, 103]
 
@@ -127,9 +127,9 @@ async def test_preemption_is_a_state(p: ScriptedWorker, d: ScriptedWorker) -> No
         flight = rig.start()
         request = await hand_off(p, d)
         d.send_event(request, RequestEventKind.PREEMPTED)
-        await until(lambda: flight.state is RequestState.PREEMPTED)
+        await until(lambda: leg_of(flight).state is RequestState.PREEMPTED)
         d.send_event(request, RequestEventKind.RESUMED)
-        await until(lambda: flight.state is RequestState.DECODING)
+        await until(lambda: leg_of(flight).state is RequestState.DECODING)
         flight.cancel()
 
 
@@ -157,7 +157,7 @@ async def test_a_parked_prompt_waits_for_a_decode_worker(
         await rig.up(p)
         p.offer(request)
         p.send_token(request, 0, 100)
-        await until(lambda: flight.wants_decode)
+        await until(lambda: leg_of(flight).wants_decode)
         await rig.up(p, other)
         prepared = await other.next_prepare()
         assert prepared.attempt == 0

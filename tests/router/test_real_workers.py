@@ -18,7 +18,7 @@ from pdserve.model.config import DecoderConfig
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.router.flight import Flight
-from tests.router.rig import Rig, read_all, read_some, running_rig
+from tests.router.rig import Rig, attempt_of, leg_of, read_all, read_some, running_rig
 from tests.router.scripted_worker import until
 from tests.workers import WorkerProcess, emulated_config
 
@@ -88,7 +88,7 @@ async def check_streams(
 
 
 def has_begun(flight: Flight) -> bool:
-    return flight.attempt is not None and flight.attempt.first_token_s > 0
+    return attempt_of(flight).first_token_s > 0
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,8 @@ def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> 
             flight = rig.start(prompt(9), 20)
             tokens = await read_some(flight, 1)
             await asyncio.sleep(0.5)
-            assert flight.state is RequestState.HANDOFF
-            assert flight.attempt is not None
-            assert flight.attempt.decode is rig.fleet.worker("decode-0")
+            assert leg_of(flight).state is RequestState.HANDOFF
+            assert attempt_of(flight).decode is rig.fleet.worker("decode-0")
             victim.process.kill()
             assert tokens + await read_all(flight, 1) == oracle(checkpoint, 9, 20)
             assert rig.sample("pdserve_redispatches_total", reason="rebound") == 1

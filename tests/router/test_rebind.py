@@ -10,7 +10,7 @@ from pdserve.contracts.request import Outcome, RequestState
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.flight import Flight
-from tests.router.rig import Rig, hand_off, read_all, read_some, running_rig, with_workers
+from tests.router.rig import Rig, attempt_of, hand_off, leg_of, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 LINK_FAILURE = "connect: UNAVAILABLE: no route"
@@ -70,12 +70,12 @@ async def test_the_only_decode_worker_is_replaced_in_time(p: ScriptedWorker, d: 
         await rig.up(p, d)
         flight, _ = await park(rig, p, d)
         await d.stop()
-        await until(lambda: flight.wants_decode)
-        assert flight.state is RequestState.HANDOFF
+        await until(lambda: leg_of(flight).wants_decode)
+        assert leg_of(flight).state is RequestState.HANDOFF
         d.epoch += 1000
         await d.start()
         await rig.fleet.set_targets([p.endpoint, d.endpoint])
-        await until(lambda: not flight.wants_decode)
+        await until(lambda: not leg_of(flight).wants_decode)
         await finish(rig, flight, d, (await d.next_command("prepare")).prepare)
 
 
@@ -85,9 +85,9 @@ async def test_the_prompt_expires_before_a_decode_worker_comes(p: ScriptedWorker
         await rig.up(p, d)
         flight, prepare = await park(rig, p, d)
         await d.stop()
-        await until(lambda: flight.wants_decode)
+        await until(lambda: leg_of(flight).wants_decode)
         p.send_event(prepare.request, RequestEventKind.KV_UNAVAILABLE, message="parked: nobody pulled it")
-        await until(lambda: flight.state is RequestState.QUEUED)
+        await until(lambda: leg_of(flight).state is RequestState.QUEUED)
         flight.cancel()
 
 
@@ -138,7 +138,7 @@ async def test_after_the_release_there_is_nothing_to_pull(
         await rig.up(p, d0, d1)
         flight, first = await park(rig, p, d0)
         p.send_event(first.request, RequestEventKind.RELEASED)
-        await until(lambda: flight.attempt is not None and flight.attempt.is_prefill_over)
+        await until(lambda: attempt_of(flight).is_prefill_over)
         await d0.stop()
         assert (await p.next_submit()).attempt == 1
         flight.cancel()
