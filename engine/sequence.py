@@ -35,6 +35,8 @@ class Sequence:
     max_length: int
     """Prompt and answer tokens together, at most."""
     stop_token_ids: frozenset[int]
+    early_end_ids: tuple[int, ...]
+    """Tokens that must not be sampled while fewer than ``min_tokens`` are answered."""
 
     # Set by the schedulers.
     state: RequestState = RequestState.QUEUED
@@ -65,11 +67,15 @@ class Sequence:
     has_unknown_tokens: bool = field(init=False, default=False)
     """Some tokens were counted without values (simulation): its blocks must not be found by content."""
     _hashes: list[bytes] = field(init=False, default_factory=list)
+    _has_penalties: bool = field(init=False)
+    _min_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_tokens, *self.request.emitted_tokens]
         self.num_prompt_tokens = len(self.request.prompt_tokens)
         self.sampling = self.request.sampling
+        self._has_penalties = self.sampling.has_penalties
+        self._min_length = self.num_prompt_tokens + self.sampling.min_tokens
 
     @property
     def num_answered(self) -> int:
@@ -114,6 +120,15 @@ class Sequence:
             parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
             hashes.append(block_hash(parent, self.tokens[index * self.block_size : (index + 1) * self.block_size]))
         return hashes[:num_blocks]
+
+    def banned_at(self, position: int) -> tuple[int, ...]:
+        """Tokens that must not be sampled at a position, whether or not those before it are known yet."""
+        return self.early_end_ids if position < self._min_length else ()
+
+    @property
+    def history(self) -> list[int] | tuple[()]:
+        """What penalties are computed from; empty where there are none."""
+        return self.tokens if self._has_penalties else ()
 
     def append(self, token: int) -> FinishReason:
         """Take the next token of the answer; returns whether it ends the answer."""

@@ -41,6 +41,9 @@ class PlannedStep:
                 block_table=sequence.block_table,
                 sample=sequence.sampling if samples else None,
                 sample_position=end,
+                history=sequence.history if samples else (),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                banned_tokens=sequence.banned_at(end) if samples else (),
             )
         )
         self._account(sequence, end, samples)
@@ -58,6 +61,9 @@ class PlannedStep:
                 block_table=sequence.block_table,
                 sample=sequence.sampling,
                 sample_position=start + 1,
+                history=sequence.history,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                banned_tokens=sequence.banned_at(start + 1),
             )
         )
         self._account(sequence, start + 1, True)
@@ -112,6 +118,7 @@ class SequenceTable:
             return None
         sampling = request.sampling
         eos_token_ids = () if sampling.ignore_eos else self.limits.eos_token_ids
+        ends = (*self.limits.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
         sequence = Sequence(
             sequence_id=self._num_opened,
             key=key,
@@ -121,6 +128,7 @@ class SequenceTable:
             is_handoff=is_handoff,
             max_length=len(request.prompt_tokens) + sampling.max_tokens,
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
+            early_end_ids=tuple(token for token in ends if token < self.limits.vocab_size),
         )
         self._num_opened += 1
         self._live[key] = sequence

@@ -17,8 +17,17 @@ from pdserve.proto.v1 import worker_pb2
 HANDLE_BYTES = 16
 """Length of a parked prompt's handle."""
 
-MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+"""Entries of a ``logit_bias``."""
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+"""Of the presence and the frequency penalty; minus it is their least."""
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Least and largest: beyond them a logit could leave the range of its type."""
+MAX_CHOICES = 128
+"""Answers to one request; choices are numbered below it."""
 MAX_CACHE_SALT_BYTES = 64
 MAX_ADDRESS_LENGTH = 255
 MAX_DURATION_S = 86400.0
@@ -46,11 +55,19 @@ def sampling_to_proto(sampling: SamplingParams) -> worker_pb2.SamplingParams:
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        bias_tokens=[token for token, _ in sampling.logit_bias],
+        biases=[bias for _, bias in sampling.logit_bias],
         seed=sampling.seed,
         max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         num_logprobs=sampling.num_logprobs,
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
     )
 
 
@@ -58,19 +75,54 @@ def sampling_from_proto(message: worker_pb2.SamplingParams, limits: ModelLimits)
     """Raises `WireError` for a value that no sampler can honour."""
     _check(isfinite(message.temperature) and message.temperature >= 0, "temperature must be finite and at least 0")
     _check(0 < message.top_p <= 1, "top_p must be in (0, 1]")
+    _check(0 <= message.min_p <= 1, "min_p must be in [0, 1]")
     _check(message.max_tokens >= 1, "max_tokens must be at least 1")
-    _check(-1 <= message.num_logprobs <= MAX_TOP_LOGPROBS, f"num_logprobs must be in -1..{MAX_TOP_LOGPROBS}")
+    _check(message.min_tokens <= message.max_tokens, "min_tokens must be at most max_tokens")
+    _check_penalties(message)
+    for name, count in ("num_logprobs", message.num_logprobs), ("num_prompt_logprobs", message.num_prompt_logprobs):
+        _check(-1 <= count <= MAX_TOP_LOGPROBS, f"{name} must be in -1..{MAX_TOP_LOGPROBS}")
     _check(len(message.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"more than {MAX_STOP_TOKEN_IDS} stop_token_ids")
+    stop_token_ids = _token_ids(message.stop_token_ids, limits.vocab_size, "stop_token_ids")
+    if message.min_tokens:
+        num_ends = len({*stop_token_ids, *limits.eos_token_ids})
+        _check(num_ends < limits.vocab_size, "min_tokens: every token of the vocabulary is a stop token")
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,
         top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=_logit_bias(message, limits.vocab_size),
         seed=message.seed,
         max_tokens=message.max_tokens,
-        stop_token_ids=_token_ids(message.stop_token_ids, limits.vocab_size, "stop_token_ids"),
+        min_tokens=message.min_tokens,
+        stop_token_ids=stop_token_ids,
         ignore_eos=message.ignore_eos,
         num_logprobs=message.num_logprobs,
+        num_prompt_logprobs=message.num_prompt_logprobs,
     )
+
+
+def _check_penalties(message: worker_pb2.SamplingParams) -> None:
+    least, largest = REPETITION_PENALTIES
+    is_usable = not message.repetition_penalty or least <= message.repetition_penalty <= largest
+    _check(is_usable, f"repetition_penalty must be in [{least:g}, {largest:g}]")
+    for name, penalty in (
+        ("presence_penalty", message.presence_penalty),
+        ("frequency_penalty", message.frequency_penalty),
+    ):
+        _check(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} must be in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+
+
+def _logit_bias(message: worker_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    _check(len(message.bias_tokens) == len(message.biases), "bias_tokens and biases differ in length")
+    _check(len(message.biases) <= MAX_BIASES, f"more than {MAX_BIASES} entries of logit_bias")
+    _check(all(-MAX_BIAS <= bias <= MAX_BIAS for bias in message.biases), f"logit_bias is outside +-{MAX_BIAS:g}")
+    tokens = _token_ids(message.bias_tokens, vocab_size, "logit_bias")
+    _check(len(set(tokens)) == len(tokens), "logit_bias names a token twice")
+    return tuple(zip(tokens, message.biases, strict=True))
 
 
 def request_to_proto(request: GenerationRequest) -> worker_pb2.Request:
@@ -103,6 +155,9 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
     _check(len(message.cache_salt) <= MAX_CACHE_SALT_BYTES, f"cache_salt is over {MAX_CACHE_SALT_BYTES} bytes")
     sampling = sampling_from_proto(message.sampling, limits)
     _check(num_emitted < sampling.max_tokens, "every one of max_tokens is already emitted")
+    num_choices = message.num_choices or 1
+    _check(message.choice + num_choices <= MAX_CHOICES, f"choices must be numbered below {MAX_CHOICES}")
+    _check(num_choices == 1 or not num_emitted, "emitted_tokens are those of one choice: num_choices must be 1")
     return GenerationRequest(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -113,7 +168,16 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
         deadline_s=message.deadline_s,
         ttft_slo_s=message.ttft_slo_s,
         handoff=message.handoff,
+        choice=message.choice,
+        num_choices=num_choices,
     )
+
+
+def choices_from_proto(message: worker_pb2.Cancel) -> tuple[int, ...]:
+    """The choices that a cancel speaks of; empty for all. Raises `WireError` for one that there cannot be."""
+    _check(len(message.choices) <= MAX_CHOICES, f"more than {MAX_CHOICES} choices")
+    _check(all(choice < MAX_CHOICES for choice in message.choices), f"choices must be below {MAX_CHOICES}")
+    return tuple(message.choices)
 
 
 def source_to_proto(source: KvSource) -> worker_pb2.KvSource:

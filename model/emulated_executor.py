@@ -4,6 +4,8 @@ It serves two purposes. With ``time_scale`` it emulates a device that is not her
 and every other part of the cluster is real. Without, it is instantaneous, and tests compare its answers with
 `pdserve.model.hash_chain.expected_tokens`: a token lost, repeated or misplaced, or a wrong byte of KV, shows.
 
+Of sampling it honours seed, choices and banned tokens; a hash has no logits that a penalty or a bias could change.
+
 A row with cached tokens takes its state from the block table and nowhere else. No thread: KV is written and tokens are
 chosen in `EmulatedExecutor.submit`, and a handle's ``result`` sleeps until the step's modelled end.
 """
@@ -90,13 +92,18 @@ class EmulatedExecutor:
         duration_s = self._duration_s(batch)
         self._free_at_s = max(time.monotonic(), self._free_at_s) + duration_s
         try:
-            self._previous = self._compute(batch.rows)
+            sampled = self._compute(batch.rows)
         except RuntimeError as error:
             self._previous = []
             return _FailedStep(error, self._free_at_s)
-        return _FinishedStep(
-            StepOutput(step_id=batch.step_id, sampled=self._previous, duration_s=duration_s), self._free_at_s
+        self._previous = [tokens[0] if tokens else None for tokens in sampled]
+        output = StepOutput(
+            step_id=batch.step_id,
+            sampled=self._previous,
+            forks={row: tokens[1:] for row, tokens in enumerate(sampled) if len(tokens) > 1},
+            duration_s=duration_s,
         )
+        return _FinishedStep(output, self._free_at_s)
 
     def close(self) -> None:
         """Let go of the pool."""
@@ -107,15 +114,15 @@ class EmulatedExecutor:
             return 0.0
         return self._time_scale * self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
 
-    def _compute(self, rows: Sequence[StepRow]) -> list[SampledToken | None]:
+    def _compute(self, rows: Sequence[StepRow]) -> list[list[SampledToken]]:
         for row in rows:
             self._check_row(row)
         if self._check_context:
             self._check_contexts([row for row in rows if row.cached_length > 0])
         return [self._compute_row(row) for row in rows]
 
-    def _compute_row(self, row: StepRow) -> SampledToken | None:
-        """Write the KV of a row's new tokens and choose the token after them."""
+    def _compute_row(self, row: StepRow) -> list[SampledToken]:
+        """Write the KV of a row's new tokens and choose the token after them, for each of the row's choices."""
         tokens = row.tokens if row.previous_row < 0 else (self._token_of(row.previous_row),)
         states, block_size, block_table = self._states, self._block_size, row.block_table
         state = self._cached_state(row)
@@ -124,9 +131,10 @@ class EmulatedExecutor:
             states[slot + block_size] = value = link(state, token)
             states[slot] = state = mix64(value)
         if row.sample is None:
-            return None
-        token = self._vocabulary.next_token(state, sampling_salt(row.sample, row.choice))
-        return SampledToken(token, _LOGPROBS if row.sample.num_logprobs >= 0 else None)
+            return []
+        logprobs = _LOGPROBS if row.sample.num_logprobs >= 0 else None
+        salts = [sampling_salt(row.sample, choice) for choice in range(row.choice, row.choice + row.num_choices)]
+        return [SampledToken(self._vocabulary.next_token(state, salt, row.banned_tokens), logprobs) for salt in salts]
 
     def _token_of(self, previous_row: int) -> int:
         sampled = self._previous[previous_row] if previous_row < len(self._previous) else None

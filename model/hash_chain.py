@@ -67,15 +67,25 @@ class HashVocabulary:
         assert self._num_ordinary > 0
         assert all(0 <= token < size for token in self._eos_tokens)
 
-    def next_token(self, state: int, salt: int = 0) -> int:
-        """The token that follows ``state``."""
+    def next_token(self, state: int, salt: int = 0, banned: Sequence[int] = ()) -> int:
+        """The token that follows ``state``: one that is banned gives way to the next ordinary one that is not.
+
+        Raises:
+            RuntimeError: every ordinary token is banned.
+        """
         value = mix64(state ^ salt)
-        if self._eos_period and (value >> 32) % self._eos_period == 0:
+        if self._eos_period and (value >> 32) % self._eos_period == 0 and self._eos_token not in banned:
             return self._eos_token
-        token = value % self._num_ordinary
+        for rank in range(value % self._num_ordinary, value % self._num_ordinary + self._num_ordinary):
+            token = self._ordinary_token(rank % self._num_ordinary)
+            if token not in banned:
+                return token
+        raise RuntimeError("every ordinary token is banned")
+
+    def _ordinary_token(self, rank: int) -> int:
         for eos_token in self._eos_tokens:
-            token += token >= eos_token
-        return token
+            rank += rank >= eos_token
+        return rank
 
 
 def expected_tokens(
@@ -88,10 +98,10 @@ def expected_tokens(
     eos_token_ids: tuple[int, ...] = (),
     eos_period: int = 0,
 ) -> list[int]:
-    """The answer to a prompt: ``num_tokens`` tokens, or fewer when an end of sequence is generated and not ignored.
+    """The answer to a prompt: ``num_tokens`` tokens, or fewer when a token ends it.
 
     Args:
-        sampling: seed, temperature and ``ignore_eos`` are read; ``None`` is greedy.
+        sampling: seed, temperature, ``min_tokens``, ``stop_token_ids`` and ``ignore_eos`` are read; ``None`` is greedy.
     """
     sampling = sampling or SamplingParams(temperature=0)
     vocabulary = HashVocabulary(vocab_size, eos_token_ids, eos_period)
@@ -99,10 +109,12 @@ def expected_tokens(
     state = ROOT_STATE
     for token in prompt_tokens:
         state = mix64(link(state, token))
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    early_ends = (*eos_token_ids, *sampling.stop_token_ids)
     answer: list[int] = []
     while len(answer) < num_tokens:
-        answer.append(vocabulary.next_token(state, salt))
-        if answer[-1] in eos_token_ids and not sampling.ignore_eos:
+        answer.append(vocabulary.next_token(state, salt, early_ends if len(answer) < sampling.min_tokens else ()))
+        if answer[-1] in ends:
             break
         state = mix64(link(state, answer[-1]))
     return answer

@@ -21,7 +21,8 @@ from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.selection import select_kernels
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
-from pdserve.model.sampling import sample
+from pdserve.model.sampling import SamplingRow, sample
+from pdserve.model.token_counts import TokenCountCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class ModelExecutor:
         self._vocab_size = config.vocab_size
         self._model = Decoder(folder, config, pool.dtype, select_kernels(pool))
         self._previous_sampled: list[SampledToken | None] = []
+        self._token_counts = TokenCountCache()
 
     @property
     def pipeline_depth(self) -> int:
@@ -78,14 +80,21 @@ class ModelExecutor:
         except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
             self._previous_sampled = []
             return _FailedStep(batch.step_id, error)
-        self._previous_sampled = sampled
-        duration_s = perf_counter() - started_s
-        return _DoneStep(StepOutput(step_id=batch.step_id, sampled=list(sampled), duration_s=duration_s))
+        self._previous_sampled = [tokens[0] if tokens else None for tokens in sampled]
+        return _DoneStep(
+            StepOutput(
+                step_id=batch.step_id,
+                sampled=list(self._previous_sampled),
+                forks={row: tokens[1:] for row, tokens in enumerate(sampled) if len(tokens) > 1},
+                duration_s=perf_counter() - started_s,
+            )
+        )
 
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
 
-    def _run(self, rows: list[StepRow]) -> list[SampledToken | None]:
+    def _run(self, rows: list[StepRow]) -> list[list[SampledToken]]:
+        """Compute the step; returns the tokens that each row sampled, one per choice."""
         metadata = AttentionMetadata.build(
             [row.num_new_tokens for row in rows],
             [row.cached_length for row in rows],
@@ -100,9 +109,11 @@ class ModelExecutor:
         logits_BV = self._model.forward(
             torch.from_numpy(tokens), self._pool, metadata, metadata.query_starts[1:][sampling] - 1
         )
-        results: list[SampledToken | None] = [None] * len(rows)
-        for index, sampled in zip(sampling, _sample_rows(logits_BV, [rows[index] for index in sampling]), strict=True):
-            results[index] = sampled
+        results: list[list[SampledToken]] = [[] for _ in rows]
+        if sampling:
+            sampled = sample(logits_BV, [self._sampling_row(rows[index]) for index in sampling])
+            for index, tokens_of_row in zip(sampling, sampled, strict=True):
+                results[index] = tokens_of_row
         return results
 
     def _tokens(self, row: StepRow) -> Sequence[int]:
@@ -110,14 +121,18 @@ class ModelExecutor:
         if row.previous_row < 0:
             return row.tokens
         assert not row.tokens, "a row has tokens of its own or the previous step's, not both"
+        return (self._late_token(row),)
+
+    def _late_token(self, row: StepRow) -> int:
         assert row.previous_row < len(self._previous_sampled), f"the step before has no row {row.previous_row}"
         sampled = self._previous_sampled[row.previous_row]
         assert sampled is not None, f"row {row.previous_row} of the step before sampled nothing"
-        return (sampled.token,)
+        return sampled.token
 
-
-def _sample_rows(logits_BV: torch.Tensor, rows: list[StepRow]) -> list[SampledToken]:
-    if not rows:
-        return []
-    params = [row.sample for row in rows if row.sample is not None]
-    return sample(logits_BV, params, [row.sample_position for row in rows], [row.choice for row in rows])
+    def _sampling_row(self, row: StepRow) -> SamplingRow:
+        assert row.sample is not None
+        counts = None
+        if row.sample.has_penalties:
+            late_token = self._late_token(row) if row.previous_row >= 0 else None
+            counts = self._token_counts.counts(row.sequence_id, row.history, row.num_prompt_tokens, late_token)
+        return SamplingRow(row.sample, row.sample_position, row.choice, row.num_choices, row.banned_tokens, counts)

@@ -33,6 +33,7 @@ def a_sequence(
         is_handoff=False,
         max_length=len(prompt) + max_tokens,
         stop_token_ids=frozenset((99,)),
+        early_end_ids=(99,),
     )
 
 

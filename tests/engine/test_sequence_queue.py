@@ -19,6 +19,7 @@ def numbered(sequence_id: int) -> Sequence:
         is_handoff=False,
         max_length=2,
         stop_token_ids=frozenset(),
+        early_end_ids=(),
     )
 
 

@@ -10,6 +10,7 @@ from pdserve.engine.sequence_table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 
 BLOCK_SIZE = 4
+SAMPLING = SamplingParams(max_tokens=3)
 
 
 def a_table() -> SequenceTable:
@@ -17,9 +18,11 @@ def a_table() -> SequenceTable:
     return SequenceTable(BlockPool(8, BLOCK_SIZE), limits)
 
 
-def open_with_blocks(table: SequenceTable, request_id: int = 0, num_tokens: int = 6) -> Sequence:
+def open_with_blocks(
+    table: SequenceTable, request_id: int = 0, num_tokens: int = 6, sampling: SamplingParams = SAMPLING
+) -> Sequence:
     prompt = tuple(range(10 * request_id + 10, 10 * request_id + 10 + num_tokens))
-    request = GenerationRequest(request_id=request_id, prompt_tokens=prompt, sampling=SamplingParams(max_tokens=3))
+    request = GenerationRequest(request_id=request_id, prompt_tokens=prompt, sampling=sampling)
     sequence = table.open(RequestKey(0, request_id, 0), request, 0.0, is_handoff=False)
     assert sequence is not None
     sequence.start_at([], table.pool.allocate(table.pool.num_blocks_for(num_tokens + 2)))
@@ -155,3 +158,47 @@ def test_events_are_taken_once() -> None:
     table.reject(RequestKey(0, 0, 0), "no")
     assert [event.message for event in table.take_events() if isinstance(event, RequestEvent)] == ["no"]
     assert table.take_events() == []
+
+
+def test_ends_are_banned_by_position_so_that_late_results_make_no_difference() -> None:
+    table = a_table()
+    sampling = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
+    sequence = open_with_blocks(table, sampling=sampling)
+    steps = [commit_chunk(table, sequence, 3), commit_chunk(table, sequence, 3)]
+    table.complete(output_of(steps[0], None))
+    steps.append(commit_decode(table, sequence))
+    table.complete(output_of(steps[1], 40))
+    steps.append(commit_decode(table, sequence))
+    assert [list(step.batch.rows[0].banned_tokens) for step in steps] == [[], [2, 7], [2, 7], []]
+
+
+def test_an_end_outside_the_vocabulary_needs_no_ban() -> None:
+    limits = ModelLimits(max_model_len=64, vocab_size=100, eos_token_ids=(2, 100))
+    sequence = open_with_blocks(SequenceTable(BlockPool(8, BLOCK_SIZE), limits), sampling=SamplingParams(min_tokens=1))
+    assert sequence.early_end_ids == (2,)
+
+
+def test_a_replay_counts_what_it_emitted_towards_the_minimum() -> None:
+    table = a_table()
+    request = GenerationRequest(
+        request_id=0, prompt_tokens=(1, 3), emitted_tokens=(4, 5), sampling=SamplingParams(max_tokens=5, min_tokens=3)
+    )
+    sequence = table.open(RequestKey(0, 0, 0), request, 0.0, is_handoff=False)
+    assert sequence is not None
+    assert [sequence.banned_at(position) for position in (4, 5)] == [(2,), ()]
+
+
+def test_history_is_given_to_rows_that_sample_with_penalties() -> None:
+    table = a_table()
+    sequence = open_with_blocks(table, sampling=SamplingParams(max_tokens=3, presence_penalty=1))
+    other = open_with_blocks(table, 1)
+    chunk = commit_chunk(table, sequence, 3)
+    step = table.begin_step()
+    step.add_chunk(sequence, 3)
+    step.add_chunk(other, 6)
+    table.commit(step)
+    assert [list(row.history) for row in (*chunk.batch.rows, *step.batch.rows)] == [[], list(range(10, 16)), []]
+    table.complete(output_of(chunk, None))
+    table.complete(output_of(step, 40, 50))
+    [row] = commit_decode(table, sequence).batch.rows
+    assert (list(row.history), row.num_prompt_tokens) == ([*range(10, 16), 40], 6)

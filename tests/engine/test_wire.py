@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.wire import WireError, request_from_proto, request_to_proto, source_from_proto, source_to_proto
+from pdserve.engine.wire import (
+    WireError,
+    choices_from_proto,
+    request_from_proto,
+    request_to_proto,
+    source_from_proto,
+    source_to_proto,
+)
 from pdserve.proto.v1 import worker_pb2
 
 LIMITS = ModelLimits(max_model_len=64, vocab_size=1000)
@@ -22,6 +29,15 @@ samplings = st.builds(
     temperature=st.floats(0, 2, width=32),
     top_k=st.integers(0, 2**32 - 1),
     top_p=st.floats(0.125, 1, width=32),
+    min_p=st.floats(0, 1, width=32),
+    repetition_penalty=st.floats(0.5, 2, width=32),
+    presence_penalty=st.floats(-2, 2, width=32),
+    frequency_penalty=st.floats(-2, 2, width=32),
+    logit_bias=st.dictionaries(token_ids, st.floats(-100, 100, width=32), max_size=4).map(
+        lambda biases: tuple(biases.items())
+    ),
+    min_tokens=st.integers(0, 20),
+    num_prompt_logprobs=st.integers(-1, 20),
     seed=st.integers(0, 2**64 - 1),
     max_tokens=st.integers(20, 2**32 - 1),
     stop_token_ids=st.lists(token_ids, max_size=4).map(tuple),
@@ -39,6 +55,7 @@ requests = st.builds(
     deadline_s=st.floats(0.001, 86400),
     ttft_slo_s=st.floats(0, 60),
     handoff=st.booleans(),
+    choice=st.integers(0, 127),
 )
 
 
@@ -47,6 +64,35 @@ requests = st.builds(
 def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
     wire = worker_pb2.Request.FromString(request_to_proto(request).SerializeToString())
     assert request_from_proto(wire, LIMITS) == request
+
+
+def test_several_choices_survive_the_wire() -> None:
+    request = GenerationRequest(request_id=0, prompt_tokens=(1,), choice=120, num_choices=8)
+    wire = worker_pb2.Request.FromString(request_to_proto(request).SerializeToString())
+    assert request_from_proto(wire, LIMITS) == request
+
+
+def test_what_an_older_router_leaves_out_has_its_neutral_value() -> None:
+    sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=1)
+    request = request_from_proto(worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1), LIMITS)
+    assert (request.num_choices, request.sampling.repetition_penalty) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"choice": 128}, {"choice": 120, "num_choices": 9}, {"num_choices": 2, "emitted_tokens": [5]}]
+)
+def test_choices_that_cannot_be_are_refused(fields: dict[str, int]) -> None:
+    sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=8)
+    request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1, **fields)  # type: ignore[arg-type]
+    with pytest.raises(WireError, match="choice"):
+        request_from_proto(request, LIMITS)
+
+
+def test_a_cancel_names_choices_that_there_can_be() -> None:
+    assert choices_from_proto(worker_pb2.Cancel(choices=[0, 127])) == (0, 127)
+    for choices in ([128], [0] * 129):
+        with pytest.raises(WireError):
+            choices_from_proto(worker_pb2.Cancel(choices=choices))
 
 
 def test_a_source_survives_the_wire() -> None:
@@ -72,10 +118,37 @@ def test_arbitrary_bytes_give_a_request_or_a_wire_error(data: bytes) -> None:
         worker_pb2.SamplingParams(top_p=1),
         worker_pb2.SamplingParams(top_p=1, max_tokens=1, num_logprobs=21),
         worker_pb2.SamplingParams(top_p=1, max_tokens=1, num_logprobs=-2),
-        worker_pb2.SamplingParams(top_p=1, max_tokens=1, stop_token_ids=[1] * 65),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, stop_token_ids=[1] * 129),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, stop_token_ids=[1000]),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, min_p=1.5),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, min_p=float("nan")),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, min_tokens=2),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, repetition_penalty=-1),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, repetition_penalty=float("inf")),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, presence_penalty=2.5),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, frequency_penalty=float("nan")),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, bias_tokens=[1]),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, bias_tokens=[1], biases=[float("nan")]),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, bias_tokens=[1], biases=[101]),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, bias_tokens=[1000], biases=[1]),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, bias_tokens=[1, 1], biases=[1, 1]),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, bias_tokens=range(1025), biases=[1] * 1025),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, num_prompt_logprobs=21),
+        worker_pb2.SamplingParams(top_p=1, max_tokens=1, num_prompt_logprobs=-2),
     ],
 )
 def test_sampling_outside_the_limits_is_refused(sampling: worker_pb2.SamplingParams) -> None:
     request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1)
     with pytest.raises(WireError):
         request_from_proto(request, LIMITS)
+
+
+def test_a_minimum_of_tokens_leaves_something_to_sample() -> None:
+    sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=4, min_tokens=2, stop_token_ids=[0, 1])
+    request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1)
+    small = ModelLimits(max_model_len=64, vocab_size=4, eos_token_ids=(2,))
+    assert request_from_proto(request, small).sampling.min_tokens == 2
+    sampling.stop_token_ids.append(3)
+    request.sampling.CopyFrom(sampling)
+    with pytest.raises(WireError, match="min_tokens"):
+        request_from_proto(request, small)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.model.hardware import hardware
-from pdserve.model.hash_chain import HashVocabulary, expected_tokens, link, linked_token, mix64
+from pdserve.model.hash_chain import ROOT_STATE, HashVocabulary, expected_tokens, link, linked_token, mix64
 from pdserve.model.shape import ModelShape
 
 BLOCK_SIZE = 4
@@ -140,6 +140,44 @@ def test_the_next_step_may_be_submitted_before_the_result_is_taken() -> None:
     assert [output.step_id for output in outputs] == list(range(6))
     tokens = [sampled.token for output in outputs if (sampled := output.sampled[-1])]
     assert tokens == expected_tokens(PROMPT, 6, VOCAB_SIZE)
+
+
+def test_a_row_with_several_choices_samples_each() -> None:
+    engine = Engine()
+    sampling = SamplingParams(seed=9, num_logprobs=0)
+    many = row(PROMPT, sampling=sampling, choice=2)
+    many.num_choices = 3
+    output = engine.executor.submit(StepBatch(step_id=0, rows=[row([4], table=[40]), many])).result()
+    first = output.sampled[1]
+    assert first is not None
+    assert list(output.forks) == [1]
+    expected = [expected_tokens(PROMPT, 1, VOCAB_SIZE, sampling=sampling, choice=choice)[0] for choice in (2, 3, 4)]
+    assert [first.token, *(sampled.token for sampled in output.forks[1])] == expected
+    assert {sampled.logprobs for sampled in (first, *output.forks[1])} == {TokenLogprobs(0.0, ())}
+
+
+def test_banned_tokens_give_way_to_others() -> None:
+    engine = Engine()
+    unbanned = engine.prefill(PROMPT)
+    banned = row(PROMPT)
+    banned.banned_tokens = [unbanned, (unbanned + 1) % VOCAB_SIZE]
+    [sampled] = engine.run(banned)
+    assert sampled == SampledToken((unbanned + 2) % VOCAB_SIZE, None)
+    banned.banned_tokens = range(VOCAB_SIZE)
+    with pytest.raises(RuntimeError, match="every ordinary token is banned"):
+        engine.run(banned)
+
+
+def test_a_minimum_of_tokens_bans_ends_until_it_is_reached() -> None:
+    eos = {"eos_token_ids": (3,), "eos_period": 2}
+    vocabulary = HashVocabulary(VOCAB_SIZE, (3,), 2)
+    ends_early = next(token for token in range(50) if vocabulary.next_token(mix64(link(ROOT_STATE, token))) == 3)
+    free = expected_tokens([ends_early], 9, VOCAB_SIZE, **eos)  # type: ignore[arg-type]
+    sampling = SamplingParams(temperature=0, min_tokens=4)
+    held = expected_tokens([ends_early], 9, VOCAB_SIZE, sampling=sampling, **eos)  # type: ignore[arg-type]
+    assert (free, 3 in held[:4], len(held) >= 5) == ([3], False, True)
+    stop = SamplingParams(temperature=0, stop_token_ids=(held[1],))
+    assert held[1] not in expected_tokens([ends_early], 9, VOCAB_SIZE, sampling=stop)[:-1]
 
 
 def test_a_placeholder_without_a_token_before_it_fails_its_step() -> None:

@@ -136,6 +136,52 @@ def test_draws_depend_on_position_and_choice(folder: Path) -> None:
     assert tokens == [token_of(run(executor, only).sampled[0]) for only in rows]
 
 
+def test_a_row_with_several_choices_samples_what_a_row_for_each_would(folder: Path) -> None:
+    executor = make_executor(folder)
+    drawn = SamplingParams(temperature=3.0, seed=11, num_logprobs=1)
+    many = row(0, PROMPTS[0], 0, sample=drawn)
+    many.choice, many.num_choices = 1, 4
+    singles = [row(0, PROMPTS[0], 0, sample=drawn) for _ in range(4)]
+    for choice, single in enumerate(singles, 1):
+        single.choice = choice
+    output = run(executor, row(1, PROMPTS[1], 0), many)
+    alone = run(executor, row(1, PROMPTS[1], 0), *singles)
+    assert list(output.forks) == [1]
+    assert [token_of(sampled) for sampled in [*output.sampled[1:], *output.forks[1]]] == [
+        token_of(sampled) for sampled in alone.sampled[1:]
+    ]
+    assert len({sampled.token for sampled in output.forks[1]}) > 1
+
+
+def test_penalties_count_the_token_that_the_scheduler_does_not_know_yet(folder: Path) -> None:
+    """The same answer, whether each token is known to the scheduler or comes one step late."""
+    params = SamplingParams(temperature=0, frequency_penalty=2, repetition_penalty=1.5)
+    prompt = PROMPTS[2]
+
+    def answer(is_late: bool, params: SamplingParams) -> list[int]:
+        executor, known = make_executor(folder), list(prompt)
+        first = row(2, prompt, 0, sample=params)
+        first.history, first.num_prompt_tokens = known, len(prompt)
+        sampled = [token_of(run(executor, first).sampled[0])]
+        for position in range(len(prompt), len(prompt) + 11):
+            planned = row(2, [] if is_late else sampled[-1:], position, sample=params, previous_row=-1 + is_late)
+            planned.history = [*prompt, *(sampled[:-1] if is_late else sampled)]
+            planned.num_prompt_tokens = len(prompt)
+            sampled.append(token_of(run(executor, planned).sampled[0]))
+        return sampled
+
+    assert answer(True, params) == answer(False, params)
+    assert answer(True, params) != answer(True, GREEDY)
+
+
+def test_banned_tokens_are_not_sampled(folder: Path) -> None:
+    executor = make_executor(folder)
+    best = token_of(run(executor, row(0, PROMPTS[0], 0)).sampled[0])
+    banned = row(0, PROMPTS[0], 0)
+    banned.banned_tokens = [best]
+    assert token_of(run(executor, banned).sampled[0]) != best
+
+
 def test_a_batch_in_which_nothing_samples(folder: Path) -> None:
     assert run(make_executor(folder), row(0, PROMPTS[0], 0, sample=None)).sampled == [None]
 

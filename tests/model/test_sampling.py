@@ -11,20 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.request import SamplingParams
-from pdserve.model.sampling import kept_tokens, sample
+from pdserve.contracts.step import SampledToken
+from pdserve.model.sampling import SamplingRow, sample
+from pdserve.model.truncation import kept_tokens
 
 GREEDY = SamplingParams(temperature=0)
 
 
+def sample_each(
+    logits_BV: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int], choices: Sequence[int]
+) -> list[SampledToken]:
+    rows = [SamplingRow(*row) for row in zip(params, positions, choices, strict=True)]
+    return [tokens[0] for tokens in sample(logits_BV.clone(), rows)]
+
+
 def draw(logits_BV: torch.Tensor, params: SamplingParams, positions: Sequence[int], choice: int = 0) -> list[int]:
     num_rows = len(positions)
-    sampled = sample(logits_BV.expand(num_rows, -1), [params] * num_rows, positions, [choice] * num_rows)
+    sampled = sample_each(logits_BV.expand(num_rows, -1), [params] * num_rows, positions, [choice] * num_rows)
     return [token.token for token in sampled]
 
 
 def kept_by_sort(logits: Sequence[float], params: SamplingParams) -> set[int]:
     """The definition, literally: order by (logit descending, id ascending), cut."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    best = logits[order[0]]
+    order = [token for token in order if math.exp((logits[token] - best) / params.temperature) >= params.min_p]
     if params.top_k:
         threshold = logits[order[min(params.top_k, len(order)) - 1]]
         order = [token for token in order if logits[token] >= threshold]
@@ -40,7 +51,7 @@ def kept_by_sort(logits: Sequence[float], params: SamplingParams) -> set[int]:
 
 def test_greedy_takes_the_lowest_id_of_equals() -> None:
     logits_BV = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0], [-1.0, -torch.inf, 0.0, 0.0]])
-    assert [t.token for t in sample(logits_BV, [GREEDY] * 3, [0] * 3, [0] * 3)] == [1, 0, 2]
+    assert [t.token for t in sample_each(logits_BV, [GREEDY] * 3, [0] * 3, [0] * 3)] == [1, 0, 2]
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,10 +60,13 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
     logits=st.lists(st.sampled_from([-3.0, -1.5, 0.0, 0.5, 2.0]), min_size=2, max_size=40),
     top_k=st.integers(0, 45),
     top_p=st.sampled_from([0.01, 0.25, 0.5, 0.8, 0.95, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-4, 0.1, 0.55, 1.0]),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
 )
-def test_truncation_keeps_what_a_sort_keeps(logits: list[float], top_k: int, top_p: float, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+def test_truncation_keeps_what_a_sort_keeps(
+    logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     kept_V = kept_tokens(torch.tensor([logits]), [params])[0]
     assert set(kept_V.nonzero().flatten().tolist()) == kept_by_sort(logits, params)
 
@@ -98,18 +112,18 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     params = [
         SamplingParams(seed=1, num_logprobs=2),
         GREEDY,
-        SamplingParams(top_k=5, seed=2),
+        SamplingParams(top_k=5, seed=2, min_p=0.3, logit_bias=((7, 2.0),)),
         SamplingParams(top_p=0.6, temperature=1.7, seed=3),
         SamplingParams(top_k=100, top_p=0.95, seed=2**64 - 1),
         SamplingParams(temperature=0, num_logprobs=5),
     ]
     positions, choices = [9, 8, 7, 6, 5, 4], [0, 1, 2, 0, 1, 2]
-    together = sample(logits_BV, params, positions, choices)
+    together = sample_each(logits_BV, params, positions, choices)
     alone = [
-        sample(logits_BV[i : i + 1], params[i : i + 1], positions[i : i + 1], choices[i : i + 1]) for i in range(6)
+        sample_each(logits_BV[i : i + 1], params[i : i + 1], positions[i : i + 1], choices[i : i + 1]) for i in range(6)
     ]
     assert together == [row[0] for row in alone]
-    backwards = sample(logits_BV.flip(0), params[::-1], positions[::-1], choices[::-1])
+    backwards = sample_each(logits_BV.flip(0), params[::-1], positions[::-1], choices[::-1])
     assert together == backwards[::-1]
 
 
@@ -150,7 +164,7 @@ def test_a_tiny_temperature_is_greedy() -> None:
 def test_logprobs_are_those_of_the_model() -> None:
     logits_BV = torch.randn(2, 200, generator=torch.Generator().manual_seed(5)) * 3
     params = [SamplingParams(temperature=0.5, top_k=3, num_logprobs=4), SamplingParams(temperature=0, num_logprobs=0)]
-    sampled = sample(logits_BV, params, [0, 0], [0, 0])
+    sampled = sample_each(logits_BV, params, [0, 0], [0, 0])
     reference_BV = torch.log_softmax(logits_BV, dim=-1)
     for row, token in enumerate(sampled):
         assert token.logprobs is not None
@@ -166,14 +180,14 @@ def test_logprobs_are_those_of_the_model() -> None:
 def test_logprobs_of_equals_come_lowest_id_first_and_end_with_the_vocabulary() -> None:
     logits_1V = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0]])
     for num_logprobs, expected in [(3, [1, 3, 0]), (9, [1, 3, 0, 2, 4])]:
-        sampled = sample(logits_1V, [SamplingParams(temperature=0, num_logprobs=num_logprobs)], [0], [0])
+        sampled = sample_each(logits_1V, [SamplingParams(temperature=0, num_logprobs=num_logprobs)], [0], [0])
         assert sampled[0].logprobs is not None
         assert [token for token, _ in sampled[0].logprobs.top] == expected
 
 
 def test_half_precision_logits_are_taken() -> None:
     logits_1V = torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.bfloat16)
-    assert sample(logits_1V, [SamplingParams(temperature=0, num_logprobs=1)], [0], [0])[0].token == 1
+    assert sample_each(logits_1V, [SamplingParams(temperature=0, num_logprobs=1)], [0], [0])[0].token == 1
 
 
 @pytest.mark.parametrize(("value", "name"), [(torch.nan, "nan"), (torch.inf, "inf"), (-torch.inf, "-inf")])
@@ -182,4 +196,4 @@ def test_unusable_logits_are_refused_by_row_and_value(value: float, name: str, t
     logits_BV = torch.zeros(3, 8)
     logits_BV[1, : 8 if value == -torch.inf else 1] = value
     with pytest.raises(RuntimeError, match=rf"row 1: {name}"):
-        sample(logits_BV, [SamplingParams(temperature=temperature)] * 3, [0] * 3, [0] * 3)
+        sample_each(logits_BV, [SamplingParams(temperature=temperature)] * 3, [0] * 3, [0] * 3)
