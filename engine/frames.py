@@ -35,9 +35,9 @@ class KvOrigin(NamedTuple):
     worker_epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReceivedToken:
-    """One entry of a frame's token columns."""
+    """One entry of a frame's token columns. Not frozen, as `TokenEvent` is not."""
 
     request_id: int
     attempt: int

@@ -31,6 +31,7 @@ MAX_CHOICES = 128
 MAX_CACHE_SALT_BYTES = 64
 MAX_ADDRESS_LENGTH = 255
 MAX_DURATION_S = 86400.0
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class WireError(ValueError):
@@ -211,7 +212,7 @@ def finish_to_proto(reason: FinishReason) -> worker_pb2.FinishReason.ValueType:
 
 def finish_from_proto(value: int) -> FinishReason:
     """Raises `WireError` for a reason that this version does not know."""
-    try:
-        return FinishReason(value)
-    except ValueError:
-        raise WireError(f"unknown finish reason {value}") from None
+    reason = _FINISH_REASONS.get(value)  # once for every token: calling the enum takes three times as long
+    if reason is None:
+        raise WireError(f"unknown finish reason {value}")
+    return reason

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdserve.contracts.request import Outcome, SamplingParams
@@ -203,10 +203,11 @@ class Dispatcher:
         for leg in list(self._legs.values()):
             leg.worker_lost(worker)
 
-    def token_received(self, worker: Worker, token: ReceivedToken) -> None:
-        leg = self._legs.get(token.request_id)
-        if leg is not None:
-            leg.token_received(worker, token)
+    def tokens_received(self, worker: Worker, tokens: Iterable[ReceivedToken]) -> None:
+        for token in tokens:
+            leg = self._legs.get(token.request_id)
+            if leg is not None:
+                leg.token_received(worker, token)
 
     def prompt_logprobs_received(self, worker: Worker, message: worker_pb2.PromptLogprobs) -> None:
         leg = self._legs.get(message.request_id)

@@ -34,7 +34,9 @@ class FleetListener(Protocol):
         """The session broke: everything sent to ``worker`` before is void."""
         ...
 
-    def token_received(self, worker: Worker, token: ReceivedToken) -> None: ...
+    def tokens_received(self, worker: Worker, tokens: Iterable[ReceivedToken]) -> None:
+        """Those of one frame."""
+        ...
 
     def prompt_logprobs_received(self, worker: Worker, message: worker_pb2.PromptLogprobs) -> None: ...
 
@@ -147,8 +149,7 @@ class Worker:
                 listener.event_received(self, event)
         for prompt_logprobs in frame.prompt_logprobs:
             listener.prompt_logprobs_received(self, prompt_logprobs)
-        for token in unpack_tokens(frame.tokens):
-            listener.token_received(self, token)
+        listener.tokens_received(self, unpack_tokens(frame.tokens))
         for event in endings:
             listener.event_received(self, event)
 

@@ -57,7 +57,7 @@ class Flight:
         self._num_cached_tokens: int | None = None
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._deltas: deque[TokenDelta] = deque()
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._error: GenerationError | None = None
 
     # What the HTTP edge sees
@@ -79,8 +79,8 @@ class Flight:
                 raise self._error
             if self.outcome is not None:
                 raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return self._deltas.popleft()
 
     def finish(self, choice: int) -> None:
@@ -133,7 +133,8 @@ class Flight:
 
     def deliver(self, delta: TokenDelta) -> None:
         self._deltas.append(delta)
-        self._changed.set()
+        if self._waiter is not None:
+            self._wake()
 
     def split(self, leg: Leg) -> None:
         leg.end()
@@ -163,6 +164,12 @@ class Flight:
         self.legs.append(leg)
         self._owner.entered(leg)
 
+    def _wake(self) -> None:
+        """Let the edge look again, if it waits."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
     def _land(self, outcome: Outcome) -> None:
         """Reach the outcome, once."""
         assert self.outcome is None
@@ -170,5 +177,5 @@ class Flight:
         for leg in self.legs:
             leg.end()
         self.legs.clear()
-        self._changed.set()
+        self._wake()
         self._owner.landed(self)

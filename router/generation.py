@@ -13,9 +13,9 @@ from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenDelta:
-    """One generated token of a choice."""
+    """One generated token of a choice. Not to be changed, but not frozen either, which would double what one costs."""
 
     choice: int
     index: int
