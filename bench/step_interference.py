@@ -27,6 +27,7 @@ import torch
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.model.config import DecoderConfig
@@ -94,7 +95,7 @@ class PullLoad:
 def build_executor(folder: Path, memory: PoolMemory, config: DecoderConfig) -> ModelExecutor:
     """The checkpoint in ``folder`` over ``memory``, computed by one thread."""
     torch.set_num_threads(1)
-    pool = torch.frombuffer(memory.blocks, dtype=torch.float32).view(memory.layout.shape)
+    pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), memory.layout.shape, torch.float32)
     return ModelExecutor(folder=folder, config=config, layout=memory.layout, pool=pool, dtype="float32")
 
 

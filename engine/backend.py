@@ -52,6 +52,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     import torch
 
+    from pdserve.kernels.kv_pool import KvPool
     from pdserve.model.decoder import weight_bytes
     from pdserve.model.model_executor import ModelExecutor
 
@@ -63,7 +64,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     def build_executor(memory: PoolMemory) -> Executor:
         torch.set_num_threads(_num_threads(config))
-        pool = torch.frombuffer(memory.blocks, dtype=getattr(torch, config.dtype)).view(layout.shape)
+        pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, getattr(torch, layout.dtype))
         return ModelExecutor(folder=folder, config=model, layout=layout, pool=pool, dtype=config.dtype)
 
     return Backend(limits=limits, layout=layout, cost=cost, build_executor=build_executor)

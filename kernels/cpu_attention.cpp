@@ -2,7 +2,7 @@
 //
 // Compiled by cpu_build.py on first use and called by cpu_attention.py, which checks every shape, length and block id
 // before a call: nothing is checked here. Pools are [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] of
-// float or bfloat16; arithmetic is float. head_dim is a multiple of 8.
+// float, bfloat16 or float16; activations and arithmetic are float. head_dim is a multiple of 8.
 //
 // Attention is FlashAttention's online softmax (Dao et al. 2022, algorithm 1) with one KV page as the key tile. Masked
 // keys are never computed with, so no infinities occur and pages may hold anything past their last valid token. No
@@ -12,12 +12,23 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 namespace {
 
-// One step's ragged batch. Mirrored by cpu_attention._Batch.
+// One step's ragged batch, as AttentionMetadata.packed has it.
 struct Batch {
+  explicit Batch(const int32_t* packed)
+      : num_rows(packed[0]),
+        query_starts(packed + 1),
+        kv_lengths(query_starts + num_rows + 1),
+        block_starts(kv_lengths + num_rows),
+        block_ids(block_starts + num_rows + 1) {}
   int64_t num_rows;
   const int32_t* query_starts;  // [num_rows + 1], into tokens
   const int32_t* kv_lengths;    // [num_rows], new tokens included
@@ -25,13 +36,25 @@ struct Batch {
   const int32_t* block_ids;
 };
 
-// A KV pool. Mirrored by cpu_attention._Pool.
+// Mirrors kv_pool._DTYPES.
+enum Dtype : int64_t { kFloat32, kBFloat16, kFloat16 };
+
+// A KV pool. Mirrored by kv_pool.PoolStruct.
 struct Pool {
-  void* data;
+  char* data;
+  int64_t dtype;
   int64_t num_kv_heads;
   int64_t num_layers;
   int64_t block_size;
   int64_t head_dim;
+  int64_t head_bytes;  // Of one KV head in one block.
+};
+
+// How a layer attends: operations.AttentionRule.
+struct Rule {
+  float scale;
+  int64_t window;  // 0: no limit.
+  float softcap;   // 0: none.
 };
 
 constexpr int kLanes = 8;
@@ -49,27 +72,65 @@ using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4), m
 struct BFloat16 {
   uint16_t bits;
 };
+struct Float16 {
+  uint16_t bits;
+};
 
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
 
-inline float to_float(float x) { return x; }
-inline float to_float(BFloat16 x) {
-  const uint32_t bits = uint32_t{x.bits} << 16;
-  float y;
-  std::memcpy(&y, &bits, sizeof y);
-  return y;
+template <typename To, typename From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a value is reinterpreted, not converted");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
 }
 
+inline float to_float(BFloat16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
+inline float to_float(Float16 x) {
+#ifdef __F16C__
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t magnitude = uint32_t{x.bits & 0x7fffu} << 13;
+  uint32_t bits = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f);  // Moves the exponent's bias.
+  if (magnitude >= 0x0f800000) bits |= 0x7f800000;                            // Infinity and NaN.
+  return bit_cast<float>(bits | (x.bits & 0x8000u) << 16);
+#endif
+}
+
+// To nearest, ties to even; NaN stays NaN.
 inline void from_float(float x, float& y) { y = x; }
-inline void from_float(float x, BFloat16& y) {  // To nearest, ties to even; NaN stays NaN.
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
+inline void from_float(float x, BFloat16& y) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
   y.bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+inline void from_float(float x, Float16& y) {
+#ifdef __F16C__
+  y.bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const uint32_t sign = bit_cast<uint32_t>(x) >> 16 & 0x8000;
+  const uint32_t magnitude = bit_cast<uint32_t>(x) & 0x7fffffff;
+  uint32_t bits;
+  if (magnitude > 0x7f800000)
+    bits = 0x7e00;
+  else if (magnitude >= 0x477ff000)  // 65520 and more round to infinity.
+    bits = 0x7c00;
+  else if (magnitude >= 0x38800000)  // 2^-14 and more are normal.
+    bits = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);
+  else  // Adding 0.5 leaves multiples of 2^-24, the step of subnormal numbers.
+    bits = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
+  y.bits = static_cast<uint16_t>(sign | bits);
+#endif
+}
 
-// 2^x for x <= 0, and 0 below 2^-126. Taylor series of degree 6 on [-0.5, 0.5]: relative error under 2e-7.
-inline Vec exp2_vec(Vec x) {
+// 2^x for x <= 0 as power * (1 + fraction). Taylor series of degree 6 on [-0.5, 0.5]: relative error under 2e-7.
+// Powers below 2^-126 are meaningless.
+struct Exp2 {
+  Vec power, fraction;
+};
+
+inline Exp2 exp2_parts(Vec x) {
   const Vec magic = Vec{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits.
   const Vec shifted = x + magic;
   const Vec f = x - (shifted - magic);
@@ -78,9 +139,26 @@ inline Vec exp2_vec(Vec x) {
   y = y * f + 5.550410866482158e-2f;
   y = y * f + 2.402265069591007e-1f;
   y = y * f + 6.931471805599453e-1f;
-  y = y * f + 1.0f;
-  const IntVec scaled = reinterpret_cast<IntVec>(y) + (reinterpret_cast<IntVec>(shifted) << 23);
-  return reinterpret_cast<Vec>(scaled & ~(x < -126.0f));
+  const IntVec one = IntVec{} + 0x3f800000;
+  return {reinterpret_cast<Vec>(one + (reinterpret_cast<IntVec>(shifted) << 23)), y * f};
+}
+
+// 2^x for x <= 0, and 0 below 2^-126.
+inline Vec exp2_vec(Vec x) {
+  const Exp2 e = exp2_parts(x);
+  const Vec y = e.power * e.fraction + e.power;
+  return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(y) & ~(x < -126.0f));
+}
+
+// tanh |x| = (1 - t) / (1 + t) with t = exp(-2 |x|), and 1 - t is summed so that no digit of a small one is lost.
+inline Vec tanh_vec(Vec x) {
+  const IntVec sign = reinterpret_cast<IntVec>(x) & INT32_MIN;
+  const Vec magnitude = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(x) ^ sign);
+  const Vec limited = magnitude > 20.0f ? Vec{} + 20.0f : magnitude;  // Keeps NaN.
+  const Exp2 e = exp2_parts(limited * -2.8853900817779268f);          // -2 log2(e)
+  const Vec less_one = (e.power - 1.0f) + e.power * e.fraction;       // t - 1
+  const Vec y = -less_one / (less_one + 2.0f);
+  return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(y) ^ sign);
 }
 
 inline float exp2_float(float x) { return exp2_vec(Vec{} + x)[0]; }
@@ -154,16 +232,24 @@ inline void prefetch(const T* page, int64_t count) {
 
 // A page as floats: itself, or converted into scratch.
 inline const float* as_float(const float* page, int64_t, float*) { return page; }
-inline const float* as_float(const BFloat16* page, int64_t count, float* scratch) {
+template <typename T>
+inline const float* as_float(const T* page, int64_t count, float* scratch) {
   for (int64_t i = 0; i < count; ++i) scratch[i] = to_float(page[i]);
   return scratch;
 }
+#ifdef __F16C__
+inline const float* as_float(const Float16* page, int64_t count, float* scratch) {  // Whole vectors: head_dim has them.
+  for (int64_t i = 0; i < count; i += kLanes)
+    _mm256_storeu_ps(scratch + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(page + i))));
+  return scratch;
+}
+#endif
 
 // First element of the keys of a page; its values follow.
 template <typename T>
 T* page_at(const Pool& pool, int64_t block, int64_t head, int64_t layer) {
-  const int64_t index = (block * pool.num_kv_heads + head) * pool.num_layers + layer;
-  return static_cast<T*>(pool.data) + index * 2 * pool.block_size * pool.head_dim;
+  char* keys_of_head = pool.data + (block * pool.num_kv_heads + head) * pool.head_bytes;
+  return reinterpret_cast<T*>(keys_of_head) + layer * 2 * pool.block_size * pool.head_dim;
 }
 
 // One row's query tokens [first_token, end_token) on one KV head against keys [first_key, end_key).
@@ -179,12 +265,15 @@ struct Softmax {
   float* sum;  // [rows, kLanes]: to be added up at the end
 };
 
-// Adds keys [0, num_keys) of a page to row m of the softmax. `scores` has room for the page, rounded up to 8.
-inline void add_page(const float* q, const float* k, const float* v, int64_t num_keys, int64_t block_size, int64_t dim,
-                     float* scores, const Softmax& softmax, int64_t m) {
+// Adds keys [0, num_keys) to row m of the softmax; `num_readable` keys are there to be read. `scores` has room for a
+// page, rounded up to 8. `cap` is in powers of two, as scores are; scores are already divided by it.
+inline void add_keys(const float* q, const float* k, const float* v, int64_t num_keys, int64_t num_readable,
+                     int64_t dim, float cap, float* scores, const Softmax& softmax, int64_t m) {
   int64_t j = 0;
-  for (; j < num_keys && j + 8 <= block_size; j += 8) score_eight(q, k + j * dim, dim, scores + j);
+  for (; j < num_keys && j + 8 <= num_readable; j += 8) score_eight(q, k + j * dim, dim, scores + j);
   for (; j < num_keys; ++j) scores[j] = score_one(q, k + j * dim, dim);
+  if (cap > 0)
+    for (j = 0; j < num_keys; j += kLanes) store(scores + j, cap * tanh_vec(load(scores + j)));
   const int64_t padded = (num_keys + kLanes - 1) / kLanes * kLanes;
   for (j = num_keys; j < padded; ++j) scores[j] = kLowest;
 
@@ -223,19 +312,23 @@ struct Scratch {
 
 template <typename T>
 struct Attention {
-  const T* q;  // [num_tokens, num_heads, head_dim], token stride q_stride
+  const float* q;  // [num_tokens, num_heads, head_dim], token stride q_stride
   int64_t q_stride;
-  T* out;  // [num_tokens, num_heads, head_dim]
+  float* out;  // [num_tokens, num_heads, head_dim]
   int64_t group;
   const Pool& pool;
   int64_t layer;
   const Batch& batch;
-  float scale;  // Of scores, log2(e) included.
+  Rule rule;
   std::vector<Task> tasks;
   std::vector<float> partial_out, partial_max, partial_sum;
 
   int64_t num_heads() const { return pool.num_kv_heads * group; }
   int64_t num_new(int64_t row) const { return batch.query_starts[row + 1] - batch.query_starts[row]; }
+  // First key that the token at `position` sees.
+  int64_t first_seen(int64_t position) const {
+    return rule.window ? std::max<int64_t>(0, position - rule.window + 1) : 0;
+  }
 
   // Cuts the batch into tasks; returns their multiply-adds.
   int64_t plan() {
@@ -244,16 +337,17 @@ struct Attention {
     for (int64_t row = 0; row < batch.num_rows; ++row) {
       const int64_t n = num_new(row), cached = batch.kv_lengths[row] - n;
       const int64_t split_keys = std::max<int64_t>(1, kSplitKeys / pool.block_size) * pool.block_size;
-      const bool split = n <= tile_tokens && batch.kv_lengths[row] > split_keys;
       for (int64_t head = 0; head < pool.num_kv_heads; ++head)
         for (int64_t first = 0; first < n; first += tile_tokens) {
-          const int64_t end = std::min(n, first + tile_tokens), num_keys = cached + end;
-          const int64_t step = split ? split_keys : num_keys;
-          for (int64_t key = 0; key < num_keys; key += step) {
-            tasks.push_back({row, head, first, end, key, std::min(num_keys, key + step), split ? num_partials : -1});
+          const int64_t end = std::min(n, first + tile_tokens), end_key = cached + end;
+          const int64_t first_key = first_seen(cached + first) / pool.block_size * pool.block_size;
+          const bool split = n <= tile_tokens && end_key - first_key > split_keys;
+          const int64_t step = split ? split_keys : end_key - first_key;
+          for (int64_t key = first_key; key < end_key; key += step) {
+            tasks.push_back({row, head, first, end, key, std::min(end_key, key + step), split ? num_partials : -1});
             num_partials += split ? (end - first) * group : 0;
           }
-          work += (end - first) * group * num_keys * pool.head_dim * 2;
+          work += (end - first) * group * (end_key - first_key) * pool.head_dim * 2;
         }
     }
     partial_out.resize(num_partials * pool.head_dim);
@@ -268,9 +362,12 @@ struct Attention {
     scratch.fit(rows, dim, block_size);
     const Softmax softmax{scratch.out.data(), scratch.max.data(), scratch.sum.data()};
     const int64_t start = batch.query_starts[task.row] + task.first_token;
+    const float log2e = 1.4426950408889634f;  // Scores are in powers of two.
+    const float scale = rule.softcap > 0 ? rule.scale / rule.softcap : rule.scale * log2e;
+    const float cap = rule.softcap * log2e;
     for (int64_t m = 0; m < rows; ++m) {
-      const T* from = q + (start + m / group) * q_stride + (task.head * group + m % group) * dim;
-      for (int64_t d = 0; d < dim; ++d) scratch.q[m * dim + d] = to_float(from[d]) * scale;
+      const float* from = q + (start + m / group) * q_stride + (task.head * group + m % group) * dim;
+      for (int64_t d = 0; d < dim; ++d) scratch.q[m * dim + d] = from[d] * scale;
     }
     const int32_t* blocks = batch.block_ids + batch.block_starts[task.row];
     const int64_t first_position = batch.kv_lengths[task.row] - num_new(task.row) + task.first_token;
@@ -282,9 +379,11 @@ struct Attention {
       const float* k = as_float(page, count, scratch.k.data());
       const float* v = as_float(page + block_size * dim, count, scratch.v.data());
       for (int64_t m = 0; m < rows; ++m) {
-        const int64_t end = std::min(task.end_key, first_position + m / group + 1);
-        if (key < end)
-          add_page(scratch.q.data() + m * dim, k, v, std::min(block_size, end - key), block_size, dim,
+        const int64_t position = first_position + m / group;
+        const int64_t from = std::max<int64_t>(0, first_seen(position) - key);
+        const int64_t to = std::min({task.end_key - key, position + 1 - key, block_size});
+        if (from < to)
+          add_keys(scratch.q.data() + m * dim, k + from * dim, v + from * dim, to - from, block_size - from, dim, cap,
                    scratch.scores.data(), softmax, m);
       }
     }
@@ -300,8 +399,8 @@ struct Attention {
 
   void write(const Task& task, int64_t m, const float* from, float factor) {
     const int64_t token = batch.query_starts[task.row] + task.first_token + m / group;
-    T* to = out + (token * num_heads() + task.head * group + m % group) * pool.head_dim;
-    for (int64_t d = 0; d < pool.head_dim; ++d) from_float(from[d] * factor, to[d]);
+    float* to = out + (token * num_heads() + task.head * group + m % group) * pool.head_dim;
+    for (int64_t d = 0; d < pool.head_dim; ++d) to[d] = from[d] * factor;
   }
 
   // Joins the splits tasks[first, end) of one (row, KV head) in key order.
@@ -337,38 +436,56 @@ struct Attention {
   }
 };
 
-template <typename T>
-void attend(const T* q, int64_t q_stride, T* out, int64_t num_heads, const Pool& pool, int64_t layer,
-            const Batch& batch, int num_threads) {
-  const float scale = 1.4426950408889634f / std::sqrt(static_cast<float>(pool.head_dim));
-  Attention<T>{q, q_stride, out, num_heads / pool.num_kv_heads, pool, layer, batch, scale, {}, {}, {}, {}}(num_threads);
+// Norms of the heads of one token; a null weight leaves them.
+struct QkNorm {
+  const float* q_weight;  // [head_dim]
+  const float* k_weight;  // [head_dim]
+  float eps;
+};
+
+inline void rms_normalise(float* x, const float* weight, float eps, int64_t dim) {
+  Vec squares = {};
+  for (int64_t d = 0; d < dim; d += kLanes) squares += load(x + d) * load(x + d);
+  const float factor = 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(dim) + eps);
+  for (int64_t d = 0; d < dim; ++d) x[d] *= factor * weight[d];
 }
 
-// Rotates the queries and keys of one token in place and copies its keys and values to their page.
+inline void rotate(float* __restrict low, float* __restrict high, const float* cos, const float* sin, int64_t half) {
+  for (int64_t d = 0; d < half; ++d) {
+    const float x = low[d], y = high[d];
+    low[d] = x * cos[d] - y * sin[d];
+    high[d] = y * cos[d] + x * sin[d];
+  }
+}
+
 template <typename T>
-void rope_and_write_token(T* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool& pool,
-                          int64_t layer, int64_t block, int64_t offset) {
+void write_head(const float* x, T* slot, int64_t dim) {
+  for (int64_t d = 0; d < dim; ++d) from_float(x[d], slot[d]);
+}
+
+// Normalises and rotates the queries and keys of one token in place and writes its keys and values to their page.
+template <typename T>
+void rope_and_write_token(float* qkv, int64_t num_heads, const float* cos, const float* sin, const QkNorm& norm,
+                          const Pool& pool, int64_t layer, int64_t block, int64_t offset) {
   const int64_t dim = pool.head_dim, half = dim / 2;
   for (int64_t head = 0; head < num_heads + pool.num_kv_heads; ++head) {
-    T* x = qkv + head * dim;
-    for (int64_t d = 0; d < half; ++d) {
-      const float low = to_float(x[d]), high = to_float(x[d + half]);
-      from_float(low * cos[d] - high * sin[d], x[d]);
-      from_float(high * cos[d] + low * sin[d], x[d + half]);
-    }
+    float* x = qkv + head * dim;
+    const float* weight = head < num_heads ? norm.q_weight : norm.k_weight;
+    if (weight) rms_normalise(x, weight, norm.eps, dim);
+    rotate(x, x + half, cos, sin, half);
   }
-  const T* k = qkv + num_heads * dim;
-  const T* v = k + pool.num_kv_heads * dim;
+  const float* k = qkv + num_heads * dim;
+  const float* v = k + pool.num_kv_heads * dim;
   for (int64_t head = 0; head < pool.num_kv_heads; ++head) {
     T* page = page_at<T>(pool, block, head, layer);
-    std::copy_n(k + head * dim, dim, page + offset * dim);
-    std::copy_n(v + head * dim, dim, page + (pool.block_size + offset) * dim);
+    write_head(k + head * dim, page + offset * dim, dim);
+    write_head(v + head * dim, page + (pool.block_size + offset) * dim, dim);
   }
 }
 
 template <typename T>
-void rope_and_write(T* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool& pool, int64_t layer,
-                    const Batch& batch, int num_threads) {
+void rope_and_write(float* qkv, int64_t num_heads, const float* cos, const float* sin, const QkNorm& norm,
+                    const Pool& pool, int64_t layer, const Batch& batch, int num_threads) {
   const int64_t num_tokens = batch.query_starts[batch.num_rows], half = pool.head_dim / 2;
   const int64_t stride = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim;
 #pragma omp parallel for num_threads(num_threads) if (num_tokens * stride >= kSerialWork)
@@ -377,8 +494,18 @@ void rope_and_write(T* qkv, int64_t num_heads, const float* cos, const float* si
     const int64_t row = next - batch.query_starts - 1;
     const int64_t position = batch.kv_lengths[row] - (*next - token);
     const int32_t* blocks = batch.block_ids + batch.block_starts[row];
-    rope_and_write_token(qkv + token * stride, num_heads, cos + token * half, sin + token * half, pool, layer,
-                         blocks[position / pool.block_size], position % pool.block_size);
+    rope_and_write_token<T>(qkv + token * stride, num_heads, cos + token * half, sin + token * half, norm, pool, layer,
+                            blocks[position / pool.block_size], position % pool.block_size);
+  }
+}
+
+// Calls `function` with a null pointer to the type of the pool's values.
+template <typename Function>
+void with_dtype(const Pool& pool, Function function) {
+  switch (pool.dtype) {
+    case kFloat32: return function(static_cast<float*>(nullptr));
+    case kBFloat16: return function(static_cast<BFloat16*>(nullptr));
+    case kFloat16: return function(static_cast<Float16*>(nullptr));
   }
 }
 
@@ -387,24 +514,27 @@ void rope_and_write(T* qkv, int64_t num_heads, const float* cos, const float* si
 extern "C" {
 
 // q and out are [num_tokens, num_heads, head_dim]; q's token stride is q_stride elements, out is contiguous.
-void paged_attention_float32(const float* q, int64_t q_stride, float* out, int64_t num_heads, const Pool* pool,
-                             int64_t layer, const Batch* batch, int num_threads) {
-  attend(q, q_stride, out, num_heads, *pool, layer, *batch, num_threads);
-}
-
-void paged_attention_bfloat16(const BFloat16* q, int64_t q_stride, BFloat16* out, int64_t num_heads, const Pool* pool,
-                              int64_t layer, const Batch* batch, int num_threads) {
-  attend(q, q_stride, out, num_heads, *pool, layer, *batch, num_threads);
+void paged_attention(const float* q, int64_t q_stride, float* out, int64_t num_heads, float scale, int64_t window,
+                     float softcap, const Pool* pool, int64_t layer, const int32_t* packed_batch, int num_threads) {
+  const Batch batch(packed_batch);
+  const int64_t group = num_heads / pool->num_kv_heads;
+  const Rule rule{scale, window, softcap};
+  with_dtype(*pool, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    Attention<T>{q, q_stride, out, group, *pool, layer, batch, rule, {}, {}, {}, {}}(num_threads);
+  });
 }
 
 // qkv is [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous; cos and sin are [num_tokens, head_dim / 2].
-void rope_and_write_kv_float32(float* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool* pool,
-                               int64_t layer, const Batch* batch, int num_threads) {
-  rope_and_write(qkv, num_heads, cos, sin, *pool, layer, *batch, num_threads);
-}
-
-void rope_and_write_kv_bfloat16(BFloat16* qkv, int64_t num_heads, const float* cos, const float* sin, const Pool* pool,
-                                int64_t layer, const Batch* batch, int num_threads) {
-  rope_and_write(qkv, num_heads, cos, sin, *pool, layer, *batch, num_threads);
+// The norms' weights, [head_dim], are null where there are no norms.
+void rope_and_write_kv(float* qkv, int64_t num_heads, const float* cos, const float* sin, const float* q_weight,
+                       const float* k_weight, float eps, const Pool* pool, int64_t layer, const int32_t* packed_batch,
+                       int num_threads) {
+  const Batch batch(packed_batch);
+  const QkNorm norm{q_weight, k_weight, eps};
+  with_dtype(*pool, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    rope_and_write<T>(qkv, num_heads, cos, sin, norm, *pool, layer, batch, num_threads);
+  });
 }
 }

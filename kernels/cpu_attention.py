@@ -1,76 +1,62 @@
 """Attention kernels in C++, through ctypes: shapes are asserted here, because nothing is checked on the other side.
 
-Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_attention.cpp. Runs on as many
-threads as torch does (`torch.set_num_threads`).
+Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_attention.cpp. Takes float32
+activations over a pool of any dtype. Runs on as many threads as torch does (`torch.set_num_threads`).
 """
 
 from __future__ import annotations
 
 import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
 from typing import Any
 
 import torch
 
 from pdserve.kernels.cpu_build import load_library
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, QkNorm
 
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _HEAD_DIM_MULTIPLE = 8
+# As declared in cpu_attention.cpp.
+_POOL_AND_BATCH = (c_void_p, c_int64, c_void_p, c_int)
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "paged_attention": (c_void_p, c_int64, c_void_p, c_int64, c_float, c_int64, c_float, *_POOL_AND_BATCH),
+    "rope_and_write_kv": (c_void_p, c_int64, *[c_void_p] * 4, c_float, *_POOL_AND_BATCH),
+}
 
 
-class _Batch(ctypes.Structure):
-    """Mirrors ``struct Batch`` of cpu_attention.cpp."""
-
-    _fields_ = (
-        ("num_rows", ctypes.c_int64),
-        ("query_starts", ctypes.c_void_p),
-        ("kv_lengths", ctypes.c_void_p),
-        ("block_starts", ctypes.c_void_p),
-        ("block_ids", ctypes.c_void_p),
-    )
-
-
-class _Pool(ctypes.Structure):
-    """Mirrors ``struct Pool`` of cpu_attention.cpp."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("num_kv_heads", ctypes.c_int64),
-        ("num_layers", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-    )
-
-
-def supports(kv_pool: torch.Tensor) -> bool:
+def supports(kv_pool: KvPool) -> bool:
     """Whether the C++ kernels run on ``kv_pool`` here. Compiles them if that was not done yet."""
     return (
-        kv_pool.device.type == "cpu"
-        and kv_pool.dtype in _SUFFIXES
-        and kv_pool.shape[-1] % _HEAD_DIM_MULTIPLE == 0
+        kv_pool.values.device.type == "cpu"
+        and kv_pool.dtype != torch.int8
+        and kv_pool.shape.head_dim % _HEAD_DIM_MULTIPLE == 0
         and load_library() is not None
     )
 
 
 def paged_attention(
-    q_TND: torch.Tensor, kv_pool: torch.Tensor, layer: int, metadata: AttentionMetadata, rule: AttentionRule
+    q_TND: torch.Tensor, kv_pool: KvPool, layer: int, metadata: AttentionMetadata, rule: AttentionRule
 ) -> torch.Tensor:
     """See `pdserve.kernels.operations.PagedAttention`."""
     num_tokens, num_heads, head_dim = q_TND.shape
-    assert not rule.window
-    assert not rule.softcap
-    assert rule.scale == head_dim**-0.5
-    assert (num_tokens, head_dim) == (metadata.num_tokens, kv_pool.shape[-1])
-    assert num_heads % kv_pool.shape[1] == 0
-    assert q_TND.dtype == kv_pool.dtype
+    assert (num_tokens, head_dim) == (metadata.num_tokens, kv_pool.shape.head_dim)
+    assert num_heads % kv_pool.shape.num_kv_heads == 0
+    assert q_TND.dtype == torch.float32
     assert q_TND.stride()[1:] == (head_dim, 1)
-    o_TND = torch.empty(num_tokens, num_heads, head_dim, dtype=q_TND.dtype)
-    _kernel("paged_attention", kv_pool.dtype)(
-        ctypes.c_void_p(q_TND.data_ptr()),
-        ctypes.c_int64(q_TND.stride(0)),
-        ctypes.c_void_p(o_TND.data_ptr()),
-        ctypes.c_int64(num_heads),
+    assert rule.window >= 0
+    assert rule.softcap >= 0
+    o_TND = torch.empty(num_tokens, num_heads, head_dim)
+    _function("paged_attention")(
+        q_TND.data_ptr(),
+        q_TND.stride(0),
+        o_TND.data_ptr(),
+        num_heads,
+        rule.scale,
+        rule.window,
+        rule.softcap,
         *_pool_and_batch(kv_pool, layer, metadata),
     )
     return o_TND
@@ -80,48 +66,52 @@ def rope_and_write_kv(
     qkv_TMD: torch.Tensor,
     cos_TC: torch.Tensor,
     sin_TC: torch.Tensor,
-    kv_pool: torch.Tensor,
+    kv_pool: KvPool,
     layer: int,
     metadata: AttentionMetadata,
     qk_norm: QkNorm | None = None,
 ) -> None:
     """See `pdserve.kernels.operations.RopeAndWriteKv`."""
-    assert qk_norm is None
     num_tokens, num_all_heads, head_dim = qkv_TMD.shape
-    num_heads = num_all_heads - 2 * kv_pool.shape[1]
-    assert (num_tokens, head_dim) == (metadata.num_tokens, kv_pool.shape[-1])
+    num_heads = num_all_heads - 2 * kv_pool.shape.num_kv_heads
+    assert (num_tokens, head_dim) == (metadata.num_tokens, kv_pool.shape.head_dim)
     assert num_heads > 0
-    assert qkv_TMD.dtype == kv_pool.dtype
-    assert qkv_TMD.is_contiguous()
-    for table in (cos_TC, sin_TC):
-        assert table.shape == (num_tokens, head_dim // 2)
-        assert table.dtype == torch.float32
-        assert table.is_contiguous()
-    _kernel("rope_and_write_kv", kv_pool.dtype)(
-        ctypes.c_void_p(qkv_TMD.data_ptr()),
-        ctypes.c_int64(num_heads),
-        ctypes.c_void_p(cos_TC.data_ptr()),
-        ctypes.c_void_p(sin_TC.data_ptr()),
+    _assert_float32(qkv_TMD, qkv_TMD.shape)
+    for table_TC in (cos_TC, sin_TC):
+        _assert_float32(table_TC, (num_tokens, head_dim // 2))
+    q_weight = k_weight = None
+    if qk_norm is not None:
+        for weight_D in (qk_norm.q_weight, qk_norm.k_weight):
+            _assert_float32(weight_D, (head_dim,))
+        q_weight, k_weight = qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr()
+    _function("rope_and_write_kv")(
+        qkv_TMD.data_ptr(),
+        num_heads,
+        cos_TC.data_ptr(),
+        sin_TC.data_ptr(),
+        q_weight,
+        k_weight,
+        0.0 if qk_norm is None else qk_norm.eps,
         *_pool_and_batch(kv_pool, layer, metadata),
     )
 
 
-def _kernel(name: str, dtype: torch.dtype) -> Any:
+def _assert_float32(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    assert tensor.shape == shape
+    assert tensor.dtype == torch.float32
+    assert tensor.is_contiguous()
+
+
+@cache
+def _function(name: str) -> Any:
     library = load_library()
     assert library is not None, "the C++ kernels are not available: select_kernels was not asked"
-    return getattr(library, f"{name}_{_SUFFIXES[dtype]}")
+    function = library[name]
+    function.argtypes, function.restype = _ARGUMENTS[name], None
+    return function
 
 
-def _pool_and_batch(kv_pool: torch.Tensor, layer: int, metadata: AttentionMetadata) -> tuple[object, ...]:
+def _pool_and_batch(kv_pool: KvPool, layer: int, metadata: AttentionMetadata) -> tuple[object, ...]:
     """The arguments that both kernels end with: pool, layer, batch, threads."""
-    assert kv_pool.is_contiguous()
-    assert 0 <= layer < kv_pool.shape[2]
-    pool = _Pool(kv_pool.data_ptr(), kv_pool.shape[1], kv_pool.shape[2], kv_pool.shape[4], kv_pool.shape[5])
-    batch = _Batch(
-        metadata.num_rows,
-        metadata.query_starts.data_ptr(),
-        metadata.kv_lengths.data_ptr(),
-        metadata.block_starts.data_ptr(),
-        metadata.block_ids.data_ptr(),
-    )
-    return ctypes.byref(pool), ctypes.c_int64(layer), ctypes.byref(batch), ctypes.c_int(torch.get_num_threads())
+    assert 0 <= layer < kv_pool.shape.num_layers
+    return ctypes.byref(kv_pool.struct), layer, metadata.packed.data_ptr(), torch.get_num_threads()

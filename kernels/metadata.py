@@ -16,13 +16,15 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Which tokens belong to which row, and where each row's KV lies. All tensors are int32.
+    """Which tokens belong to which row, and where each row's KV lies. All tensors are int32, on the CPU.
 
     Row r's new tokens are ``query_starts[r] .. query_starts[r + 1]`` of the flat batch, at positions
     ``kv_lengths[r] - num_new .. kv_lengths[r]`` of its sequence; token at position p has its KV in block
     ``block_ids[block_starts[r] + p // block_size]`` at offset ``p % block_size``.
     """
 
+    packed: torch.Tensor
+    """``num_rows``, then the four tensors that follow, one behind the other: all that the C++ kernels are told."""
     query_starts: torch.Tensor
     """``[num_rows + 1]``, ascending strictly from 0."""
     kv_lengths: torch.Tensor
@@ -70,11 +72,16 @@ class AttentionMetadata:
         assert block_ids.min() >= 0, f"block id {block_ids.min()} is negative"
         assert block_ids.max() < num_blocks, f"block id {block_ids.max()} is outside a pool of {num_blocks} blocks"
         ends = new_tokens.cumsum()
+        packed = _int32(np.concatenate(([num_rows, 0], ends, kv_lengths, [0], table_lengths.cumsum(), block_ids)))
+        query_starts, kv_lengths_R, block_starts, block_ids_B = packed[1:].split_with_sizes(
+            [num_rows + 1, num_rows, num_rows + 1, len(block_ids)]
+        )
         return cls(
-            query_starts=_int32(np.concatenate(([0], ends))),
-            kv_lengths=_int32(kv_lengths),
-            block_starts=_int32(np.concatenate(([0], table_lengths.cumsum()))),
-            block_ids=_int32(block_ids),
+            packed=packed,
+            query_starts=query_starts,
+            kv_lengths=kv_lengths_R,
+            block_starts=block_starts,
+            block_ids=block_ids_B,
             positions=_int32(np.arange(ends[-1]) + np.repeat(kv_lengths - ends, new_tokens)),
         )
 

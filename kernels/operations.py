@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 
 
@@ -76,7 +77,7 @@ class RopeAndWriteKv(Protocol):
         qkv_TMD: torch.Tensor,
         cos_TC: torch.Tensor,
         sin_TC: torch.Tensor,
-        kv_pool: torch.Tensor,
+        kv_pool: KvPool,
         layer: int,
         metadata: AttentionMetadata,
         qk_norm: QkNorm | None = None,
@@ -85,9 +86,9 @@ class RopeAndWriteKv(Protocol):
 
         Args:
             qkv_TMD: contiguous: queries, keys, values. Its queries and keys are rotated where they are (halves paired,
-                as in checkpoints of Hugging Face); keys and values are then copied to the new tokens' slots.
+                as in checkpoints of Hugging Face); keys and values are then copied to the new tokens' slots, rounded
+                to the pool's dtype.
             cos_TC: float32, and so is ``sin_TC``.
-            kv_pool: of `pdserve.contracts.kv_layout.KvLayout.shape`.
         """
         ...
 
@@ -106,7 +107,7 @@ class AttentionRule:
 
 class PagedAttention(Protocol):
     def __call__(
-        self, q_TND: torch.Tensor, kv_pool: torch.Tensor, layer: int, metadata: AttentionMetadata, rule: AttentionRule
+        self, q_TND: torch.Tensor, kv_pool: KvPool, layer: int, metadata: AttentionMetadata, rule: AttentionRule
     ) -> torch.Tensor:
         """Causal attention of every new token over its row's KV: ``[T, N, D]``, contiguous, of the dtype of ``q_TND``.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.kernels import cpu_attention, torch_attention, torch_dense
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import DecoderKernels
 
 TORCH_KERNELS = DecoderKernels(
@@ -21,11 +22,12 @@ TORCH_KERNELS = DecoderKernels(
 )
 CPU_KERNELS = TORCH_KERNELS._replace(
     name="cpu",
+    activation_dtype=torch.float32,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,
     paged_attention=cpu_attention.paged_attention,
 )
 
 
-def select_kernels(kv_pool: torch.Tensor) -> DecoderKernels:
+def select_kernels(kv_pool: KvPool) -> DecoderKernels:
     """The fastest implementation that runs on ``kv_pool`` here: compiled C++, or plain torch where it cannot be."""
     return CPU_KERNELS if cpu_attention.supports(kv_pool) else TORCH_KERNELS

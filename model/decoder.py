@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
 from pdserve.kernels.torch_dense import matrix_dtype
@@ -71,13 +72,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_T: torch.Tensor, kv_pool: torch.Tensor, metadata: AttentionMetadata, sampled_B: torch.Tensor
+        self, tokens_T: torch.Tensor, kv_pool: KvPool, metadata: AttentionMetadata, sampled_B: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV of every new token and return the logits of some.
 
         Args:
             tokens_T: token ids, ``[num_tokens]``.
-            kv_pool: of `pdserve.contracts.kv_layout.KvLayout.shape` and this model's dtype; written in place.
+            kv_pool: written in place.
             metadata: where the tokens' sequences lie in the pool.
             sampled_B: indices into ``tokens_T`` whose next token is wanted.
 
@@ -98,7 +99,7 @@ class Decoder:
         layer: DecoderLayer,
         x_TE: torch.Tensor,
         angles: RopeAngles,
-        kv_pool: torch.Tensor,
+        kv_pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         qkv_TF = layer.qkv(self._normalise(x_TE, layer.attention_norm))

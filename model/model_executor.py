@@ -17,6 +17,7 @@ import torch
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.selection import select_kernels
 from pdserve.model.config import DecoderConfig
@@ -45,26 +46,24 @@ class _FailedStep:
 class ModelExecutor:
     """Implements `pdserve.contracts.step.Executor`. Not thread-safe: one loop owns it."""
 
-    def __init__(
-        self, *, folder: Path, config: DecoderConfig, layout: KvLayout, pool: torch.Tensor, dtype: str
-    ) -> None:
+    def __init__(self, *, folder: Path, config: DecoderConfig, layout: KvLayout, pool: KvPool, dtype: str) -> None:
         """Load the checkpoint in ``folder`` and serve it from ``pool``.
 
         Args:
             layout: of the pool; the model must be the one that ``config`` describes.
-            pool: of shape ``layout.shape`` and dtype ``layout.dtype``; this writes new tokens' KV to it.
+            pool: laid out as ``layout`` says; this writes new tokens' KV to it.
             dtype: of activations and KV: ``float32``, ``bfloat16`` or ``float16``.
 
         Raises:
             ValueError: the weights are unusable or do not match ``config``.
         """
         assert layout.dtype == dtype, f"a pool of {layout.dtype} for a model of {dtype}"
-        assert tuple(pool.shape) == layout.shape, f"pool {tuple(pool.shape)} is not laid out as {layout.shape}"
-        assert pool.dtype == getattr(torch, dtype), f"pool of {pool.dtype} for a layout of {dtype}"
+        assert pool.shape == layout.shape, f"pool {pool.shape} is not laid out as {layout.shape}"
+        assert pool.dtype == getattr(torch, layout.dtype), f"pool of {pool.dtype} for a layout of {layout.dtype}"
         self._layout = layout
         self._pool = pool
         self._vocab_size = config.vocab_size
-        self._model = Decoder(folder, config, pool.dtype, select_kernels(pool))
+        self._model = Decoder(folder, config, getattr(torch, dtype), select_kernels(pool))
         self._previous_sampled: list[SampledToken | None] = []
         self._token_counts = TokenCountCache()
 

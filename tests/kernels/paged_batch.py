@@ -1,14 +1,17 @@
-"""Random ragged batches over a paged pool, and attention over them by the definition, in float64."""
+"""Random ragged batches over a paged pool, and what the kernels compute with them, by the definition, in float64."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool
 from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.operations import AttentionRule, QkNorm
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -21,6 +24,14 @@ class Row(NamedTuple):
     new: int
 
 
+class Slot(NamedTuple):
+    """Where a new token's KV lies."""
+
+    token: int
+    block: int
+    offset: int
+
+
 @dataclass(frozen=True)
 class PagedBatch:
     """Rows with random queries, and a pool that holds their KV in shuffled blocks and NaN everywhere else."""
@@ -28,9 +39,27 @@ class PagedBatch:
     rows: tuple[Row, ...]
     queries: torch.Tensor
     """``[num_tokens, num_heads, head_dim]``."""
-    kv_pool: torch.Tensor
+    kv_pool: KvPool
     block_tables: list[list[int]]
     metadata: AttentionMetadata
+
+    def new_slots(self) -> Iterator[Slot]:
+        """Every new token's place."""
+        size = self.kv_pool.shape.block_size
+        token = 0
+        for row, table in zip(self.rows, self.block_tables, strict=True):
+            for position in range(row.cached, row.cached + row.new):
+                yield Slot(token, table[position // size], position % size)
+                token += 1
+
+
+def nan_pool(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype = torch.float32) -> KvPool:
+    """A pool where every value is NaN."""
+    scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
+    num_bytes = math.prod(shape) * dtype.itemsize + math.prod(shape[:-1]) * scale_bytes
+    pool = KvPool(torch.ones(num_bytes, dtype=torch.uint8), shape, dtype)
+    (pool.values if pool.scales is None else pool.scales).fill_(math.nan)
+    return pool
 
 
 def make_batch(
@@ -44,7 +73,12 @@ def make_batch(
     shared_blocks: int = 0,
     spread: float = 1.0,
 ) -> PagedBatch:
-    """Random rows; the first ``shared_blocks`` blocks of every row are those of the first. ``spread`` scales scores."""
+    """Random rows; the first ``shared_blocks`` blocks of every row are those of the first.
+
+    Args:
+        dtype: of the pool; queries are float32.
+        spread: scales the scores.
+    """
     generator = torch.Generator().manual_seed(len(rows) + head_dim)
     needed = [-(-(row.cached + row.new) // block_size) for row in rows]
     num_blocks = sum(needed) + 3
@@ -53,13 +87,12 @@ def make_batch(
     for count in needed:
         block_tables.append([ids.pop() for _ in range(count)])
         block_tables[-1][:shared_blocks] = block_tables[0][:shared_blocks]
-    shape = (num_blocks, num_kv_heads, NUM_LAYERS, 2, block_size, head_dim)
-    kv_pool = torch.full(shape, math.nan, dtype=dtype)
+    kv_pool = nan_pool((num_blocks, num_kv_heads, NUM_LAYERS, 2, block_size, head_dim), dtype)
     for row, table in zip(rows, block_tables, strict=True):
         for index, block in enumerate(table):
             filled = min(block_size, row.cached + row.new - index * block_size)
             values = torch.randn(num_kv_heads, 2, filled, head_dim, generator=generator)
-            kv_pool[block, :, LAYER, :, :filled] = values.to(dtype)
+            kv_pool.values[block, :, LAYER, :, :filled] = values.to(dtype)
     num_tokens = sum(row.new for row in rows)
     q_TND = spread * torch.randn(num_tokens, num_kv_heads * group, head_dim, generator=generator)
     metadata = AttentionMetadata.build(
@@ -69,23 +102,41 @@ def make_batch(
         num_blocks=num_blocks,
         block_size=block_size,
     )
-    return PagedBatch(rows, q_TND.to(dtype), kv_pool, block_tables, metadata)
+    return PagedBatch(rows, q_TND, kv_pool, block_tables, metadata)
 
 
-def reference_attention(batch: PagedBatch) -> torch.Tensor:
-    """``o_TND`` in float64: softmax over the keys up to each token's own, one token and one head at a time."""
-    block_size, head_dim = batch.kv_pool.shape[4:]
-    q_TND = batch.queries.double()
-    group = q_TND.shape[1] // batch.kv_pool.shape[1]
-    o_TND = torch.empty_like(q_TND)
-    token = 0
-    for row, table in zip(batch.rows, batch.block_tables, strict=True):
-        for position in range(row.cached, row.cached + row.new):
-            slots = [(table[p // block_size], p % block_size) for p in range(position + 1)]
-            blocks, offsets = (torch.tensor(column) for column in zip(*slots, strict=True))
-            for head in range(q_TND.shape[1]):
-                k_LD, v_LD = batch.kv_pool.double()[:, head // group, LAYER].unbind(1)
-                weights = torch.softmax(k_LD[blocks, offsets] @ q_TND[token, head] / math.sqrt(head_dim), dim=0)
-                o_TND[token, head] = weights @ v_LD[blocks, offsets]
-            token += 1
-    return o_TND
+def reference_attention(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:
+    """``o_TND``: softmax over the keys that each token sees, one row at a time."""
+    block_size = batch.kv_pool.shape.block_size
+    group = batch.queries.shape[1] // batch.kv_pool.shape.num_kv_heads
+    outputs = []
+    queries = batch.queries.double().split_with_sizes([row.new for row in batch.rows])
+    for row, table, q_QND in zip(batch.rows, batch.block_tables, queries, strict=True):
+        first = max(0, row.cached - rule.window + 1) if rule.window else 0
+        seen_L = torch.arange(first, row.cached + row.new)
+        blocks_L, offsets_L = torch.tensor(table)[seen_L // block_size], seen_L % block_size
+        kv_LHD = (batch.kv_pool.values[blocks_L, :, LAYER, side, offsets_L].double() for side in (0, 1))
+        k_LND, v_LND = (side.repeat_interleave(group, dim=1) for side in kv_LHD)
+        scores_NQL = rule.scale * torch.einsum("qnd,lnd->nql", q_QND, k_LND)
+        if rule.softcap:
+            scores_NQL = rule.softcap * torch.tanh(scores_NQL / rule.softcap)
+        distance_QL = seen_L[-row.new :, None] - seen_L
+        unseen_QL = (distance_QL < 0) | (distance_QL >= (rule.window or math.inf))
+        weights_NQL = scores_NQL.masked_fill(unseen_QL, -math.inf).softmax(dim=-1)
+        outputs.append(torch.einsum("nql,lnd->qnd", weights_NQL, v_LND))
+    return torch.cat(outputs)
+
+
+def reference_rotation(x_TND: torch.Tensor, angles_TC: torch.Tensor) -> torch.Tensor:
+    """``x_TND`` with its halves paired and turned, as complex numbers."""
+    pairs = torch.view_as_complex(torch.stack(x_TND.double().chunk(2, dim=-1), dim=-1))
+    turned = pairs * torch.polar(torch.ones_like(angles_TC), angles_TC).to(torch.complex128)[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def reference_qk_norm(x_TND: torch.Tensor, num_kv_heads: int, qk_norm: QkNorm) -> torch.Tensor:
+    """Every query head over its root mean square, times its weight; the last ``num_kv_heads`` heads are keys."""
+    x_TND = x_TND.double()
+    normed_TND = x_TND / (x_TND.square().mean(dim=-1, keepdim=True) + qk_norm.eps).sqrt()
+    num_heads = x_TND.shape[1] - num_kv_heads
+    return normed_TND * torch.stack([qk_norm.q_weight] * num_heads + [qk_norm.k_weight] * num_kv_heads).double()

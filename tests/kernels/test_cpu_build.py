@@ -25,7 +25,7 @@ def test_a_library_is_built_once_and_loads(tmp_path: Path, compiler: str) -> Non
     assert cpu_build.build_library(compiler, tmp_path / "cache") == library
     assert library.stat().st_mtime_ns == built_at
     assert os.listdir(library.parent) == [library.name]
-    assert ctypes.CDLL(str(library)).paged_attention_float32
+    assert ctypes.CDLL(str(library)).paged_attention
 
 
 def test_another_source_is_another_library(tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_another_source_is_another_library(tmp_path: Path, compiler: str, monkey
 
 
 def test_builders_at_the_same_time_all_get_a_whole_library(tmp_path: Path) -> None:
-    program = "from pdserve.kernels.cpu_build import load_library; assert load_library().paged_attention_float32"
+    program = "from pdserve.kernels.cpu_build import load_library; assert load_library().paged_attention"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     builders = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
     assert [builder.wait(timeout=120) for builder in builders] == [0, 0, 0]

@@ -23,6 +23,7 @@ def test_ragged_rows_are_laid_end_to_end() -> None:
     assert metadata.block_starts.tolist() == [0, 3, 5]
     assert metadata.block_ids.tolist() == [5, 0, 7, 1, 6]
     assert metadata.positions.tolist() == [2, 3, 4, 4]
+    assert metadata.packed.tolist() == [2, 0, 3, 4, 5, 5, 0, 3, 5, 5, 0, 7, 1, 6]
 
 
 @pytest.mark.parametrize(

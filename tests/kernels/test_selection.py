@@ -4,20 +4,21 @@ import pytest
 import torch
 
 from pdserve.kernels import cpu_attention
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, select_kernels
+from tests.kernels.paged_batch import nan_pool
 
 
-def pool(dtype: torch.dtype, head_dim: int = 16) -> torch.Tensor:
-    return torch.zeros(2, 1, 1, 2, 16, head_dim, dtype=dtype)
+def pool(dtype: torch.dtype, head_dim: int = 16) -> KvPool:
+    return nan_pool((2, 1, 1, 2, 16, head_dim), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_pool_that_the_compiled_kernels_take_runs_on_them(dtype: torch.dtype) -> None:
     assert select_kernels(pool(dtype)) is CPU_KERNELS
 
 
-def test_other_dtypes_and_head_dims_run_on_torch() -> None:
-    assert select_kernels(pool(torch.float16)) is TORCH_KERNELS
+def test_other_head_dims_run_on_torch() -> None:
     assert select_kernels(pool(torch.float32, head_dim=20)) is TORCH_KERNELS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch_dense import matrix_dtype
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder, weight_bytes
+from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import LLAMA3_ROPE, VARIANTS, reference_logits, write_checkpoint
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 16
@@ -28,7 +28,7 @@ class PagedDecoder:
     def __init__(self, folder: Path, dtype: torch.dtype, kernels: DecoderKernels = CPU_KERNELS) -> None:
         config = DecoderConfig.from_folder(folder)
         layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, str(dtype).removeprefix("torch."), "hash")
-        self.pool = torch.full(layout.shape, math.nan, dtype=dtype)
+        self.pool = nan_pool(layout.shape, dtype)
         self.model = Decoder(folder, config, dtype, kernels)
 
     def logits(self, *rows: tuple[list[int], int, list[int]]) -> torch.Tensor:
@@ -80,8 +80,8 @@ def test_on_torch_kernels(plain: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close(plain: Path, dtype: torch.dtype) -> None:
-    kernels = CPU_KERNELS if dtype is torch.bfloat16 else TORCH_KERNELS
+@pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
+def test_half_precision_is_close(plain: Path, kernels: DecoderKernels, dtype: torch.dtype) -> None:
     logits = PagedDecoder(plain, dtype, kernels).logits((TOKENS, 0, TABLE))
     assert_close(logits, reference_logits(plain, TOKENS), relative=0.05)
 

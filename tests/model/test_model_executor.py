@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
 from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
+from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import reference_answer, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_executor(folder: Path, dtype: str = "float32") -> ModelExecutor:
     config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, dtype, "hash")
-    pool = torch.full(layout.shape, math.nan, dtype=getattr(torch, dtype))
+    pool = nan_pool(layout.shape, getattr(torch, dtype))
     return ModelExecutor(folder=folder, config=config, layout=layout, pool=pool, dtype=dtype)
 
 
@@ -226,6 +226,6 @@ def test_the_batch_may_change_once_submitted(folder: Path) -> None:
 def test_a_pool_of_another_shape_or_dtype_is_refused(folder: Path) -> None:
     config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
-    for pool in (torch.zeros(1), torch.zeros(layout.shape, dtype=torch.bfloat16)):
+    for pool in (nan_pool((1, 1, 1, 2, 8, 8)), nan_pool(layout.shape, torch.bfloat16)):
         with pytest.raises(AssertionError):
             ModelExecutor(folder=folder, config=config, layout=layout, pool=pool, dtype="float32")

@@ -1,0 +1,121 @@
+"""Both implementations of the rotary write against float64 by the definition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pdserve.kernels import cpu_attention, cpu_build
+from pdserve.kernels.operations import AttentionRule, DecoderKernels, QkNorm
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from tests.kernels.paged_batch import (
+    LAYER,
+    PagedBatch,
+    Row,
+    make_batch,
+    reference_attention,
+    reference_qk_norm,
+    reference_rotation,
+)
+
+NUM_KV_HEADS = 2
+
+both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
+
+
+def random_qkv(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Heads of every new token, and angles."""
+    num_tokens, num_heads, head_dim = batch.queries.shape
+    qkv_TMD = torch.randn(num_tokens, num_heads + 2 * NUM_KV_HEADS, head_dim)
+    return qkv_TMD, torch.randn(num_tokens, head_dim // 2)
+
+
+def random_norm(head_dim: int) -> QkNorm:
+    return QkNorm(torch.randn(head_dim), torch.randn(head_dim), eps=0.1)
+
+
+@both_kernels
+@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [16, 24, 128])
+def test_rotates_in_place_and_touches_no_other_slot(
+    kernels: DecoderKernels, has_norm: bool, dtype: torch.dtype, head_dim: int
+) -> None:
+    batch = make_batch((Row(15, 3), Row(0, 5), Row(16, 1)), dtype=dtype, group=3, head_dim=head_dim)
+    qkv_TMD, angles_TC = random_qkv(batch)
+    given = qkv_TMD.clone()
+    norm = random_norm(head_dim) if has_norm else None
+    before = batch.kv_pool.values.clone()
+    kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata, norm)
+
+    expected = given[:, :-NUM_KV_HEADS]
+    if norm is not None:
+        expected = reference_qk_norm(expected, NUM_KV_HEADS, norm)
+    expected = reference_rotation(expected, angles_TC)
+    torch.testing.assert_close(qkv_TMD[:, :-NUM_KV_HEADS].double(), expected, atol=2e-6, rtol=2e-6)
+    assert torch.equal(qkv_TMD[:, -NUM_KV_HEADS:], given[:, -NUM_KV_HEADS:])
+
+    num_heads = batch.queries.shape[1]
+    for token, block, offset in batch.new_slots():
+        kv = qkv_TMD[token, num_heads:].view(2, NUM_KV_HEADS, head_dim).transpose(0, 1)
+        before[block, :, LAYER, :, offset] = kv.to(dtype)
+    assert torch.equal(batch.kv_pool.values.contiguous().view(torch.uint8), before.view(torch.uint8))
+
+
+@both_kernels
+def test_attention_over_what_was_just_written(kernels: DecoderKernels) -> None:
+    batch = make_batch((Row(0, 21),))
+    qkv_TMD, angles_TC = random_qkv(batch)
+    batch.kv_pool.values.fill_(math.nan)
+    kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata)
+    written = replace(batch, queries=qkv_TMD[:, : -2 * NUM_KV_HEADS])
+    rule = AttentionRule(scale=0.2)
+    o_TND = kernels.paged_attention(written.queries, batch.kv_pool, LAYER, batch.metadata, rule)
+    torch.testing.assert_close(o_TND.double(), reference_attention(written, rule), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torch_takes_activations_of_the_pools_dtype(dtype: torch.dtype) -> None:
+    batch = make_batch((Row(15, 3),), dtype=dtype)
+    qkv_TMD, angles_TC = random_qkv(batch)
+    qkv_TMD = qkv_TMD.to(dtype)
+    norm = QkNorm(torch.randn(32, dtype=dtype), torch.randn(32, dtype=dtype), eps=0.1)
+    expected = reference_rotation(reference_qk_norm(qkv_TMD[:, :-NUM_KV_HEADS], NUM_KV_HEADS, norm), angles_TC)
+    cos, sin = angles_TC.cos(), angles_TC.sin()
+    TORCH_KERNELS.rope_and_write_kv(qkv_TMD, cos, sin, batch.kv_pool, LAYER, batch.metadata, norm)
+    torch.testing.assert_close(qkv_TMD[:, :-NUM_KV_HEADS].double(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.fixture(params=[(), ("-U__F16C__",)], ids=["native", "portable"])
+def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderKernels]:
+    """The C++ kernels as compiled for this CPU, and as for one that has no instructions for float16."""
+    monkeypatch.setattr(cpu_build, "_FLAGS", (*cpu_build._FLAGS, *request.param))
+    caches = (cpu_build.load_library, cpu_attention._function)
+    for cached in caches:
+        cached.cache_clear()
+    yield CPU_KERNELS
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_every_float16_is_rounded_and_read_as_by_torch(cpu_kernels: DecoderKernels) -> None:
+    """Ties, subnormal numbers and infinities too."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).float()
+    between = torch.nextafter(halves, torch.tensor(math.inf))
+    ties = (halves[:-1].double() + halves[1:].double()).float().div(2)
+    values = torch.cat((halves, between, ties, torch.tensor([1e6, -1e6, 65519.0, 65520.0]))).nan_to_num(posinf=1e30)
+    values = values[: len(values) // 32 * 32].view(-1, 1, 32)
+    num_tokens = len(values)
+    batch = make_batch((Row(0, num_tokens),), num_kv_heads=1, group=1, dtype=torch.float16)
+    qkv_TMD = torch.cat((torch.zeros(num_tokens, 2, 32), values), dim=1)
+    angles_TC = torch.zeros(num_tokens, 16)
+    cpu_kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata)
+    for token, block, offset in batch.new_slots():
+        assert torch.equal(batch.kv_pool.values[block, 0, LAYER, 1, offset], values[token, 0].half())
+    alone = AttentionRule(scale=1.0, window=1)
+    o_TND = cpu_kernels.paged_attention(qkv_TMD[:, :1], batch.kv_pool, LAYER, batch.metadata, alone)
+    assert torch.equal(o_TND, values.half().float())
