@@ -1,32 +1,18 @@
-"""One answer: a generation's tokens as text, with stop strings applied and usage counted.
+"""The answers to one prompt: a generation's tokens as text, choice by choice, and its usage.
 
-Both routes and both ways of answering (whole, streamed) read an answer through `Answer.deltas`.
+Both routes and both ways of answering (whole, streamed) read them through `Answer.deltas`, several prompts' through
+`pdserve.router.answers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.router.detokenizer import Detokenizer
-from pdserve.router.generation import GenerationError, Generator, TokenDelta
-from pdserve.router.stop_strings import StopStrings
-
-AnswerEnd = Literal["stop", "length"]
-"""``finish_reason`` as OpenAI writes it."""
-
-
-class TextDelta(NamedTuple):
-    """One token of the answer, and the text that became certain with it."""
-
-    text: str
-    """Often empty: a part of a character, what may be a stop string, or a token without text."""
-    token: int
-    logprobs: TokenLogprobs | None
-    end: AnswerEnd | None
-    """Set on the last token."""
+from pdserve.router.choice import AnswerToken, Choice, TextDelta
+from pdserve.router.generation import Generation, GenerationError, Generator, TokenDelta
 
 
 class Usage(NamedTuple):
@@ -46,8 +32,18 @@ class Usage(NamedTuple):
         }
 
 
+class Echo(NamedTuple):
+    """The prompt, where it is part of the answer."""
+
+    text: str
+    offsets_chars: Sequence[int]
+    """Where in the text each of the prompt's tokens begins."""
+    is_all: bool
+    """Nothing that is generated is shown."""
+
+
 class Answer:
-    """The answer to one prompt. Nothing runs before `deltas` is iterated, and nothing after it is closed."""
+    """The choices of one prompt. Nothing runs before `deltas` is iterated, and nothing after it is closed."""
 
     def __init__(
         self,
@@ -57,68 +53,74 @@ class Answer:
         *,
         arrived_s: float,
         cache_salt: bytes,
-        detokenizer: Detokenizer,
-        stop_strings: StopStrings,
+        choices: Sequence[Choice],
+        echo: Echo | None = None,
     ) -> None:
-        """``arrived_s``: `time.monotonic` when the request arrived. The last two are this answer's own."""
+        """``arrived_s``: `time.monotonic` when the request arrived."""
+        self.prompt_tokens = prompt_tokens
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
+        """Of every prompt token but the first, once the first delta is out, where they were asked for."""
         self._generator = generator
-        self._prompt_tokens = prompt_tokens
         self._sampling = sampling
         self._arrived_s = arrived_s
         self._cache_salt = cache_salt
-        self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
+        self._choices = choices
+        self._echo = echo
         self._num_cached_tokens = 0
         self._num_completion_tokens = 0
 
     @property
     def usage(self) -> Usage:
         """So far."""
-        return Usage(len(self._prompt_tokens), self._num_cached_tokens, self._num_completion_tokens)
+        return Usage(len(self.prompt_tokens), self._num_cached_tokens, self._num_completion_tokens)
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """Start the generation and yield each of its tokens. To be closed by the caller; closing early cancels it.
+        """Start the generation and yield each token of each choice. To be closed by the caller; closing early cancels
+        it.
 
         Raises:
             GenerationError: refused, or failed on the way.
         """
         generation = self._generator.start(
-            self._prompt_tokens, self._sampling, arrived_s=self._arrived_s, cache_salt=self._cache_salt
+            self.prompt_tokens,
+            self._sampling,
+            arrived_s=self._arrived_s,
+            cache_salt=self._cache_salt,
+            num_choices=len(self._choices),
         )
-        end: AnswerEnd | None = None
+        num_running = len(self._choices)
         try:
             async for token in generation:
-                if token.index == 0:
-                    self._num_cached_tokens = generation.num_cached_tokens
-                delta = self._text_of(token)
-                end = delta.end
-                if end is not None and token.finish is FinishReason.NONE:
-                    generation.finish(token.choice)  # a stop string, of which the workers know nothing
-                    yield delta
-                    return
+                choice = self._choices[token.choice]
+                if choice.is_over:  # by a stop string, of which the workers had not heard yet
+                    continue
+                delta = self._delta_of(token, choice, generation)
+                if delta.end is not None:
+                    num_running -= 1
+                    if token.finish is FinishReason.NONE:
+                        generation.finish(token.choice)
                 yield delta
+                if not num_running:
+                    return
         finally:
             generation.cancel()
-        if end is None:
-            raise GenerationError(500, "the generation ended without a last token")
+        raise GenerationError(500, "the generation ended without a last token")
 
-    def _text_of(self, token: TokenDelta) -> TextDelta:
+    def _delta_of(self, token: TokenDelta, choice: Choice, generation: Generation) -> TextDelta:
+        if token.index == 0:
+            self._num_cached_tokens = generation.num_cached_tokens
+            self.prompt_logprobs = generation.prompt_logprobs
+        echo = self._echo
+        if echo is not None and echo.is_all:
+            choice.is_over = True
+            return TextDelta(choice.index, echo.text, (), "length", self._echoed(echo))
         self._num_completion_tokens += 1
-        # The token that stops an answer is not part of its text
-        text = "" if token.finish is FinishReason.STOP else self._detokenizer.push(token.token)
-        end = _END[token.finish]
-        if end is not None:
-            text += self._detokenizer.flush()
-        text, is_stopped = self._stop_strings.push(text)
-        if is_stopped:
-            end = "stop"
-        elif end is not None:
-            text += self._stop_strings.flush()
-        return TextDelta(text, token.token, token.logprobs, end)
+        delta = choice.push(token)
+        if echo is not None and token.index == 0:
+            return delta._replace(text=echo.text + delta.text, echoed=self._echoed(echo))
+        return delta
 
-
-_END: dict[FinishReason, AnswerEnd | None] = {
-    FinishReason.NONE: None,
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-}
+    def _echoed(self, echo: Echo) -> Sequence[AnswerToken]:
+        """The prompt's tokens; nothing comes before the first one, so it has no probability."""
+        logprobs = (None, *(self.prompt_logprobs or (None,) * (len(self.prompt_tokens) - 1)))
+        return [AnswerToken(*row) for row in zip(self.prompt_tokens, logprobs, echo.offsets_chars, strict=True)]

@@ -9,11 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.router.answer import AnswerEnd, TextDelta
-from pdserve.router.chunks import token_ids_member
+from pdserve.router.answers import Answers
+from pdserve.router.choice import AnswerEnd, AnswerToken, TextDelta
 from pdserve.router.edge import Edge
 from pdserve.router.errors import ApiError
-from pdserve.router.logprobs import ChatLogprobs
+from pdserve.router.format import WholeChoice
+from pdserve.router.logprobs import chat_logprobs, prompt_logprobs
 from pdserve.router.schema import ChatBody
 from pdserve.router.tokenizer import ChatTokenizer
 
@@ -33,10 +34,8 @@ async def chat_completion(edge: Edge, body: ChatBody, request: Request) -> Respo
         prompt_tokens = await edge.tokenizer.encode_chat([message.for_template() for message in body.messages])
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
-    answer = edge.answer(body, model, prompt_tokens, request, continues_prompt=False)
-    return await edge.respond(
-        body, request, answer, ChatFormat(edge.tokenizer, returns_token_ids=bool(body.return_token_ids))
-    )
+    answer = edge.answer(body, model, prompt_tokens, request, first_index=0, continues_prompt=False)
+    return await edge.respond(body, request, Answers([answer]), ChatFormat(edge.tokenizer, body))
 
 
 class ChatFormat:
@@ -45,33 +44,49 @@ class ChatFormat:
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    opening = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, tokenizer: ChatTokenizer, *, returns_token_ids: bool) -> None:
-        self.returns_token_ids = returns_token_ids
-        self._logprobs = ChatLogprobs(tokenizer)
+    def __init__(self, tokenizer: ChatTokenizer, body: ChatBody) -> None:
+        self.shows_tokens = bool(body.return_token_ids or body.logprobs)
+        self._tokenizer = tokenizer
+        self._body = body
 
-    def token(self, delta: TextDelta) -> bytes:
-        """A chunk's choice, with the text that the token added."""
-        text, logprobs = _encode(delta.text), _encode(self._logprobs_of([delta]))
-        ids = token_ids_member(delta, self.returns_token_ids)
-        return b'{"index":0,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % (text, logprobs, ids)
+    def opening(self, index: int) -> bytes:
+        delta = b'{"role":"assistant","content":""}'
+        return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta)
 
-    def ending(self, end: AnswerEnd) -> bytes:
-        """The last chunk's choice."""
-        return b'{"index":0,"delta":{},"logprobs":null,"finish_reason":"%b"}' % end.encode()
+    def delta(self, delta: TextDelta) -> bytes:
+        text = _encode(delta.text)
+        if not self.shows_tokens:
+            return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (delta.choice, text)
+        logprobs = _encode(self._logprobs(delta.generated))
+        ids = b',"token_ids":%b' % _encode([token.token for token in delta.generated]) if self._shows_ids else b""
+        shown = (delta.choice, text, logprobs, ids)
+        return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % shown
 
-    def whole(self, deltas: Sequence[TextDelta], end: AnswerEnd) -> dict[str, Any]:
-        """The choice of a response that is not streamed."""
-        text = "".join(delta.text for delta in deltas)
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs_of(deltas),
-            "finish_reason": end,
+    def ending(self, index: int, end: AnswerEnd) -> bytes:
+        return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}' % (index, end.encode())
+
+    def whole(self, choice: WholeChoice) -> dict[str, Any]:
+        content: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.tokens),
+            "finish_reason": choice.end,
         }
-        return choice | {"token_ids": [delta.token for delta in deltas]} if self.returns_token_ids else choice
+        return content | {"token_ids": choice.generated_ids} if self._shows_ids else content
 
-    def _logprobs_of(self, deltas: Sequence[TextDelta]) -> dict[str, Any] | None:
-        entries = [self._logprobs.entry(delta.token, delta.logprobs) for delta in deltas if delta.logprobs is not None]
-        return {"content": entries, "refusal": None} if entries else None
+    def members(self, answers: Answers) -> dict[str, Any]:
+        (answer,) = answers.by_prompt
+        members: dict[str, Any] = {"prompt_token_ids": answer.prompt_tokens} if self._shows_ids else {}
+        if self._body.prompt_logprobs is not None:
+            members["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, answer.prompt_tokens, answer.prompt_logprobs, self._body.prompt_logprobs
+            )
+        return members
+
+    @property
+    def _shows_ids(self) -> bool:
+        return bool(self._body.return_token_ids)
+
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
+        return chat_logprobs(self._tokenizer, tokens) if self._body.logprobs else None

@@ -1,18 +1,19 @@
-"""``POST /v1/completions``: a text or its token ids in, the text that follows out."""
+"""``POST /v1/completions``: texts or their token ids in, the text that follows each out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.router.answer import AnswerEnd, TextDelta
-from pdserve.router.chunks import token_ids_member
+from pdserve.router.answer import Answer, Echo
+from pdserve.router.answers import Answers
+from pdserve.router.choice import AnswerEnd, AnswerToken, TextDelta
 from pdserve.router.edge import Edge
-from pdserve.router.logprobs import CompletionLogprobs
+from pdserve.router.format import WholeChoice
+from pdserve.router.logprobs import completion_logprobs, prompt_logprobs
 from pdserve.router.schema import CompletionBody
 from pdserve.router.tokenizer import ChatTokenizer
 
@@ -28,11 +29,27 @@ async def completion(edge: Edge, body: CompletionBody, request: Request) -> Resp
         ClientDisconnect: nobody waits for it any more.
     """
     model = edge.admit(body)
-    prompt_tokens = await edge.tokenizer.encode_text(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    answer = edge.answer(body, model, prompt_tokens, request, continues_prompt=True)
-    return await edge.respond(
-        body, request, answer, CompletionFormat(edge.tokenizer, returns_token_ids=bool(body.return_token_ids))
-    )
+    answers: list[Answer] = []
+    for prompt in body.prompt:
+        tokens = await edge.tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt
+        echo = _echo(edge.tokenizer, prompt, tokens, body) if body.echo else None
+        first_index = len(answers) * body.num_choices
+        answers.append(
+            edge.answer(body, model, tokens, request, first_index=first_index, continues_prompt=True, echo=echo)
+        )
+    return await edge.respond(body, request, Answers(answers), CompletionFormat(edge.tokenizer, body))
+
+
+def _echo(tokenizer: ChatTokenizer, prompt: str | list[int], tokens: list[int], body: CompletionBody) -> Echo:
+    """The prompt as the client sent it, and where each of its tokens stands in it."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False)
+    offsets_chars = []
+    text = ""
+    for token in tokens:
+        offsets_chars.append(len(text))
+        text += detokenizer.push(token)
+    text += detokenizer.flush()
+    return Echo(prompt if isinstance(prompt, str) else text, offsets_chars, is_all=body.max_tokens == 0)
 
 
 class CompletionFormat:
@@ -41,30 +58,49 @@ class CompletionFormat:
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
-    opening = b""
 
-    def __init__(self, tokenizer: ChatTokenizer, *, returns_token_ids: bool) -> None:
-        self.returns_token_ids = returns_token_ids
-        self._logprobs = CompletionLogprobs(tokenizer)
+    def __init__(self, tokenizer: ChatTokenizer, body: CompletionBody) -> None:
+        self.shows_tokens = bool(body.return_token_ids) or body.logprobs is not None
+        self._tokenizer = tokenizer
+        self._body = body
 
-    def token(self, delta: TextDelta) -> bytes:
-        """A chunk's choice, with the text that the token added."""
-        text, logprobs = _encode(delta.text), _encode(self._logprobs_of([delta]))
-        ids = token_ids_member(delta, self.returns_token_ids)
-        return b'{"index":0,"text":%b,"logprobs":%b,"finish_reason":null%b}' % (text, logprobs, ids)
+    def opening(self, index: int) -> bytes:
+        return b""
 
-    def ending(self, end: AnswerEnd) -> bytes:
-        """The last chunk's choice."""
-        return b'{"index":0,"text":"","logprobs":null,"finish_reason":"%b"}' % end.encode()
+    def delta(self, delta: TextDelta) -> bytes:
+        text = _encode(delta.text)
+        if not self.shows_tokens:
+            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (delta.choice, text)
+        logprobs = _encode(self._logprobs([*delta.echoed, *delta.generated]))
+        ids = b',"token_ids":%b' % _encode([token.token for token in delta.generated]) if self._shows_ids else b""
+        shown = (delta.choice, text, logprobs, ids)
+        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % shown
 
-    def whole(self, deltas: Sequence[TextDelta], end: AnswerEnd) -> dict[str, Any]:
-        """The choice of a response that is not streamed."""
-        text = "".join(delta.text for delta in deltas)
-        choice = {"index": 0, "text": text, "logprobs": self._logprobs_of(deltas), "finish_reason": end}
-        return choice | {"token_ids": [delta.token for delta in deltas]} if self.returns_token_ids else choice
+    def ending(self, index: int, end: AnswerEnd) -> bytes:
+        return b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, end.encode())
 
-    def _logprobs_of(self, deltas: Sequence[TextDelta]) -> dict[str, list[Any]] | None:
-        columns = [
-            self._logprobs.columns(delta.token, delta.logprobs) for delta in deltas if delta.logprobs is not None
-        ]
-        return {name: [part[name][0] for part in columns] for name in columns[0]} if columns else None
+    def whole(self, choice: WholeChoice) -> dict[str, Any]:
+        content: dict[str, Any] = {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": self._logprobs(choice.tokens),
+            "finish_reason": choice.end,
+        }
+        if self._shows_ids:
+            content |= {"token_ids": choice.generated_ids, "prompt_token_ids": choice.answer.prompt_tokens}
+        if self._body.prompt_logprobs is not None:
+            content["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, choice.answer.prompt_tokens, choice.answer.prompt_logprobs, self._body.prompt_logprobs
+            )
+        return content
+
+    def members(self, answers: Answers) -> dict[str, Any]:
+        return {}
+
+    @property
+    def _shows_ids(self) -> bool:
+        return bool(self._body.return_token_ids)
+
+    def _logprobs(self, tokens: list[AnswerToken]) -> dict[str, list[Any]] | None:
+        num_alternatives = self._body.logprobs
+        return None if num_alternatives is None else completion_logprobs(self._tokenizer, tokens, num_alternatives)

@@ -27,15 +27,19 @@ class Detokenizer:
     broken bytes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, hidden_ids: Container[int], context: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, hidden_ids: Container[int], context: Sequence[int] = (), *, piece_tokens: int = 1
+    ) -> None:
         """Begin an answer.
 
         Args:
             hidden_ids: tokens without text.
             context: the tokens that the answer continues; their text is not given again.
+            piece_tokens: tokens to hold before any text is given. More than one is cheaper.
         """
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
+        self._piece_tokens = piece_tokens
         self._held: list[int] = []
         self._advance([token for token in context if token not in hidden_ids])
 
@@ -44,9 +48,12 @@ class Detokenizer:
         if token in self._hidden_ids:
             return ""
         self._held.append(token)
+        num_waited = len(self._held) - self._piece_tokens
+        if num_waited < 0:
+            return ""
         text = self._decode(self._context + self._held)
         is_certain = len(text) > len(self._context_text) and not text.endswith(_INCOMPLETE)
-        if not is_certain and len(self._held) < MAX_HELD_TOKENS:
+        if not is_certain and num_waited < MAX_HELD_TOKENS - 1:
             return ""
         return self._give(text)
 

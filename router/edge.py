@@ -1,7 +1,7 @@
 """What every route of the HTTP edge works with, and the way from an answer to a response.
 
 The two generating routes differ in how they read a prompt and in how they write a choice
-(`pdserve.router.chunks.AnswerFormat`); limits, the envelope of a response, and its timing are here.
+(`pdserve.router.format.AnswerFormat`); limits, the envelope of a response, and its timing are here.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib.metadata import version
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.router.answer import Answer
-from pdserve.router.chunks import AnswerFormat, ChunkWriter, payloads
+from pdserve.contracts.request import SamplingParams
+from pdserve.router.answer import Answer, Echo
+from pdserve.router.answers import Answers
+from pdserve.router.choice import Choice
+from pdserve.router.chunks import ChunkWriter
 from pdserve.router.disconnect import cancel_on_disconnect
 from pdserve.router.errors import ApiError
+from pdserve.router.format import AnswerFormat, WholeChoice
 from pdserve.router.generation import Generator, ServedModel
 from pdserve.router.observer import EdgeObserver
-from pdserve.router.sampling import sampling_params
+from pdserve.router.sampling import check_token_ids, sampling_params
 from pdserve.router.schema import GenerationBody
 from pdserve.router.sse import EventStream
 from pdserve.router.stop_strings import StopStrings
@@ -30,6 +35,11 @@ from pdserve.router.token_timer import TokenTimer
 from pdserve.router.tokenizer import ChatTokenizer
 
 VERSION = version("pdserve")
+
+PIECE_TOKENS = 64
+"""Tokens that become text together where nobody reads them one by one."""
+
+SALT_BYTES = 32
 
 _encode = msgspec.json.Encoder().encode
 
@@ -50,6 +60,8 @@ class Edge:
             ApiError: 400 contradicting or unsupported fields, 404 another model, 503 nothing serves yet.
         """
         body.check()
+        check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
+        check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
         if body.model not in (None, self.served_name):
             message = f"the model `{body.model}` does not exist; this server has `{self.served_name}`"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -65,41 +77,58 @@ class Edge:
         prompt_tokens: Sequence[int],
         request: Request,
         *,
+        first_index: int,
         continues_prompt: bool,
+        echo: Echo | None = None,
     ) -> Answer:
         """The answer to a prompt, not started.
 
         Args:
             model: what `admit` returned.
+            first_index: of its choices, in the response.
             continues_prompt: its text goes on where the prompt's ends.
+            echo: what comes before it.
 
         Raises:
-            ApiError: the prompt is empty or not of the model's tokens, or does not fit with its answer.
+            ApiError: the prompt is empty, it does not fit with its answer, or a token is not the model's.
         """
-        self._check_prompt(prompt_tokens)
+        if not prompt_tokens:
+            raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
+        check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
+        sampling = sampling_params(body, len(prompt_tokens), model.max_model_len)
+        context = prompt_tokens if continues_prompt else ()
         return Answer(
             self.generator,
             prompt_tokens,
-            sampling_params(body, len(prompt_tokens), model.max_model_len),
+            sampling,
             arrived_s=request.state.arrived_s,
-            cache_salt=(body.cache_salt or "").encode(),
-            detokenizer=self.tokenizer.detokenizer(
-                skip_special_tokens=body.skip_special_tokens is not False,
-                prompt_tokens=prompt_tokens if continues_prompt else (),
-            ),
-            stop_strings=StopStrings(body.stop or ()),
+            cache_salt=_salt(body.cache_salt),
+            choices=[
+                self._choice(first_index + choice, body, sampling, context, echo) for choice in range(body.num_choices)
+            ],
+            echo=echo,
         )
 
-    def _check_prompt(self, prompt_tokens: Sequence[int]) -> None:
-        if not prompt_tokens:
-            raise ApiError(400, "the prompt is empty; it needs one token at least", param="prompt")
-        highest = max(prompt_tokens)
-        if highest >= self.tokenizer.vocab_size:
-            message = f"the prompt has token id {highest}; the model's are below {self.tokenizer.vocab_size}"
-            raise ApiError(400, message, param="prompt")
+    def _choice(
+        self, index: int, body: GenerationBody, sampling: SamplingParams, context: Sequence[int], echo: Echo | None
+    ) -> Choice:
+        shows_stop = bool(body.include_stop_str_in_output)
+        is_read_token_by_token = body.stream or body.stop or body.num_logprobs >= 0
+        return Choice(
+            index,
+            self.tokenizer.detokenizer(
+                skip_special_tokens=body.skip_special_tokens is not False,
+                prompt_tokens=context,
+                piece_tokens=1 if is_read_token_by_token else PIECE_TOKENS,
+            ),
+            StopStrings(body.stop or (), are_shown=shows_stop),
+            shows_stop_token=shows_stop,
+            min_tokens=sampling.min_tokens,
+            offset_chars=0 if echo is None else len(echo.text),
+        )
 
-    async def respond(self, body: GenerationBody, request: Request, answer: Answer, format: AnswerFormat) -> Response:
-        """Run the answer and write it, whole or as a stream.
+    async def respond(self, body: GenerationBody, request: Request, answers: Answers, format: AnswerFormat) -> Response:
+        """Run the answers and write them, whole or as a stream.
 
         Raises:
             GenerationError: a whole answer failed.
@@ -114,14 +143,19 @@ class Edge:
             "system_fingerprint": f"pdserve-{VERSION}",
         }
         if body.stream:
-            return EventStream(payloads(answer, format, ChunkWriter(envelope, body)), timer)
-        deltas = []
-        async with cancel_on_disconnect(request.receive), aclosing(answer.deltas()) as running:
-            async for delta in running:
-                timer.token()
-                deltas.append(delta)
+            return EventStream(ChunkWriter(envelope, body, answers, format).events(), timer)
+        choices = [
+            WholeChoice(index, answers.by_prompt[index // body.num_choices]) for index in range(body.num_answers)
+        ]
+        async with cancel_on_disconnect(request.receive), aclosing(answers.deltas()) as deltas:
+            async for delta in deltas:
+                timer.token(delta.choice)
+                choices[delta.choice].add(delta, keeps_tokens=format.shows_tokens)
         timer.finished()
-        end = deltas[-1].end
-        assert end is not None
-        whole = envelope | {"choices": [format.whole(deltas, end)], "usage": answer.usage.as_dict()}
-        return Response(_encode(whole), media_type="application/json")
+        written = {"choices": [format.whole(choice) for choice in choices], "usage": answers.usage.as_dict()}
+        return Response(_encode(envelope | written | format.members(answers)), media_type="application/json")
+
+
+def _salt(given: str | None) -> bytes:
+    """A tenant's salt at a length that suits the workers."""
+    return blake2b(given.encode(), digest_size=SALT_BYTES).digest() if given else b""

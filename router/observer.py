@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol
 
 
 class AnswerTiming(NamedTuple):
-    """Latencies of one complete answer."""
+    """Latencies of one complete answer; of its slowest choice where it has several."""
 
     ttft_s: float
     """Arrival to token 0."""
     tpot_s: float | None
-    """Mean time per token after token 0; ``None`` for a one-token answer, which has no TPOT."""
+    """Mean time per token after token 0; ``None`` where no choice has more, and so none has a TPOT."""
     duration_s: float
     """Arrival to the last token."""
     num_tokens: int
@@ -37,7 +37,7 @@ class EdgeObserver(Protocol):
         ...
 
     def first_token(self, ttft_s: float) -> None:
-        """Token 0 of an answer."""
+        """Token 0 of a choice."""
         ...
 
     def gap(self, gap_s: float) -> None:

@@ -6,69 +6,24 @@ the model's limits is decided in `pdserve.router.sampling`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from pdserve.engine.wire import MAX_TOP_LOGPROBS
 from pdserve.router.errors import ApiError
+from pdserve.router.schema_types import NOT_TEXT, LogitBias, MessageText, Prompts, StopStringList, TokenIds, is_text
 from pdserve.router.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, check_extra_fields
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 128
-MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+"""Answers to one request, of all its prompts together."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a text completion that names none, as at OpenAI."""
 
-_TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-
-
-def _as_list(value: object) -> object:
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise PydanticCustomError("stop", "Input should be a string or a list of strings")
-    return value
-
-
-def _joined_text(value: object) -> object:
-    """The text of a message whose content is a string or a list of text parts."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "Input should be a string or a list of text parts")
-    texts = []
-    for part in value:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _one_prompt(value: object) -> str | list[int]:
-    """A text or its token ids, alone or as the only one in a list."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise PydanticCustomError("prompt", "One prompt a request is supported; send each in its own")
-        value = value[0]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(type(token) is int and 0 <= token < 2**32 for token in value):
-        return value
-    raise PydanticCustomError("prompt", "Input should be a string or a list of token ids")
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: JSON can escape half of a surrogate pair, which is no character."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+_NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+_OpenAiPenalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Body(BaseModel):
@@ -78,8 +33,8 @@ class _Body(BaseModel):
     @classmethod
     def _check_text(cls, value: object) -> object:
         texts = value if isinstance(value, list) and value and isinstance(value[0], str) else [value]
-        if not all(_is_text(text) for text in texts if isinstance(text, str)):
-            raise PydanticCustomError("text", "Input should be Unicode text, without half a surrogate pair")
+        if not all(is_text(text) for text in texts if isinstance(text, str)):
+            raise PydanticCustomError("text", NOT_TEXT)
         return value
 
 
@@ -95,26 +50,52 @@ class StreamOptions(_Body):
 class GenerationBody(_Body):
     """What both generating routes take. Null means the default everywhere, as it does at OpenAI."""
 
+    prompt_field: ClassVar[str]
+    """Name of the field that holds the prompt."""
+
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """No end-of-sequence token, stop token or stop string is heeded before so many tokens (vLLM)."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: _OpenAiPenalty | None = None
+    frequency_penalty: _OpenAiPenalty | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_as_list)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: StopStringList | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    """The text ends with the stop string or the stop token's text instead of before it (vLLM)."""
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     """Each choice carries the ids of its generated tokens in ``token_ids`` (vLLM)."""
+    prompt_logprobs: _NumLogprobs | None = None
+    """Log probabilities of the prompt's tokens, and of so many alternatives to each (vLLM)."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """Requests share a prefix cache only with those of the same salt (vLLM)."""
 
     @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to all prompts."""
+        return self.num_choices
+
+    @property
     def token_limit(self) -> int | None:
-        """Tokens to generate at most; ``None`` where the request says nothing."""
+        """Tokens to generate at most in one answer; ``None`` where the request says nothing."""
         return self.max_tokens
 
     @property
@@ -126,6 +107,11 @@ class GenerationBody(_Body):
     def num_logprobs(self) -> int:
         """As `pdserve.contracts.request.SamplingParams` counts them."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """As `pdserve.contracts.request.SamplingParams` counts them."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -145,13 +131,18 @@ class GenerationBody(_Body):
         """
         if self.stream_options and not self.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            message = "best_of is supported only where it equals n: every answer is returned; leave it out"
+            raise ApiError(400, message, param="best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs are not available in a stream", param="prompt_logprobs")
 
 
 class ChatMessage(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, str]])]
+    content: MessageText
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -163,10 +154,12 @@ class ChatMessage(_Body):
 class ChatBody(GenerationBody):
     """Body of ``POST /v1/chat/completions``."""
 
+    prompt_field = "messages"
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: _NumLogprobs | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -188,11 +181,19 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[
-        str | list[int],
-        PlainValidator(_one_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-    ]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_field = "prompt"
+
+    prompt: Prompts
+    """Several are answered as if each came in its own request; choices are numbered prompt by prompt."""
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    echo: bool | None = None
+    """The prompt comes before the answer, with its log probabilities where those of the answer are asked for. With
+    ``max_tokens`` 0 it comes alone."""
+    logprobs: _NumLogprobs | None = None
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompt) * self.num_choices
 
     @property
     def default_token_limit(self) -> int | None:
@@ -202,6 +203,16 @@ class CompletionBody(GenerationBody):
     def num_logprobs(self) -> int:
         return -1 if self.logprobs is None else self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        wanted = super().num_prompt_logprobs
+        return max(wanted, self.num_logprobs) if self.echo else wanted
+
     def check(self) -> None:
         super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens of 0 needs echo to be true; else it is at least 1", param="max_tokens")
+        if self.num_answers > MAX_CHOICES:
+            message = f"{len(self.prompt)} prompts with n = {self.num_choices} make more than {MAX_CHOICES} choices"
+            raise ApiError(400, f"{message}; send several requests", param="n")
         check_extra_fields(self.model_extra, COMPLETION)

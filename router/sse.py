@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -17,6 +18,15 @@ from starlette.types import Receive, Scope, Send
 from pdserve.router.disconnect import cancel_on_disconnect
 from pdserve.router.errors import api_error
 from pdserve.router.token_timer import TokenTimer
+
+
+class TokenEvents(NamedTuple):
+    """What is written for one token."""
+
+    choice: int
+    """Index of its choice."""
+    data: bytes
+
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,27 +40,27 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Writes payloads as they come. A slow reader holds up this stream alone; one that leaves, or reads no more,
+    """Writes events as they come. A slow reader holds up this stream alone; one that leaves, or reads no more,
     cancels it."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, payloads: AsyncGenerator[bytes, None], timer: TokenTimer) -> None:
-        """``payloads`` yields the events of one token at a time, those of the stream's beginning and end included."""
-        self._payloads = payloads
+    def __init__(self, tokens: AsyncGenerator[TokenEvents, None], timer: TokenTimer) -> None:
+        """``tokens`` yields the events of one token at a time, those of the stream's beginning and end included."""
+        self._tokens = tokens
         self._timer = timer
-        super().__init__(payloads, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_started = False
         try:
-            async with cancel_on_disconnect(receive), aclosing(self._payloads) as payloads:
-                async for payload in payloads:
+            async with cancel_on_disconnect(receive), aclosing(self._tokens) as tokens:
+                async for choice, data in tokens:
                     if not is_started:
                         is_started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await _write(send, payload)
-                    self._timer.token()
+                    await _write(send, data)
+                    self._timer.token(choice)
             self._timer.finished()
         except ClientDisconnect:
             if not is_started:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class StopScan(NamedTuple):
-    """What may be written, and whether a stop string was found right after it."""
+    """What may be written, and whether a stop string was found at its end."""
 
     text: str
     is_stopped: bool
@@ -20,9 +20,11 @@ class StopScan(NamedTuple):
 class StopStrings:
     """The stop strings of one answer, none of them empty."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, are_shown: bool = False) -> None:
+        """``are_shown``: the text ends with the stop string instead of before it."""
         assert all(stops)
         self._stops = tuple(stops)
+        self._are_shown = are_shown
         self._held = ""
 
     def push(self, text: str) -> StopScan:
@@ -30,9 +32,10 @@ class StopStrings:
         if not self._stops:
             return StopScan(text, False)
         text = self._held + text
-        cut = self._find(text)
-        if cut is not None:
-            return StopScan(text[:cut], True)
+        found = self._find(text)
+        if found is not None:
+            end, start = found
+            return StopScan(text[: end if self._are_shown else start], True)
         safe = len(text) - self._num_doubtful(text)
         self._held = text[safe:]
         return StopScan(text[:safe], False)
@@ -42,10 +45,10 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> int | None:
-        """Where the stop string begins that ends first; the longest of those that end together."""
+    def _find(self, text: str) -> tuple[int, int] | None:
+        """End and start of the stop string that ends first; of the longest of those that end together."""
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        return min(found, default=None)
 
     def _num_doubtful(self, text: str) -> int:
         """Length of the longest end of ``text`` that is the beginning of a stop string."""

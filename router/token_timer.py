@@ -1,4 +1,4 @@
-"""Times the tokens of one answer where the edge hands them over, and reports them."""
+"""Times the tokens of one request where the edge hands them over, and reports them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,45 @@ from pdserve.router.observer import AnswerTiming, EdgeObserver
 
 
 class TokenTimer:
-    """TTFT, gaps and the totals of one answer."""
+    """Choices run side by side: each has a token 0 and gaps of its own, and the slowest ones are the request's."""
 
     def __init__(self, observer: EdgeObserver, arrived_s: float) -> None:
         """``arrived_s``: `time.monotonic` when the request arrived."""
         self._observer = observer
         self._arrived_s = arrived_s
-        self._first_s = 0.0
-        self._last_s = 0.0
-        self._num_tokens = 0
+        self._choices: dict[int, _ChoiceTimes] = {}
 
-    def token(self) -> None:
-        """The next token was handed over."""
+    def token(self, index: int) -> None:
+        """The next token of choice ``index`` was handed over."""
         now_s = time.monotonic()
-        if self._num_tokens == 0:
-            self._first_s = now_s
+        choice = self._choices.get(index)
+        if choice is None:
+            self._choices[index] = _ChoiceTimes(now_s)
             self._observer.first_token(now_s - self._arrived_s)
         else:
-            self._observer.gap(now_s - self._last_s)
-        self._last_s = now_s
-        self._num_tokens += 1
+            self._observer.gap(now_s - choice.last_s)
+            choice.last_s = now_s
+            choice.num_gaps += 1
 
     def finished(self) -> None:
-        """That was the last one."""
-        num_gaps = self._num_tokens - 1
+        """Those were the last ones."""
+        choices = self._choices.values()
+        tpots_s = [(choice.last_s - choice.first_s) / choice.num_gaps for choice in choices if choice.num_gaps]
         self._observer.finished(
             AnswerTiming(
-                ttft_s=self._first_s - self._arrived_s,
-                tpot_s=(self._last_s - self._first_s) / num_gaps if num_gaps > 0 else None,
-                duration_s=self._last_s - self._arrived_s,
-                num_tokens=self._num_tokens,
+                ttft_s=max(choice.first_s for choice in choices) - self._arrived_s,
+                tpot_s=max(tpots_s, default=None),
+                duration_s=max(choice.last_s for choice in choices) - self._arrived_s,
+                num_tokens=sum(1 + choice.num_gaps for choice in choices),
             )
         )
+
+
+class _ChoiceTimes:
+    """When the tokens of one choice were handed over."""
+
+    __slots__ = ("first_s", "last_s", "num_gaps")
+
+    def __init__(self, now_s: float) -> None:
+        self.first_s = self.last_s = now_s
+        self.num_gaps = 0

@@ -96,10 +96,18 @@ class ChatTokenizer:
             return self._encode(text, add_special_tokens=True)
         return await asyncio.to_thread(self._encode, text, add_special_tokens=True)
 
-    def detokenizer(self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = ()) -> Detokenizer:
-        """The text of an answer; ``prompt_tokens`` where it continues the text of its prompt."""
+    def detokenizer(
+        self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = (), piece_tokens: int = 1
+    ) -> Detokenizer:
+        """The text of an answer.
+
+        Args:
+            prompt_tokens: where it continues the text of its prompt.
+            piece_tokens: as of `Detokenizer`.
+        """
         hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
-        return Detokenizer(self._tokenizer, hidden_ids, prompt_tokens[-_CONTEXT_TOKENS:])
+        context = prompt_tokens[-_CONTEXT_TOKENS:]
+        return Detokenizer(self._tokenizer, hidden_ids, context, piece_tokens=piece_tokens)
 
     def token_text(self, token: int) -> str:
         """The text of a token alone, with a replacement character for what is only a part of one."""
@@ -119,7 +127,11 @@ class ChatTokenizer:
         return piece.replace(_SPACE, " ").encode()
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= MAX_INLINE_CHARS:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # of one text, encode_batch is the form of encode that lets other threads of the interpreter run
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
         return ids
 
 

@@ -35,22 +35,32 @@ class ScriptedGeneration:
     sampling: SamplingParams
     cache_salt: bytes
     script: Script
+    num_choices: int = 1
     num_cached_tokens: int = 0
     cancels: list[bool] = field(default_factory=list)
     """One entry for each `finish` (true) and `cancel` (false) before the end."""
+    finished: list[int] = field(default_factory=list)
+    """Choices that the edge finished."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        num_running = self.num_choices
         async for delta in self.script(self):
+            num_running -= delta.finish is not FinishReason.NONE
+            self.is_over = num_running == 0
             yield delta
         self.is_over = True
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        return ()
+        """Of every token of the prompt, its id is in its probability; its likeliest neighbours are two others."""
+        num_top = self.sampling.num_prompt_logprobs
+        top = ((50, -0.25), (51, -0.5))
+        return [TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0]
 
     def finish(self, choice: int) -> None:
+        self.finished.append(choice)
         self._end(finished=True)
 
     def cancel(self) -> None:
@@ -85,7 +95,7 @@ class ScriptedGenerator:
         assert arrived_s > 0
         if self.refusal is not None:
             raise self.refusal
-        generation = ScriptedGeneration(list(prompt_tokens), sampling, cache_salt, self.script)
+        generation = ScriptedGeneration(list(prompt_tokens), sampling, cache_salt, self.script, num_choices)
         self.generations.append(generation)
         self.started.set()
         return generation
@@ -98,7 +108,7 @@ class ScriptedGenerator:
 def saying(
     tokens: Sequence[int], finish: FinishReason = FinishReason.LENGTH, logprobs: TokenLogprobs | None = None
 ) -> Script:
-    """A script that yields ``tokens``, as many as the request allows, the last with ``finish``."""
+    """A script that yields ``tokens`` in each choice, as many as the request allows, the last with ``finish``."""
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
         said = tokens[: generation.sampling.max_tokens]
@@ -107,7 +117,8 @@ def saying(
             end = finish if index == len(tokens) - 1 else FinishReason.NONE
             if index == len(said) - 1 < len(tokens) - 1:
                 end = FinishReason.LENGTH
-            yield TokenDelta(0, index, token, logprobs, end)
+            for choice in range(generation.num_choices):
+                yield TokenDelta(choice, index, token, logprobs, end)
 
     return script
 

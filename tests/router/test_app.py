@@ -257,11 +257,34 @@ def test_bodies_that_are_no_request_are_400(
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("model", 3),
-        ("n", 2),
+        ("max_tokens", 10**400),
+        ("min_tokens", -1),
+        ("min_tokens", 513),
+        ("n", 0),
+        ("n", 129),
+        ("n", 1.0),
         ("best_of", 2),
-        ("min_p", 0.1),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e39),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", True),
+        ("logit_bias", {"9999": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"５": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"5": 1, "05": 2}),
+        ("logit_bias", dict.fromkeys(map(str, range(1025)), 1)),
+        ("logit_bias", [5]),
+        ("stop_token_ids", [9999]),
+        ("stop_token_ids", [5] * 65),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("include_stop_str_in_output", 1),
+        ("regex", "a*"),
         ("response_format", {"type": "json_object"}),
         ("kv_transfer_params", {"do_remote_decode": True}),
         ("priority", 5),
@@ -299,15 +322,24 @@ def test_values_that_are_not_served_name_their_field(
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": [""]}, None),
-        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
-        (COMPLETIONS, {"prompt": [[1], [2]]}, "prompt"),
+        (CHAT, {"messages": MESSAGES, "stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+        (CHAT, {"messages": MESSAGES, "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": ["a", [1]]}, None),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], []]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], ["a"]]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 43, "n": 3}, "n"),
+        (COMPLETIONS, {"prompt": ["a", "\ud800"]}, "prompt"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
         (COMPLETIONS, {"prompt": [-1]}, "prompt"),
         (COMPLETIONS, {"prompt": [True]}, "prompt"),
         (COMPLETIONS, {"prompt": [9999]}, "prompt"),
         (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
         (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
-        (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_completion_tokens": 5}, "max_completion_tokens"),
+        (COMPLETIONS, {"prompt": [7] * 512}, "prompt"),
         (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
     ],
 )
@@ -324,7 +356,7 @@ def test_mistakes_name_their_field(
 
 def test_null_means_the_default(edge: EdgeServer, http: httpx.Client) -> None:
     for path, model, body in ((CHAT, ChatBody, {"messages": MESSAGES}), (COMPLETIONS, CompletionBody, {"prompt": "x"})):
-        nulls = dict.fromkeys([*model.model_fields, "n", "tools", "logit_bias", "echo"], None)
+        nulls = dict.fromkeys([*model.model_fields, "tools", "audio", "suffix"], None)
         assert http.post(path, json=nulls | body).status_code == 200
 
 
@@ -376,7 +408,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = [*ChatBody.model_fields, *CompletionBody.model_fields, "n", "tools", "response_format", "echo", "colour"]
+NAMES = [*ChatBody.model_fields, *CompletionBody.model_fields, "tools", "response_format", "colour"]
 FIELDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
 GOOD = st.fixed_dictionaries({"messages": st.just(MESSAGES), "prompt": st.just("hi")})
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
+from pdserve.contracts.request import SamplingParams
 from pdserve.router.errors import ApiError
-from pdserve.router.sampling import sampling_params
+from pdserve.router.sampling import MAX_ANSWER_ENTRIES, sampling_params
 from pdserve.router.schema import ChatBody, CompletionBody
 
 
@@ -61,3 +63,53 @@ def test_all_tokens_are_kept_without_top_k(top_k: int | None, kept: int) -> None
 def test_logprobs_of_a_chat(fields: dict[str, object], num_logprobs: int) -> None:
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
     assert sampling_params(body, 1, 10).num_logprobs == num_logprobs
+
+
+def test_every_parameter_reaches_the_sampler() -> None:
+    fields: dict[str, object] = {
+        "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5,
+        "presence_penalty": -2, "frequency_penalty": 2, "seed": 3, "max_tokens": 9, "min_tokens": 4,
+        "stop_token_ids": [5, 6], "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 3,
+    }  # fmt: skip
+    expected = SamplingParams(
+        logit_bias=((8, -100.0), (7, 1.5)), stop_token_ids=(5, 6), num_logprobs=2, num_prompt_logprobs=3,
+        **{name: fields[name] for name in fields.keys() - {"stop_token_ids", "logprobs", "prompt_logprobs"}},  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert sampling_params(completion(logit_bias={"8": -100, "07": 1.5}, **fields), 1, 100) == expected
+
+
+def test_an_echo_has_log_probabilities_where_the_answer_has() -> None:
+    assert sampling_params(completion(echo=True, logprobs=2), 1, 10).num_prompt_logprobs == 2
+    assert sampling_params(completion(echo=True, logprobs=2, prompt_logprobs=4), 1, 10).num_prompt_logprobs == 4
+    assert sampling_params(completion(echo=True), 1, 10).num_prompt_logprobs == -1
+    assert sampling_params(completion(logprobs=2), 1, 10).num_prompt_logprobs == -1
+
+
+def test_a_prompt_alone_takes_one_draw() -> None:
+    assert sampling_params(completion(echo=True, max_tokens=0), 1, 10).max_tokens == 1
+    with pytest.raises(ApiError, match="min_tokens is 1, and the answer has 0"):
+        sampling_params(completion(echo=True, max_tokens=0, min_tokens=1), 1, 10)
+
+
+def test_numbers_that_32_bits_cannot_hold_become_what_they_mean() -> None:
+    tiny = sampling_params(completion(temperature=1e-300, top_p=1e-300), 1, 10)
+    assert tiny.temperature == 0
+    assert numpy.float32(tiny.top_p) > 0
+
+
+def test_min_tokens_may_not_be_over_max_tokens() -> None:
+    assert sampling_params(completion(min_tokens=16), 1, 100).min_tokens == 16
+    with pytest.raises(ApiError, match="min_tokens is 17, and the answer has 16"):
+        sampling_params(completion(min_tokens=17), 1, 100)
+
+
+def test_what_one_request_may_ask_for_is_bounded() -> None:
+    length = 10 * MAX_ANSWER_ENTRIES
+    assert sampling_params(completion(max_tokens=MAX_ANSWER_ENTRIES), 1, length).max_tokens == MAX_ANSWER_ENTRIES
+    for fields in ({"n": 2}, {"prompt": ["x", "y"]}, {"logprobs": 0}):
+        half = MAX_ANSWER_ENTRIES // 2
+        assert sampling_params(completion(max_tokens=half, **fields), 1, length).max_tokens == half
+        with pytest.raises(ApiError, match=f"ask for {half} at most"):
+            sampling_params(completion(max_tokens=half + 1, **fields), 1, length)
+    chat = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}], "n": 128})
+    assert sampling_params(chat, 1, length).max_tokens == MAX_ANSWER_ENTRIES // 128
