@@ -24,8 +24,8 @@ MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 """Of the presence and the frequency penalty; minus it is their least."""
-REPETITION_PENALTIES = (0.01, 100.0)
-"""Least and largest: beyond them a logit could leave the range of its type."""
+REPETITION_PENALTIES = (2.0**-6, 100.0)
+"""Least and largest, the same in 32 bits: beyond them a logit could leave the range of its type."""
 MAX_CHOICES = 128
 """Answers to one request; choices are numbered below it."""
 MAX_CACHE_SALT_BYTES = 64

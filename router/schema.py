@@ -11,19 +11,17 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pdserve.engine.wire import MAX_TOP_LOGPROBS
+from pdserve.engine.wire import MAX_CHOICES, MAX_PENALTY, MAX_TOP_LOGPROBS, REPETITION_PENALTIES
 from pdserve.router.errors import ApiError
 from pdserve.router.schema_types import NOT_TEXT, LogitBias, MessageText, Prompts, StopStringList, TokenIds, is_text
 from pdserve.router.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, check_extra_fields
-
-MAX_CHOICES = 128
-"""Answers to one request, of all its prompts together."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a text completion that names none, as at OpenAI."""
 
 _NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-_OpenAiPenalty = Annotated[float, Field(ge=-2, le=2)]
+_RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])]
+_OpenAiPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
 class _Body(BaseModel):
@@ -63,7 +61,7 @@ class GenerationBody(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_penalty: _RepetitionPenalty | None = None
     presence_penalty: _OpenAiPenalty | None = None
     frequency_penalty: _OpenAiPenalty | None = None
     logit_bias: LogitBias | None = None

@@ -10,13 +10,10 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from pdserve.engine.wire import MAX_STOP_TOKEN_IDS
+from pdserve.engine.wire import MAX_BIAS, MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKEN_IDS
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-MAX_LOGIT_BIASES = 1024
-MAX_PROMPTS = 128
-"""Prompts of one text completion."""
 
 _MAX_TOKEN_ID = 2**32 - 1
 
@@ -47,8 +44,8 @@ def _joined_text(value: object) -> object:
 def _prompts(value: object) -> list[str | list[int]]:
     """A text or its token ids, or a list of either."""
     several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-    if len(several) > MAX_PROMPTS:
-        raise PydanticCustomError("prompt", f"There may be {MAX_PROMPTS} prompts at most")
+    if len(several) > MAX_CHOICES:
+        raise PydanticCustomError("prompt", f"There may be {MAX_CHOICES} prompts at most")
     return [_prompt(one) for one in several]
 
 
@@ -100,5 +97,5 @@ _TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 TokenIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
 
 _TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
-LogitBias = Annotated[dict[_TokenIdText, _Bias], Field(max_length=MAX_LOGIT_BIASES), AfterValidator(_biases)]
+_Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+LogitBias = Annotated[dict[_TokenIdText, _Bias], Field(max_length=MAX_BIASES), AfterValidator(_biases)]

@@ -280,7 +280,7 @@ def test_bodies_that_are_no_request_are_400(
         ("logit_bias", dict.fromkeys(map(str, range(1025)), 1)),
         ("logit_bias", [5]),
         ("stop_token_ids", [9999]),
-        ("stop_token_ids", [5] * 65),
+        ("stop_token_ids", [5] * 129),
         ("prompt_logprobs", -1),
         ("prompt_logprobs", 21),
         ("include_stop_str_in_output", 1),
