@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason, KvSource
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.engine.scheduler import RequestEvent, RequestEventKind, SchedulerLoad, TokenEvent
+from pdserve.engine.scheduler import (
+    ClientEvent,
+    PromptLogprobsEvent,
+    RequestEvent,
+    RequestEventKind,
+    SchedulerLoad,
+    TokenEvent,
+)
 from pdserve.engine.wire import (
     WireError,
     finish_from_proto,
@@ -23,9 +30,6 @@ from pdserve.engine.wire import (
     source_to_proto,
 )
 from pdserve.proto.v1 import worker_pb2
-
-ClientEvent = TokenEvent | RequestEvent
-"""The events that a router hears of; the others are orders for the transfer process."""
 
 
 class KvOrigin(NamedTuple):
@@ -55,6 +59,8 @@ def pack_frames(events: Iterable[ClientEvent], origin: KvOrigin) -> dict[int, wo
     for event in events:
         if isinstance(event, TokenEvent):
             tokens[event.key.session].append(event)
+        elif isinstance(event, PromptLogprobsEvent):
+            frames[event.key.session].prompt_logprobs.append(_prompt_logprobs_to_proto(event))
         else:
             frames[event.key.session].events.append(event_to_proto(event, origin))
     for session, column in tokens.items():
@@ -73,6 +79,15 @@ def pack_tokens(events: list[TokenEvent]) -> worker_pb2.Tokens:
         finish=[finish_to_proto(event.finish) for event in events],
         logprobs=[logprobs_to_proto(logprobs) for _, logprobs in with_logprobs],
         logprobs_entry=[entry for entry, _ in with_logprobs],
+    )
+
+
+def _prompt_logprobs_to_proto(event: PromptLogprobsEvent) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(
+        request_id=event.key.request_id,
+        attempt=event.key.attempt,
+        first_position=event.first_position,
+        entries=[logprobs_to_proto(entry) for entry in event.entries],
     )
 
 

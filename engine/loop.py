@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import Executor, ModelLimits, StepBatch, StepHandle, StepOutput
-from pdserve.engine.frames import ClientEvent, load_to_proto
+from pdserve.engine.frames import load_to_proto
 from pdserve.engine.inbox import (
     AddRequest,
     CancelRequest,
@@ -38,6 +38,8 @@ from pdserve.engine.inbox import (
 from pdserve.engine.live_requests import LiveRequests
 from pdserve.engine.orders import TransferLink, order_to_proto, pull_result, transfer_report
 from pdserve.engine.scheduler import (
+    ClientEvent,
+    PromptLogprobsEvent,
     RequestEvent,
     RequestEventKind,
     RequestKey,
@@ -229,6 +231,8 @@ class StepLoop:
             elif isinstance(event, RequestEvent):
                 if event.kind.is_terminal:
                     self._live.discard(event.key)
+                self._events.append(event)
+            elif isinstance(event, PromptLogprobsEvent):
                 self._events.append(event)
             else:
                 min_duration_s = self._min_duration_s(event) if isinstance(event, StartPullEvent) else 0.0

@@ -67,6 +67,16 @@ class TokenEvent:
     finish: FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsEvent:
+    """Log probabilities of some prompt tokens, for the client; all of a prompt's come before its token 0."""
+
+    key: RequestKey
+    first_position: int
+    """In the prompt, of the first entry."""
+    entries: list[TokenLogprobs]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEvent:
     """A change in an attempt's life."""
@@ -138,7 +148,10 @@ class AbortPullEvent:
     pull_id: int
 
 
-Event = TokenEvent | RequestEvent | OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
+ClientEvent = TokenEvent | PromptLogprobsEvent | RequestEvent
+"""The events that a router hears of; the others are orders for the transfer process."""
+
+Event = ClientEvent | OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

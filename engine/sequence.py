@@ -126,6 +126,11 @@ class Sequence:
         return self.early_end_ids if position < self._min_length else ()
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of its prompt are to be sent: until the first token of the answer is known."""
+        return self.sampling.num_prompt_logprobs >= 0 and not self.num_answered
+
+    @property
     def history(self) -> list[int] | tuple[()]:
         """What penalties are computed from; empty where there are none."""
         return self.tokens if self._has_penalties else ()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason, GenerationRequest
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
-from pdserve.engine.scheduler import Event, RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.engine.scheduler import Event, PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_queue import SequenceQueue
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -44,6 +44,8 @@ class PlannedStep:
                 history=sequence.history if samples else (),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 banned_tokens=sequence.banned_at(end) if samples else (),
+                prompt_targets=sequence.tokens[start + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
+                num_prompt_logprobs=sequence.sampling.num_prompt_logprobs,
             )
         )
         self._account(sequence, end, samples)
@@ -233,13 +235,19 @@ class SequenceTable:
         step = self._take_step(output.step_id)
         self.must_drain = False
         results = []
-        for sequence, row, sampled in zip(step.sequences, step.batch.rows, output.sampled, strict=True):
+        for index, (sequence, row, sampled) in enumerate(
+            zip(step.sequences, step.batch.rows, output.sampled, strict=True)
+        ):
             self._leave_step(sequence)
             if sequence.is_over:
                 continue
             sequence.num_written = row.cached_length + row.num_new_tokens
             if sequence.num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
                 self.register_written(sequence)
+            if row.prompt_targets:
+                entries = output.prompt_logprobs[index]
+                assert len(entries) == len(row.prompt_targets), f"{len(entries)} prompt logprobs of row {index}"
+                self.events.append(PromptLogprobsEvent(sequence.key, row.cached_length + 1, entries))
             finish = FinishReason.NONE
             if sampled is not None:
                 finish = self._take_token(sequence, sampled)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from pdserve.proto.v1 import worker_pb2
 
-MAX_QUEUED_BYTES = 4 << 20
+MAX_QUEUED_BYTES = 16 << 20
 MAX_QUEUED_FRAMES = 8192
 """A router that lets more than this pile up has stalled; its session is closed."""
 

@@ -1,10 +1,10 @@
-"""The Llama decoder over a paged KV pool: one ragged batch of new tokens in, logits of the rows that sample out.
+"""The Llama decoder over a paged KV pool: one ragged batch of new tokens in, logits of some of them out.
 
 Touvron et al. 2023 (LLaMA) and the Llama 3 report: RMSNorm before each part, rotary attention with grouped query heads,
 SwiGLU. Used by `pdserve.model.model_executor`; attention and the rotary write are kernels. Holds weights, no sequences.
 
-Shape suffixes: T new tokens of the batch, B rows that sample, V vocabulary, E hidden size, I intermediate size,
-N query heads, H KV heads, M = N + 2 H heads, D head dim, C = D / 2, F features.
+Shape suffixes: T new tokens of the batch, B those whose next one is wanted, V vocabulary, E hidden size, I intermediate
+size, N query heads, H KV heads, M = N + 2 H heads, D head dim, C = D / 2, F features.
 """
 
 from __future__ import annotations
@@ -72,25 +72,29 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_T: torch.Tensor, kv_pool: KvPool, metadata: AttentionMetadata, sampled_B: torch.Tensor
+        self, tokens_T: torch.Tensor, kv_pool: KvPool, metadata: AttentionMetadata, wanted_B: torch.Tensor
     ) -> torch.Tensor:
-        """Write the KV of every new token and return the logits of some.
+        """Write the KV of every new token and return the last hidden states of some, for `logits`.
 
         Args:
             tokens_T: token ids, ``[num_tokens]``.
             kv_pool: written in place.
             metadata: where the tokens' sequences lie in the pool.
-            sampled_B: indices into ``tokens_T`` whose next token is wanted.
+            wanted_B: indices into ``tokens_T`` of the tokens to return, in any order.
 
         Returns:
-            float32 ``[B, V]``.
+            ``[B, E]``.
         """
         angles = rope_angles(metadata.positions, self._inv_freq_C)
         x_TE = self._embedding.rows(tokens_T).to(self._dtype)
         for index, layer in enumerate(self._layers):
             x_TE += self._attention(index, layer, x_TE, angles, kv_pool, metadata)
             x_TE += self._mlp(layer, x_TE)
-        x_BE = self._normalise(x_TE[sampled_B], self._norm)
+        return self._normalise(x_TE[wanted_B], self._norm)
+
+    @torch.inference_mode()
+    def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
+        """What `forward` returned, or part of it, as logits: float32 ``[B, V]``."""
         return self._lm_head(x_BE).float()
 
     def _attention(

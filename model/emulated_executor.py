@@ -33,7 +33,7 @@ from pdserve.model.hash_chain import (
 )
 
 _LOGPROBS = TokenLogprobs(0.0, ())
-"""The answer to any request for log probabilities: the token is certain, and there are no others to name."""
+"""The answer to any request for log probabilities, of prompts too: the token is certain, and there is no other."""
 
 
 class EmulatedExecutor:
@@ -101,6 +101,11 @@ class EmulatedExecutor:
             step_id=batch.step_id,
             sampled=self._previous,
             forks={row: tokens[1:] for row, tokens in enumerate(sampled) if len(tokens) > 1},
+            prompt_logprobs={
+                index: [_LOGPROBS] * len(row.prompt_targets)
+                for index, row in enumerate(batch.rows)
+                if row.prompt_targets
+            },
             duration_s=duration_s,
         )
         return _FinishedStep(output, self._free_at_s)

@@ -2,17 +2,19 @@
 
 Called by `pdserve.model.sampling` and the executors. Keeps no state.
 
-Shape legend: R rows, V vocabulary, K tokens to name.
+Shape legend: R rows, T prompt tokens, E hidden size, V vocabulary, K tokens to name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pdserve.contracts.step import TokenLogprobs
+
+_ROWS_AT_ONCE = 128
 
 
 class RawLogprobs(NamedTuple):
@@ -46,6 +48,25 @@ def raw_logprobs(logits_RV: torch.Tensor, num_top: Sequence[int]) -> RawLogprobs
         [row[:count] for row, count in zip(ids, num_top, strict=True)],
         [row[:count] for row, count in zip(values, num_top, strict=True)],
     )
+
+
+def logprobs_in_pieces(
+    logits_of: Callable[[torch.Tensor], torch.Tensor], hidden_TE: torch.Tensor, tokens: Sequence[int], num_top: int
+) -> list[TokenLogprobs]:
+    """Log probability of one token after each of many hidden states, whose logits never exist all at once.
+
+    Args:
+        logits_of: turns hidden states ``[R, E]`` into float32 logits ``[R, V]``.
+        hidden_TE: ``[T, E]``.
+        tokens: T of them.
+        num_top: how many likely tokens to name beside each.
+    """
+    entries: list[TokenLogprobs] = []
+    for start in range(0, len(tokens), _ROWS_AT_ONCE):
+        piece = tokens[start : start + _ROWS_AT_ONCE]
+        raw = raw_logprobs(logits_of(hidden_TE[start : start + _ROWS_AT_ONCE]), [num_top] * len(piece))
+        entries += raw.of(range(len(piece)), piece)
+    return entries
 
 
 def most_likely(logits_RV: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow
+from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow, TokenLogprobs
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.selection import select_kernels
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
+from pdserve.model.logprobs import logprobs_in_pieces
 from pdserve.model.sampling import SamplingRow, sample
 from pdserve.model.token_counts import TokenCountCache
 
@@ -41,6 +43,14 @@ class _FailedStep:
 
     def result(self) -> StepOutput:
         raise RuntimeError(f"step {self.step_id} failed: {self.error!r}") from self.error
+
+
+class _Result(NamedTuple):
+    """What a step computed."""
+
+    sampled: list[list[SampledToken]]
+    """Of each row, one for each of its choices; none where it does not sample."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 
 class ModelExecutor:
@@ -75,16 +85,17 @@ class ModelExecutor:
         """Compute the step at once; the handle is ready, and raises if the computation did."""
         started_s = perf_counter()
         try:
-            sampled = self._run(batch.rows)
+            result = self._run(batch.rows)
         except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
             self._previous_sampled = []
             return _FailedStep(batch.step_id, error)
-        self._previous_sampled = [tokens[0] if tokens else None for tokens in sampled]
+        self._previous_sampled = [tokens[0] if tokens else None for tokens in result.sampled]
         return _DoneStep(
             StepOutput(
                 step_id=batch.step_id,
                 sampled=list(self._previous_sampled),
-                forks={row: tokens[1:] for row, tokens in enumerate(sampled) if len(tokens) > 1},
+                forks={row: tokens[1:] for row, tokens in enumerate(result.sampled) if len(tokens) > 1},
+                prompt_logprobs=result.prompt_logprobs,
                 duration_s=perf_counter() - started_s,
             )
         )
@@ -92,8 +103,7 @@ class ModelExecutor:
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
 
-    def _run(self, rows: list[StepRow]) -> list[list[SampledToken]]:
-        """Compute the step; returns the tokens that each row sampled, one per choice."""
+    def _run(self, rows: list[StepRow]) -> _Result:
         metadata = AttentionMetadata.build(
             [row.num_new_tokens for row in rows],
             [row.cached_length for row in rows],
@@ -104,16 +114,24 @@ class ModelExecutor:
         tokens = np.fromiter(chain.from_iterable(map(self._tokens, rows)), np.int64, metadata.num_tokens)
         assert tokens.min() >= 0, f"token id {tokens.min()} is negative"
         assert tokens.max() < self._vocab_size, f"token id {tokens.max()} is outside a vocabulary of {self._vocab_size}"
+        starts = metadata.query_starts
         sampling = [index for index, row in enumerate(rows) if row.sample is not None]
-        logits_BV = self._model.forward(
-            torch.from_numpy(tokens), self._pool, metadata, metadata.query_starts[1:][sampling] - 1
-        )
-        results: list[list[SampledToken]] = [[] for _ in rows]
+        asking = [index for index, row in enumerate(rows) if row.prompt_targets]
+        wanted = [starts[1:][sampling] - 1]
+        wanted += [torch.arange(len(rows[index].prompt_targets)) + starts[index] for index in asking]
+        hidden = self._model.forward(torch.from_numpy(tokens), self._pool, metadata, torch.cat(wanted))
+        hidden_BE, *prompts = torch.split(hidden, [len(indices) for indices in wanted])
+        result = _Result([[] for _ in rows], {})
         if sampling:
-            sampled = sample(logits_BV, [self._sampling_row(rows[index]) for index in sampling])
+            sampled = sample(self._model.logits(hidden_BE), [self._sampling_row(rows[index]) for index in sampling])
             for index, tokens_of_row in zip(sampling, sampled, strict=True):
-                results[index] = tokens_of_row
-        return results
+                result.sampled[index] = tokens_of_row
+        for index, hidden_TE in zip(asking, prompts, strict=True):
+            row = rows[index]
+            result.prompt_logprobs[index] = logprobs_in_pieces(
+                self._model.logits, hidden_TE, row.prompt_targets, row.num_prompt_logprobs
+            )
+        return result
 
     def _tokens(self, row: StepRow) -> Sequence[int]:
         """The row's new tokens; the one that the step before sampled, where the scheduler did not know it yet."""

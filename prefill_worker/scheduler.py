@@ -193,7 +193,10 @@ class PrefillScheduler:
         return sequence.num_blocks_expected()
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its prefix; the last token at least is computed again, to sample after it."""
+        """Cached blocks of its prefix; the last token at least is computed again, to sample after it, and the whole
+        prompt where its log probabilities are wanted."""
+        if sequence.wants_prompt_logprobs:
+            return []
         num_blocks = (len(sequence.tokens) - 1) // sequence.block_size
         return self._pool.match_prefix(sequence.block_hashes(num_blocks))
 

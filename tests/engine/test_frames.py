@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.request import FinishReason, KvSource
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.engine.frames import ClientEvent, KvOrigin, ReceivedToken, pack_frames, unpack_tokens
-from pdserve.engine.scheduler import RequestEvent, RequestEventKind, RequestKey, TokenEvent
-from pdserve.engine.wire import WireError, source_from_proto
+from pdserve.engine.frames import KvOrigin, ReceivedToken, pack_frames, unpack_tokens
+from pdserve.engine.scheduler import (
+    ClientEvent,
+    PromptLogprobsEvent,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    TokenEvent,
+)
+from pdserve.engine.wire import WireError, logprobs_from_proto, source_from_proto
 from pdserve.proto.v1 import worker_pb2
 
 NONE = worker_pb2.FINISH_REASON_NONE
@@ -63,6 +70,18 @@ def test_request_events_carry_the_source_of_a_parked_prompt() -> None:
     )
     assert (failed.kind, failed.message) == (worker_pb2.RequestEvent.FAILED, "out of luck")
     assert not failed.HasField("source")
+
+
+def test_prompt_logprobs_go_to_their_session_in_order() -> None:
+    entries = [TokenLogprobs(-0.5, ((7, -0.25), (9, -0.5))), TokenLogprobs(-1.5, ())]
+    events: list[ClientEvent] = [
+        PromptLogprobsEvent(RequestKey(4, 11, 1), 1, entries),
+        PromptLogprobsEvent(RequestKey(5, 12, 0), 1, []),
+        PromptLogprobsEvent(RequestKey(4, 11, 1), 3, entries[1:]),
+    ]
+    first, second = pack_frames(events, ORIGIN)[4].prompt_logprobs
+    assert (first.request_id, first.attempt, first.first_position, second.first_position) == (11, 1, 1, 3)
+    assert [logprobs_from_proto(entry) for entry in (*first.entries, *second.entries)] == [*entries, entries[1]]
 
 
 def test_event_kinds_have_the_values_of_the_wire() -> None:

@@ -16,12 +16,13 @@ def a_sequence(
     max_tokens: int = 8,
     block_size: int = 4,
     cache_salt: bytes = b"",
+    sampling: SamplingParams | None = None,
 ) -> Sequence:
     request = GenerationRequest(
         request_id=0,
         prompt_tokens=prompt,
         emitted_tokens=emitted,
-        sampling=SamplingParams(max_tokens=max_tokens),
+        sampling=sampling or SamplingParams(max_tokens=max_tokens),
         cache_salt=cache_salt,
     )
     return Sequence(
@@ -41,6 +42,14 @@ def test_a_replay_goes_on_after_the_emitted_tokens() -> None:
     sequence = a_sequence((1, 2, 3), (4, 5))
     assert sequence.tokens == [1, 2, 3, 4, 5]
     assert sequence.num_answered == 2
+
+
+def test_prompt_logprobs_are_wanted_until_a_token_is_answered() -> None:
+    sampling = SamplingParams(max_tokens=8, num_prompt_logprobs=0)
+    fresh, answering = a_sequence(sampling=sampling), a_sequence(sampling=sampling)
+    answering.append(5)
+    others = [fresh, answering, a_sequence(emitted=(4,), sampling=sampling), a_sequence()]
+    assert [sequence.wants_prompt_logprobs for sequence in others] == [True, False, False, False]
 
 
 def test_the_limit_counts_all_attempts() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.frames import ClientEvent, KvOrigin
+from pdserve.engine.frames import KvOrigin
 from pdserve.engine.inbox import (
     AddRequest,
     CancelRequest,
@@ -26,7 +26,7 @@ from pdserve.engine.inbox import (
     StartDrain,
 )
 from pdserve.engine.loop import StepReport
-from pdserve.engine.scheduler import RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.engine.scheduler import ClientEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.engine.service import ServiceSettings, WorkerService
 from pdserve.engine.sessions import Session
 from pdserve.engine.wire import request_to_proto

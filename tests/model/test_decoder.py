@@ -41,7 +41,10 @@ class PagedDecoder:
             block_size=BLOCK_SIZE,
         )
         tokens_T = torch.tensor([token for tokens, _, _ in rows for token in tokens])
-        return self.model.forward(tokens_T, self.pool, metadata, torch.arange(len(tokens_T)))
+        return self.some_logits(tokens_T, metadata, torch.arange(len(tokens_T)))
+
+    def some_logits(self, tokens_T: torch.Tensor, metadata: AttentionMetadata, wanted_B: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(self.model.forward(tokens_T, self.pool, metadata, wanted_B))
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor, relative: float = 1e-4) -> None:
@@ -115,8 +118,8 @@ def test_only_rows_that_sample_reach_the_output_projection(plain: Path) -> None:
     every = decoder.logits((TOKENS, 0, TABLE))
     metadata = AttentionMetadata.build([100], [0], [TABLE], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     tokens_T = torch.tensor(TOKENS)
-    assert_close(decoder.model.forward(tokens_T, decoder.pool, metadata, torch.tensor([99, 3])), every[[99, 3]])
-    none = decoder.model.forward(tokens_T, decoder.pool, metadata, torch.tensor([], dtype=torch.int64))
+    assert_close(decoder.some_logits(tokens_T, metadata, torch.tensor([99, 3])), every[[99, 3]])
+    none = decoder.some_logits(tokens_T, metadata, torch.tensor([], dtype=torch.int64))
     assert none.shape == (0, 211)
 
 

@@ -156,6 +156,13 @@ def test_a_row_with_several_choices_samples_each() -> None:
     assert {sampled.logprobs for sampled in (first, *output.forks[1])} == {TokenLogprobs(0.0, ())}
 
 
+def test_prompt_tokens_are_certain() -> None:
+    asking = row(PROMPT, sampling=None)
+    asking.prompt_targets = PROMPT[1:]
+    output = Engine().executor.submit(StepBatch(step_id=0, rows=[row([4], table=[40]), asking])).result()
+    assert output.prompt_logprobs == {1: [TokenLogprobs(0.0, ())] * (len(PROMPT) - 1)}
+
+
 def test_banned_tokens_give_way_to_others() -> None:
     engine = Engine()
     unbanned = engine.prefill(PROMPT)

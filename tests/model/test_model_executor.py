@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
 from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
-from tests.model.checkpoints import reference_answer, write_checkpoint
+from tests.model.checkpoints import reference_answer, reference_logits, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
 NUM_BLOCKS, BLOCK_SIZE = 24, 8
@@ -180,6 +180,29 @@ def test_banned_tokens_are_not_sampled(folder: Path) -> None:
     banned = row(0, PROMPTS[0], 0)
     banned.banned_tokens = [best]
     assert token_of(run(executor, banned).sampled[0]) != best
+
+
+def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(folder: Path) -> None:
+    executor, table = make_executor(folder), list(range(NUM_BLOCKS - 2))[::-1]
+    prompt = [(7 * position + 3) % 211 for position in range(150)]
+    expected_TV = reference_logits(folder, prompt).log_softmax(dim=-1)
+    entries: list[TokenLogprobs] = []
+    for start, end in (0, 140), (140, 143), (143, 150):
+        chunk = row(0, prompt[start:end], start, sample=GREEDY if end == 150 else None)
+        chunk.block_table, chunk.prompt_targets, chunk.num_prompt_logprobs = table, prompt[start + 1 : end + 1], 3
+        other = row(1, PROMPTS[1], 0)
+        other.block_table = [22]
+        output = run(executor, other, chunk)
+        assert (list(output.prompt_logprobs), output.sampled[1] is not None) == ([1], end == 150)
+        entries += output.prompt_logprobs[1]
+    assert len(entries) == 149
+    for position, entry in enumerate(entries):
+        expected_V = expected_TV[position]
+        assert entry.logprob == pytest.approx(expected_V[prompt[position + 1]].item(), abs=1e-4)
+        assert [value for _, value in entry.top] == pytest.approx(expected_V.topk(3).values.tolist(), abs=1e-4)
+        assert [value for _, value in entry.top] == pytest.approx(
+            [expected_V[token].item() for token, _ in entry.top], abs=1e-4
+        )
 
 
 def test_a_batch_in_which_nothing_samples(folder: Path) -> None:

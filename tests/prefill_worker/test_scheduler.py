@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from pdserve.engine.scheduler import (
     Event,
     GrantEvent,
     OfferEvent,
+    PromptLogprobsEvent,
     RequestEvent,
     RequestEventKind,
     RequestKey,
@@ -105,6 +107,41 @@ def kinds(events: list[Event]) -> list[RequestEventKind]:
 def chunks(batch: StepBatch) -> list[tuple[int, int, int]]:
     """(sequence, first position, number of tokens) of each row."""
     return [(row.sequence_id, row.cached_length, row.num_new_tokens) for row in batch.rows]
+
+
+def test_prompt_logprobs_are_of_the_whole_prompt_and_come_before_token_0() -> None:
+    scheduler = a_scheduler(max_batch_tokens=4)
+    asking = replace(a_request(0, 10), sampling=SamplingParams(max_tokens=8, num_prompt_logprobs=2))
+    add(scheduler, asking)
+    for _ in range(3):
+        batch = step(scheduler)
+        [row] = batch.rows
+        assert row.num_prompt_logprobs == 2
+        logprobs = {0: [TokenLogprobs(float(-token), ()) for token in row.prompt_targets]}
+        sampled = [SampledToken(50, None) if row.sample else None]
+        output = StepOutput(step_id=batch.step_id, sampled=sampled, prompt_logprobs=logprobs, duration_s=0.0)
+        scheduler.complete(output, 0.0)
+    events = scheduler.take_events()
+    told = only(events, PromptLogprobsEvent)
+    assert [event.first_position for event in told] == [1, 5, 9]
+    assert [-entry.logprob for event in told for entry in event.entries] == list(asking.prompt_tokens[1:])
+    assert max(map(events.index, told)) < events.index(only(events, TokenEvent)[0])
+
+
+def test_a_prompt_whose_logprobs_are_wanted_is_written_to_the_prefix_cache_and_not_read_from_it() -> None:
+    scheduler = a_scheduler(BlockPool(32, BLOCK_SIZE))
+    plain = a_request(0, 10)
+    asking = replace(plain, request_id=1, sampling=SamplingParams(max_tokens=8, num_prompt_logprobs=0))
+    add(scheduler, asking)
+    batch = step(scheduler)
+    logprobs = {0: [TokenLogprobs(0.0, ())] * 9}
+    sampled: list[SampledToken | None] = [SampledToken(50, None)]
+    scheduler.complete(StepOutput(step_id=0, sampled=sampled, prompt_logprobs=logprobs, duration_s=0.0), 0.0)
+    add(scheduler, plain)
+    cached = step(scheduler)
+    answer(scheduler, cached)
+    add(scheduler, replace(asking, request_id=2))
+    assert [chunks(batch), chunks(cached), chunks(step(scheduler))] == [[(0, 0, 10)], [(1, 8, 2)], [(2, 0, 10)]]
 
 
 def test_a_prompt_is_computed_in_chunks_and_only_the_last_one_samples() -> None:
