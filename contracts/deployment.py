@@ -44,6 +44,9 @@ class PhaseConfig:
     pipeline_parallel: int = 1
     kv_memory: str = "auto"
     """``auto``, or bytes with a unit: ``512MiB``, ``8GiB``."""
+    swap_memory: str | int = "auto"
+    """Host memory for the KV of preempted sequences: ``auto``, 0, or bytes with a unit. ``auto`` is a quarter of what
+    the KV pool takes. Prefill workers preempt nothing."""
     max_batch_tokens: int = 2048
     """New tokens in one step, at most: the chunk budget of prefill."""
     max_batch_size: int = 256

@@ -85,6 +85,8 @@ WAITING = Metric("gauge", "pdserve_waiting_sequences", "Sequences waiting for bl
 PARKED = Metric("gauge", "pdserve_parked_sequences", "Prefilled prompts waiting to be pulled.", ("worker", "role"))
 KV_BLOCKS = Metric("gauge", "pdserve_kv_blocks", "KV blocks by state.", ("worker", "role", "state"))
 PREEMPTIONS = Metric("counter", "pdserve_preemptions", "Sequences preempted for blocks.", ("worker", "role"))
+SWAP_OUTS = Metric("counter", "pdserve_swap_outs", "Preempted sequences copied to the host.", ("worker", "role"))
+SWAP_INS = Metric("counter", "pdserve_swap_ins", "Preempted sequences copied back.", ("worker", "role"))
 TRANSFER_SECONDS = Metric(
     "histogram", "pdserve_kv_transfer_seconds", "Pulls, from request to verified.", ("transport",), TTFT_BUCKETS_S
 )

@@ -33,6 +33,8 @@ class WorkerConfig:
     """0 sizes the pool from ``kv_memory_bytes``."""
     kv_memory_bytes: int = 0
     """0 takes an automatic share of free memory."""
+    swap_memory_bytes: int | None = None
+    """Host memory for the KV of preempted sequences; ``None`` takes a share of the pool's size."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     transport: str = "auto"

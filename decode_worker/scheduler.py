@@ -7,8 +7,9 @@ elsewhere, pulled) or by `add` (computed here, by the `PrefillScheduler` inside)
 Admission counts future need: a sequence starts when the blocks that it and all running ones are expected to need before
 they end (`Sequence.num_blocks_expected`) fit the pool together. Alone it always fits, or it was rejected on arrival.
 
-When a running sequence needs a block and there is none, the one that arrived last is preempted and recomputed later,
-ahead of new work; if that is the needy one itself, it waits instead. So the oldest is never preempted, and something
+When a running sequence needs a block and there is none, the one that arrived last is preempted: its KV is swapped to
+host memory where that is cheaper (`pdserve.decode_worker.swapping`), or recomputed later. It comes back ahead of new
+work. If the last arrival is the needy one itself, it waits instead. So the oldest is never preempted, and something
 always advances.
 """
 
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
+from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduler import Event, PullResult, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_table import PlannedStep
@@ -31,6 +33,20 @@ from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillSche
 DEFAULT_PULL_TIMEOUT_S = 60.0
 
 _ARRIVAL = attrgetter("sequence_id")
+
+
+@dataclass(slots=True)
+class _Room:
+    """What a step's new work may take."""
+
+    num_places: int
+    """Sequences that may start to hold blocks."""
+    num_spare_blocks: int
+    """Blocks that they may be expected to need in all."""
+
+    def take(self, num_blocks: int) -> None:
+        self.num_places -= 1
+        self.num_spare_blocks -= num_blocks
 
 
 class DecodeScheduler:
@@ -46,6 +62,7 @@ class DecodeScheduler:
         max_batch_size: int,
         park_timeout_s: float = DEFAULT_PARK_TIMEOUT_S,
         pull_timeout_s: float = DEFAULT_PULL_TIMEOUT_S,
+        swap_space: SwapSpace = NO_SWAP_SPACE,
     ) -> None:
         """
         Args:
@@ -55,6 +72,7 @@ class DecodeScheduler:
                 it is one less than that, so that running sequences leave a token to prefill.
             park_timeout_s: a parked prompt that nobody pulls is freed after this long.
             pull_timeout_s: a pull is given up after this long.
+            swap_space: the host memory that preempted sequences may be swapped to; by default none.
 
         Raises:
             ValueError: a limit is below 1.
@@ -70,6 +88,7 @@ class DecodeScheduler:
         self._pool = pool
         self._table = self._prefill.table
         self._reservations = Reservations(self._table, pull_timeout_s=pull_timeout_s)
+        self._swapping = Swapping(self._table, swap_space)
         self._running: list[Sequence] = []
         """In order of arrival."""
         self._max_batch_tokens = max_batch_tokens
@@ -96,14 +115,18 @@ class DecodeScheduler:
     def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
         self._remove_running(sequence)
         self._reservations.drop(sequence)
+        self._swapping.drop(sequence)
         self._prefill.drop(sequence)
         self._table.emit(sequence, kind, message)
         self._table.close(sequence)
 
-    def _remove_running(self, sequence: Sequence) -> None:
+    def _remove_running(self, sequence: Sequence) -> bool:
+        """Returns whether it was running."""
         index = bisect_left(self._running, sequence.sequence_id, key=_ARRIVAL)
-        if index < len(self._running) and self._running[index] is sequence:
+        is_running = index < len(self._running) and self._running[index] is sequence
+        if is_running:
             del self._running[index]
+        return is_running
 
     # Planning
 
@@ -115,9 +138,12 @@ class DecodeScheduler:
             return None
         step = self._table.begin_step()
         self._plan_decode(step)
-        if self._reservations.num_waiting or not self._prefill.is_idle:
+        if self._has_waiting_work():
             self._plan_new_work(step, now_s)
         return self._table.commit(step)
+
+    def _has_waiting_work(self) -> bool:
+        return bool(self._reservations.num_waiting or self._swapping.num_waiting or not self._prefill.is_idle)
 
     def _plan_decode(self, step: PlannedStep) -> None:
         """A row for every running sequence that has a token left to generate and a block to write to."""
@@ -126,10 +152,10 @@ class DecodeScheduler:
         for sequence in self._running:
             if len(sequence.tokens) + sequence.num_pending >= sequence.max_length:
                 continue
-            if sequence.num_computed < len(sequence.block_table) * block_size or self._grow(sequence):
+            if sequence.num_computed < len(sequence.block_table) * block_size or self._grow(step, sequence):
                 step.add_decode(sequence)
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, step: PlannedStep, sequence: Sequence) -> bool:
         """Get the sequence one more block, by preempting the last arrivals if need be; ``False`` if it has to wait."""
         while not self._pool.can_allocate(1):
             if self._table.num_retiring:
@@ -137,7 +163,7 @@ class DecodeScheduler:
             victim = self._latest()
             if victim is sequence:
                 return False
-            self._preempt(victim)
+            self._preempt(step, victim)
         sequence.block_table += self._pool.allocate(1)
         return True
 
@@ -148,43 +174,56 @@ class DecodeScheduler:
     def _local_prefills(self) -> Iterator[Sequence]:
         return (sequence for sequence in self._prefill.admitted if not sequence.is_handoff)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, step: PlannedStep, sequence: Sequence) -> None:
         self._num_preemptions += 1
-        self._remove_running(sequence)
+        is_running = self._remove_running(sequence)
         self._prefill.drop(sequence)
         if sequence.state is not RequestState.PREEMPTED:
             self._table.emit(sequence, RequestEventKind.PREEMPTED)
         sequence.state = RequestState.PREEMPTED
+        if is_running and self._swapping.can_swap_out(sequence):
+            self._swapping.swap_out(step, sequence)
+        else:
+            self._prefill.recompute(sequence)
         self._table.retire(sequence)
-        self._prefill.recompute(sequence)
 
     def _plan_new_work(self, step: PlannedStep, now_s: float) -> None:
-        """Reservations and prefill, which compete for blocks and places: a preempted sequence goes first, and else of
-        the two first in line the older one, once it was held up."""
+        """Swapped sequences, reservations and prefill, which compete for blocks and places: a preempted sequence goes
+        first, and else of the first reservation and the first prompt the older one, once it was held up."""
         local, reserving = self._prefill.first_waiting(), self._reservations.first_waiting()
-        num_places = num_spare = 0
-        if local is not None or reserving is not None:
-            num_places = self._max_batch_size - sum(1 for _ in self._holders())
-            num_spare = self._num_spare_blocks() if num_places > 0 else 0
-        while num_places > 0 and reserving is not None and not self._must_wait(reserving, local):
-            num_taken = self._reservations.reserve(spare_blocks=num_spare, now_s=now_s)
+        room = _Room(0, 0)
+        if local is not None or reserving is not None or self._swapping.num_waiting:
+            room = self._room()
+        self._resume_swapped(step, room)
+        while room.num_places > 0 and reserving is not None and not self._must_wait(reserving, local):
+            num_taken = self._reservations.reserve(spare_blocks=room.num_spare_blocks, now_s=now_s)
             if num_taken is None:
                 break
-            num_places -= 1
-            num_spare -= num_taken
+            room.take(num_taken)
             reserving = self._reservations.first_waiting()
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
-            num_places = 0
+            room.num_places = 0
         self._prefill.plan_chunks(
             step,
             max_tokens=self._max_batch_tokens - len(step.sequences),
-            max_admissions=num_places,
-            spare_blocks=num_spare,
+            max_admissions=room.num_places,
+            spare_blocks=room.num_spare_blocks,
             now_s=now_s,
         )
         for sequence in self._prefill.take_ready():
             if sequence.state is RequestState.PREEMPTED:
                 self._table.emit(sequence, RequestEventKind.RESUMED)
+            self._join(sequence)
+
+    def _resume_swapped(self, step: PlannedStep, room: _Room) -> None:
+        """Those whose KV is on the host decode again, as far as they fit; while one does not, nobody overtakes it."""
+        while room.num_places > 0 and (sequence := self._swapping.first_waiting()) is not None:
+            num_taken = self._swapping.resume(step, spare_blocks=room.num_spare_blocks)
+            if num_taken is None:
+                room.num_places = 0
+                return
+            room.take(num_taken)
+            self._table.emit(sequence, RequestEventKind.RESUMED)
             self._join(sequence)
 
     def _must_wait(self, reserving: Sequence, local: Sequence | None) -> bool:
@@ -197,12 +236,12 @@ class DecodeScheduler:
         is_hungry = self._prefill.is_held_up or local.state is RequestState.PREEMPTED
         return is_hungry and _is_ahead(local, reserving)
 
-    def _num_spare_blocks(self) -> int:
-        """Blocks that are available and that no sequence in `_holders` is expected to need."""
-        num_spare = self._pool.num_available
+    def _room(self) -> _Room:
+        """Free places, and available blocks that no sequence in `_holders` is expected to need."""
+        room = _Room(self._max_batch_size, self._pool.num_available)
         for sequence in self._holders():
-            num_spare -= max(0, sequence.num_blocks_expected() - len(sequence.block_table))
-        return num_spare
+            room.take(max(0, sequence.num_blocks_expected() - len(sequence.block_table)))
+        return room
 
     def _holders(self) -> Iterator[Sequence]:
         """Sequences that hold blocks and decode, now or soon."""
@@ -218,11 +257,13 @@ class DecodeScheduler:
 
     def complete(self, output: StepOutput, now_s: float) -> None:
         self._prefill.complete(output, now_s)
+        self._swapping.step_ended(output.step_id)
         self._running = [sequence for sequence in self._running if not sequence.is_over]
 
     def fail_step(self, step_id: int, message: str, now_s: float) -> None:
         for sequence in self._table.fail_step(step_id):
             self._end(sequence, RequestEventKind.FAILED, message)
+        self._swapping.step_ended(step_id)
 
     # Transfers
 
@@ -268,16 +309,27 @@ class DecodeScheduler:
         return replace(
             load,
             num_running=load.num_running + len(self._running),
-            num_waiting=load.num_waiting + self._reservations.num_waiting,
+            num_waiting=load.num_waiting + self._reservations.num_waiting + self._swapping.num_waiting,
             num_context_tokens=load.num_context_tokens + sum(sequence.num_computed for sequence in self._running),
             num_preemptions=self._num_preemptions,
+            num_swap_outs=self._swapping.num_swap_outs,
+            num_swap_ins=self._swapping.num_swap_ins,
+            num_swap_slots_used=self._swapping.num_slots_used,
         )
+
+    def check_integrity(self) -> None:
+        """Recount the pool's blocks and the host's slots.
+
+        Raises:
+            AssertionError: names the invariant that does not hold.
+        """
+        self._pool.check_integrity()
+        self._swapping.check_integrity()
 
     # Simulation
 
     def quiet_steps(self) -> int:
-        is_busy = self._reservations.num_waiting or not self._prefill.is_idle or self._table.has_steps_in_flight
-        if is_busy or not self._running:
+        if self._has_waiting_work() or self._table.has_steps_in_flight or not self._running:
             return 0
         num_steps = min(sequence.max_length - len(sequence.tokens) for sequence in self._running) - 1
         # The first number of steps that lacks blocks; one before it does not.

@@ -21,7 +21,12 @@ from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 PHASES = ("prefill", "decode", "mixed")
 MAX_REPLICAS = 64
 _BYTE_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_TYPE_NAMES = {str: "text", int: "a whole number", float: "a number"}
+_TYPE_NAMES: dict[object, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    str | int: "auto, 0, or bytes with a unit, such as 4GiB",
+}
 
 
 class ConfigError(ValueError):
@@ -82,6 +87,13 @@ def kv_memory_bytes(phase: PhaseConfig) -> int:
     return 0 if phase.kv_memory == "auto" else parse_bytes(phase.kv_memory)
 
 
+def swap_memory_bytes(phase: PhaseConfig) -> int | None:
+    """Bytes of host memory that each worker of ``phase`` may swap KV to; ``None`` for ``auto``."""
+    if phase.swap_memory == "auto":
+        return None
+    return parse_bytes(str(phase.swap_memory)) if phase.swap_memory not in (0, "0") else 0
+
+
 def check_deployment(config: DeploymentConfig) -> None:
     """Check every value's range and how they fit together. Call it again after overrides.
 
@@ -122,6 +134,12 @@ def _check_phase(name: str, phase: PhaseConfig) -> None:
         kv_memory_bytes(phase)
     except ConfigError as error:
         raise ConfigError(f"{name}.kv_memory: {error}, or auto") from error
+    try:
+        swap_bytes = swap_memory_bytes(phase)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.swap_memory: {error}, auto or 0") from error
+    if name == "prefill" and swap_bytes:
+        raise ConfigError(f"prefill.swap_memory is {phase.swap_memory}; prefill workers preempt nothing: leave it out")
     for resource, amount in phase.resources.items():
         _positive(f"{name}.resources.{resource}", amount)
 

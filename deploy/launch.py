@@ -9,7 +9,7 @@ from pathlib import Path
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.actor import DecodeWorker
-from pdserve.deploy.config import kv_memory_bytes
+from pdserve.deploy.config import kv_memory_bytes, swap_memory_bytes
 from pdserve.deploy.cores import CoreSplit
 from pdserve.prefill_worker.actor import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig
@@ -69,6 +69,7 @@ def worker_configs(
                 max_model_len=model.max_model_len,
                 block_size=model.block_size,
                 kv_memory_bytes=kv_memory_bytes(phase),
+                swap_memory_bytes=swap_memory_bytes(phase),
                 max_batch_tokens=phase.max_batch_tokens,
                 max_batch_size=phase.max_batch_size,
                 transport=launch.config.kv_transfer.transport,

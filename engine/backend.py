@@ -7,6 +7,7 @@ the rest of the configuration was found good; nothing heavy is allocated before 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,7 +16,13 @@ from pathlib import Path
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.pool_size import AUTO_MEMORY_SHARE, check_pool_fits, memory_beside_weights, num_kv_blocks
+from pdserve.engine.pool_size import (
+    AUTO_MEMORY_SHARE,
+    check_pool_fits,
+    memory_beside_weights,
+    num_kv_blocks,
+    num_swap_slots,
+)
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
@@ -31,6 +38,8 @@ class Backend:
     limits: ModelLimits
     layout: KvLayout
     cost: CostModel
+    num_swap_slots: int
+    """Host slots for KV blocks of preempted sequences."""
     build_executor: Callable[[PoolMemory], Executor]
     emulated_pull_s: Callable[[int], float] | None = None
     """Seconds that pulling this many blocks lasts at least; ``None`` when nothing is emulated."""
@@ -60,14 +69,17 @@ def _model_backend(config: WorkerConfig) -> Backend:
     block_bytes = cost.kv_bytes_per_token * config.block_size
     num_blocks = num_kv_blocks(config, limits, block_bytes, int(spare_bytes * AUTO_MEMORY_SHARE))
     check_pool_fits(num_blocks * block_bytes, spare_bytes)
+    num_slots = num_swap_slots(config, num_blocks, block_bytes, spare_bytes - num_blocks * block_bytes)
     layout = model.kv_layout(num_blocks, config.block_size, config.dtype, content_hash)
 
     def build_executor(memory: PoolMemory) -> Executor:
         torch.set_num_threads(_num_threads(config))
         pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, getattr(torch, layout.dtype))
-        return ModelExecutor(folder=folder, config=model, layout=layout, pool=pool, dtype=config.dtype)
+        return ModelExecutor(
+            folder=folder, config=model, layout=layout, pool=pool, dtype=config.dtype, num_swap_slots=num_slots
+        )
 
-    return Backend(limits=limits, layout=layout, cost=cost, build_executor=build_executor)
+    return Backend(limits=limits, layout=layout, cost=cost, num_swap_slots=num_slots, build_executor=build_executor)
 
 
 def _emulated_backend(config: WorkerConfig) -> Backend:
@@ -92,6 +104,9 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         model_hash=f"emulated-{blake2b(repr(model).encode(), digest_size=16).hexdigest()}",
     )
 
+    # The emulated host has what is asked of it.
+    num_slots = num_swap_slots(config, layout.num_blocks, block_bytes, sys.maxsize)
+
     def build_executor(memory: PoolMemory) -> Executor:
         return EmulatedExecutor(
             layout=layout,
@@ -100,6 +115,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
             eos_token_ids=limits.eos_token_ids,
             cost=cost,
             time_scale=config.time_scale,
+            num_swap_slots=num_slots,
             # Against the clock the host's time belongs to the steps; the last cached token is checked all the same.
             check_context=config.time_scale == 0,
         )
@@ -108,7 +124,12 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         return config.time_scale * cost.transfer_s(num_blocks * config.block_size, same_host=True)
 
     return Backend(
-        limits=limits, layout=layout, cost=cost, build_executor=build_executor, emulated_pull_s=emulated_pull_s
+        limits=limits,
+        layout=layout,
+        cost=cost,
+        num_swap_slots=num_slots,
+        build_executor=build_executor,
+        emulated_pull_s=emulated_pull_s,
     )
 
 

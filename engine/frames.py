@@ -138,4 +138,7 @@ def load_to_proto(load: SchedulerLoad) -> worker_pb2.Load:
         num_waiting_tokens=load.num_waiting_tokens,
         num_context_tokens=load.num_context_tokens,
         num_preemptions=load.num_preemptions,
+        num_swap_outs=load.num_swap_outs,
+        num_swap_ins=load.num_swap_ins,
+        num_swap_slots_used=load.num_swap_slots_used,
     )

@@ -1,16 +1,20 @@
-"""How many KV blocks a worker has: as told, or a share of the memory that is free beside the weights.
+"""How many KV blocks a worker has, and host slots for preempted ones: as told, or a share of what there is.
 
 Called once when a worker starts. Never allocates.
 """
 
 from __future__ import annotations
 
-from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
 
 AUTO_MEMORY_SHARE = 0.1
 """Share of the host's available memory, less the weights, that an automatic pool takes: several workers size theirs at
 the same moment, and the pages of a pool are taken from the host only as they are first written."""
+
+AUTO_SWAP_SHARE = 0.25
+"""Host slots for each block of the pool, unless told: preemption is the exception, and only the answers that outgrew
+their expected length are swapped."""
 
 
 def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:
@@ -55,3 +59,27 @@ def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:
         raise ValueError(
             f"the KV pool needs {pool_bytes} bytes and {spare_bytes} are available beside the weights: lower kv_memory"
         )
+
+
+def num_swap_slots(config: WorkerConfig, num_blocks: int, block_bytes: int, spare_bytes: int) -> int:
+    """Host slots for blocks of preempted sequences: from ``swap_memory_bytes``, else automatic.
+
+    Args:
+        num_blocks: of the pool.
+        spare_bytes: host memory beside weights and pool.
+
+    Raises:
+        ValueError: what was told holds no block, or does not fit.
+    """
+    if config.role is WorkerRole.PREFILL:
+        return 0
+    swap_bytes = config.swap_memory_bytes
+    if swap_bytes is None:
+        return min(int(num_blocks * AUTO_SWAP_SHARE), max(0, spare_bytes) // block_bytes)
+    if 0 < swap_bytes < block_bytes:
+        raise ValueError(f"swap_memory of {swap_bytes} bytes holds no KV block of {block_bytes}: raise it, or write 0")
+    if swap_bytes > spare_bytes:
+        raise ValueError(
+            f"swap_memory needs {swap_bytes} bytes and {spare_bytes} are available beside weights and KV pool: lower it"
+        )
+    return swap_bytes // block_bytes

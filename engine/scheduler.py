@@ -179,6 +179,11 @@ class SchedulerLoad:
     num_waiting_tokens: int = 0
     num_context_tokens: int = 0
     num_preemptions: int = 0
+    num_swap_outs: int = 0
+    """Preempted sequences whose KV was copied to the host."""
+    num_swap_ins: int = 0
+    """Of those, whose KV was copied back."""
+    num_swap_slots_used: int = 0
 
 
 class Scheduler(Protocol):

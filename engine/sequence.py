@@ -43,7 +43,7 @@ class Sequence:
     is_over: bool = False
     """The request is over here; results of its planned rows are ignored."""
     is_retiring: bool = False
-    """Its blocks go back as soon as nothing in flight writes to them."""
+    """Its blocks go back as soon as nothing in flight needs them."""
     is_pulling: bool = False
     """A transfer writes to its blocks."""
     handle: bytes = b""
@@ -60,7 +60,7 @@ class Sequence:
     num_registered_blocks: int = field(init=False, default=0)
     """Leading blocks whose content the prefix cache was told."""
     num_in_flight: int = field(init=False, default=0)
-    """Planned, not completed steps with a row of this sequence."""
+    """Planned, not completed steps with a row of this sequence or copies of its blocks."""
     num_pending: int = field(init=False, default=0)
     last_row: int = field(init=False, default=-1)
     """Its row in the step it was planned in last."""
@@ -89,7 +89,7 @@ class Sequence:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing in flight writes to its blocks."""
+        """Whether nothing in flight writes or copies its blocks."""
         return not self.num_in_flight and not self.is_pulling
 
     @property

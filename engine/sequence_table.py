@@ -4,7 +4,8 @@ What every phase's scheduler does alike: open and close sequences, build the row
 late, apply the stop rules, tell the prefix cache of complete blocks. Which sequence runs is the schedulers' business.
 
 The rule of retiring blocks: a sequence that is over, or preempted, keeps its blocks until no planned step and no pull
-writes to them, because both write whether or not anybody still wants the result.
+writes to them, because both write whether or not anybody still wants the result; and until no planned step copies them
+to the host, because a pull into their next owner would not wait for that step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason, GenerationRequest
-from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.contracts.step import BlockCopy, ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
 from pdserve.engine.scheduler import Event, PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_queue import SequenceQueue
@@ -27,6 +28,7 @@ class PlannedStep:
 
     batch: StepBatch
     sequences: list[Sequence] = field(default_factory=list)
+    swapped_out: list[Sequence] = field(default_factory=list)
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """A row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""
@@ -69,6 +71,19 @@ class PlannedStep:
             )
         )
         self._account(sequence, start + 1, True)
+
+    def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
+        """Copy the sequence's leading blocks to host slots, as they are when the steps before have run."""
+        self.batch.swap_outs += map(BlockCopy, sequence.block_table, slots)
+        sequence.num_in_flight += 1
+        self.swapped_out.append(sequence)
+
+    def add_swap_in(self, sequence: Sequence, slots: list[int], num_skipped: int) -> None:
+        """Copy host slots back to the sequence's blocks, all but the first ``num_skipped``; then decode."""
+        blocks = sequence.block_table[num_skipped : len(slots)]
+        self.batch.swap_ins += map(BlockCopy, slots[num_skipped:], blocks)
+        sequence.num_computed = len(sequence.tokens) - 1
+        self.add_decode(sequence)
 
     def _account(self, sequence: Sequence, num_computed: int, samples: bool) -> None:
         sequence.num_computed = num_computed
@@ -222,8 +237,8 @@ class SequenceTable:
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
 
     def commit(self, step: PlannedStep) -> StepBatch | None:
-        """The step is decided; ``None`` if it has no row."""
-        if not step.sequences:
+        """The step is decided; ``None`` if it has neither rows nor copies."""
+        if not step.sequences and not step.swapped_out:
             return None
         self._num_steps += 1
         self._steps.append(step)
@@ -254,6 +269,9 @@ class SequenceTable:
             if finish or sequence.handle:
                 results.append(RowResult(sequence, sampled, finish))
             self.settle(sequence)
+        for sequence in step.swapped_out:
+            self._leave_step(sequence)
+            self.settle(sequence)
         return results
 
     def _take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
@@ -264,15 +282,16 @@ class SequenceTable:
         return finish
 
     def fail_step(self, step_id: int) -> list[Sequence]:
-        """A step raised: returns the live sequences that it computed, for their scheduler to close. The prefix cache
-        forgets their blocks."""
+        """A step raised: returns the live sequences that it computed or copied, for their scheduler to close. The
+        prefix cache forgets their blocks."""
         step = self._take_step(step_id)
         self.must_drain = bool(self._steps)
-        for sequence in step.sequences:
+        sequences = step.sequences + step.swapped_out
+        for sequence in sequences:
             if not sequence.is_over:
                 self.pool.forget(sequence.block_table)
             self._leave_step(sequence)
-        return [sequence for sequence in step.sequences if not sequence.is_over]
+        return [sequence for sequence in sequences if not sequence.is_over]
 
     def _take_step(self, step_id: int) -> PlannedStep:
         step = self._steps.popleft()

@@ -16,6 +16,8 @@ class Prediction(NamedTuple):
     has_prefill: bool
     predicted_s: float
     """Before correction."""
+    has_copies: bool = False
+    """Its duration says little of the time that rows take."""
 
 
 class StepTimes:
@@ -27,16 +29,21 @@ class StepTimes:
     def predict(self, batch: StepBatch) -> Prediction:
         """What the cost model says of a step that is about to be submitted."""
         num_rows = len(batch.rows)
+        has_copies = bool(batch.swap_outs or batch.swap_ins or batch.block_copies)
         if batch.num_new_tokens == num_rows:
-            return Prediction(False, self._cost.decode_s(num_rows, sum(row.cached_length for row in batch.rows)))
-        return Prediction(True, self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows))
+            predicted_s = self._cost.decode_s(num_rows, sum(row.cached_length for row in batch.rows))
+            return Prediction(False, predicted_s, has_copies)
+        predicted_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
+        return Prediction(True, predicted_s, has_copies)
 
     def corrected_s(self, prediction: Prediction) -> float:
         """How long the step is expected to take, by what was observed so far."""
         return prediction.predicted_s * self._correction(prediction).factor
 
     def observe(self, prediction: Prediction, duration_s: float) -> None:
-        """Take the duration of the step that was predicted."""
+        """Take the duration of the step that was predicted, if it is that of rows alone."""
+        if prediction.has_copies:
+            return
         self._correction(prediction).observe(prediction.predicted_s, duration_s)
 
     def add_to(self, load: worker_pb2.Load) -> None:

@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from typing import Protocol, cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
-from pdserve.contracts.step import ModelLimits
 from pdserve.engine.backend import Backend, choose_backend
 from pdserve.engine.frames import KvOrigin
 from pdserve.engine.inbox import Inbox, PartDied, StartDrain, StopLoop, TransferSaid
@@ -40,7 +39,7 @@ _log = logging.getLogger(__name__)
 class SchedulerFactory(Protocol):
     """Builds the scheduler of a phase over a worker's pool."""
 
-    def __call__(self, *, pool: BlockPool, limits: ModelLimits, config: WorkerConfig) -> Scheduler: ...
+    def __call__(self, *, pool: BlockPool, backend: Backend, config: WorkerConfig) -> Scheduler: ...
 
 
 def end_process() -> None:
@@ -142,7 +141,7 @@ class EngineWorker:
             self._service_settings(backend, transfer.address), self._inbox, is_healthy=self.is_healthy
         )
         loop = StepLoop(
-            scheduler=self._scheduler_factory(pool=pool, limits=backend.limits, config=config),
+            scheduler=self._scheduler_factory(pool=pool, backend=backend, config=config),
             pool=pool,
             executor=executor,
             inbox=self._inbox,

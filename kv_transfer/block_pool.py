@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, MutableSequence, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 
@@ -101,6 +102,10 @@ class BlockPool:
     def num_unreferenced(self, block_ids: Iterable[int]) -> int:
         """How many of ``block_ids`` are cached now: sharing them makes as many fewer available."""
         return sum(1 for block in block_ids if not self._num_references[block])
+
+    def num_leading_shared(self, block_ids: Iterable[int]) -> int:
+        """How many of ``block_ids``, from the first on, more than one sequence references."""
+        return sum(1 for _ in takewhile(lambda block: self._num_references[block] > 1, block_ids))
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more reference to blocks that are referenced or cached."""

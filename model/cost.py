@@ -99,6 +99,10 @@ class CostModel:
         bandwidth = self.hardware.link_bandwidth if same_host else self.hardware.network_bandwidth
         return num_tokens * self._rank_kv_bytes / bandwidth
 
+    def swap_s(self, num_tokens: int) -> float:
+        """Seconds to copy the KV of ``num_tokens`` tokens to the host or back, each rank's share in parallel."""
+        return num_tokens * self._rank_kv_bytes / self.hardware.host_bandwidth
+
     def max_kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
         """Blocks of ``block_size`` tokens that fit beside the weights in a share of each rank's memory.
 

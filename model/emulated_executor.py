@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow, TokenLogprobs
+from pdserve.model.block_copies import BlockCopier
 from pdserve.model.cost import CostModel
 from pdserve.model.hash_chain import (
     INVERSE_STRIDE,
@@ -48,6 +49,7 @@ class EmulatedExecutor:
         cost: predicts the duration of a step; needed where ``time_scale`` is not 0.
         time_scale: steps last this many times what ``cost`` says; 0 is instantaneous.
         pipeline_depth: 1 or 2.
+        num_swap_slots: host slots for blocks of preempted sequences.
         check_context: verify all cached tokens of every row at every step, rather than the last one only; emulation of
             large batches turns it off to save time.
 
@@ -66,6 +68,7 @@ class EmulatedExecutor:
         cost: CostModel | None = None,
         time_scale: float = 0.0,
         pipeline_depth: int = 2,
+        num_swap_slots: int = 0,
         check_context: bool = True,
     ) -> None:
         if (layout.num_kv_heads, layout.num_layers, layout.head_dim, layout.dtype) != (1, 1, 1, "uint64"):
@@ -75,6 +78,8 @@ class EmulatedExecutor:
         assert not self._states.readonly
         assert self._states.nbytes == layout.pool_bytes
         self._num_blocks, self._block_size = layout.num_blocks, layout.block_size
+        blocks = np.frombuffer(self._states, np.uint8).reshape(layout.num_blocks, layout.block_bytes)
+        self._copier = BlockCopier(blocks, num_swap_slots)
         self._vocabulary = HashVocabulary(vocab_size, eos_token_ids, eos_period)
         self._cost = cost
         self._time_scale = time_scale
@@ -91,6 +96,7 @@ class EmulatedExecutor:
         """Compute the step now; it begins when the one before ends, and its result is held back until its own end."""
         duration_s = self._duration_s(batch)
         self._free_at_s = max(time.monotonic(), self._free_at_s) + duration_s
+        self._copier.run(batch)
         try:
             sampled = self._compute(batch.rows)
         except RuntimeError as error:
@@ -112,12 +118,15 @@ class EmulatedExecutor:
 
     def close(self) -> None:
         """Let go of the pool."""
+        del self._copier  # a view of it
         self._states.release()
 
     def _duration_s(self, batch: StepBatch) -> float:
         if self._cost is None or self._time_scale == 0:
             return 0.0
-        return self._time_scale * self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
+        swap_s = self._cost.swap_s((len(batch.swap_outs) + len(batch.swap_ins)) * self._block_size)
+        step_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
+        return self._time_scale * (swap_s + step_s)
 
     def _compute(self, rows: Sequence[StepRow]) -> list[list[SampledToken]]:
         for row in rows:

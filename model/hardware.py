@@ -30,6 +30,8 @@ class Hardware:
     """Bytes per second, one direction, between two devices of a host."""
     network_bandwidth: float
     """Bytes per second, one direction, between devices of two hosts."""
+    host_bandwidth: float
+    """Bytes per second, one direction, between the device's memory and its host's."""
     step_overhead_s: float
     """Seconds of a step that no kernel accounts for: preparing inputs, sampling, reading results back."""
     layer_overhead_s: float
@@ -62,6 +64,7 @@ _H100_SXM = Hardware(
     memory_efficiency=0.90,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
+    host_bandwidth=64e9,
     step_overhead_s=300e-6,
     layer_overhead_s=15e-6,
     sources=MappingProxyType(
@@ -73,6 +76,7 @@ _H100_SXM = Hardware(
             "memory_efficiency": "published for streaming kernels by quack and FlashMLA",
             "link_bandwidth": "NVIDIA H100 datasheet: NVLink 900 GB/s, both directions together",
             "network_bandwidth": "DGX H100 user guide: one 400 Gb/s adapter per GPU",
+            "host_bandwidth": "NVIDIA H100 datasheet: PCIe Gen5 128 GB/s, both directions together",
             "step_overhead_s": "estimate, not measured",
             "layer_overhead_s": "estimate, not measured: about ten kernels of 1.5 us in a CUDA graph",
         }
@@ -95,6 +99,7 @@ def _cpu(num_cores: int) -> Hardware:
         memory_efficiency=1.0,
         link_bandwidth=9e9,
         network_bandwidth=1.25e9,
+        host_bandwidth=9e9,
         step_overhead_s=500e-6,
         layer_overhead_s=300e-6,
         sources=MappingProxyType(
@@ -106,6 +111,7 @@ def _cpu(num_cores: int) -> Hardware:
                 "memory_efficiency": "1: the bandwidth is what was measured",
                 "link_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
                 "network_bandwidth": "assumed: 10 Gb/s Ethernet",
+                "host_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
                 "step_overhead_s": f"{_CPU_SOURCE}: decode steps of 2 and 10 layers of width 64 at batch 1",
                 "layer_overhead_s": f"{_CPU_SOURCE}: decode steps of 2 and 10 layers of width 64 at batch 1",
             }

@@ -21,6 +21,7 @@ from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutp
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.selection import select_kernels
+from pdserve.model.block_copies import BlockCopier
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.logprobs import logprobs_in_pieces
@@ -56,13 +57,23 @@ class _Result(NamedTuple):
 class ModelExecutor:
     """Implements `pdserve.contracts.step.Executor`. Not thread-safe: one loop owns it."""
 
-    def __init__(self, *, folder: Path, config: DecoderConfig, layout: KvLayout, pool: KvPool, dtype: str) -> None:
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        config: DecoderConfig,
+        layout: KvLayout,
+        pool: KvPool,
+        dtype: str,
+        num_swap_slots: int = 0,
+    ) -> None:
         """Load the checkpoint in ``folder`` and serve it from ``pool``.
 
         Args:
             layout: of the pool; the model must be the one that ``config`` describes.
             pool: laid out as ``layout`` says; this writes new tokens' KV to it.
             dtype: of activations and KV: ``float32``, ``bfloat16`` or ``float16``.
+            num_swap_slots: host slots for blocks of preempted sequences.
 
         Raises:
             ValueError: the weights are unusable or do not match ``config``.
@@ -72,6 +83,7 @@ class ModelExecutor:
         assert pool.dtype == getattr(torch, layout.dtype), f"pool of {pool.dtype} for a layout of {layout.dtype}"
         self._layout = layout
         self._pool = pool
+        self._copier = BlockCopier(pool.blocks.numpy(), num_swap_slots)
         self._vocab_size = config.vocab_size
         self._model = Decoder(folder, config, getattr(torch, dtype), select_kernels(pool))
         self._previous_sampled: list[SampledToken | None] = []
@@ -85,7 +97,8 @@ class ModelExecutor:
         """Compute the step at once; the handle is ready, and raises if the computation did."""
         started_s = perf_counter()
         try:
-            result = self._run(batch.rows)
+            self._copier.run(batch)
+            result = self._run(batch.rows) if batch.rows else _Result([], {})
         except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
             self._previous_sampled = []
             return _FailedStep(batch.step_id, error)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import secrets
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.contracts.step import ModelLimits
+from pdserve.engine.backend import Backend
 from pdserve.engine.wire import HANDLE_BYTES
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 
 
-def build_scheduler(*, pool: BlockPool, limits: ModelLimits, config: WorkerConfig) -> PrefillScheduler:
+def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> PrefillScheduler:
     """Raises ValueError for a role that another worker serves."""
     if config.role is not WorkerRole.PREFILL:
         raise ValueError(f"a prefill worker cannot serve role {config.role.value!r}: start pdserve.decode_worker")
     return PrefillScheduler(
         pool,
-        limits,
+        backend.limits,
         mint_handle=lambda: secrets.token_bytes(HANDLE_BYTES),
         max_batch_tokens=config.max_batch_tokens,
         max_batch_size=config.max_batch_size,

@@ -83,5 +83,6 @@ def router_status(dispatcher: Dispatcher, fleet: Fleet) -> dict[str, Any]:
 
 def _worker_status(worker: Worker) -> dict[str, Any]:
     load = MessageToDict(worker.load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    load["num_preemptions"] = worker.load.num_preemptions  # JSON's mapping writes 64-bit numbers as text
+    for name in ("num_preemptions", "num_swap_outs", "num_swap_ins"):
+        load[name] = getattr(worker.load, name)  # JSON's mapping writes 64-bit numbers as text
     return {**asdict(worker.endpoint), "up": worker.is_up, "hardware": worker.welcome.hardware, "load": load}

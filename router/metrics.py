@@ -41,6 +41,19 @@ def histogram(registry: CollectorRegistry, metric: metrics.Metric) -> Histogram:
     return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
 
 
+class _Total:
+    """A counter that follows a total which the worker keeps itself."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._seen = 0
+
+    def observe(self, total: int) -> None:
+        if total > self._seen:
+            self._counter.inc(total - self._seen)
+            self._seen = total
+
+
 class WorkerMetrics:
     """The series of one worker, with labels resolved once, because they are written at every frame."""
 
@@ -49,7 +62,7 @@ class WorkerMetrics:
         self._labels = labels
         self._families = (
             metrics.worker_up, metrics.step_seconds, metrics.step_tokens, metrics.running, metrics.waiting,
-            metrics.parked, metrics.preemptions,
+            metrics.parked, metrics.preemptions, metrics.swap_outs, metrics.swap_ins,
         )  # fmt: skip
         self._kv_blocks = metrics.kv_blocks
         self.up = metrics.worker_up.labels(*labels)
@@ -59,8 +72,9 @@ class WorkerMetrics:
         self._waiting = metrics.waiting.labels(*labels)
         self._parked = metrics.parked.labels(*labels)
         self._blocks = {state: metrics.kv_blocks.labels(*labels, state) for state in BLOCK_STATES}
-        self._preemptions = metrics.preemptions.labels(*labels)
-        self._num_preemptions_seen = 0
+        self._preemptions = _Total(metrics.preemptions.labels(*labels))
+        self._swap_outs = _Total(metrics.swap_outs.labels(*labels))
+        self._swap_ins = _Total(metrics.swap_ins.labels(*labels))
 
     def observe(self, load: worker_pb2.Load) -> None:
         """Take one frame's load."""
@@ -73,9 +87,9 @@ class WorkerMetrics:
         self._blocks["free"].set(load.num_blocks_free)
         self._blocks["cached"].set(load.num_blocks_cached)
         self._blocks["referenced"].set(load.num_blocks_referenced)
-        if load.num_preemptions > self._num_preemptions_seen:
-            self._preemptions.inc(load.num_preemptions - self._num_preemptions_seen)
-            self._num_preemptions_seen = load.num_preemptions
+        self._preemptions.observe(load.num_preemptions)
+        self._swap_outs.observe(load.num_swap_outs)
+        self._swap_ins.observe(load.num_swap_ins)
 
     def remove(self) -> None:
         """Forget the series: the worker is no longer a target."""
@@ -117,6 +131,8 @@ class RouterMetrics:
         self.parked = gauge(registry, metrics.PARKED)
         self.kv_blocks = gauge(registry, metrics.KV_BLOCKS)
         self.preemptions = counter(registry, metrics.PREEMPTIONS)
+        self.swap_outs = counter(registry, metrics.SWAP_OUTS)
+        self.swap_ins = counter(registry, metrics.SWAP_INS)
         self.transfer_seconds = histogram(registry, metrics.TRANSFER_SECONDS)
         self.transfer_bytes = histogram(registry, metrics.TRANSFER_BYTES)
         self.transfer_failures = counter(registry, metrics.TRANSFER_FAILURES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -18,8 +19,9 @@ import numpy as np
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
-from pdserve.contracts.step import ModelLimits, StepBatch, StepHandle, StepOutput, StepRow
+from pdserve.contracts.step import BlockCopy, ModelLimits, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.decode_worker.swapping import SwapSpace
 from pdserve.engine.scheduler import (
     AbortPullEvent,
     Event,
@@ -53,6 +55,9 @@ class WorldConfig:
     max_batch_tokens: int = 32
     max_batch_size: int = 8
     max_model_len: int = 128
+    num_swap_slots: int = 0
+    recompute_share: float = 0.0
+    """Of preemptions, those that are recomputed although there are slots."""
     pipeline_depth: int = 2
     park_timeout_s: float = 2.0
     eos_period: int = 0
@@ -62,6 +67,8 @@ class WorldConfig:
     step_failure: float = 0.0
     cancel: float = 0.0
     """Share of requests whose client leaves at some time."""
+    cancel_preempted: float = 0.0
+    """Share of preemptions soon after which the client leaves."""
 
 
 class LateExecutor:
@@ -77,7 +84,7 @@ class LateExecutor:
 
     def submit(self, batch: StepBatch) -> StepHandle:
         rows = [replace(row, block_table=tuple(row.block_table)) for row in batch.rows]
-        return _LateStep(self, StepBatch(step_id=batch.step_id, rows=rows))
+        return _LateStep(self, replace(batch, rows=rows))
 
     def compute(self, batch: StepBatch) -> StepOutput:
         try:
@@ -91,6 +98,7 @@ class LateExecutor:
         if self._may_fail:
             for row in batch.rows:
                 self._scribble(row)
+            self._spoil_copies(batch)
             raise RuntimeError("injected")
         return output
 
@@ -98,6 +106,15 @@ class LateExecutor:
         block_size = self._memory.shape[-2]
         for position in range(row.cached_length, row.cached_length + row.num_new_tokens):
             self._memory[row.block_table[position // block_size], ..., position % block_size, :] = 1
+
+    def _spoil_copies(self, batch: StepBatch) -> None:
+        """Every target of the step's swap copies holds garbage: slots are reached by way of a block saved meanwhile."""
+        block, saved = 0, self._memory[0].copy()
+        self._memory[block] = 1
+        spoiled = [BlockCopy(block, copy.target) for copy in batch.swap_outs]
+        self._inner.submit(StepBatch(step_id=batch.step_id, rows=[], swap_outs=spoiled))
+        self._memory[block] = saved
+        self._memory[[copy.target for copy in batch.swap_ins]] = 1
 
 
 @dataclass
@@ -128,7 +145,12 @@ class Node:
         self.memory = np.zeros(layout.shape, dtype=np.uint64)
         eos = (EOS,)
         inner = EmulatedExecutor(
-            layout=layout, pool=self.memory, vocab_size=VOCAB_SIZE, eos_token_ids=eos, eos_period=config.eos_period
+            layout=layout,
+            pool=self.memory,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=eos,
+            eos_period=config.eos_period,
+            num_swap_slots=config.num_swap_slots,
         )
         self.executor = LateExecutor(inner, self.memory, lambda: random.random() < config.step_failure)
         self.pipeline_depth = config.pipeline_depth
@@ -137,8 +159,12 @@ class Node:
         self.max_batch_tokens = config.max_batch_tokens
         handles = (f"{name}/{number}".encode() for number in count())
         limits = ModelLimits(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
-        kind = DecodeScheduler if decodes else PrefillScheduler
-        self.scheduler = kind(
+        space = SwapSpace(
+            num_slots=config.num_swap_slots,
+            is_cheaper=lambda num_tokens, num_cached: random.random() >= config.recompute_share,
+        )
+        kind = partial(DecodeScheduler, swap_space=space) if decodes else PrefillScheduler
+        self.scheduler: DecodeScheduler | PrefillScheduler = kind(
             self.pool,
             limits,
             mint_handle=lambda: next(handles),
@@ -166,6 +192,8 @@ class Node:
 
     def check(self) -> None:
         self.pool.check_integrity()
+        if isinstance(self.scheduler, DecodeScheduler):
+            self.scheduler.check_integrity()
         load = self.scheduler.load()
         total = load.num_blocks_free + load.num_blocks_cached + load.num_blocks_referenced
         assert total == self.pool.num_blocks
@@ -294,6 +322,8 @@ class World:
                 client.nodes.append(node)
                 source = KvSource(address="", worker_epoch=1, handle=event.handle)
                 node.scheduler.prepare(client.key, client.request, source, self.now_s)
+            case RequestEventKind.PREEMPTED if self.random.random() < self.config.cancel_preempted:
+                client.leaves_at_turn = self.num_turns + self.random.randrange(6)
             case RequestEventKind.FAILED if event.message.startswith("deadline"):
                 client.outcome = Outcome.FAILED
                 self._cancel_on_nodes(client)
@@ -442,7 +472,11 @@ class World:
         for node in self.nodes:
             assert node.pool.num_referenced == 0, f"{node.name} keeps {node.pool.num_referenced} blocks"
             assert not node.in_flight
-        self.counts["preemptions"] = sum(node.scheduler.load().num_preemptions for node in self.nodes)
+            load = node.scheduler.load()
+            assert load.num_swap_slots_used == 0, f"{node.name} keeps {load.num_swap_slots_used} slots"
+            self.counts["preemptions"] += load.num_preemptions
+            self.counts["swap-outs"] += load.num_swap_outs
+            self.counts["swap-ins"] += load.num_swap_ins
 
     def _is_empty(self) -> bool:
         loads = [node.scheduler.load() for node in self.nodes]

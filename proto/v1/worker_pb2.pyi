@@ -694,6 +694,9 @@ class Load(_message.Message):
     PREFILL_CORRECTION_FIELD_NUMBER: _builtins.int
     DECODE_CORRECTION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_SWAP_OUTS_FIELD_NUMBER: _builtins.int
+    NUM_SWAP_INS_FIELD_NUMBER: _builtins.int
+    NUM_SWAP_SLOTS_USED_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_parked: _builtins.int
@@ -714,6 +717,11 @@ class Load(_message.Message):
     decode_correction: _builtins.float
     """the same of pure decode steps"""
     draining: _builtins.bool
+    num_swap_outs: _builtins.int
+    """preempted sequences copied to the host, since the worker started"""
+    num_swap_ins: _builtins.int
+    """and copied back"""
+    num_swap_slots_used: _builtins.int
     def __init__(
         self,
         *,
@@ -731,10 +739,13 @@ class Load(_message.Message):
         prefill_correction: _builtins.float = ...,
         decode_correction: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        num_swap_outs: _builtins.int = ...,
+        num_swap_ins: _builtins.int = ...,
+        num_swap_slots_used: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

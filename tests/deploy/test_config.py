@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pdserve.contracts.deployment import DeploymentConfig
-from pdserve.deploy.config import ConfigError, parse_bytes, parse_deployment, read_deployment
+from pdserve.deploy.config import ConfigError, parse_bytes, parse_deployment, read_deployment, swap_memory_bytes
 
 EXAMPLE = """
 model: {path: ./model, dtype: bfloat16, max_model_len: 8192, block_size: 16}
@@ -74,6 +74,10 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("router: {host: ''}", "router.host is empty; write 127.0.0.1"),
         ("kv_transfer: {transport: rdma}", "kv_transfer.transport is 'rdma'; write one of auto, memfd, grpc"),
         ("decode: {kv_memory: 8GB}", "decode.kv_memory: '8GB' is not a size"),
+        ("decode: {swap_memory: some}", "decode.swap_memory: 'some' is not a size"),
+        ("decode: {swap_memory: -1}", "decode.swap_memory: '-1' is not a size"),
+        ("decode: {swap_memory: [1]}", "decode.swap_memory is [1] (list); write auto, 0, or bytes with a unit"),
+        ("prefill: {swap_memory: 1GiB}", "prefill workers preempt nothing: leave it out"),
         ("decode: {replicas: 0}", "decode.replicas is 0; give both at least 1, or mixed.replicas"),
         ("decode: {resources: {host_a: 0}}", "decode.resources.host_a is 0.0; write a number above 0"),
         ("decode: {resources: [host_a]}", "decode.resources is ['host_a'] (list); write names and amounts"),
@@ -129,3 +133,11 @@ def test_the_example_in_the_readme_is_valid() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
     assert parse_deployment(yaml.safe_load(block)).decode.replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes"), [("auto", None), ("0", 0), ("'0'", 0), ("1GiB", 2**30), ("4096", 4096)]
+)
+def test_swap_memory_is_automatic_none_or_a_size(written: str, num_bytes: int | None) -> None:
+    config = parse_deployment(yaml.safe_load(f"decode: {{swap_memory: {written}}}"))
+    assert swap_memory_bytes(config.decode) == num_bytes

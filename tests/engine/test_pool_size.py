@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.pool_size import check_pool_fits, memory_beside_weights, num_kv_blocks
+from pdserve.engine.pool_size import check_pool_fits, memory_beside_weights, num_kv_blocks, num_swap_slots
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=10)
 
@@ -51,3 +51,23 @@ def test_weights_and_pool_share_the_memory() -> None:
         check_pool_fits(301, 300)
     with pytest.raises(ValueError, match="weights take 1001 bytes on this host and 1000 are available"):
         memory_beside_weights(1001, 1000)
+
+
+def slots(swap_memory_bytes: int | None, role: WorkerRole = WorkerRole.DECODE, spare_bytes: int = 10**6) -> int:
+    config = WorkerConfig(worker_id="w", role=role, model_path="", swap_memory_bytes=swap_memory_bytes)
+    return num_swap_slots(config, num_blocks=40, block_bytes=1000, spare_bytes=spare_bytes)
+
+
+def test_swap_memory_is_as_told_or_a_quarter_of_the_pool_as_far_as_there_is_memory() -> None:
+    assert slots(25_999) == 25
+    assert slots(0) == 0
+    assert slots(None) == 10
+    assert slots(None, spare_bytes=3500) == 3
+    assert slots(None, WorkerRole.PREFILL) == 0
+
+
+def test_swap_memory_that_does_not_fit_or_holds_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds no KV block of 1000: raise it, or write 0"):
+        slots(999)
+    with pytest.raises(ValueError, match=r"swap_memory needs 3000 bytes and 2999 are available .* lower it"):
+        slots(3000, spare_bytes=2999)

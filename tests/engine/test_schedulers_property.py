@@ -28,6 +28,8 @@ configs = st.builds(
     pull_failure=st.sampled_from([0.0, 0.05]),
     step_failure=st.sampled_from([0.0, 0.01]),
     cancel=st.sampled_from([0.0, 0.3]),
+    num_swap_slots=st.sampled_from([0, 5, 40]),
+    recompute_share=st.sampled_from([0.0, 0.3]),
 )
 
 
@@ -45,24 +47,42 @@ LONG_ANSWERS = WorldConfig(num_decode_blocks=104, max_model_len=400)
 """Answers of up to 360 tokens, of which the admission rule expects 64: they outgrow the pool together."""
 
 
+@pytest.mark.parametrize("num_swap_slots", [0, 60])
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
 @pytest.mark.parametrize("num_prefill", [0, 1, 2])
-def test_preempted_sequences_lose_no_token(num_prefill: int, pipeline_depth: int) -> None:
+def test_preempted_sequences_lose_no_token(num_prefill: int, pipeline_depth: int, num_swap_slots: int) -> None:
     config = replace(
         LONG_ANSWERS,
         num_prefill=num_prefill,
         num_decode=2 if num_prefill == 2 else 1,
         pipeline_depth=pipeline_depth,
         cancel=0.1,
+        num_swap_slots=num_swap_slots,
     )
-    num_preemptions = 0
+    num_preemptions = num_swaps = 0
     for seed in range(4):
         world = World(config, seed)
         submit_many(world, 12, max_prompt=30, max_answer=360)
         world.run(MAX_TURNS)
         num_preemptions += world.counts["preemptions"]
+        num_swaps += world.counts["swap-ins"]
         assert world.counts["RESUMED"] <= world.counts["preemptions"]
     assert num_preemptions >= 8
+    assert bool(num_swaps) == bool(num_swap_slots)
+
+
+def test_swapped_sequences_are_cancelled_and_their_steps_fail() -> None:
+    """Where everything goes wrong, and answers outgrow the pool all the time."""
+    config = replace(LONG_ANSWERS, num_decode_blocks=120, num_swap_slots=100, step_failure=0.003, cancel_preempted=0.4)
+    num_swap_ins = num_lost = 0
+    for seed in range(6):
+        world = World(config, seed)
+        submit_many(world, 20, max_prompt=30, max_answer=360)
+        world.run(MAX_TURNS)
+        num_swap_ins += world.counts["swap-ins"]
+        num_lost += world.counts["swap-outs"] - world.counts["swap-ins"]
+    assert num_swap_ins > 5
+    assert num_lost > 5
 
 
 def test_every_kind_of_trouble_is_met() -> None:
@@ -93,9 +113,11 @@ def test_every_kind_of_trouble_is_met() -> None:
         assert world.counts[count] > 0, f"no {count!r}"
 
 
-@given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.sampled_from([0, 1]))
-@settings(max_examples=15, deadline=None)
-def test_pools_of_a_quarter_of_the_need_always_advance(seed: int, pipeline_depth: int, num_prefill: int) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.sampled_from([0, 1]), st.sampled_from([0, 12, 64]))
+@settings(max_examples=20, deadline=None)
+def test_pools_of_a_quarter_of_the_need_always_advance(
+    seed: int, pipeline_depth: int, num_prefill: int, num_swap_slots: int
+) -> None:
     num_requests, num_tokens, block_size = 16, 64, 4
     num_blocks = num_requests * num_tokens // block_size // 4
     config = WorldConfig(
@@ -106,6 +128,7 @@ def test_pools_of_a_quarter_of_the_need_always_advance(seed: int, pipeline_depth
         max_batch_tokens=64,
         pipeline_depth=pipeline_depth,
         park_timeout_s=1e6,
+        num_swap_slots=num_swap_slots,
     )
     world = World(config, seed)
     for _ in range(num_requests):

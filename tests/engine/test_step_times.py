@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import StepBatch, StepRow
+from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
 from pdserve.engine.step_times import StepTimes
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
@@ -47,3 +47,15 @@ def test_prefill_and_decode_are_corrected_apart() -> None:
     assert load.decode_correction == pytest.approx(2, rel=0.01)
     assert load.prefill_correction == pytest.approx(0.5, rel=0.01)
     assert times.corrected_s(decode) == pytest.approx(2 * decode.predicted_s, rel=0.01)
+
+
+def test_steps_with_copies_say_nothing_of_rows() -> None:
+    times = StepTimes(COST)
+    copies_only = StepBatch(step_id=1, rows=[], swap_outs=[BlockCopy(0, 0)])
+    both = a_batch((1, 100))
+    both.swap_ins.append(BlockCopy(0, 0))
+    for batch in (copies_only, both):
+        times.observe(times.predict(batch), 1.0)
+    load = worker_pb2.Load()
+    times.add_to(load)
+    assert load.decode_correction == load.prefill_correction == 1

@@ -72,6 +72,15 @@ def test_sharing_revives_cached_blocks_and_counts_references() -> None:
     assert pool.num_cached == 2
 
 
+def test_leading_shared_blocks_are_those_with_a_second_reference() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    blocks = pool.allocate(4)
+    pool.share([blocks[0], blocks[1], blocks[3]])
+    assert pool.num_leading_shared(blocks) == 2
+    pool.release(blocks[:1])
+    assert pool.num_leading_shared(blocks) == 0
+
+
 def test_leaves_are_evicted_before_their_parents() -> None:
     pool = BlockPool(3, BLOCK_SIZE)
     hashes = hashes_of(3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
+from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.model.hardware import hardware
@@ -326,7 +326,7 @@ def test_logprobs_are_given_only_where_asked() -> None:
     assert sampled[1].logprobs is None
 
 
-def test_steps_last_as_the_cost_model_says_one_after_the_other() -> None:
+def a_cost_model() -> CostModel:
     shape = ModelShape(
         num_layers=2,
         hidden_size=64,
@@ -336,7 +336,11 @@ def test_steps_last_as_the_cost_model_says_one_after_the_other() -> None:
         head_dim=16,
         vocab_size=VOCAB_SIZE,
     )
-    cost = CostModel(shape, hardware("h100"), "bfloat16")
+    return CostModel(shape, hardware("h100"), "bfloat16")
+
+
+def test_steps_last_as_the_cost_model_says_one_after_the_other() -> None:
+    cost = a_cost_model()
     scale = 0.2 / cost.prefill_s(len(PROMPT))
     executor = EmulatedExecutor(
         layout=LAYOUT,
@@ -359,6 +363,22 @@ def test_steps_last_as_the_cost_model_says_one_after_the_other() -> None:
     assert outputs[0].duration_s == pytest.approx(0.2)
     assert outputs[1].duration_s == pytest.approx(scale * cost.decode_s(1, len(PROMPT)))
     executor.close()
+
+
+def test_copies_to_the_host_and_back_last_as_the_cost_model_says() -> None:
+    cost = a_cost_model()
+    executor = EmulatedExecutor(
+        layout=LAYOUT,
+        pool=np.zeros(LAYOUT.shape, np.uint64),
+        vocab_size=VOCAB_SIZE,
+        cost=cost,
+        time_scale=1.0,
+        num_swap_slots=2,
+    )
+    copies = [BlockCopy(0, 0), BlockCopy(1, 1)]
+    output = executor.submit(StepBatch(step_id=0, rows=[], swap_outs=copies, swap_ins=copies[:1])).result()
+    assert output.sampled == []
+    assert output.duration_s == pytest.approx(cost.swap_s(3 * BLOCK_SIZE))
 
 
 def test_a_pool_of_another_shape_is_refused() -> None:

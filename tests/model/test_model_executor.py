@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
+from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
 from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
@@ -26,11 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def make_executor(folder: Path, dtype: str = "float32") -> ModelExecutor:
+def make_executor(folder: Path, dtype: str = "float32", num_swap_slots: int = 0) -> ModelExecutor:
     config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, dtype, "hash")
     pool = nan_pool(layout.shape, getattr(torch, dtype))
-    return ModelExecutor(folder=folder, config=config, layout=layout, pool=pool, dtype=dtype)
+    return ModelExecutor(
+        folder=folder, config=config, layout=layout, pool=pool, dtype=dtype, num_swap_slots=num_swap_slots
+    )
 
 
 def row(
@@ -123,6 +126,20 @@ def test_a_token_that_the_scheduler_does_not_know_yet(folder: Path) -> None:
         known = run(other, row(1, [tokens[1]], 2 + cached), row(0, [tokens[0]], 9 + cached))
         tokens = [token_of(known.sampled[1]), token_of(known.sampled[0])]
         assert [token_of(sampled) for sampled in late.sampled] == tokens[::-1]
+
+
+def test_kv_that_went_to_the_host_comes_back_elsewhere(folder: Path) -> None:
+    executor, other = make_executor(folder, "bfloat16", num_swap_slots=4), make_executor(folder, "bfloat16")
+    run(executor, row(0, PROMPTS[0], 0, sample=None))
+    run(other, row(0, PROMPTS[0], 0, sample=None))
+    outs = [BlockCopy(TABLES[0][0], 2), BlockCopy(TABLES[0][1], 0)]
+    output = executor.submit(StepBatch(step_id=1, rows=[], swap_outs=outs)).result()
+    assert output.sampled == []
+    run(executor, row(2, PROMPTS[2], 0, sample=None), replace(row(1, PROMPTS[2], 0), block_table=TABLES[0]))
+    ins = [BlockCopy(2, TABLES[1][0]), BlockCopy(0, TABLES[1][1])]
+    moved = replace(row(0, [7], len(PROMPTS[0])), block_table=TABLES[1])
+    resumed = executor.submit(StepBatch(step_id=2, rows=[moved], swap_ins=ins)).result()
+    assert resumed.sampled == run(other, row(0, [7], len(PROMPTS[0]))).sampled
 
 
 def test_draws_depend_on_position_and_choice(folder: Path) -> None:

@@ -32,7 +32,14 @@ def test_a_frame_becomes_the_workers_series() -> None:
     metrics = RouterMetrics()
     worker = WorkerMetrics(metrics, "decode-0", WorkerRole.DECODE)
     load = worker_pb2.Load(
-        num_running=3, num_blocks_free=5, num_blocks_referenced=7, num_preemptions=2, step_s=0.01, step_tokens=3
+        num_running=3,
+        num_blocks_free=5,
+        num_blocks_referenced=7,
+        num_preemptions=2,
+        num_swap_outs=2,
+        num_swap_ins=1,
+        step_s=0.01,
+        step_tokens=3,
     )
     labels = {"worker": "decode-0", "role": "decode"}
     worker.observe(load)
@@ -42,6 +49,8 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_step_seconds_count", **labels) == 2
     assert sample(metrics, "pdserve_step_tokens_sum", **labels) == 6
     assert sample(metrics, "pdserve_preemptions_total", **labels) == 2
+    assert sample(metrics, "pdserve_swap_outs_total", **labels) == 2
+    assert sample(metrics, "pdserve_swap_ins_total", **labels) == 1
     worker.observe(worker_pb2.Load(num_preemptions=2))
     assert sample(metrics, "pdserve_step_seconds_count", **labels) == 2
     worker.remove()
