@@ -89,10 +89,12 @@ class CostModel:
         Args:
             context_tokens: cached tokens of all the sequences together.
         """
-        # Both sides of a decode row's roofline grow by the same factor with its context, so that one side is the
-        # greater for every row, and rows can be added up before they are compared.
-        attended = context_tokens + batch_size
-        return self._sum_s(batch_size, batch_size, attended * max(self._pair_s, self._kv_read_s))
+        return self._sum_s(batch_size, batch_size, self._decode_attention_s(batch_size, context_tokens))
+
+    def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
+        """Seconds of a step with a prompt's chunk, as in `prefill_s`, beside a decode, as in `decode_s`."""
+        attention_s = self._attention_s(num_new, num_cached) + self._decode_attention_s(batch_size, context_tokens)
+        return self._sum_s(num_new + batch_size, 1 + batch_size, attention_s)
 
     def transfer_s(self, num_tokens: int, *, same_host: bool) -> float:
         """Seconds to move the KV of ``num_tokens`` tokens to another worker, each rank's share in parallel."""
@@ -115,6 +117,12 @@ class CostModel:
         """Attention of one row, in all layers."""
         pairs = num_new * num_cached + num_new * (num_new + 1) / 2
         return max(pairs * self._pair_s, (num_cached + num_new) * self._kv_read_s)
+
+    def _decode_attention_s(self, batch_size: int, context_tokens: int) -> float:
+        """Attention of ``batch_size`` rows of one token, in all layers."""
+        # Both sides of a decode row's roofline grow by the same factor with its context, so that one side is the
+        # greater for every row, and rows can be added up before they are compared.
+        return (context_tokens + batch_size) * max(self._pair_s, self._kv_read_s)
 
     def _sum_s(self, num_tokens: int, num_rows: int, attention_s: float) -> float:
         if num_tokens == 0:

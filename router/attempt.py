@@ -80,9 +80,9 @@ class Attempt:
 
     # What workers are told
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Give ``request`` to the prefill worker."""
-        self.prefill.promise_prefill(self.request_id, request.num_known_tokens)
+    def submit(self, request: GenerationRequest, num_cached_tokens: int) -> None:
+        """Give ``request`` to the prefill worker, which is expected to find so many of its tokens in its cache."""
+        self.prefill.promise_prefill(self.request_id, request.num_known_tokens - num_cached_tokens)
         submit = worker_pb2.Submit(request=request_to_proto(request))
         self.prefill.session.send(worker_pb2.RouterMessage(submit=submit))
 

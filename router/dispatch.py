@@ -39,6 +39,8 @@ class DispatchSettings:
     """Choices of requests accepted and not ended, at most: a request for n answers costs what n requests cost."""
     ttft_slo_s: float = 0.0
     """Seconds from arrival by which token 0 is wanted; 0 for no objective."""
+    tpot_slo_s: float = 0.0
+    """Seconds per token that prefill on a decode worker must leave to those that decode there; 0 keeps it away."""
     deadline_s: float = 600.0
     """Seconds from arrival after which a request is given up."""
     worker_wait_s: float = 60.0
@@ -102,7 +104,9 @@ class Dispatcher:
         arrived_s: float,
         cache_salt: bytes = b"",
         num_choices: int = 1,
+        is_probe: bool = False,
     ) -> Flight:
+        """As `Generator.start` says; ``is_probe`` as `Job.is_probe`."""
         assert prompt_tokens
         assert num_choices >= 1
         self._admit(num_choices)
@@ -113,6 +117,7 @@ class Dispatcher:
             arrived_s=arrived_s,
             deadline_s=arrived_s + self._settings.deadline_s,
             ttft_slo_s=self._settings.ttft_slo_s,
+            is_probe=is_probe,
         )
         flight = Flight(self, self._metrics, self._now_s, job, num_choices)
         self._flights[flight] = None
@@ -235,27 +240,41 @@ class Dispatcher:
         snapshots = self._fleet.snapshots()
         choice = None
         if snapshots:
-            choice = choose_prefill(leg.blocks(self._fleet.block_size), snapshots, self._cost)
+            choice = choose_prefill(
+                leg.blocks(self._fleet.block_size),
+                snapshots,
+                self._cost,
+                num_choices=leg.num_choices,
+                tpot_slo_s=0.0 if leg.job.is_probe else self._settings.tpot_slo_s,
+            )
         self._metrics.route_seconds.observe(time.perf_counter() - start_s)
         if choice is None:
             self._queued[leg.request_id] = leg
         else:
             self._queued.pop(leg.request_id, None)
-            leg.submit(self._fleet.worker(choice.worker_id), handoff=choice.handoff)
+            worker = self._fleet.worker(choice.worker_id)
+            leg.submit(worker, handoff=choice.handoff, num_cached_tokens=choice.num_cached_tokens)
 
     def want_decode(self, leg: Leg) -> None:
         """Bind ``leg`` to the decode worker that the policy names, or let it wait parked until one comes up."""
         assert leg.attempt is not None
         start_s = time.perf_counter()
         blocks = leg.blocks(self._fleet.block_size)
-        cut_off = self._cut_off_from(leg.attempt.prefill)
-        choice = choose_decode(blocks, self._fleet.snapshots(), self._cost, cut_off)
+        prefill = leg.attempt.prefill
+        choice = choose_decode(
+            blocks,
+            self._fleet.snapshots(),
+            self._cost,
+            self._cut_off_from(prefill),
+            num_choices=leg.num_choices,
+            source_host=prefill.host,
+        )
         self._metrics.route_seconds.observe(time.perf_counter() - start_s)
         if choice is None:
             self._unbound[leg.request_id] = leg
         else:
             self._unbound.pop(leg.request_id, None)
-            leg.prepare(self._fleet.worker(choice.worker_id), blocks.num_blocks)
+            leg.prepare(self._fleet.worker(choice.worker_id), blocks.num_blocks(leg.num_choices))
 
     def link_failed(self, prefill: Worker, decode: Worker) -> None:
         self._forget_cut_off()

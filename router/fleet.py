@@ -76,6 +76,11 @@ class Worker:
         return self.endpoint.role
 
     @property
+    def host(self) -> str:
+        """Of its address."""
+        return self.endpoint.address.rpartition(":")[0]
+
+    @property
     def is_up(self) -> bool:
         """Whether the session stands."""
         return self.session.is_open
@@ -118,6 +123,7 @@ class Worker:
             prefill_correction=load.prefill_correction or 1.0,
             decode_correction=load.decode_correction or 1.0,
             cached_blocks=self.cached_blocks,
+            host=self.host,
         )
 
     # SessionSink

@@ -119,9 +119,9 @@ class Flight:
             self._metrics.cached_prompt_tokens.inc(self._num_cached_tokens)
 
     @property
-    def has_prompt_logprobs(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         is_asked = self.job.sampling.num_prompt_logprobs >= 0
-        return not is_asked or len(self._prompt_logprobs) == len(self.job.prompt_tokens) - 1
+        return is_asked and len(self._prompt_logprobs) < len(self.job.prompt_tokens) - 1
 
     def take_prompt_logprobs(self, first_position: int, entries: Sequence[TokenLogprobs]) -> bool:
         num_known = len(self._prompt_logprobs) + 1  # the first token has none

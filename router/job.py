@@ -31,6 +31,8 @@ class Job:
     """Instant after which the request is given up."""
     ttft_slo_s: float
     """Seconds from arrival by which token 0 is wanted, 0 for no objective."""
+    is_probe: bool = False
+    """Sent to see both phases work: never prefilled on a decode worker while a prefill worker is up."""
 
     def request(
         self,

@@ -72,8 +72,8 @@ class LegOwner(Protocol):
         ...
 
     @property
-    def has_prompt_logprobs(self) -> bool:
-        """Whether all that were asked for are there."""
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some were asked for and are not there yet."""
         ...
 
     def deliver(self, delta: TokenDelta) -> None:
@@ -126,6 +126,8 @@ class Leg:
         self._metrics = metrics
         self._now_s = now_s
         self._asked = range(choices[0].index, choices[-1].index + 1)
+        self._blocks: PromptBlocks | None = None
+        """Of the current attempt or the next one, once somebody asked."""
         self._running = {choice.index: choice for choice in choices}
 
     # What the dispatcher asks and tells
@@ -156,11 +158,19 @@ class Leg:
 
     def blocks(self, block_size: int) -> PromptBlocks:
         """What the policy weighs: every token whose KV must exist before the attempt's first can be sampled."""
-        emitted = self._emitted() if self.attempt is None else self.attempt.emitted
-        return PromptBlocks((*self.job.prompt_tokens, *emitted), block_size, self.job.cache_salt)
+        if self._blocks is None or self._blocks.block_size != block_size:
+            emitted = self._emitted() if self.attempt is None else self.attempt.emitted
+            self._blocks = PromptBlocks(
+                (*self.job.prompt_tokens, *emitted),
+                block_size,
+                self.job.cache_salt,
+                # Log probabilities of a prompt's tokens take computing all of them.
+                may_use_cache=not self._owner.wants_prompt_logprobs,
+            )
+        return self._blocks
 
-    def submit(self, worker: Worker, *, handoff: bool) -> None:
-        """Begin an attempt on ``worker``."""
+    def submit(self, worker: Worker, *, handoff: bool, num_cached_tokens: int) -> None:
+        """Begin an attempt on ``worker``, which is expected to find ``num_cached_tokens`` in its prefix cache."""
         assert self.attempt is None
         number, emitted = self.tries.num_attempts, self._emitted()
         self.tries.num_attempts += 1
@@ -168,7 +178,7 @@ class Leg:
         self.state = RequestState.PREFILLING
         if number == 0:
             self._metrics.observe_phase("queue", self._now_s() - self.job.arrived_s)
-        attempt.submit(self._request(attempt))
+        attempt.submit(self._request(attempt), num_cached_tokens)
 
     def prepare(self, worker: Worker, num_blocks: int) -> None:
         """Bind ``worker`` to decode the current attempt, whose token 0 may be out already."""
@@ -284,7 +294,7 @@ class Leg:
             attempt=attempt.number,
             choices=self._asked,
             emitted_tokens=attempt.emitted,
-            wants_prompt_logprobs=not self._owner.has_prompt_logprobs,
+            wants_prompt_logprobs=self._owner.wants_prompt_logprobs,
             handoff=attempt.handoff,
             now_s=self._now_s(),
         )
@@ -293,7 +303,7 @@ class Leg:
         """Hand the next token of ``choice`` to the client."""
         is_first = choice.index in attempt.awaited
         if is_first:
-            if not self._owner.has_prompt_logprobs:
+            if self._owner.wants_prompt_logprobs:
                 self._failed("prompt logprobs are missing at token 0")
                 return
             self._first_token(attempt, choice)
@@ -412,5 +422,6 @@ class Leg:
 
     def _abandon(self, finisher: Worker | None = None) -> None:
         attempt, self.attempt = self.attempt, None
+        self._blocks = None
         if attempt is not None:
             attempt.abandon(finisher)

@@ -78,7 +78,11 @@ async def serve(config: RouterProcessConfig) -> int:
 
     metrics = RouterMetrics()
     fleet = Fleet(metrics, Credentials(router_id=secrets.token_hex(8), cluster_token=config.cluster_token))
-    settings = DispatchSettings(max_in_flight=config.max_queued_requests, ttft_slo_s=config.slo.ttft_seconds)
+    settings = DispatchSettings(
+        max_in_flight=config.max_queued_requests,
+        ttft_slo_s=config.slo.ttft_seconds,
+        tpot_slo_s=config.slo.tpot_seconds,
+    )
     dispatcher = Dispatcher(fleet, cost, metrics, settings)
     app = create_app(dispatcher, tokenizer, served_name=config.served_name, observer=EdgeMetrics(metrics, config.slo))
     servers = [(_server(app), public), (_server(create_admin_app(dispatcher, fleet, metrics)), admin)]

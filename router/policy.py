@@ -1,8 +1,9 @@
 """Which worker runs each phase of a request: a pure function of snapshots, a request and the cost model.
 
-The first policy takes the least predicted time: TTFT for prefill, TPOT for decode. The dispatcher calls it with
-snapshots of the fleet and the planner's simulator with snapshots of virtual workers. It does no I/O, reads no clock and
-keeps no state.
+It takes the least predicted time: TTFT for prefill, TPOT with the transfer in it for decode. A decode worker may also
+prefill, where that is faster and costs nobody their TPOT (`may_prefill_locally`): typically the next turn of a chat,
+whose history only that worker holds. The dispatcher calls it with snapshots of the fleet and the planner's simulator
+with snapshots of virtual workers. It does no I/O, reads no clock and keeps no state.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import NamedTuple
 from pdserve.contracts.block_hash import block_hash, root_hash
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost import CostModel
+
+STALL_TOKENS = 100
+"""Tokens of an answer over which the wait for its KV is spread: TPOT counts the handoff stall, and how long the answer
+will be is not known."""
 
 
 class WorkerSnapshot(NamedTuple):
@@ -39,6 +44,8 @@ class WorkerSnapshot(NamedTuple):
     """The same of pure decode steps."""
     cached_blocks: AbstractSet[bytes]
     """Hashes of the blocks in the worker's prefix cache, as far as its events have told."""
+    host: str = ""
+    """Where it runs: between two workers of one host KV takes the faster way."""
 
 
 class PromptBlocks:
@@ -48,18 +55,20 @@ class PromptBlocks:
     last token is always computed.
     """
 
-    def __init__(self, tokens: Sequence[int], block_size: int, cache_salt: bytes = b"") -> None:
+    def __init__(
+        self, tokens: Sequence[int], block_size: int, cache_salt: bytes = b"", *, may_use_cache: bool = True
+    ) -> None:
+        """``may_use_cache`` False: every token must be computed, whoever caches it."""
         self.num_tokens = len(tokens)
         self.block_size = block_size
         self._tokens = tokens
         self._parent = root_hash(cache_salt)
         self._hashes: list[bytes] = []
-        self._num_cacheable = (self.num_tokens - 1) // block_size
+        self._num_cacheable = (self.num_tokens - 1) // block_size if may_use_cache else 0
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that hold the prompt and the next token."""
-        return self.num_tokens // self.block_size + 1
+    def num_blocks(self, num_choices: int = 1) -> int:
+        """Blocks that hold the prompt and the next token, the last one once for each choice."""
+        return self.num_tokens // self.block_size + num_choices
 
     def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
         """Leading tokens whose blocks are all among ``cached_blocks``."""
@@ -100,13 +109,15 @@ class DecodeChoice(NamedTuple):
     """False: no worker has room now, and the request will wait on this one, whose shortfall is least."""
     tpot_s: float
     """Predicted time per output token once it has joined."""
+    transfer_s: float
+    """Predicted time of the pull."""
 
 
 def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSnapshot, bool]]:
-    """Workers that may compute a prompt now, each with whether it hands off.
+    """Workers that may compute any prompt now, each with whether it hands off.
 
-    Prefill workers count only while some decode worker can take over from them; decode workers prefill for themselves
-    only while no prefill worker is up; mixed workers always run the whole request.
+    Prefill workers count only while some decode worker can take over from them; decode workers are here only while no
+    prefill worker is up; mixed workers always run the whole request.
     """
     workers = list(workers)
     roles = {worker.role for worker in workers}
@@ -135,19 +146,68 @@ def predict_ttft_s(worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: i
     own_s = cost.prefill_s(num_new, num_cached_tokens)
     beside_s = 0.0
     if worker.role is not WorkerRole.PREFILL and worker.num_decoding > 0:
-        num_steps = -(-(worker.num_waiting_tokens + num_new) // budget)
-        beside_s = num_steps * cost.decode_s(worker.num_decoding, worker.num_context_tokens)
-    return (queue_s + own_s + beside_s) * worker.prefill_correction
+        num_left = worker.num_waiting_tokens + num_new
+        chunk = min(num_left, budget)
+        step_s = cost.mixed_s(chunk, num_cached_tokens, worker.num_decoding, worker.num_context_tokens)
+        beside_s = -(-num_left // budget) * (step_s - cost.prefill_s(chunk, num_cached_tokens))
+    return (queue_s + own_s + beside_s) * _mixed_correction(worker)
 
 
-def choose_prefill(blocks: PromptBlocks, workers: Iterable[WorkerSnapshot], cost: CostModel) -> PrefillChoice | None:
-    """The worker with the least predicted TTFT, ties to the lowest id; ``None`` when no worker can begin."""
+def may_prefill_locally(
+    blocks: PromptBlocks, worker: WorkerSnapshot, cost: CostModel, *, num_choices: int, tpot_slo_s: float
+) -> bool:
+    """Whether a decode worker may compute a prompt without harm to those that decode there, or are about to.
+
+    The step that their tokens wait for grows by the prompt's chunk. It must not last longer than the objective for
+    TPOT, also with the prompts in it that wait there already. The rule is that by which Sarathi-Serve chooses its token
+    budget (Agrawal et al., OSDI 2024, section 4.3), held against one step instead of all. It holds on an idle worker
+    too, so that long prompts are left to prefill workers. And the request must find blocks and a seat: it would wait
+    for them ahead of its token 0.
+
+    Args:
+        tpot_slo_s: the objective; 0 is none, and decode workers then leave prompts to others.
+    """
+    num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+    num_new = worker.num_waiting_tokens + blocks.num_tokens - num_cached
+    step_s = cost.mixed_s(
+        min(num_new, worker.max_batch_tokens), num_cached, worker.num_decoding, worker.num_context_tokens
+    )
+    has_room = _shortfall(blocks, worker, num_choices) == 0
+    return has_room and step_s * _mixed_correction(worker) <= tpot_slo_s
+
+
+def choose_prefill(
+    blocks: PromptBlocks,
+    workers: Iterable[WorkerSnapshot],
+    cost: CostModel,
+    *,
+    num_choices: int = 1,
+    tpot_slo_s: float = 0.0,
+) -> PrefillChoice | None:
+    """The worker with the least predicted TTFT; ``None`` when no worker can begin.
+
+    Ties go to workers that are there for it, then to the lowest id: only what it caches, or a queue elsewhere, brings
+    a prompt to a decode worker while prefill workers are up.
+
+    Args:
+        num_choices: answers to generate.
+        tpot_slo_s: see `may_prefill_locally`.
+    """
+    workers = list(workers)
+    candidates = prefill_candidates(workers)
+    if any(handoff for _, handoff in candidates):
+        for worker in workers:
+            if worker.role is WorkerRole.DECODE and may_prefill_locally(
+                blocks, worker, cost, num_choices=num_choices, tpot_slo_s=tpot_slo_s
+            ):
+                candidates.append((worker, False))
     choices = []
-    for worker, handoff in prefill_candidates(workers):
+    for worker, handoff in candidates:
         num_cached = blocks.num_cached_tokens(worker.cached_blocks)
         ttft_s = predict_ttft_s(worker, blocks.num_tokens, num_cached, cost)
-        choices.append(PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached))
-    return min(choices, key=lambda choice: (choice.ttft_s, choice.worker_id), default=None)
+        choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
+        choices.append((ttft_s, worker.role is WorkerRole.DECODE, choice))
+    return min(choices)[-1] if choices else None
 
 
 def choose_decode(
@@ -155,28 +215,46 @@ def choose_decode(
     workers: Iterable[WorkerSnapshot],
     cost: CostModel,
     cut_off: AbstractSet[str] = frozenset(),
+    *,
+    num_choices: int = 1,
+    source_host: str = "",
 ) -> DecodeChoice | None:
     """The decode worker with the least predicted TPOT among those with room, ties to the lowest id.
 
-    Where none has room, the one that lacks the fewest blocks and seats: its queue is first come, first served. ``None``
-    when no decode worker is up.
+    The time of the pull, which is shorter where more of the prompt is cached, counts with its share in TPOT: of workers
+    with about the same load, the one that has less to pull is taken. Where none has room, the one that lacks the fewest
+    blocks and seats: its queue is first come, first served. ``None`` when no decode worker is up.
 
     Args:
         cut_off: ids of workers that could not pull from the prompt's prefill worker lately; taken only if there is no
             other.
+        num_choices: answers to generate.
+        source_host: of the prompt's prefill worker.
     """
-    best: tuple[bool, float, float, str] | None = None
+    choices = []
     for worker in workers:
         if worker.role is not WorkerRole.DECODE:
             continue
-        missing_blocks = max(0, blocks.num_blocks - worker.num_free_blocks)
-        missing_seats = max(0, worker.num_decoding + 1 - worker.max_batch_size)
-        shortfall = missing_blocks + missing_seats
-        num_context = worker.num_context_tokens + blocks.num_tokens
-        tpot_s = cost.decode_s(worker.num_decoding + 1, num_context) * worker.decode_correction
-        key = (worker.worker_id in cut_off, float(shortfall), tpot_s, worker.worker_id)
-        best = key if best is None else min(best, key)
-    if best is None:
-        return None
-    _, shortfall_, tpot_s, worker_id = best
-    return DecodeChoice(worker_id, shortfall_ == 0, tpot_s)
+        shortfall = _shortfall(blocks, worker, num_choices)
+        num_context = worker.num_context_tokens + num_choices * blocks.num_tokens
+        tpot_s = cost.decode_s(worker.num_decoding + num_choices, num_context) * worker.decode_correction
+        num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
+        transfer_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
+        choice = DecodeChoice(worker.worker_id, shortfall == 0, tpot_s, transfer_s)
+        choices.append((worker.worker_id in cut_off, shortfall, tpot_s + transfer_s / STALL_TOKENS, choice))
+    return min(choices)[-1] if choices else None
+
+
+def _mixed_correction(worker: WorkerSnapshot) -> float:
+    """Observed over predicted time of steps with prefill rows. A decode worker may never have had one, or not lately,
+    so that it is not believed to do them better than its other steps."""
+    if worker.role is WorkerRole.DECODE:
+        return max(worker.prefill_correction, worker.decode_correction)
+    return worker.prefill_correction
+
+
+def _shortfall(blocks: PromptBlocks, worker: WorkerSnapshot, num_choices: int) -> int:
+    """Blocks and seats that ``worker`` lacks for ``num_choices`` answers."""
+    missing_blocks = max(0, blocks.num_blocks(num_choices) - worker.num_free_blocks)
+    missing_seats = max(0, worker.num_decoding + num_choices - worker.max_batch_size)
+    return missing_blocks + missing_seats

@@ -41,7 +41,7 @@ async def keep_proven(dispatcher: Dispatcher, fleet: Fleet) -> None:
 async def round_trip(dispatcher: Dispatcher) -> bool:
     """Whether a small request came back whole."""
     try:
-        flight = dispatcher.start(PROMPT, SAMPLING, arrived_s=time.monotonic())
+        flight = dispatcher.start(PROMPT, SAMPLING, arrived_s=time.monotonic(), is_probe=True)
     except GenerationError as error:
         log.warning("no round trip: %s", error.message)
         return False

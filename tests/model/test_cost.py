@@ -112,6 +112,8 @@ def test_decode_and_prefill_are_special_cases_of_a_step(contexts: list[int]) -> 
     model = cost_model(LLAMA_3_8B)
     expected_s = model.step_s((1, context) for context in contexts)
     assert model.decode_s(len(contexts), sum(contexts)) == pytest.approx(expected_s)
+    mixed_s = model.step_s([(700, 50), *((1, context) for context in contexts)])
+    assert model.mixed_s(700, 50, len(contexts), sum(contexts)) == pytest.approx(mixed_s)
     assert model.prefill_s(len(contexts), contexts[0]) == pytest.approx(model.step_s([(len(contexts), contexts[0])]))
 
 

@@ -52,12 +52,15 @@ class Rig:
         *,
         num_choices: int = 1,
         num_prompt_logprobs: int = -1,
+        cache_salt: bytes = b"",
     ) -> Flight:
         """A greedy request."""
         sampling = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, num_prompt_logprobs=num_prompt_logprobs
         )
-        return self.dispatcher.start(list(prompt), sampling, arrived_s=time.monotonic(), num_choices=num_choices)
+        return self.dispatcher.start(
+            list(prompt), sampling, arrived_s=time.monotonic(), cache_salt=cache_salt, num_choices=num_choices
+        )
 
     async def up(self, *workers: ScriptedWorker) -> None:
         """Make these the targets and wait for their sessions."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 
 import pytest
 
 from pdserve.contracts.block_hash import block_hashes
-from pdserve.contracts.request import Outcome, RequestState
+from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.generation import GenerationError
-from tests.router.rig import attempt_of, hand_off, leg_of, read_all, running_rig, with_workers
+from tests.router.rig import Rig, attempt_of, hand_off, leg_of, read_all, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -295,14 +297,49 @@ async def test_cache_events_steer_requests(m0: ScriptedWorker, m1: ScriptedWorke
     async with running_rig() as rig:
         await rig.up(m0, m1)
         tokens = list(range(400))
-        hashes = block_hashes(tokens, 4)
-        m1.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(stored=hashes)))
-        await until(lambda: len(rig.fleet.worker("mixed-1").cached_blocks) == 100)
+        await cache(rig, m1, tokens)
         first = rig.start(tokens)
         await m1.next_submit()
-        m1.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(evicted=hashes)))
+        m1.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(evicted=block_hashes(tokens, 4))))
         await until(lambda: not rig.fleet.worker("mixed-1").cached_blocks)
         second = rig.start(tokens)
         await m0.next_submit()
         first.cancel()
         second.cancel()
+
+
+async def cache(rig: Rig, worker: ScriptedWorker, tokens: Sequence[int]) -> None:
+    """Have the router know that ``worker`` caches ``tokens``."""
+    hashes = block_hashes(tokens, 4)
+    worker.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(stored=hashes)))
+    await until(lambda: rig.fleet.worker(worker.worker_id).cached_blocks >= set(hashes))
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig(tpot_slo_s=1.0) as rig:
+        await rig.up(p, d)
+        await cache(rig, d, range(400))
+        flight = rig.start(range(420), max_tokens=2)
+        request = await d.next_submit()
+        assert not request.handoff
+        assert rig.fleet.worker("decode-0").snapshot().num_waiting_tokens == 20
+        d.send_tokens(request, [(0, 1), (1, 2)], last=True)
+        assert await read_all(flight) == [1, 2]
+        assert p.commands.empty()
+        probe = rig.dispatcher.start(range(420), SamplingParams(), arrived_s=time.monotonic(), is_probe=True)
+        assert (await p.next_submit()).handoff
+        probe.cancel()
+
+
+@with_workers("prefill-0", "decode-0", "decode-1")
+async def test_a_prompt_is_pulled_where_most_of_it_is_cached(
+    p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker
+) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d0, d1)
+        await cache(rig, d1, range(400))
+        flight = rig.start(range(420))
+        p.offer(await p.next_submit())
+        await d1.next_prepare()
+        flight.cancel()

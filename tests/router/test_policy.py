@@ -18,6 +18,7 @@ from pdserve.router.policy import (
     WorkerSnapshot,
     choose_decode,
     choose_prefill,
+    may_prefill_locally,
     predict_ttft_s,
     prefill_candidates,
 )
@@ -126,6 +127,118 @@ def test_decoding_beside_prefill_costs_a_mixed_worker() -> None:
     assert choice.worker_id == "prefill-0"
 
 
+TPOT_S = 0.05
+HISTORY = range(6000)
+"""Of a chat: an earlier prompt and its answer."""
+TURN = PromptBlocks(range(6100), BLOCK_SIZE)
+"""The chat's next turn: a hundred tokens more."""
+OF_HISTORY = frozenset(block_hashes(HISTORY, BLOCK_SIZE))
+
+
+def chosen(blocks: PromptBlocks, *fleet: WorkerSnapshot, tpot_slo_s: float = TPOT_S, num_choices: int = 1) -> str:
+    choice = choose_prefill(blocks, fleet, COST, tpot_slo_s=tpot_slo_s, num_choices=num_choices)
+    assert choice is not None
+    assert choice.handoff == choice.worker_id.startswith("prefill")
+    return choice.worker_id
+
+
+def test_a_turn_goes_where_the_history_is() -> None:
+    d0 = D0._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000)
+    assert chosen(TURN, P0, d0) == "decode-0"
+    choice = choose_prefill(TURN, [P0, d0], COST, tpot_slo_s=TPOT_S)
+    assert choice is not None
+    assert choice.num_cached_tokens == 6000
+    assert choice.ttft_s == COST.prefill_s(100, 6000)
+    assert chosen(TURN, P0._replace(cached_blocks=OF_HISTORY), d0) == "prefill-0"
+    prompt_only = P0._replace(cached_blocks=frozenset(block_hashes(range(3000), BLOCK_SIZE)))
+    assert chosen(TURN, prompt_only, d0, D1) == "decode-0"
+
+
+def test_no_objective_or_no_choice() -> None:
+    d0 = D0._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000)
+    assert chosen(TURN, P0, d0, tpot_slo_s=0.0) == "prefill-0"
+    assert chosen(TURN, d0, tpot_slo_s=0.0) == "decode-0"
+
+
+def test_a_prompt_that_nobody_caches_goes_to_a_prefill_worker() -> None:
+    for num_tokens in (1, 20, 2000, 20_000):
+        assert chosen(prompt(num_tokens), P0, D0._replace(num_free_blocks=10_000)) == "prefill-0"
+
+
+def test_a_decode_worker_helps_out_with_short_prompts_only() -> None:
+    queue = P0._replace(num_waiting_tokens=4096)
+    assert chosen(prompt(100), queue, D0) == "decode-0"
+    assert chosen(prompt(2000), queue, D0, tpot_slo_s=0.03) == "prefill-0"
+
+
+def test_a_busy_decode_worker_keeps_its_tpot() -> None:
+    """Where a step with the prompt in it would take longer than the objective, and exactly there."""
+    for busy in (
+        D0._replace(num_decoding=6, num_context_tokens=150_000),
+        D0._replace(num_waiting_tokens=1500),
+        D0._replace(decode_correction=3.0),
+        D0._replace(prefill_correction=3.0),
+    ):
+        d0 = busy._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000)
+        num_new = 100 + d0.num_waiting_tokens
+        factor = max(d0.prefill_correction, d0.decode_correction)
+        step_s = factor * COST.mixed_s(num_new, 6000, d0.num_decoding, d0.num_context_tokens)
+        assert chosen(TURN, P0, d0, tpot_slo_s=step_s * 1.001) == "decode-0"
+        assert chosen(TURN, P0, d0, tpot_slo_s=step_s * 0.999) == "prefill-0"
+
+
+def test_a_decode_worker_without_room_prefills_nothing() -> None:
+    d0 = D0._replace(cached_blocks=OF_HISTORY, num_free_blocks=TURN.num_blocks())
+    assert chosen(TURN, P0, d0) == "decode-0"
+    assert chosen(TURN, P0, d0._replace(num_free_blocks=TURN.num_blocks() - 1)) == "prefill-0"
+    assert chosen(TURN, P0, d0._replace(num_decoding=7)) == "decode-0"
+    assert chosen(TURN, P0, d0._replace(num_decoding=8)) == "prefill-0"
+    assert chosen(TURN, P0, d0, num_choices=2) == "prefill-0"
+    roomy = d0._replace(num_free_blocks=2000)
+    assert chosen(TURN, P0, roomy._replace(num_decoding=6), num_choices=2) == "decode-0"
+    assert chosen(TURN, P0, roomy._replace(num_decoding=7), num_choices=2) == "prefill-0"
+
+
+def test_another_tenants_history_attracts_nobody() -> None:
+    d0 = D0._replace(cached_blocks=frozenset(block_hashes(HISTORY, BLOCK_SIZE, b"a")), num_free_blocks=2000)
+    assert chosen(PromptBlocks(range(6100), BLOCK_SIZE, b"a"), P0, d0) == "decode-0"
+    assert chosen(PromptBlocks(range(6100), BLOCK_SIZE, b"b"), P0, d0) == "prefill-0"
+    assert chosen(TURN, P0, d0) == "prefill-0"
+
+
+def test_a_prompt_of_which_all_must_be_computed_is_at_home_nowhere() -> None:
+    d0 = D0._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000)
+    assert chosen(PromptBlocks(range(6100), BLOCK_SIZE, may_use_cache=False), P0, d0) == "prefill-0"
+
+
+def test_of_equally_loaded_decode_workers_the_one_with_less_to_pull() -> None:
+    d1 = D1._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000, num_decoding=1, num_context_tokens=100)
+    d0 = D0._replace(num_free_blocks=2000)
+    choice = choose_decode(TURN, [d0, d1], COST)
+    assert choice is not None
+    assert choice.worker_id == "decode-1"
+    assert choice.transfer_s == COST.transfer_s(100, same_host=True)
+    loaded = d1._replace(num_context_tokens=50_000)
+    choice = choose_decode(TURN, [d0, loaded], COST)
+    assert choice is not None
+    assert choice.worker_id == "decode-0"
+
+
+def test_a_decode_worker_on_the_host_of_the_prompt_pulls_faster() -> None:
+    far, near = D0._replace(host="10.0.0.2"), D1._replace(host="10.0.0.1")
+    for source_host, expected in (("10.0.0.1", "decode-1"), ("10.0.0.2", "decode-0")):
+        choice = choose_decode(prompt(1000), [far, near], COST, source_host=source_host)
+        assert choice is not None
+        assert (choice.worker_id, choice.transfer_s) == (expected, COST.transfer_s(1000, same_host=True))
+
+
+def test_every_choice_needs_a_seat_and_a_context() -> None:
+    choice = choose_decode(prompt(100), [D0._replace(num_decoding=6), D1._replace(num_decoding=5)], COST, num_choices=3)
+    assert choice is not None
+    assert (choice.worker_id, choice.has_room) == ("decode-1", True)
+    assert choice.tpot_s == COST.decode_s(8, 300)
+
+
 def test_decode_prefers_the_lighter_batch() -> None:
     heavy = D0._replace(num_decoding=4, num_context_tokens=40_000)
     choice = choose_decode(prompt(100), [heavy, D1], COST)
@@ -204,12 +317,16 @@ loads = st.builds(
 fleets = st.lists(loads, max_size=6, unique_by=lambda snapshot: snapshot.worker_id)
 
 
-@given(fleets, st.integers(1, 3000), st.randoms())
-def test_choices_do_not_depend_on_order(fleet: list[WorkerSnapshot], num_tokens: int, rng: random.Random) -> None:
+@given(fleets, st.integers(1, 3000), st.floats(0, 0.2), st.randoms())
+def test_choices_do_not_depend_on_order(
+    fleet: list[WorkerSnapshot], num_tokens: int, tpot_slo_s: float, rng: random.Random
+) -> None:
     blocks = prompt(num_tokens)
     shuffled = list(fleet)
     rng.shuffle(shuffled)
-    assert choose_prefill(blocks, fleet, COST) == choose_prefill(blocks, shuffled, COST)
+    assert choose_prefill(blocks, fleet, COST, tpot_slo_s=tpot_slo_s) == choose_prefill(
+        blocks, shuffled, COST, tpot_slo_s=tpot_slo_s
+    )
     assert choose_decode(blocks, fleet, COST) == choose_decode(blocks, shuffled, COST)
 
 
@@ -225,10 +342,26 @@ def test_the_choice_is_the_best_candidate(fleet: list[WorkerSnapshot], num_token
         assert choice.ttft_s == min(predicted) > 0
 
 
+@given(fleets, st.integers(1, 3000), st.floats(0, 0.2))
+def test_prefill_on_a_decode_worker_is_faster_and_harmless(
+    fleet: list[WorkerSnapshot], num_tokens: int, tpot_slo_s: float
+) -> None:
+    blocks = prompt(num_tokens)
+    usual = choose_prefill(blocks, fleet, COST)
+    choice = choose_prefill(blocks, fleet, COST, tpot_slo_s=tpot_slo_s)
+    if usual is None or choice is None or not any(handoff for _, handoff in names(fleet)):
+        assert choice == usual
+    elif choice != usual:
+        (guest,) = (snapshot for snapshot in fleet if snapshot.worker_id == choice.worker_id)
+        assert guest.role is WorkerRole.DECODE
+        assert choice.ttft_s < usual.ttft_s
+        assert may_prefill_locally(blocks, guest, COST, num_choices=1, tpot_slo_s=tpot_slo_s)
+
+
 @given(loads.filter(lambda snapshot: snapshot.role is WorkerRole.DECODE), st.integers(1, 3000))
 def test_room_means_blocks_and_a_seat(snapshot: WorkerSnapshot, num_tokens: int) -> None:
     blocks = prompt(num_tokens)
     choice = choose_decode(blocks, [snapshot], COST)
     assert choice is not None
-    has_blocks = snapshot.num_free_blocks >= blocks.num_blocks
+    has_blocks = snapshot.num_free_blocks >= blocks.num_blocks()
     assert choice.has_room == (has_blocks and snapshot.num_decoding < snapshot.max_batch_size)

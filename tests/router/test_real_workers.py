@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, RequestState
 from pdserve.model.config import DecoderConfig
@@ -41,12 +42,12 @@ def start_worker(checkpoint: Path, worker_id: str, time_scale: float) -> WorkerP
 
 @asynccontextmanager
 async def running_cluster(
-    checkpoint: Path, *names: str, time_scale: float = 0.0
+    checkpoint: Path, *names: str, time_scale: float = 0.0, **settings: float
 ) -> AsyncIterator[tuple[Rig, dict[str, WorkerProcess]]]:
     """A rig over worker processes; on leaving, every KV block must be free within 2 s."""
     async with AsyncExitStack() as stack:
         workers = {name: stack.enter_context(start_worker(checkpoint, name, time_scale)) for name in names}
-        rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN))
+        rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, **settings))
         await put_targets(rig, workers)
         yield rig, workers
         await until(lambda: rig.dispatcher.num_in_flight == 0, 2.0)
@@ -66,10 +67,12 @@ def prompt(number: int) -> list[int]:
 
 
 def oracle(checkpoint: Path, number: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    return answer_to(checkpoint, prompt(number), num_tokens)
+
+
+def answer_to(checkpoint: Path, tokens: list[int], num_tokens: int) -> list[int]:
     config = DecoderConfig.from_folder(checkpoint)
-    return expected_tokens(prompt(number), num_tokens, config.vocab_size, eos_token_ids=config.eos_token_ids)[
-        :num_tokens
-    ]
+    return expected_tokens(tokens, num_tokens, config.vocab_size, eos_token_ids=config.eos_token_ids)[:num_tokens]
 
 
 async def check_streams(
@@ -189,5 +192,30 @@ def test_two_hundred_cancels_free_everything(checkpoint: Path) -> None:
             await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
             flight = rig.start(prompt(3), 20)
             assert await read_all(flight) == oracle(checkpoint, 3, 20)
+
+    asyncio.run(run())
+
+
+def test_a_chat_finds_its_earlier_answers(checkpoint: Path) -> None:
+    """They are cached on the decode worker only, so that the next turns are prefilled there; not another tenant's."""
+
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=1.0, tpot_slo_s=1.0) as (rig, _):
+            history: list[int] = []
+            for turn in range(3):
+                text = history + [6 + (7 * turn + position) % 500 for position in range(70)]
+                flight = rig.start(text, 45)
+                answer = await read_all(flight)
+                assert answer == answer_to(checkpoint, text, 45)
+                # The last token's KV is never computed, and blocks hold 16 tokens.
+                assert flight.num_cached_tokens == max(len(history) - 1, 0) // 16 * 16
+                history = text + answer
+                in_blocks = block_hashes(history[:-1], 16)
+                await until(lambda: rig.fleet.worker("decode-0").cached_blocks >= set(in_blocks))  # noqa: B023
+            assert rig.sample("pdserve_handoff_stall_seconds_count") == 1
+            flight = rig.start(history, 2, cache_salt=b"another tenant")
+            assert len(await read_all(flight)) == 2
+            assert flight.num_cached_tokens == 0
+            assert rig.sample("pdserve_handoff_stall_seconds_count") == 2
 
     asyncio.run(run())
