@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from pdserve.router.chat import chat_completion
@@ -18,6 +18,7 @@ from pdserve.router.edge import VERSION, Edge
 from pdserve.router.edge_middleware import EdgeMiddleware
 from pdserve.router.errors import ApiError, install_error_handlers
 from pdserve.router.generation import Generator
+from pdserve.router.json_route import JsonRoute
 from pdserve.router.observer import EdgeObserver
 from pdserve.router.schema import ChatBody, CompletionBody
 from pdserve.router.tokenizer import ChatTokenizer
@@ -65,13 +66,17 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
             "permission": [],
         }
 
-    @app.post("/v1/chat/completions")
+    routes = APIRouter(route_class=JsonRoute)
+
+    @routes.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         return await chat_completion(edge, body, request)
 
-    @app.post("/v1/completions")
+    @routes.post("/v1/completions")
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         return await completion(edge, body, request)
+
+    app.include_router(routes)
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:

@@ -111,11 +111,9 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 def _first_of(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the request body is not JSON: {first['ctx']['error']}")
     where = [str(part) for part in first["loc"] if part != "body"]
     if not where:
-        return ApiError(400, "the request body must be a JSON object, sent with Content-Type: application/json")
+        return ApiError(400, "the request body must be a JSON object")
     param = ".".join(where)
     return ApiError(400, f"{param}: {first['msg']}", param=param)
 

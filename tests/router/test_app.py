@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -12,9 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.request import FinishReason
-from pdserve.router.generation import GenerationError, ServedModel
+from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
 from pdserve.router.schema import ChatBody, CompletionBody
-from tests.router.edge_server import MAX_BODY_BYTES, MODEL, EdgeServer, failing_after, running_edge, saying
+from tests.router.edge_server import (
+    MAX_BODY_BYTES,
+    MODEL,
+    EdgeServer,
+    ScriptedGeneration,
+    failing_after,
+    running_edge,
+    saying,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -204,37 +214,83 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length(edge: EdgeS
     headers = {"Content-Type": "application/json"}
     for content in (body, iter([body[:1000], body[1000:]])):
         answer = http.post(COMPLETIONS, content=content, headers=headers)
-        assert answer.status_code == 413
+        assert (answer.status_code, answer.headers["connection"]) == (413, "close")
         assert str(MAX_BODY_BYTES) in error_of(answer)["message"]
     assert edge.observer.responses == [(COMPLETIONS, 413)] * 2
 
 
 @pytest.mark.parametrize(
-    ("content", "content_type"),
+    ("content", "told"),
     [
-        (b"", "application/json"),
-        (b"{", "application/json"),
-        (b"\xff", "application/json"),
-        (b"[" * 50_000, "application/json"),
-        (b'{"prompt": %s}' % (b"9" * 5000), "application/json"),
-        (b"[1]", "application/json"),
-        (b'"text"', "application/json"),
-        (b"null", "application/json"),
-        (b'{"prompt": "x"}', "text/plain"),
-        (b'{"prompt": "x", "temperature": NaN}', "application/json"),
-        (b'{"prompt": "\\ud800"}', "application/json"),
-        (b'{"prompt": "x", "model": "\\ud800"}', "application/json"),
-        (b'{"prompt": "x", "n": "\\ud800"}', "application/json"),
-        (b'{"prompt": "x", "stop": "\\ud800"}', "application/json"),
-        (b'{"prompt": "x", "cache_salt": "\\ud800"}', "application/json"),
+        (b"", "must be a JSON object"),
+        (b"{", "not JSON"),
+        (b'{"prompt": "x"', "not JSON"),
+        (b'{"prompt": "x"}}', "not JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8 at byte 12"),
+        ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
+        (b"[" * 50_000, "nested too deeply"),
+        (b'{"colour": ' * 5000, "nested too deeply"),
+        (b'{"prompt": %s}' % (b"9" * 5000), "too many digits"),
+        (b"[1]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN is no JSON number"),
+        (b'{"prompt": "x", "colour": -Infinity}', "-Infinity is no JSON number"),
+        (b'{"prompt": "x", "temperature": 1e400}', "temperature"),
+        (b'{"prompt": "x", "prompt": "y"}', "'prompt' twice"),
+        (b'{"prompt": "x", "colour": [{"red": 1, "red": 2}]}', "'red' twice"),
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"prompt": "x", "model": "\\ud800"}', "model"),
+        (b'{"prompt": "x", "n": "\\ud800"}', "n: "),
+        (b'{"prompt": "x", "stop": "\\ud800"}', "stop"),
+        (b'{"prompt": "x", "cache_salt": "\\ud800"}', "cache_salt"),
     ],
 )
-def test_bodies_that_are_no_request_are_400(
-    edge: EdgeServer, http: httpx.Client, content: bytes, content_type: str
-) -> None:
-    answer = http.post(COMPLETIONS, content=content, headers={"Content-Type": content_type})
+def test_bodies_that_are_no_request_are_400(edge: EdgeServer, http: httpx.Client, content: bytes, told: str) -> None:
+    answer = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
-    assert error_of(answer)["type"] == "invalid_request_error"
+    error = error_of(answer)
+    assert error["type"] == "invalid_request_error"
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_bodies_of_another_type_are_415(edge: EdgeServer, http: httpx.Client, content_type: str) -> None:
+    answer = http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": content_type})
+    assert answer.status_code == 415
+    assert "application/json" in error_of(answer)["message"]
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("stalled", [b"", b'{"prompt"'])
+def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, stalled: bytes) -> None:
+    """It says more than it sends, or sends slowly: the same to a server."""
+    monkeypatch.setattr("pdserve.router.edge_middleware.BODY_TIMEOUT_S", 0.2)
+    host, port = edge.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        )
+        connection.sendall(head.encode() + stalled)
+        answer = b""
+        while part := connection.recv(4096):  # to the end, which the server makes
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive" in answer
+
+
+def test_an_answer_may_take_longer_than_a_body(
+    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.edge_middleware.BODY_TIMEOUT_S", 0.05)
+
+    async def slowly(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+        await asyncio.sleep(0.2)
+        yield TokenDelta(0, 0, 70, None, FinishReason.LENGTH)
+
+    edge.generator.script = slowly
+    assert http.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,25 @@ def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
     assert seen == [True, True, False, False]
 
 
+def test_the_interpreter_serves_others_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """The event loop turns during the encoding, not only before and after it."""
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    text = "the time to first token " * 8_000
+
+    async def run() -> tuple[list[int], int]:
+        encoding = asyncio.create_task(tokenizer.encode_text(text))
+        num_turns = 0
+        while not encoding.done():
+            await asyncio.sleep(0.005)
+            num_turns += 1
+        return await encoding, num_turns
+
+    tokens, num_turns = asyncio.run(run())
+    assert num_turns >= 5
+    assert tokens == byte_level_tokenizer().encode(text).ids
+
+
 @pytest.mark.parametrize("text", ["Größe 東京 🙂", "in the a."])
 @pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
 def test_token_bytes_join_to_the_text(make: object, text: str) -> None:
