@@ -56,16 +56,19 @@ def _model_backend(config: WorkerConfig) -> Backend:
     model = DecoderConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
     cost = CostModel(model.shape, hardware("cpu", num_cores=_num_threads(config)), config.dtype)
-    content_hash = model_hash(folder)
+    model = model.at_length(limits.max_model_len)
+    content_hash = model_hash(folder, repr(model.layers))
     _configure_openmp(config)
 
     import torch
 
     from pdserve.kernels.kv_pool import KvPool
-    from pdserve.model.decoder import weight_bytes
+    from pdserve.model.decoder_weights import weight_bytes
     from pdserve.model.model_executor import ModelExecutor
 
-    spare_bytes = memory_beside_weights(weight_bytes(model, getattr(torch, config.dtype)), available_memory_bytes())
+    spare_bytes = memory_beside_weights(
+        weight_bytes(model.shape, getattr(torch, config.dtype)), available_memory_bytes()
+    )
     block_bytes = cost.kv_bytes_per_token * config.block_size
     num_blocks = num_kv_blocks(config, limits, block_bytes, int(spare_bytes * AUTO_MEMORY_SHARE))
     check_pool_fits(num_blocks * block_bytes, spare_bytes)

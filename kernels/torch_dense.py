@@ -17,7 +17,8 @@ def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, qua
         raise ValueError(
             f"{quantization} weights need the compiled kernels: install g++, or serve without quantization"
         )
-    return TorchLinear(weight_FE.to(matrix_dtype(weight_FE.dtype)), bias_F)
+    dtype = matrix_dtype(weight_FE.dtype)
+    return TorchLinear(weight_FE.to(dtype), None if bias_F is None else bias_F.to(dtype))
 
 
 def matrix_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,55 +1,59 @@
-"""What pdserve must know of a Llama checkpoint before any tensor is read: shapes, rope, limits.
+"""What pdserve must know of a checkpoint before any tensor is read: its shape, and what its layers compute.
 
-Reads config.json and generation_config.json of a Hugging Face folder. Used by workers, the cost model and the planner;
-never imports torch and never reads a weight.
+Reads config.json and generation_config.json of a Hugging Face folder, and refuses by name what the decoder would
+compute otherwise than it was trained. Used by workers, the cost model and the planner; never imports torch and never
+reads a weight.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, KvLayout
 from pdserve.contracts.step import ModelLimits
+from pdserve.model.config_values import positive_float, positive_int
+from pdserve.model.families import FAMILIES, FULL, SLIDING, Family, find_family
+from pdserve.model.rope_config import RopeConfig, parse_ropes
 from pdserve.model.shape import ModelShape
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Of transformers, and as `pdserve.kernels.operations.Gate` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3RopeScaling:
-    """Llama 3.1's stretch of the low rope frequencies (the ``llama3`` rope type of transformers)."""
+class LayerConfig:
+    """What may differ from layer to layer."""
 
-    factor: float
-    """Frequencies below the low limit are divided by this."""
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-    """Context length of pre-training, in tokens: the wavelengths are compared with it."""
+    window: int
+    """A token sees itself and the ``window - 1`` tokens before it; 0 sees all before it."""
+    rope: RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a Llama decoder. Counts are of the whole model, before any sharding."""
+    """A decoder: every family that is supported is one of these."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    """Prompt and answer tokens together that the checkpoint was trained for."""
+    shape: ModelShape
+    max_context_length: int
+    """Prompt and answer tokens together that the checkpoint was trained for, stretched by its rope scaling."""
+    layers: tuple[LayerConfig, ...]
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
-    """``None`` is plain rope."""
-    tie_word_embeddings: bool
-    """The output projection is the embedding table."""
-    eos_token_ids: tuple[int, ...]
+    activation: str
+    """Of the MLP's gate; `pdserve.kernels.operations.Gate` lists them."""
+    attention_scale: float
+    """Attention scores are ``attention_scale * q . k``."""
+    attention_softcap: float = 0.0
+    """Scores become ``softcap * tanh(score / softcap)``; 0 leaves them."""
+    logit_softcap: float = 0.0
+    """The same of the logits."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by this."""
+    unit_offset_norms: bool = False
+    """The checkpoint stores norm weights as their difference from 1."""
+    eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_folder(cls, folder: Path) -> DecoderConfig:
@@ -59,25 +63,6 @@ class DecoderConfig:
             ValueError: no readable config.json, or a model that this decoder would compute wrongly.
         """
         return parse_config(_read_json(folder / "config.json"), _read_json(folder / "generation_config.json", {}))
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def shape(self) -> ModelShape:
-        """What decides the cost of running it."""
-        return ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            tie_word_embeddings=self.tie_word_embeddings,
-        )
 
     @property
     def num_parameters(self) -> int:
@@ -94,25 +79,33 @@ class DecoderConfig:
         Raises:
             ValueError: ``max_model_len`` is beyond what the checkpoint was trained for.
         """
-        if not 0 <= max_model_len <= self.max_position_embeddings:
+        if not 0 <= max_model_len <= self.max_context_length:
             raise ValueError(
-                f"max_model_len {max_model_len} is outside 0..{self.max_position_embeddings}, the checkpoint's "
-                f"max_position_embeddings; set it to {self.max_position_embeddings} or less"
+                f"max_model_len {max_model_len} is outside 0..{self.max_context_length}, which the checkpoint's "
+                f"max_position_embeddings and rope scaling allow; set it to {self.max_context_length} or less"
             )
         return ModelLimits(
-            max_model_len=max_model_len or self.max_position_embeddings,
-            vocab_size=self.vocab_size,
+            max_model_len=max_model_len or self.max_context_length,
+            vocab_size=self.shape.vocab_size,
             eos_token_ids=self.eos_token_ids,
         )
+
+    def at_length(self, max_model_len: int) -> DecoderConfig:
+        """The decoder of a deployment whose sequences have up to ``max_model_len`` tokens.
+
+        Dynamic rope scaling is fixed at that length for all sequences; nothing else depends on it.
+        """
+        layers = tuple(replace(layer, rope=layer.rope.at_length(max_model_len)) for layer in self.layers)
+        return replace(self, layers=layers)
 
     def kv_layout(self, num_blocks: int, block_size: int, dtype: str, model_hash: str) -> KvLayout:
         """Geometry of a pool of ``num_blocks`` blocks of ``block_size`` tokens for this model."""
         return KvLayout(
             num_blocks=num_blocks,
-            num_kv_heads=self.num_kv_heads,
-            num_layers=self.num_layers,
+            num_kv_heads=self.shape.num_kv_heads,
+            num_layers=self.shape.num_layers,
             block_size=block_size,
-            head_dim=self.head_dim,
+            head_dim=self.shape.head_dim,
             dtype=dtype,
             model_hash=model_hash,
         )
@@ -124,33 +117,95 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
     Raises:
         ValueError: an unsupported architecture or option, named; a missing or inconsistent number.
     """
-    _check_supported(config)
-    num_heads = _positive_int(config, "num_attention_heads")
-    num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
-    hidden_size = _positive_int(config, "hidden_size")
-    head_dim = _positive_int(config, "head_dim", hidden_size // num_heads)
-    if num_heads % num_kv_heads:
+    family = find_family(config)
+    if family is None:
         raise ValueError(
-            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+            f"config.json: architectures {config.get('architectures')} is not supported; "
+            f"serve a checkpoint of one of {', '.join(FAMILIES)}"
         )
-    if head_dim % 2:
-        raise ValueError(f"config.json: head_dim {head_dim} is odd; rope rotates pairs of elements")
-    rope_theta, rope_scaling = _parse_rope(config)
+    values = {**family.defaults, **config}
+    for key in ("quantization_config", *family.refused):
+        if values.get(key):
+            raise ValueError(f"config.json: {key} is set, and is not supported; serve a checkpoint without it")
+    shape = ModelShape.from_hf_config(config)
+    _check_heads(shape)
+    layers = _parse_layers(values, family, shape.num_layers)
+    max_context_length = positive_int(values, "max_position_embeddings")
+    if not family.context_includes_scaling:
+        max_context_length = min(layer.rope.context_length(max_context_length) for layer in layers)
     return DecoderConfig(
-        vocab_size=_positive_int(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_positive_int(config, "intermediate_size"),
-        num_layers=_positive_int(config, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=_positive_int(config, "max_position_embeddings"),
-        rms_norm_eps=_positive_float(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        shape=shape,
+        max_context_length=max_context_length,
+        layers=layers,
+        rms_norm_eps=positive_float(values, "rms_norm_eps", 1e-6),
+        activation=_parse_activation(values),
+        attention_scale=positive_float(values, "query_pre_attn_scalar", shape.head_dim) ** -0.5,
+        attention_softcap=_parse_softcap(values, "attn_logit_softcapping"),
+        logit_softcap=_parse_softcap(values, "final_logit_softcapping"),
+        embedding_scale=shape.hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        unit_offset_norms=family.unit_offset_norms,
         eos_token_ids=_eos_token_ids(config, generation_config),
     )
+
+
+def _check_heads(shape: ModelShape) -> None:
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads {shape.num_heads} is not a multiple of num_key_value_heads "
+            f"{shape.num_kv_heads}; download config.json again"
+        )
+    if shape.head_dim % 2:
+        raise ValueError(
+            f"config.json: head_dim {shape.head_dim} is odd, and rope rotates pairs of elements; "
+            "serve a checkpoint of an even one"
+        )
+
+
+def _parse_layers(values: Mapping[str, object], family: Family, num_layers: int) -> tuple[LayerConfig, ...]:
+    types = values.get("layer_types") or family.layer_types(values, num_layers)
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ValueError(f"config.json: layer_types is no list of {num_layers} types; download config.json again")
+    unknown = sorted({str(layer_type) for layer_type in types} - {FULL, SLIDING})
+    if unknown:
+        raise ValueError(
+            f"config.json: layer type {unknown[0]!r} is not supported; "
+            f"serve a checkpoint whose layer_types are {FULL} or {SLIDING}"
+        )
+    windows = {FULL: 0}
+    if SLIDING in types:
+        if not values.get("use_sliding_window", True):
+            raise ValueError(
+                f"config.json: layer_types has {SLIDING} and use_sliding_window is false; remove one of the two"
+            )
+        windows[SLIDING] = positive_int(values, "sliding_window")
+    ropes = parse_ropes(values)
+    return tuple(LayerConfig(window=windows[layer_type], rope=ropes[layer_type]) for layer_type in types)
+
+
+def _parse_activation(values: Mapping[str, object]) -> str:
+    name = values.get("hidden_activation") or values.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"config.json: activation {name!r} is not supported; serve a checkpoint with one of "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[str(name)]
+
+
+def _parse_softcap(values: Mapping[str, object], key: str) -> float:
+    return 0.0 if values.get(key) is None else positive_float(values, key)
+
+
+def _eos_token_ids(config: Mapping[str, object], generation_config: Mapping[str, object]) -> tuple[int, ...]:
+    given = generation_config.get("eos_token_id")
+    if given is None:
+        given = config.get("eos_token_id")
+    if given is None:
+        return ()
+    token_ids = given if isinstance(given, list) else [given]
+    if not all(isinstance(token_id, int) for token_id in token_ids):
+        raise ValueError(f"eos_token_id {given!r} is neither a token id nor a list of them")
+    return tuple(token_ids)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -171,73 +226,3 @@ def _read_json(path: Path, default: Mapping[str, object] | None = None) -> Mappi
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object; download it again")
     return content
-
-
-def _check_supported(config: Mapping[str, object]) -> None:
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not set(architectures) & set(SUPPORTED_ARCHITECTURES):
-        raise ValueError(
-            f"config.json: architectures {architectures} is not supported; "
-            f"serve a checkpoint of {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    for key in ("attention_bias", "mlp_bias", "quantization_config"):
-        if config.get(key):
-            raise ValueError(f"config.json: {key} is set, and is not supported; serve a checkpoint without it")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
-
-
-def _parse_rope(config: Mapping[str, object]) -> tuple[float, Llama3RopeScaling | None]:
-    """Rope base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
-    top_level: Mapping[str, object] = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ValueError("config.json: rope_parameters is not an object; download config.json again")
-    rope = {**top_level, **given}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise ValueError(f"config.json: rope type {rope_type!r} is not supported; 'default' and 'llama3' are")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("config.json: partial_rotary_factor is not supported; only whole heads are rotated")
-    theta = _positive_float(rope, "rope_theta", 10000.0)
-    if rope_type == "default":
-        return theta, None
-    scaling = Llama3RopeScaling(
-        factor=_positive_float(rope, "factor"),
-        low_freq_factor=_positive_float(rope, "low_freq_factor"),
-        high_freq_factor=_positive_float(rope, "high_freq_factor"),
-        original_max_position_embeddings=_positive_int(rope, "original_max_position_embeddings"),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise ValueError("config.json: rope high_freq_factor must be above low_freq_factor")
-    return theta, scaling
-
-
-def _eos_token_ids(config: Mapping[str, object], generation_config: Mapping[str, object]) -> tuple[int, ...]:
-    given = generation_config.get("eos_token_id")
-    if given is None:
-        given = config.get("eos_token_id")
-    if given is None:
-        return ()
-    token_ids = given if isinstance(given, list) else [given]
-    if not all(isinstance(token_id, int) for token_id in token_ids):
-        raise ValueError(f"eos_token_id {given!r} is neither a token id nor a list of them")
-    return tuple(token_ids)
-
-
-def _positive_int(values: Mapping[str, object], key: str, default: int | None = None) -> int:
-    value = values.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
-    return value
-
-
-def _positive_float(values: Mapping[str, object], key: str, default: float | None = None) -> float:
-    value = values.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"config.json: {key} must be a positive number, not {value!r}")
-    return float(value)

@@ -84,7 +84,7 @@ class ModelExecutor:
         self._layout = layout
         self._pool = pool
         self._copier = BlockCopier(pool.blocks.numpy(), num_swap_slots)
-        self._vocab_size = config.vocab_size
+        self._vocab_size = config.shape.vocab_size
         self._model = Decoder(folder, config, getattr(torch, dtype), select_kernels(pool))
         self._previous_sampled: list[SampledToken | None] = []
         self._token_counts = TokenCountCache()

@@ -12,16 +12,19 @@ from pathlib import Path
 _SAMPLE_BYTES = 4096
 
 
-def model_hash(folder: Path) -> str:
+def model_hash(folder: Path, variant: str = "") -> str:
     """Identity of a checkpoint, 32 hex digits: KV made by one hash is never used under another.
 
     Hashes config.json, every safetensors header (names, dtypes, shapes) and 4 KiB from the middle of every tensor, so
     that a checkpoint of many GB takes well under a second. Copies of the same files on two hosts hash alike.
 
+    Args:
+        variant: what the KV depends on beside the files; hashed too.
+
     Raises:
         ValueError: the folder holds no config.json or no safetensors.
     """
-    digest = blake2b(digest_size=16, person=b"pdserve-model")
+    digest = blake2b(variant.encode(), digest_size=16, person=b"pdserve-model")
     try:
         digest.update((folder / "config.json").read_bytes())
     except OSError as error:

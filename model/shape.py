@@ -1,13 +1,16 @@
 """The numbers of a decoder that decide what it costs to run.
 
-Told by a checkpoint's configuration (`pdserve.model.config`), or by any Hugging Face config.json of a Llama-like
-decoder, so that models that are not here can be planned for. Read by `pdserve.model.cost`; never imports torch.
+Told by any Hugging Face config.json of a Llama-like decoder, so that models that are not here can be planned for. Part
+of a checkpoint's configuration (`pdserve.model.config`), and read by `pdserve.model.cost`; never imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from pdserve.model.config_values import positive_int
+from pdserve.model.families import Family, find_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,31 +25,41 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool = False
+    """The output projection is the embedding table."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalised per head, by one weight for all heads of a layer."""
+    post_norms: bool = False
+    """Both parts of a layer are normalised at their end too."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, object]) -> ModelShape:
-        """Shape told by the contents of a config.json.
+        """Shape told by the contents of a config.json. An architecture that is not known counts as Llama's.
 
         Raises:
             ValueError: a number that every Llama-like decoder has is missing or not a positive integer.
         """
-
-        def number(key: str, default: int | None = None) -> int:
-            value = config.get(key) or default
-            if not isinstance(value, int) or value <= 0:
-                raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
-            return value
-
-        hidden_size, num_heads = number("hidden_size"), number("num_attention_heads")
+        family = find_family(config) or Family()
+        values = {**family.defaults, **config}
+        hidden_size, num_heads = positive_int(values, "hidden_size"), positive_int(values, "num_attention_heads")
+        attention_bias = bool(values.get("attention_bias"))
         return cls(
-            num_layers=number("num_hidden_layers"),
+            num_layers=positive_int(values, "num_hidden_layers"),
             hidden_size=hidden_size,
-            intermediate_size=number("intermediate_size"),
+            intermediate_size=positive_int(values, "intermediate_size"),
             num_heads=num_heads,
-            num_kv_heads=number("num_key_value_heads", num_heads),
-            head_dim=number("head_dim", hidden_size // num_heads),
-            vocab_size=number("vocab_size"),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            num_kv_heads=positive_int(values, "num_key_value_heads", num_heads),
+            head_dim=positive_int(values, "head_dim", hidden_size // num_heads),
+            vocab_size=positive_int(values, "vocab_size"),
+            tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias and not family.qkv_bias,
+            mlp_bias=bool(values.get("mlp_bias")),
+            qk_norm=family.qk_norm,
+            post_norms=family.post_norms,
         )
 
     @property
@@ -56,16 +69,25 @@ class ModelShape:
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
+    def layer_vector_parameters(self) -> int:
+        """Weights of one layer's norms and biases."""
+        norms = (4 if self.post_norms else 2) * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        qkv_bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        output_bias = self.hidden_size if self.output_bias else 0
+        mlp_bias = 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
+        return norms + qkv_bias + output_bias + mlp_bias
+
+    @property
     def table_parameters(self) -> int:
         """Weights of the embedding table; the output projection has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """All weights, norms included; a tied output projection is counted once."""
-        norms = (2 * self.num_layers + 1) * self.hidden_size
+        """All weights, norms and biases included; a tied output projection is counted once."""
+        layers = self.num_layers * (self.layer_parameters + self.layer_vector_parameters)
         num_tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * self.layer_parameters + norms + num_tables * self.table_parameters
+        return layers + self.hidden_size + num_tables * self.table_parameters
 
     @property
     def kv_values_per_token(self) -> int:

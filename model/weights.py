@@ -1,7 +1,7 @@
-"""Reads a checkpoint's safetensors into tensors that the model has laid out, and refuses any mismatch as a whole.
+"""Reads a checkpoint's safetensors, tensor by tensor, and refuses any mismatch as a whole before the first is read.
 
-Files are memory-mapped and copied tensor by tensor to their place (which may be part of a fused weight), so that the
-model is in memory once. Knows names and shapes, not what they mean. Never unpickles.
+Files are memory-mapped, so that only what is being read takes memory. Knows names and shapes, not what they mean (that
+is `pdserve.model.decoder_weights`). Never unpickles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,27 +19,68 @@ _INDEX_NAME = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
-def load_weights(
-    folder: Path, destinations: Mapping[str, torch.Tensor], *, dtype: torch.dtype, ignored_suffixes: tuple[str, ...]
-) -> None:
-    """Copy every tensor of the checkpoint in ``folder`` to the destination of its name.
+class Checkpoint:
+    """The tensors of the checkpoint in a folder, readable while this context manager is entered."""
 
-    Args:
-        folder: holds model.safetensors, or shards and their index.
-        destinations: what the model needs, by checkpoint name; views of fused weights are welcome.
-        dtype: values are rounded to this before they are stored in the destination's own dtype.
-        ignored_suffixes: tensors whose names end so may be in the checkpoint and are not needed.
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Open model.safetensors, or the shards that their index names.
 
-    Raises:
-        ValueError: no safetensors, a missing or damaged file, or a checkpoint that does not match: all missing, extra
-            and misshapen tensors are named.
-    """
-    with ExitStack() as stack:
-        shards = [stack.enter_context(_open(path)) for path in shard_paths(folder)]
-        shard_of = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118
-        _check_match(folder, destinations, shard_of, ignored_suffixes)
-        for name, destination in destinations.items():
-            destination.copy_(shard_of[name].get_tensor(name).to(dtype))
+        Args:
+            dtype: what is read is rounded to this.
+
+        Raises:
+            ValueError: no safetensors, or a missing or damaged file.
+        """
+        self._folder = folder
+        self._dtype = dtype
+        with ExitStack() as stack:
+            shards = [stack.enter_context(_open(path)) for path in shard_paths(folder)]
+            self._shard_of = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118
+            self._open_shards = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open_shards.close()
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored_suffixes: tuple[str, ...]) -> None:
+        """Look at names, shapes and dtypes of all tensors, reading none.
+
+        Args:
+            shapes: of everything that the model needs.
+            ignored_suffixes: tensors whose names end so may be there and are not needed.
+
+        Raises:
+            ValueError: the checkpoint does not match; all missing, extra and misshapen tensors are named.
+        """
+        problems = [f"missing {name}" for name in shapes if name not in self._shard_of]
+        problems += [
+            f"unexpected {name}"
+            for name in sorted(self._shard_of)
+            if name not in shapes and not name.endswith(ignored_suffixes)
+        ]
+        for name in shapes.keys() & self._shard_of.keys():
+            problems += self._problems_of(name, shapes[name])
+        if problems:
+            raise ValueError(
+                f"{self._folder}: weights do not match config.json: {'; '.join(problems)}. "
+                "Take config.json and weights from one and the same checkpoint"
+            )
+
+    def _problems_of(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        stored = self._shard_of[name].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            return [f"{name} has shape {stored.get_shape()}, not {list(shape)}"]
+        if stored.get_dtype() not in _FLOAT_DTYPES:
+            return [f"{name} has dtype {stored.get_dtype()}, not one of {', '.join(_FLOAT_DTYPES)}"]
+        return []
+
+    def read(self, *names: str) -> torch.Tensor:
+        """The tensors of these names, one below the other along their first dimension, in memory of their own."""
+        parts = [self._shard_of[name].get_tensor(name) for name in names]
+        whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=self._dtype)
+        return torch.cat(parts, out=whole)
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -89,25 +130,3 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as safetensors ({error}); download it again") from error
-
-
-def _check_match(
-    folder: Path, destinations: Mapping[str, torch.Tensor], shard_of: Mapping[str, Any], ignored: tuple[str, ...]
-) -> None:
-    problems = [f"missing {name}" for name in destinations if name not in shard_of]
-    problems += [
-        f"unexpected {name}" for name in sorted(shard_of) if name not in destinations and not name.endswith(ignored)
-    ]
-    for name, destination in destinations.items():
-        if name not in shard_of:
-            continue
-        stored = shard_of[name].get_slice(name)
-        if tuple(stored.get_shape()) != tuple(destination.shape):
-            problems.append(f"{name} has shape {stored.get_shape()}, not {list(destination.shape)}")
-        elif stored.get_dtype() not in _FLOAT_DTYPES:
-            problems.append(f"{name} has dtype {stored.get_dtype()}, not one of {', '.join(_FLOAT_DTYPES)}")
-    if problems:
-        raise ValueError(
-            f"{folder}: weights do not match config.json: {'; '.join(problems)}. "
-            "Take config.json and weights from one and the same checkpoint"
-        )

@@ -30,7 +30,8 @@ def greedy_answers(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: i
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)  # spinning threads on busy cores are far slower
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Only its plain attention knows the softcaps of Gemma 2.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     answers = []
     with torch.inference_mode():
         for prompt in prompts:

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.model.random_checkpoint import write_random_checkpoint, write_tokenizer
 from tests.e2e.cluster import running_cluster
 from tests.e2e.reference import ReferenceAnswer, assert_same_tokens, greedy_answers
+from tests.model.checkpoints import FAMILIES, write_family
 
 NUM_TOKENS = 24
 MAX_BATCH_TOKENS = 128
@@ -64,12 +65,28 @@ async def complete(client: httpx.AsyncClient, prompt: list[int], stream: bool) -
     return tokens, usage
 
 
-async def complete_all(url: str) -> list[tuple[list[int], dict[str, Any]]]:
+async def complete_all(url: str, prompts: list[list[int]]) -> list[tuple[list[int], dict[str, Any]]]:
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         return await asyncio.gather(
-            *(complete(client, prompt, stream=index % 2 == 0) for index, prompt in enumerate(make_prompts()))
+            *(complete(client, prompt, stream=index % 2 == 0) for index, prompt in enumerate(prompts))
         )
+
+
+def serve(
+    checkpoint: Path, topology: str, prompts: list[list[int]], folder: Path
+) -> list[tuple[list[int], dict[str, Any]]]:
+    """Answers to all prompts at once, from a cluster that is idle again afterwards."""
+    deployment: dict[str, Any] = {"model": {"path": str(checkpoint), "served_name": "tiny"}}
+    for section, values in TOPOLOGIES[topology].items():
+        deployment[section] = values
+    for phase in ("prefill", "decode", "mixed"):
+        deployment[phase] = {**deployment.get(phase, {}), "kv_memory": "64MiB", "max_batch_tokens": MAX_BATCH_TOKENS}
+        deployment[phase].setdefault("replicas", 0 if phase == "mixed" else 1)
+    with running_cluster(folder, deployment) as cluster:
+        results = asyncio.run(complete_all(cluster.url, prompts))
+        cluster.wait_until_idle(2.0)
+    return results
 
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -84,17 +101,22 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 def test_same_tokens_and_exact_usage(
     topology: str, checkpoint: Path, references: list[ReferenceAnswer], tmp_path: Path
 ) -> None:
-    deployment: dict[str, Any] = {"model": {"path": str(checkpoint), "served_name": "tiny"}}
-    for section, values in TOPOLOGIES[topology].items():
-        deployment[section] = values
-    for phase in ("prefill", "decode", "mixed"):
-        deployment[phase] = {**deployment.get(phase, {}), "kv_memory": "64MiB", "max_batch_tokens": MAX_BATCH_TOKENS}
-        deployment[phase].setdefault("replicas", 0 if phase == "mixed" else 1)
-    with running_cluster(tmp_path, deployment) as cluster:
-        results = asyncio.run(complete_all(cluster.url))
-        cluster.wait_until_idle(2.0)
+    results = serve(checkpoint, topology, make_prompts(), tmp_path)
     assert_same_tokens([tokens for tokens, _ in results], references)
     for prompt, (_, usage) in zip(make_prompts(), results, strict=True):
         assert usage["prompt_tokens"] == len(prompt)
         assert usage["completion_tokens"] == NUM_TOKENS
         assert usage["total_tokens"] == len(prompt) + NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("family", "topology"),
+    [(family, "1P+1D memfd") for family in FAMILIES if family != "llama"] + [("gemma3_text", "mixed")],
+)
+def test_same_tokens_of_every_family(family: str, topology: str, tmp_path: Path) -> None:
+    checkpoint = write_family(tmp_path / "checkpoint", family, vocab_size=512, max_position_embeddings=1024)
+    write_tokenizer(checkpoint, 512)
+    prompts = make_prompts()[:12]
+    references = greedy_answers(checkpoint, prompts, NUM_TOKENS)
+    results = serve(checkpoint, topology, prompts, tmp_path)
+    assert_same_tokens([tokens for tokens, _ in results], references)

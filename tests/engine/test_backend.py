@@ -13,7 +13,7 @@ from pdserve.engine import backend
 from pdserve.engine.backend import choose_backend
 from pdserve.engine.pool_size import AUTO_MEMORY_SHARE
 from pdserve.model.config import DecoderConfig
-from pdserve.model.decoder import weight_bytes
+from pdserve.model.decoder_weights import weight_bytes
 from pdserve.model.random_checkpoint import write_random_checkpoint
 
 MAX_MODEL_LEN = 64
@@ -42,7 +42,7 @@ def settings_of_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held_bytes(config: WorkerConfig) -> int:
-    return weight_bytes(DecoderConfig.from_folder(Path(config.model_path)), getattr(torch, config.dtype))
+    return weight_bytes(DecoderConfig.from_folder(Path(config.model_path)).shape, getattr(torch, config.dtype))
 
 
 def test_an_automatic_pool_shares_what_the_weights_leave(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Small random Llama checkpoints of every supported shape, and what transformers computes from them."""
+"""Small random checkpoints of every supported family and option, and what transformers computes from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+WINDOW = 21
+"""Shorter than the prompts of tests, and no multiple of a block."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -16,41 +19,101 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 211,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GEMMA: dict[str, Any] = {"num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {"head_dim": 24},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {**_GEMMA, "sliding_window_pattern": 3, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }},
+}  # fmt: skip
+"""Each family's ``model_type``, with options by which it differs from the others."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "llama3-rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    "yarn-rope": {"rope_parameters": YARN_ROPE},
+    "yarn-rope-with-options": {"rope_parameters": {
+        **YARN_ROPE, "mscale": 1.5, "mscale_all_dim": 0.5, "beta_fast": 16, "beta_slow": 2, "truncate": False,
+    }},
+    "yarn-rope-with-a-factor": {"rope_parameters": {**YARN_ROPE, "attention_factor": 1.5}},
+    "dynamic-rope-unstretched": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0}},
     "tied": {"tie_word_embeddings": True},
     "no-groups": {"num_key_value_heads": 4},
-    "group-of-four": {"num_key_value_heads": 1},
+    "one-kv-head": {"num_key_value_heads": 1},
     "wide-heads": {"head_dim": 24},
-}
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+    "mistral-without-window": {"model_type": "mistral", "sliding_window": None},
+    "qwen2-without-window": {"model_type": "qwen2"},
+    "qwen2-layer-types": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3-biases": {"model_type": "qwen3", "attention_bias": True},
+    "gemma2-uncapped": {
+        "model_type": "gemma2", **_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "tie_word_embeddings": False,
+    },
+    "gemma3-plain": {"model_type": "gemma3_text", **_GEMMA, "final_logit_softcapping": 5.0},
+}  # fmt: skip
 """Changes to the configuration of `write_checkpoint`, whose group size is 2 and head_dim 16."""
 
 
-def write_checkpoint(folder: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Path:
-    """Write config.json and safetensors of a random model whose answers vary with the prompt."""
-    shape: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 211,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "eos_token_id": 2,
-    }
+def write_checkpoint(folder: Path, *, model_type: str = "llama", max_shard_size: str = "5GB", **changes: Any) -> Path:
+    """Write config.json and safetensors of a random model whose answers vary with the prompt.
+
+    Norms and biases are random too: as transformers makes them, they would change nothing.
+    """
     torch.manual_seed(7)
-    LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).save_pretrained(folder, max_shard_size=max_shard_size)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**_SHAPE, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def write_family(folder: Path, family: str, **changes: Any) -> Path:
+    """Write the checkpoint of one of `FAMILIES`, with changes to its configuration."""
+    return write_checkpoint(folder, model_type=family, **{**FAMILIES[family], **changes})
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The checkpoint as transformers runs it; only its plain attention knows softcaps."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model
 
 
 def reference_logits(folder: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What transformers computes for a whole sequence: float32 ``[len(tokens), vocab_size]``."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0].float()
+        logits: torch.Tensor = load_reference(folder, dtype)(torch.tensor([tokens])).logits[0].float()
     return logits
 
 
@@ -63,9 +126,11 @@ class GreedyAnswer(NamedTuple):
     logprobs: list[float]
 
 
-def reference_answer(folder: Path, prompt: list[int], num_tokens: int) -> GreedyAnswer:
-    """``transformers.generate`` without end-of-sequence tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def reference_answer(
+    folder: Path, prompt: list[int], num_tokens: int, weights: torch.dtype = torch.float32
+) -> GreedyAnswer:
+    """``transformers.generate`` without end-of-sequence tokens, in float32, with weights rounded to a dtype."""
+    model = load_reference(folder, weights).float()
     model.generation_config.eos_token_id = None
     settings = GenerationConfig(
         max_new_tokens=num_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0

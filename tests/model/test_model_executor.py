@@ -13,7 +13,7 @@ from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepOutpu
 from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
-from tests.model.checkpoints import reference_answer, reference_logits, write_checkpoint
+from tests.model.checkpoints import FAMILIES, reference_answer, reference_logits, write_checkpoint, write_family
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
 NUM_BLOCKS, BLOCK_SIZE = 24, 8
@@ -83,7 +83,9 @@ def answers(executor: ModelExecutor) -> list[list[SampledToken]]:
     return result
 
 
-def test_greedy_answers_are_those_of_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_answers_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path, family)
     for prompt, answer in zip(PROMPTS, answers(make_executor(folder)), strict=True):
         reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS)
         unsure = [position for position, margin in enumerate(reference.margins) if margin < 1e-3]
@@ -95,11 +97,14 @@ def test_greedy_answers_are_those_of_transformers(folder: Path) -> None:
             assert sampled.logprobs.logprob == pytest.approx(logprob, abs=1e-4)
 
 
-def test_bfloat16_agrees_wherever_the_reference_is_sure(folder: Path) -> None:
-    executor = make_executor(folder, "bfloat16")
-    num_compared = 0
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_agrees_wherever_the_reference_is_sure(tmp_path: Path, family: str, dtype: str) -> None:
+    folder = write_family(tmp_path, family)
+    executor = make_executor(folder, dtype)
+    errors: list[float] = []
     for index, prompt in enumerate(PROMPTS):
-        reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS)
+        reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS, getattr(torch, dtype))
         tokens = [*prompt, *reference.tokens]
         run(executor, row(index, prompt[:-1], 0, sample=None))
         for position, margin in enumerate(reference.margins):
@@ -107,8 +112,11 @@ def test_bfloat16_agrees_wherever_the_reference_is_sure(folder: Path) -> None:
             sampled = run(executor, row(index, [tokens[cached]], cached)).sampled[0]
             if margin >= 0.1:
                 assert token_of(sampled) == reference.tokens[position]
-                num_compared += 1
-    assert num_compared >= 60
+                assert sampled is not None
+                assert sampled.logprobs is not None
+                errors.append(abs(sampled.logprobs.logprob - reference.logprobs[position]))
+    assert len(errors) >= 60
+    assert sum(errors) / len(errors) <= 2e-2
 
 
 def test_a_token_that_the_scheduler_does_not_know_yet(folder: Path) -> None:

@@ -14,6 +14,7 @@ def test_model_hash_is_of_the_content(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "first", max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     first = model_hash(folder)
+    assert model_hash(folder, "a longer context") != first
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     assert model_hash(copy) == first
     (copy / "README.md").write_text("not part of the model")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdserve.model.weights import load_weights, shard_paths
+from pdserve.model.weights import Checkpoint, shard_paths
 from tests.model.checkpoints import write_checkpoint
 
 
@@ -16,22 +16,36 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def load(folder: Path, destinations: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
-    load_weights(folder, destinations, dtype=dtype, ignored_suffixes=("inv_freq",))
+def load(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    with Checkpoint(folder, torch.float32) as checkpoint:
+        checkpoint.check(shapes, ("inv_freq",))
 
 
-def test_tensors_land_in_their_part_of_a_fused_weight(tmp_path: Path) -> None:
+def test_tensors_of_one_input_are_read_as_one(tmp_path: Path) -> None:
     given = {"gate": torch.randn(3, 4), "up": torch.randn(2, 4), "rotary.inv_freq": torch.randn(2)}
-    fused = torch.zeros(5, 4)
-    load(stored(tmp_path, given), {"gate": fused[:3], "up": fused[3:]})
-    assert torch.equal(fused, torch.cat((given["gate"], given["up"])))
+    with Checkpoint(stored(tmp_path, given), torch.float32) as checkpoint:
+        checkpoint.check({"gate": (3, 4), "up": (2, 4)}, ("inv_freq",))
+        both, one = checkpoint.read("gate", "up"), checkpoint.read("up")
+    assert torch.equal(both, torch.cat((given["gate"], given["up"])))
+    assert torch.equal(one, given["up"])
 
 
-def test_values_are_rounded_to_the_dtype_and_held_in_the_destinations(tmp_path: Path) -> None:
+def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+    folder = stored(tmp_path, {"w": torch.ones(4)})
+    with Checkpoint(folder, torch.float32) as checkpoint:
+        held = checkpoint.read("w")
+    file = folder / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-16, 2)
+        opened.write(bytes(16))
+    assert held.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_are_rounded_to_the_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     given = {"w": torch.randn(4, 4)}
-    held = torch.zeros(4, 4)
-    load(stored(tmp_path, given), {"w": held}, torch.bfloat16)
-    assert torch.equal(held, given["w"].bfloat16().float())
+    with Checkpoint(stored(tmp_path, given), dtype) as checkpoint:
+        assert torch.equal(checkpoint.read("w"), given["w"].to(dtype))
 
 
 def test_every_mismatch_is_named_at_once(tmp_path: Path) -> None:
@@ -41,9 +55,9 @@ def test_every_mismatch_is_named_at_once(tmp_path: Path) -> None:
         "long": torch.zeros(3),
         "quantised": torch.zeros(2, dtype=torch.int8),
     }
-    destinations = {name: torch.zeros(2) for name in ("good", "long", "absent", "quantised")}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("good", "long", "absent", "quantised"), (2,))
     with pytest.raises(ValueError, match="do not match config") as error:
-        load(stored(tmp_path, given), destinations)
+        load(stored(tmp_path, given), shapes)
     for problem in ("missing absent", "unexpected extra", "long has shape [3], not [2]", "quantised has dtype I8"):
         assert problem in str(error.value)
     assert "good" not in str(error.value)
@@ -75,7 +89,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: 
         stored(place, {"w": torch.zeros(2)})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(ValueError, match=r"index\.json names .* which is no \.safetensors file beside it"):
-        load(folder, {"w": torch.zeros(2)})
+        load(folder, {"w": (2,)})
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
@@ -83,7 +97,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read.*download it again"):
-        load(folder, {"w": torch.zeros(100)})
+        load(folder, {"w": (100,)})
 
 
 def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def oracle(checkpoint: Path, number: int, num_tokens: int = NUM_TOKENS) -> list[
 
 def answer_to(checkpoint: Path, tokens: list[int], num_tokens: int) -> list[int]:
     config = DecoderConfig.from_folder(checkpoint)
-    return expected_tokens(tokens, num_tokens, config.vocab_size, eos_token_ids=config.eos_token_ids)[:num_tokens]
+    vocab_size = config.shape.vocab_size
+    return expected_tokens(tokens, num_tokens, vocab_size, eos_token_ids=config.eos_token_ids)[:num_tokens]
 
 
 async def check_streams(

@@ -1,0 +1,173 @@
+"""A decoder's weights: what the checkpoint's tensors are called, and how they are held.
+
+Loads one layer after the other and hands each matrix to the kernels, which may hold it in a form of their own: the peak
+of memory is the weights and one layer. Called by `pdserve.model.decoder`; computes nothing.
+
+Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads, H KV heads, M = N + 2 H, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
+from pdserve.kernels.torch_dense import matrix_dtype
+from pdserve.model.config import DecoderConfig
+from pdserve.model.shape import ModelShape
+from pdserve.model.weights import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Weights of one layer. Projections of the same input are one; norms are ``[E]``."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    """``[M * D, E]``: queries, keys, values."""
+    qk_norm: QkNorm | None
+    output: Linear
+    """``[E, N * D]``."""
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    """``[2 * I, E]``: gate, then up."""
+    down: Linear
+    """``[E, I]``."""
+    mlp_post_norm: torch.Tensor | None
+
+
+class DecoderWeights(NamedTuple):
+    """All weights of a decoder."""
+
+    embedding: Linear
+    """``[V, E]``."""
+    layers: list[LayerWeights]
+    norm: torch.Tensor
+    lm_head: Linear
+    """``[V, E]``; the embedding itself where they are tied."""
+
+
+def load_decoder_weights(
+    folder: Path, config: DecoderConfig, dtype: torch.dtype, kernels: DecoderKernels
+) -> DecoderWeights:
+    """Read the checkpoint in ``folder``, rounded to ``dtype``, into the form that ``kernels`` hold.
+
+    Raises:
+        ValueError: the weights are unusable or do not match ``config``.
+    """
+    shape = config.shape
+    ignored = ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_word_embeddings else ("rotary_emb.inv_freq",)
+    with Checkpoint(folder, dtype) as checkpoint:
+        checkpoint.check(tensor_shapes(shape), ignored)
+        loader = _Loader(checkpoint, config, kernels, kernels.activation_dtype or dtype)
+        embedding = loader.linear("model.embed_tokens")
+        return DecoderWeights(
+            embedding=embedding,
+            layers=[loader.layer(index) for index in range(shape.num_layers)],
+            norm=loader.norm("model.norm"),
+            lm_head=embedding if shape.tie_word_embeddings else loader.linear("lm_head"),
+        )
+
+
+class _Loader:
+    """Reads parts of a checkpoint by the names that transformers gives them."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: DecoderConfig, kernels: DecoderKernels, norm_dtype: torch.dtype
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._kernels = kernels
+        self._norm_dtype = norm_dtype
+
+    def layer(self, index: int) -> LayerWeights:
+        shape, prefix = self._config.shape, f"model.layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        names = _norm_names(shape)
+        return LayerWeights(
+            attention_norm=self.norm(prefix + names.attention),
+            qkv=self.linear(*(f"{attention}{part}_proj" for part in "qkv"), has_bias=shape.qkv_bias),
+            qk_norm=self._qk_norm(attention) if shape.qk_norm else None,
+            output=self.linear(f"{attention}o_proj", has_bias=shape.output_bias),
+            attention_post_norm=self.norm(prefix + names.attention_post) if names.attention_post else None,
+            mlp_norm=self.norm(prefix + names.mlp),
+            gate_up=self.linear(f"{mlp}gate_proj", f"{mlp}up_proj", has_bias=shape.mlp_bias),
+            down=self.linear(f"{mlp}down_proj", has_bias=shape.mlp_bias),
+            mlp_post_norm=self.norm(prefix + names.mlp_post) if names.mlp_post else None,
+        )
+
+    def linear(self, *names: str, has_bias: bool = False) -> Linear:
+        """Projections of one input, as one."""
+        bias = self._checkpoint.read(*(f"{name}.bias" for name in names)) if has_bias else None
+        return self._kernels.pack_linear(self._checkpoint.read(*(f"{name}.weight" for name in names)), bias)
+
+    def norm(self, name: str) -> torch.Tensor:
+        weight = self._checkpoint.read(f"{name}.weight").float()
+        return (weight + 1 if self._config.unit_offset_norms else weight).to(self._norm_dtype)
+
+    def _qk_norm(self, attention: str) -> QkNorm:
+        return QkNorm(self.norm(f"{attention}q_norm"), self.norm(f"{attention}k_norm"), self._config.rms_norm_eps)
+
+
+class _NormNames(NamedTuple):
+    """What a checkpoint calls the norms of a layer; empty for those that it has not."""
+
+    attention: str
+    attention_post: str
+    mlp: str
+    mlp_post: str
+
+
+def _norm_names(shape: ModelShape) -> _NormNames:
+    """``post_attention_layernorm`` is the norm before the MLP in families that have none there by name."""
+    if not shape.post_norms:
+        return _NormNames("input_layernorm", "", "post_attention_layernorm", "")
+    return _NormNames(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )
+
+
+def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of ``shape``, by the name that transformers gives it."""
+    tensors = {
+        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+        "model.norm.weight": (shape.hidden_size,),
+    }
+    if not shape.tie_word_embeddings:
+        tensors["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
+    layer = _layer_tensor_shapes(shape)
+    for index in range(shape.num_layers):
+        tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    return tensors
+
+
+def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    projections = {
+        "self_attn.q_proj": (num_q, hidden, shape.qkv_bias),
+        "self_attn.k_proj": (num_kv, hidden, shape.qkv_bias),
+        "self_attn.v_proj": (num_kv, hidden, shape.qkv_bias),
+        "self_attn.o_proj": (hidden, num_q, shape.output_bias),
+        "mlp.gate_proj": (intermediate, hidden, shape.mlp_bias),
+        "mlp.up_proj": (intermediate, hidden, shape.mlp_bias),
+        "mlp.down_proj": (hidden, intermediate, shape.mlp_bias),
+    }
+    tensors: dict[str, tuple[int, ...]] = {}
+    for name, (num_outputs, num_inputs, has_bias) in projections.items():
+        tensors[f"{name}.weight"] = (num_outputs, num_inputs)
+        if has_bias:
+            tensors[f"{name}.bias"] = (num_outputs,)
+    tensors |= {f"{name}.weight": (hidden,) for name in _norm_names(shape) if name}
+    if shape.qk_norm:
+        tensors |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
+    return tensors
+
+
+def weight_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes that the weights take in this process: matrices in their `matrix_dtype`, and the few others at most so."""
+    return shape.num_parameters * matrix_dtype(dtype).itemsize
