@@ -44,7 +44,10 @@ class DispatchSettings:
     deadline_s: float = 600.0
     """Seconds from arrival after which a request is given up."""
     worker_wait_s: float = 60.0
-    """Seconds that a request waits at most while no worker can take it."""
+    """Seconds that a request which had a worker waits for the next one at most: its client may have tokens already."""
+    new_wait_s: float = 5.0
+    """The same of a new one. A worker that restarts quickly goes unnoticed; who would wait longer had better ask again,
+    perhaps elsewhere."""
     cut_off_s: float = 10.0
     """Seconds after a failed pull for which its decode worker is avoided for prompts of its prefill worker."""
 
@@ -186,8 +189,15 @@ class Dispatcher:
                 if flight.is_late:
                     flight.fail_late()
             for leg in list(self._queued.values()):
-                if self._now_s() - leg.queued_s >= self._settings.worker_wait_s:
-                    leg.fail(GenerationError(503, "no worker is up", retry_after_s=MIN_RETRY_AFTER_S))
+                is_new = leg.tries.num_attempts == 0
+                wait_s = self._settings.new_wait_s if is_new else self._settings.worker_wait_s
+                if self._now_s() - leg.queued_s >= wait_s:
+                    leg.fail(self._nobody_is_up())
+
+    def _nobody_is_up(self) -> GenerationError:
+        retry_after_s = max(self._settings.new_wait_s, MIN_RETRY_AFTER_S)
+        missing = "decode worker" if self._fleet.snapshots() else "worker"
+        return GenerationError(503, f"no {missing} is up", retry_after_s=retry_after_s)
 
     def fail_all(self, message: str) -> None:
         """End every request with an error: the process is about to exit."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from pdserve.contracts.request import Outcome
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.generation import GenerationError, TokenDelta
-from pdserve.router.job import Choice, Job, Tries, late_error
+from pdserve.router.job import ChoiceProgress, Job, Tries, late_error
 from pdserve.router.leg import Leg, LegPlacer
 from pdserve.router.metrics import RouterMetrics
 
@@ -100,7 +100,7 @@ class Flight:
 
     def begin(self) -> None:
         """Ask for the first attempt."""
-        self._enter([Choice(index) for index in range(self.num_choices)], Tries())
+        self._enter([ChoiceProgress(index) for index in range(self.num_choices)], Tries())
 
     def fail(self, error: GenerationError) -> None:
         """End it with an error, on every worker too."""
@@ -149,7 +149,7 @@ class Flight:
 
     # Its own steps
 
-    def _enter(self, choices: Sequence[Choice], tries: Tries) -> None:
+    def _enter(self, choices: Sequence[ChoiceProgress], tries: Tries) -> None:
         request_id = self._owner.next_request_id()
         leg = Leg(
             self,

@@ -1,12 +1,13 @@
 """What one request asks for, what was tried so far, and what of each answer the client already has.
 
-A `Job` never changes; `Tries` and each `Choice` are kept by the leg that carries them. Nothing here speaks to a worker.
+A `Job` never changes; `Tries` and each `ChoiceProgress` are kept by the leg that carries them. Nothing here speaks to a
+worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.router.generation import GenerationError
@@ -41,7 +42,6 @@ class Job:
         attempt: int,
         choices: range,
         emitted_tokens: Sequence[int],
-        wants_prompt_logprobs: bool,
         handoff: bool,
         now_s: float,
     ) -> GenerationRequest:
@@ -49,9 +49,6 @@ class Job:
         ttft_slo_s = 0.0
         if self.ttft_slo_s > 0 and not emitted_tokens:
             ttft_slo_s = max(self.arrived_s + self.ttft_slo_s - now_s, MIN_DURATION_S)
-        sampling = self.sampling
-        if sampling.num_prompt_logprobs >= 0 and not wants_prompt_logprobs:
-            sampling = replace(sampling, num_prompt_logprobs=-1)
         return GenerationRequest(
             request_id=request_id,
             attempt=attempt,
@@ -59,7 +56,7 @@ class Job:
             emitted_tokens=tuple(emitted_tokens),
             choice=choices.start,
             num_choices=len(choices),
-            sampling=sampling,
+            sampling=self.sampling,
             cache_salt=self.cache_salt,
             deadline_s=max(self.deadline_s - now_s, MIN_DURATION_S),
             ttft_slo_s=ttft_slo_s,
@@ -87,7 +84,7 @@ class Tries:
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class ChoiceProgress:
     """One of the answers to the prompt, until its last token."""
 
     index: int

@@ -28,7 +28,7 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.router.attempt import Attempt
 from pdserve.router.fleet import Worker
 from pdserve.router.generation import GenerationError, TokenDelta
-from pdserve.router.job import Choice, Job, Tries
+from pdserve.router.job import ChoiceProgress, Job, Tries
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.policy import PromptBlocks
 
@@ -105,7 +105,7 @@ class Leg:
         *,
         request_id: int,
         job: Job,
-        choices: Sequence[Choice],
+        choices: Sequence[ChoiceProgress],
         tries: Tries,
     ) -> None:
         """
@@ -133,7 +133,7 @@ class Leg:
     # What the dispatcher asks and tells
 
     @property
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[ChoiceProgress]:
         """Those that are not over."""
         return list(self._running.values())
 
@@ -294,12 +294,11 @@ class Leg:
             attempt=attempt.number,
             choices=self._asked,
             emitted_tokens=attempt.emitted,
-            wants_prompt_logprobs=self._owner.wants_prompt_logprobs,
             handoff=attempt.handoff,
             now_s=self._now_s(),
         )
 
-    def _accept(self, attempt: Attempt, worker: Worker, choice: Choice, received: ReceivedToken) -> None:
+    def _accept(self, attempt: Attempt, worker: Worker, choice: ChoiceProgress, received: ReceivedToken) -> None:
         """Hand the next token of ``choice`` to the client."""
         is_first = choice.index in attempt.awaited
         if is_first:
@@ -321,7 +320,7 @@ class Leg:
             for later in overtook:
                 self.token_received(attempt.decode, later)
 
-    def _first_token(self, attempt: Attempt, choice: Choice) -> None:
+    def _first_token(self, attempt: Attempt, choice: ChoiceProgress) -> None:
         """The attempt's first token of ``choice`` is out."""
         now_s = self._now_s()
         attempt.awaited.discard(choice.index)
@@ -337,7 +336,7 @@ class Leg:
         else:
             self.state = RequestState.HANDOFF
 
-    def _choice_over(self, attempt: Attempt, worker: Worker, choice: Choice) -> None:
+    def _choice_over(self, attempt: Attempt, worker: Worker, choice: ChoiceProgress) -> None:
         del self._running[choice.index]
         if not self._running:
             began_s = max(attempt.joined_s, attempt.first_token_s)

@@ -297,6 +297,7 @@ async def test_prompt_logprobs_are_whole_when_token_0_is_out(
         await rig.up(p0, p1, d)
         flight = rig.start(num_prompt_logprobs=0, max_tokens=2)
         lost = await p0.next_submit()
+        assert lost.sampling.num_prompt_logprobs == 0
         p0.send_prompt_logprobs(lost, 1, [-1.0])
         p0.send_prompt_logprobs(lost, 2, [-2.0])
         await until(lambda: len(flight.prompt_logprobs) == 2)

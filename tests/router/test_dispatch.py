@@ -13,7 +13,7 @@ from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.generation import GenerationError
-from tests.router.rig import Rig, attempt_of, hand_off, leg_of, read_all, running_rig, with_workers
+from tests.router.rig import Rig, attempt_of, hand_off, leg_of, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -242,15 +242,30 @@ def test_too_many_are_refused_with_a_time_to_come_back() -> None:
     asyncio.run(run())
 
 
-def test_no_worker_in_time() -> None:
-    async def run() -> None:
-        async with running_rig(worker_wait_s=0.2) as rig:
-            with pytest.raises(GenerationError, match="no worker") as caught:
+@with_workers("prefill-0", "decode-0")
+async def test_a_new_request_waits_shortly_for_workers(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig(new_wait_s=0.2) as rig:
+        for missing, workers in (("no worker", ()), ("no decode worker", (p,))):
+            await rig.up(*workers)
+            with pytest.raises(GenerationError, match=missing) as caught:
                 await read_all(rig.start())
             assert caught.value.status == 503
-            assert rig.dispatcher.outcomes[Outcome.FAILED] == 1
+            assert caught.value.retry_after_s is not None
+        assert rig.dispatcher.outcomes[Outcome.FAILED] == 2
 
-    asyncio.run(run())
+
+@with_workers("mixed-0")
+async def test_a_request_that_had_a_worker_waits_longer(m: ScriptedWorker) -> None:
+    async with running_rig(new_wait_s=0.1, worker_wait_s=0.6) as rig:
+        await rig.up(m)
+        flight = rig.start()
+        m.send_token(await m.next_submit(), 0, 100)
+        assert await read_some(flight, 1) == [100]
+        lost_s = time.monotonic()
+        await m.stop()
+        with pytest.raises(GenerationError, match="no worker"):
+            await read_all(flight)
+        assert time.monotonic() - lost_s > 0.5
 
 
 @with_workers("prefill-0", "decode-0")
