@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, RequestState
+from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduler import Event, PullResult, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_group import SequenceGroup
 from pdserve.engine.sequence_table import PlannedStep
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
@@ -44,8 +45,11 @@ class _Room:
     num_spare_blocks: int
     """Blocks that they may be expected to need in all."""
 
-    def take(self, num_blocks: int) -> None:
-        self.num_places -= 1
+    def has_places(self, sequence: Sequence) -> bool:
+        return sequence.num_seats <= self.num_places
+
+    def take(self, num_blocks: int, num_places: int) -> None:
+        self.num_places -= num_places
         self.num_spare_blocks -= num_blocks
 
 
@@ -98,26 +102,45 @@ class DecodeScheduler:
     # Requests
 
     def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
-        sequence = self._table.open(key, request, now_s, is_handoff=request.handoff)
+        sequence = self._open(key, request, now_s, is_handoff=request.handoff)
         if sequence is not None:
             self._prefill.enqueue(sequence)
 
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
-        sequence = self._table.open(key, request, now_s, is_handoff=False)
+        sequence = self._open(key, request, now_s, is_handoff=False)
         if sequence is not None:
             self._reservations.push(sequence, source)
 
-    def cancel(self, key: RequestKey, now_s: float) -> None:
-        sequence = self._table.get(key)
-        if sequence is not None:
-            self._end(sequence, RequestEventKind.CANCELLED)
+    def _open(self, key: RequestKey, request: GenerationRequest, now_s: float, *, is_handoff: bool) -> Sequence | None:
+        if not is_handoff and request.num_choices > self._max_batch_size:
+            refusal = (
+                f"{request.num_choices} choices and the worker decodes at most {self._max_batch_size} sequences: "
+                "ask for fewer (n), or raise max_batch_size and max_batch_tokens"
+            )
+            self._table.reject(key, refusal)
+            return None
+        return self._table.open(key, request, now_s, is_handoff=is_handoff)
 
-    def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
+    def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
+        group = self._table.get(key)
+        if group is None:
+            return
+        for sequence in group.drop(choices or group.open_choices.copy()):
+            self._close(sequence)
+        if not group.sequences:
+            self._table.emit(key, RequestEventKind.CANCELLED)
+
+    def _end(self, group: SequenceGroup, kind: RequestEventKind, message: str = "") -> None:
+        """A request is over, with all of its choices."""
+        for sequence in group.sequences.copy():
+            self._close(sequence)
+        self._table.emit(group.key, kind, message)
+
+    def _close(self, sequence: Sequence) -> None:
         self._remove_running(sequence)
         self._reservations.drop(sequence)
         self._swapping.drop(sequence)
         self._prefill.drop(sequence)
-        self._table.emit(sequence, kind, message)
         self._table.close(sequence)
 
     def _remove_running(self, sequence: Sequence) -> bool:
@@ -131,8 +154,8 @@ class DecodeScheduler:
     # Planning
 
     def plan(self, now_s: float) -> StepBatch | None:
-        while (sequence := self._table.past_deadline(now_s)) is not None:
-            self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
+        while (group := self._table.past_deadline(now_s)) is not None:
+            self._end(group, RequestEventKind.FAILED, deadline_message(group))
         self._prefill.expire_parked(now_s)
         if self._table.must_drain:
             return None
@@ -160,6 +183,8 @@ class DecodeScheduler:
         while not self._pool.can_allocate(1):
             if self._table.num_retiring:
                 return False  # blocks come back with the steps in flight: nobody else must suffer for this
+            if self._table.is_forking:
+                return False  # who arrived last is known when the step in flight is completed
             victim = self._latest()
             if victim is sequence:
                 return False
@@ -179,7 +204,7 @@ class DecodeScheduler:
         is_running = self._remove_running(sequence)
         self._prefill.drop(sequence)
         if sequence.state is not RequestState.PREEMPTED:
-            self._table.emit(sequence, RequestEventKind.PREEMPTED)
+            self._table.emit(sequence.key, RequestEventKind.PREEMPTED)
         sequence.state = RequestState.PREEMPTED
         if is_running and self._swapping.can_swap_out(sequence):
             self._swapping.swap_out(step, sequence)
@@ -195,11 +220,11 @@ class DecodeScheduler:
         if local is not None or reserving is not None or self._swapping.num_waiting:
             room = self._room()
         self._resume_swapped(step, room)
-        while room.num_places > 0 and reserving is not None and not self._must_wait(reserving, local):
+        while reserving is not None and room.has_places(reserving) and not self._must_wait(reserving, local):
             num_taken = self._reservations.reserve(spare_blocks=room.num_spare_blocks, now_s=now_s)
             if num_taken is None:
                 break
-            room.take(num_taken)
+            room.take(num_taken, reserving.num_seats)
             reserving = self._reservations.first_waiting()
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
             room.num_places = 0
@@ -212,7 +237,7 @@ class DecodeScheduler:
         )
         for sequence in self._prefill.take_ready():
             if sequence.state is RequestState.PREEMPTED:
-                self._table.emit(sequence, RequestEventKind.RESUMED)
+                self._table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
 
     def _resume_swapped(self, step: PlannedStep, room: _Room) -> None:
@@ -222,8 +247,8 @@ class DecodeScheduler:
             if num_taken is None:
                 room.num_places = 0
                 return
-            room.take(num_taken)
-            self._table.emit(sequence, RequestEventKind.RESUMED)
+            room.take(num_taken, sequence.num_seats)
+            self._table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
 
     def _must_wait(self, reserving: Sequence, local: Sequence | None) -> bool:
@@ -240,7 +265,7 @@ class DecodeScheduler:
         """Free places, and available blocks that no sequence in `_holders` is expected to need."""
         room = _Room(self._max_batch_size, self._pool.num_available)
         for sequence in self._holders():
-            room.take(max(0, sequence.num_blocks_expected() - len(sequence.block_table)))
+            room.take(max(0, sequence.num_blocks_expected() - sequence.num_blocks_held), sequence.num_seats)
         return room
 
     def _holders(self) -> Iterator[Sequence]:
@@ -256,13 +281,16 @@ class DecodeScheduler:
     # Results
 
     def complete(self, output: StepOutput, now_s: float) -> None:
-        self._prefill.complete(output, now_s)
+        for result in self._table.complete(output):
+            self._prefill.take_result(result, now_s)
+            for sequence in result.forks:
+                self._join(sequence)
         self._swapping.step_ended(output.step_id)
         self._running = [sequence for sequence in self._running if not sequence.is_over]
 
     def fail_step(self, step_id: int, message: str, now_s: float) -> None:
-        for sequence in self._table.fail_step(step_id):
-            self._end(sequence, RequestEventKind.FAILED, message)
+        for group in self._table.fail_step(step_id):
+            self._end(group, RequestEventKind.FAILED, message)
         self._swapping.step_ended(step_id)
 
     # Transfers
@@ -271,21 +299,23 @@ class DecodeScheduler:
         sequence = self._reservations.finish(result)
         if sequence is None:
             return
-        failure = result.failure
-        if not failure and result.finish is FinishReason.NONE and result.num_tokens != len(sequence.tokens):
-            failure = f"verify: KV of {result.num_tokens} tokens for a prompt of {len(sequence.tokens)}"
+        failure = result.failure or _mismatch(result, sequence)
         if failure:
-            self._table.emit(sequence, RequestEventKind.KV_UNAVAILABLE, failure)
+            self._table.emit(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure)
             self._table.close(sequence)
-        elif result.finish or sequence.receive(result.num_tokens, result.first_token):
-            # It ended with its first token, and the prefill worker said so: nothing is left to say here but this.
-            self._table.emit(sequence, RequestEventKind.RELEASED)
+            return
+        received = self._table.receive(sequence, result.num_tokens, result.first_tokens)
+        joining = [*received.forks] if received.is_finished else [sequence, *received.forks]
+        if received.is_finished:
             self._table.close(sequence)
-        else:
-            self._table.register_written(sequence)
-            self._join(sequence)
+        for joining_sequence in joining:
+            self._join(joining_sequence)
+        if joining:
             waited_s = now_s - sequence.arrived_s
             self._table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.JOINED, waited_s=waited_s))
+        else:
+            # It ended with its first tokens, and the prefill worker said so: nothing is left to say here but this.
+            self._table.emit(sequence.key, RequestEventKind.RELEASED)
 
     def lease_opened(self, handle: bytes, now_s: float) -> None:
         self._prefill.lease_opened(handle, now_s)
@@ -345,7 +375,18 @@ class DecodeScheduler:
     def advance(self, num_steps: int) -> None:
         assert 0 <= num_steps <= self.quiet_steps()
         for sequence in self._running:
+            self._pool.release(sequence.take_copy_source())
             sequence.skip(num_steps, self._pool.allocate(self._growth_of(sequence, num_steps)))
+
+
+def _mismatch(result: PullResult, sequence: Sequence) -> str:
+    """Why what was pulled is not what the sequence needs; empty when it is."""
+    if len(result.first_tokens) != sequence.num_choices:
+        return f"verify: {len(result.first_tokens)} first tokens for {sequence.num_choices} choices"
+    is_needed = not all(first.finish for first in result.first_tokens)
+    if is_needed and result.num_tokens != len(sequence.tokens):
+        return f"verify: KV of {result.num_tokens} tokens for a prompt of {len(sequence.tokens)}"
+    return ""
 
 
 def _is_ahead(local: Sequence, reserving: Sequence) -> bool:

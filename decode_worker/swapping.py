@@ -83,7 +83,10 @@ class Swapping:
         return self._swapped[min(self._swapped)].sequence if self._swapped else None
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Whether there are slots for all its KV, and copying it is cheaper than computing it again."""
+        """Whether its KV is in its own blocks, there are slots for all of it, and copying it is cheaper than computing
+        it again."""
+        if sequence.copy_source >= 0:
+            return False
         num_tokens = sequence.num_computed
         blocks = sequence.block_table[: sequence.num_blocks_for(num_tokens)]
         if len(blocks) > len(self._free):

@@ -37,6 +37,8 @@ class PrepareRequest:
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
     key: RequestKey
+    choices: tuple[int, ...] = ()
+    """Only these; empty is all of them."""
 
 
 @dataclass(frozen=True, slots=True)

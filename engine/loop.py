@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import NamedTuple, Protocol
 
-from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import Executor, ModelLimits, StepBatch, StepHandle, StepOutput
 from pdserve.engine.frames import load_to_proto
 from pdserve.engine.inbox import (
@@ -225,7 +224,7 @@ class StepLoop:
         """Send the scheduler's orders to the transfer process, and keep its other events for the next report."""
         for event in self._scheduler.take_events():
             if isinstance(event, TokenEvent):
-                if event.finish is not FinishReason.NONE:
+                if event.ends_request:
                     self._live.discard(event.key)
                 self._events.append(event)
             elif isinstance(event, RequestEvent):
@@ -259,8 +258,8 @@ class StepLoop:
             case PrepareRequest(key, request, source):
                 if self._accept(key):
                     self._scheduler.prepare(key, request, source, now_s)
-            case CancelRequest(key):
-                self._scheduler.cancel(key, now_s)
+            case CancelRequest(key, choices):
+                self._scheduler.cancel(key, now_s, choices)
             case SessionEnded(session):
                 for key in self._live.of_session(session):
                     self._scheduler.cancel(key, now_s)

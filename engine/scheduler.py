@@ -5,7 +5,7 @@ drives it with real time and the planner's simulator drives the same class with 
 one step late: `Scheduler.plan` may be called once more before `Scheduler.complete` of the step before.
 
 Everything that must leave the scheduler (tokens for the router, orders for the transfer process) is an event, taken in
-order with `Scheduler.take_events`. Every attempt that it took ends with one: a token that finishes the answer, or a
+order with `Scheduler.take_events`. Every attempt that it took ends with one: a token that ends the last choice, or a
 terminal `RequestEvent`. By it the step loop knows which attempts are alive.
 """
 
@@ -65,6 +65,17 @@ class TokenEvent:
     token: int
     logprobs: TokenLogprobs | None
     finish: FinishReason
+    ends_request: bool = False
+    """It is the last token of the last choice: the attempt is over on this worker."""
+
+
+class FirstToken(NamedTuple):
+    """Token 0 of a choice, as the worker that sampled it tells the one that goes on with it."""
+
+    token: int
+    finish: FinishReason = FinishReason.NONE
+    """Not NONE: the choice is over."""
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +122,8 @@ class GrantEvent:
     final: bool
     num_tokens: int = 0
     """Final: tokens whose KV the prompt's blocks hold."""
-    first_token: int = 0
-    """Final: the token sampled after the prompt."""
-    finish: FinishReason = FinishReason.NONE
-    """Final: not NONE when the request ended with that token."""
-    logprobs: TokenLogprobs | None = None
+    first_tokens: tuple[FirstToken, ...] = ()
+    """Final: the token sampled after the prompt, of each choice in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +170,8 @@ class PullResult:
     failure: str = ""
     """Empty on success."""
     num_tokens: int = 0
-    first_token: int = 0
-    finish: FinishReason = FinishReason.NONE
+    first_tokens: tuple[FirstToken, ...] = ()
+    """Of each choice in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +205,13 @@ class Scheduler(Protocol):
         """Take a request whose prompt is being prefilled elsewhere: reserve, pull, decode."""
         ...
 
-    def cancel(self, key: RequestKey, now_s: float) -> None:
-        """Drop a request in any state; unknown keys are ignored. Emits CANCELLED if it was alive."""
+    def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
+        """Drop a request in any state, or only some of its choices; unknown ones are ignored. Emits CANCELLED if that
+        ended the request.
+
+        Args:
+            choices: indices of the choices to drop; empty drops all.
+        """
         ...
 
     def plan(self, now_s: float) -> StepBatch | None:

@@ -1,7 +1,8 @@
 """The sequences of one worker, the steps planned for them, and the events that they caused.
 
 What every phase's scheduler does alike: open and close sequences, build the rows of a step, take its results one step
-late, apply the stop rules, tell the prefix cache of complete blocks. Which sequence runs is the schedulers' business.
+late, apply the stop rules, part the choices of a request, tell the prefix cache of complete blocks. Which sequence runs
+is the schedulers' business.
 
 The rule of retiring blocks: a sequence that is over, or preempted, keeps its blocks until no planned step and no pull
 writes to them, because both write whether or not anybody still wants the result; and until no planned step copies them
@@ -11,13 +12,23 @@ to the host, because a pull into their next owner would not wait for that step.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason, GenerationRequest
 from pdserve.contracts.step import BlockCopy, ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
-from pdserve.engine.scheduler import Event, PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.engine.scheduler import (
+    Event,
+    FirstToken,
+    PromptLogprobsEvent,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    TokenEvent,
+)
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_group import SequenceGroup, fork
 from pdserve.engine.sequence_queue import SequenceQueue
 from pdserve.kv_transfer.block_pool import BlockPool
 
@@ -29,6 +40,10 @@ class PlannedStep:
     batch: StepBatch
     sequences: list[Sequence] = field(default_factory=list)
     swapped_out: list[Sequence] = field(default_factory=list)
+    borrowed_blocks: list[int] = field(default_factory=list)
+    """Sources of block copies, with a reference to each until the step has ended."""
+    num_forking: int = 0
+    """Rows that sample for several choices."""
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """A row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""
@@ -48,14 +63,22 @@ class PlannedStep:
                 banned_tokens=sequence.banned_at(end) if samples else (),
                 prompt_targets=sequence.tokens[start + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
                 num_prompt_logprobs=sequence.sampling.num_prompt_logprobs,
+                choice=sequence.choice,
+                num_choices=sequence.num_choices if samples else 1,
             )
         )
+        self.num_forking += samples and sequence.num_choices > 1
         self._account(sequence, end, samples)
 
     def add_decode(self, sequence: Sequence) -> None:
         """A row that computes the newest token, known or not yet, and samples the one after it."""
         start = sequence.num_computed
         is_pending = start == len(sequence.tokens)
+        if sequence.copy_source >= 0:
+            self.batch.block_copies.append(
+                BlockCopy(sequence.copy_source, sequence.block_table[start // sequence.block_size])
+            )
+            self.borrowed_blocks += sequence.take_copy_source()
         self.batch.rows.append(
             StepRow(
                 sequence_id=sequence.sequence_id,
@@ -68,6 +91,7 @@ class PlannedStep:
                 history=sequence.history,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 banned_tokens=sequence.banned_at(start + 1),
+                choice=sequence.choice,
             )
         )
         self._account(sequence, start + 1, True)
@@ -97,8 +121,12 @@ class RowResult(NamedTuple):
     """A completed row that its scheduler has to look at."""
 
     sequence: Sequence
-    sampled: SampledToken | None
-    finish: FinishReason
+    is_finished: bool
+    """To be closed: no choice that it stands for goes on."""
+    first_tokens: tuple[FirstToken, ...] = ()
+    """Of a handoff: of each choice in order, if the row sampled."""
+    forks: Iterable[Sequence] = ()
+    """Sequences of the further choices, which go on from here."""
 
 
 class SequenceTable:
@@ -113,7 +141,7 @@ class SequenceTable:
         self.must_drain = False
         """Nothing may be planned: the step in flight builds on one that failed and may fail with it. What is planned on
         top of it would fail in turn, and so on for as long as new sequences arrive."""
-        self._live: dict[RequestKey, Sequence] = {}
+        self._live: dict[RequestKey, SequenceGroup] = {}
         self._deadlines = SequenceQueue()
         self._steps: deque[PlannedStep] = deque()
         self._num_opened = 0
@@ -129,10 +157,6 @@ class SequenceTable:
         """
         if key in self._live:
             return None
-        refusal = self._refusal(request, is_handoff)
-        if refusal:
-            self.reject(key, refusal)
-            return None
         sampling = request.sampling
         eos_token_ids = () if sampling.ignore_eos else self.limits.eos_token_ids
         ends = (*self.limits.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
@@ -146,14 +170,21 @@ class SequenceTable:
             max_length=len(request.prompt_tokens) + sampling.max_tokens,
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
             early_end_ids=tuple(token for token in ends if token < self.limits.vocab_size),
+            choice=request.choice,
+            num_choices=request.num_choices,
         )
-        self._num_opened += 1
-        self._live[key] = sequence
+        refusal = self._refusal(sequence)
+        if refusal:
+            self.reject(key, refusal)
+            return None
+        self._num_opened += request.num_choices
+        self._live[key] = SequenceGroup(sequence)
         self._deadlines.push(sequence, now_s + request.deadline_s)
         return sequence
 
-    def _refusal(self, request: GenerationRequest, is_handoff: bool) -> str:
+    def _refusal(self, sequence: Sequence) -> str:
         """Why the request can never run here; empty when it can."""
+        request = sequence.request
         num_prompt, max_tokens = len(request.prompt_tokens), request.sampling.max_tokens
         limit = self.limits.max_model_len
         if num_prompt + max_tokens > limit:
@@ -163,40 +194,56 @@ class SequenceTable:
             )
         if not num_prompt or len(request.emitted_tokens) >= max_tokens:
             return f"nothing to generate: {num_prompt} prompt tokens, all of max_tokens {max_tokens} emitted already"
-        num_kv_tokens = request.num_known_tokens if is_handoff else num_prompt + max_tokens - 1
+        if request.num_choices < 1 or (request.num_choices > 1 and request.emitted_tokens):
+            return f"{request.num_choices} choices after {len(request.emitted_tokens)} emitted tokens: ask for one each"
+        num_kv_tokens = request.num_known_tokens if sequence.is_handoff else sequence.num_kv_tokens_max
         num_blocks = self.pool.num_blocks_for(num_kv_tokens)
         if num_blocks > self.pool.num_blocks:
             return (
                 f"{num_kv_tokens} tokens need {num_blocks} KV blocks of {self.pool.block_size} and the worker has "
                 f"{self.pool.num_blocks}: shorten the prompt, lower max_tokens, or raise kv_memory"
             )
+        if not sequence.is_handoff and sequence.num_blocks_expected() > self.pool.num_blocks:
+            return (
+                f"{request.num_choices} choices need {sequence.num_blocks_expected()} KV blocks to start with and the "
+                f"worker has {self.pool.num_blocks}: ask for fewer (n), shorten the prompt, or raise kv_memory"
+            )
         return ""
 
-    def get(self, key: RequestKey) -> Sequence | None:
+    def get(self, key: RequestKey) -> SequenceGroup | None:
         return self._live.get(key)
+
+    def group_of(self, sequence: Sequence) -> SequenceGroup:
+        """The request that a sequence belongs to, which is not over."""
+        return self._live[sequence.key]
 
     def reject(self, key: RequestKey, message: str) -> None:
         self.events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message))
 
-    def emit(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
-        self.events.append(RequestEvent(key=sequence.key, kind=kind, message=message))
+    def emit(self, key: RequestKey, kind: RequestEventKind, message: str = "") -> None:
+        self.events.append(RequestEvent(key=key, kind=kind, message=message))
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
 
     def close(self, sequence: Sequence) -> None:
-        """The request is over on this worker: forget it and retire its blocks."""
+        """The choices of the sequence are over on this worker: retire its blocks. With its last sequence a request is
+        forgotten."""
         assert not sequence.is_over, f"{sequence.key} is closed twice"
         sequence.is_over = True
-        del self._live[sequence.key]
-        self._deadlines.discard(sequence)
+        group = self._live[sequence.key]
+        group.remove(sequence)
+        if not group.sequences:
+            del self._live[sequence.key]
+            self._deadlines.discard(group.root)
         self.retire(sequence)
 
-    def past_deadline(self, now_s: float) -> Sequence | None:
-        """A sequence whose deadline has come, for its scheduler to close."""
+    def past_deadline(self, now_s: float) -> SequenceGroup | None:
+        """A request whose deadline has come, for its scheduler to end."""
         deadline_s = self._deadlines.first_instant_s()
-        return self._deadlines.first() if deadline_s is not None and deadline_s <= now_s else None
+        root = self._deadlines.first() if deadline_s is not None and deadline_s <= now_s else None
+        return self._live[root.key] if root is not None else None
 
     def next_deadline_s(self) -> float | None:
         return self._deadlines.first_instant_s()
@@ -232,6 +279,11 @@ class SequenceTable:
     def has_steps_in_flight(self) -> bool:
         return bool(self._steps)
 
+    @property
+    def is_forking(self) -> bool:
+        """Whether a step in flight samples for several choices, whose sequences begin when it is completed."""
+        return any(step.num_forking for step in self._steps)
+
     def begin_step(self) -> PlannedStep:
         assert len(self._steps) <= 1, "two steps are in flight already"
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
@@ -245,8 +297,8 @@ class SequenceTable:
         return step.batch
 
     def complete(self, output: StepOutput) -> list[RowResult]:
-        """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished, and
-        all rows of sequences with a handle."""
+        """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished or
+        forked, and all rows of sequences with a handle."""
         step = self._take_step(output.step_id)
         self.must_drain = False
         results = []
@@ -263,11 +315,15 @@ class SequenceTable:
                 entries = output.prompt_logprobs[index]
                 assert len(entries) == len(row.prompt_targets), f"{len(entries)} prompt logprobs of row {index}"
                 self.events.append(PromptLogprobsEvent(sequence.key, row.cached_length + 1, entries))
-            finish = FinishReason.NONE
-            if sampled is not None:
+            if row.num_choices > 1 and sampled is not None:
+                results.append(self._take_first_tokens(sequence, [sampled, *output.forks[index]]))
+            elif sampled is not None:
                 finish = self._take_token(sequence, sampled)
-            if finish or sequence.handle:
-                results.append(RowResult(sequence, sampled, finish))
+                if finish or sequence.handle:
+                    first = FirstToken(sampled.token, finish, sampled.logprobs)
+                    results.append(RowResult(sequence, bool(finish), (first,)))
+            elif sequence.handle:
+                results.append(RowResult(sequence, False))
             self.settle(sequence)
         for sequence in step.swapped_out:
             self._leave_step(sequence)
@@ -278,11 +334,53 @@ class SequenceTable:
         sequence.num_pending -= 1
         index = sequence.num_answered
         finish = sequence.append(sampled.token)
-        self.events.append(TokenEvent(sequence.key, 0, index, sampled.token, sampled.logprobs, finish))
+        ends_request = bool(finish) and self._live[sequence.key].finish(sequence.choice)
+        self.events.append(
+            TokenEvent(sequence.key, sequence.choice, index, sampled.token, sampled.logprobs, finish, ends_request)
+        )
         return finish
 
-    def fail_step(self, step_id: int) -> list[Sequence]:
-        """A step raised: returns the live sequences that it computed or copied, for their scheduler to close. The
+    def _take_first_tokens(self, sequence: Sequence, sampled: list[SampledToken]) -> RowResult:
+        """Token 0 of all the choices that a sequence stands for, each with a token of its own from here on."""
+        group = self._live[sequence.key]
+        sequence.num_pending -= 1
+        index = sequence.num_answered
+        first_tokens = []
+        for choice, (token, logprobs) in zip(sequence.choices, sampled, strict=True):
+            if choice not in group.open_choices:  # nobody wants it: nobody is to go on with it
+                first_tokens.append(FirstToken(token, FinishReason.STOP))
+                continue
+            finish = sequence.finish_with(token)
+            ends_request = bool(finish) and group.finish(choice)
+            self.events.append(TokenEvent(sequence.key, choice, index, token, logprobs, finish, ends_request))
+            first_tokens.append(FirstToken(token, finish, logprobs))
+        if sequence.is_handoff:
+            return RowResult(sequence, not group.open_choices, tuple(first_tokens))
+        return self._part(group, first_tokens)
+
+    def receive(self, sequence: Sequence, num_tokens: int, first_tokens: Iterable[FirstToken]) -> RowResult:
+        """The KV of a prompt was pulled and every choice's token 0 with it, which the worker that sampled it has
+        emitted."""
+        group = self._live[sequence.key]
+        first_tokens = [
+            FirstToken(first.token, first.finish or sequence.finish_with(first.token)) for first in first_tokens
+        ]
+        group.drop(choice for choice, first in zip(sequence.choices, first_tokens, strict=True) if first.finish)
+        if not group.open_choices:
+            return RowResult(sequence, True)
+        sequence.receive(num_tokens)
+        self.register_written(sequence)
+        return self._part(group, first_tokens)
+
+    def _part(self, group: SequenceGroup, first_tokens: list[FirstToken]) -> RowResult:
+        """The choices of a request, whose prompt is computed, go on with their first tokens."""
+        root = group.root
+        forks = fork(group, self.pool, first_tokens) if root.num_choices > 1 else []
+        root.append(first_tokens[0].token)
+        return RowResult(root, root.choice not in group.open_choices, (), forks)
+
+    def fail_step(self, step_id: int) -> list[SequenceGroup]:
+        """A step raised: returns the live requests that it computed or copied for, for their scheduler to end. The
         prefix cache forgets their blocks."""
         step = self._take_step(step_id)
         self.must_drain = bool(self._steps)
@@ -291,11 +389,12 @@ class SequenceTable:
             if not sequence.is_over:
                 self.pool.forget(sequence.block_table)
             self._leave_step(sequence)
-        return [sequence for sequence in sequences if not sequence.is_over]
+        return list(dict.fromkeys(self._live[sequence.key] for sequence in sequences if not sequence.is_over))
 
     def _take_step(self, step_id: int) -> PlannedStep:
         step = self._steps.popleft()
         assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
+        self.pool.release(step.borrowed_blocks)
         return step
 
     def _leave_step(self, sequence: Sequence) -> None:

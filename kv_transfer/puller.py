@@ -179,7 +179,7 @@ async def _receive_prompt(
             break
     return transfer_pb2.PullDone(
         pull_id=order.pull_id,
-        first_token=grant.first_token,
+        first_tokens=grant.first_tokens,
         num_tokens=grant.num_tokens,
         transport=transport,
         bytes=num_received * layout.block_bytes,

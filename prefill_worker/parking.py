@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from pdserve.contracts.request import FinishReason
-from pdserve.contracts.step import SampledToken
-from pdserve.engine.scheduler import GrantEvent, OfferEvent, RequestEvent, RequestEventKind, WithdrawEvent
+from pdserve.engine.scheduler import FirstToken, GrantEvent, OfferEvent, RequestEvent, RequestEventKind, WithdrawEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_table import SequenceTable
 
@@ -65,25 +63,20 @@ class Parking:
         offer = self._offers[sequence.handle]
         num_full = sequence.num_written // sequence.block_size
         if num_full > offer.num_granted_blocks:
-            self._table.events.append(self._grant(offer, num_full, final=False))
+            self._table.events.append(self._grant(offer, num_full))
 
-    def park(self, sequence: Sequence, sampled: SampledToken, finish: FinishReason, now_s: float) -> None:
-        """Token 0 is known: grant the rest. Of a request that ended with it there is nothing left to pull, but its
-        puller is told."""
+    def park(self, sequence: Sequence, first_tokens: tuple[FirstToken, ...], now_s: float) -> None:
+        """Token 0 of every choice is known: grant the rest. Of a request that ended with it there is nothing left to
+        pull, but its puller is told."""
         offer = self._offers[sequence.handle]
-        num_blocks = len(sequence.block_table) if finish is FinishReason.NONE else offer.num_granted_blocks
+        is_finished = all(first.finish for first in first_tokens)
+        num_blocks = offer.num_granted_blocks if is_finished else len(sequence.block_table)
         offer.expires_s = now_s + self._park_timeout_s
-        self._table.events.append(self._grant(offer, num_blocks, final=True, sampled=sampled, finish=finish))
+        self._table.events.append(self._grant(offer, num_blocks, first_tokens))
 
-    def _grant(
-        self,
-        offer: _Offer,
-        num_blocks: int,
-        *,
-        final: bool,
-        sampled: SampledToken | None = None,
-        finish: FinishReason = FinishReason.NONE,
-    ) -> GrantEvent:
+    def _grant(self, offer: _Offer, num_blocks: int, first_tokens: tuple[FirstToken, ...] = ()) -> GrantEvent:
+        """The blocks up to ``num_blocks`` that are not granted yet; the final grant with ``first_tokens``."""
+        final = bool(first_tokens)
         sequence = offer.sequence
         first_index, offer.num_granted_blocks = offer.num_granted_blocks, num_blocks
         block_ids = tuple(sequence.block_table[first_index:num_blocks])
@@ -94,9 +87,7 @@ class Parking:
             generations=self._table.pool.generations(block_ids),
             final=final,
             num_tokens=sequence.num_written if final else 0,
-            first_token=sampled.token if sampled else 0,
-            finish=finish,
-            logprobs=sampled.logprobs if sampled else None,
+            first_tokens=first_tokens,
         )
 
     def set_leased(self, handle: bytes, is_leased: bool) -> None:

@@ -2,8 +2,9 @@
 
 Workers run the hash-chain executor over in-memory pools, so that one wrong, lost or repeated token, or a block reused
 too early, shows in the next token. The world plays the transfer processes (pulls copy bytes between pools, late, in
-parts, and sometimes not to the end), the clients (who cancel at any time) and the router (which sends a failed request
-again, keeping the tokens it has). After every turn each pool's integrity is checked.
+parts, and sometimes not to the end), the clients (who leave, or drop one of their choices, at any time) and the router
+(which sends a failed request again, keeping the tokens it has, then each choice alone). After every turn each pool's
+integrity is checked.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ class WorldConfig:
     """Share of requests whose client leaves at some time."""
     cancel_preempted: float = 0.0
     """Share of preemptions soon after which the client leaves."""
+    drop: float = 0.0
+    """Share of choices of which the client has enough at some time."""
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that a decode worker takes at most."""
+        return min(self.max_batch_size, self.max_batch_tokens - 1)
 
 
 class LateExecutor:
@@ -201,19 +209,36 @@ class Node:
 
 @dataclass
 class Client:
-    """A request as its client and the router see it."""
+    """A request as its client sees it."""
 
     request: GenerationRequest
-    expected: list[int]
-    received: list[int] = field(default_factory=list)
+    expected: list[list[int]]
+    """By choice."""
+    received: list[list[int]]
+    open_choices: set[int]
+    """Those that the client waits for."""
     outcome: Outcome | None = None
-    nodes: list[Node] = field(default_factory=list)
-    """Workers that know of the current attempt."""
     leaves_at_turn: int = -1
+    drops: list[tuple[int, int]] = field(default_factory=list)
+    """(turn, choice): when the client has enough of a choice."""
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """An attempt at some choices of a request, as the router sees it."""
+
+    client: Client
+    request: GenerationRequest
+    nodes: list[Node] = field(default_factory=list)
+    """Workers that know of it."""
 
     @property
     def key(self) -> RequestKey:
         return RequestKey(0, self.request.request_id, self.request.attempt)
+
+    @property
+    def choices(self) -> set[int]:
+        return set(range(self.request.choice, self.request.choice + self.request.num_choices))
 
 
 @dataclass
@@ -245,101 +270,166 @@ class World:
         self.counts: Counter[str] = Counter()
         self._offers: dict[bytes, _Offer] = {}
         self._pulls: list[_Pull] = []
+        self._dispatches: dict[RequestKey, Dispatch] = {}
+        self._alive: set[tuple[str, RequestKey]] = set()
+        """(worker, attempt) that has not said that it is over."""
 
     def _node(self, name: str, *, decodes: bool) -> Node:
         return Node(self.config, name, decodes=decodes, random=self.random)
 
     # Clients and router
 
-    def submit(self, prompt: tuple[int, ...], sampling: SamplingParams, *, deadline_s: float = 600.0) -> Client:
-        expected = expected_tokens(
-            prompt,
-            sampling.max_tokens,
-            VOCAB_SIZE,
-            sampling=sampling,
-            eos_token_ids=(EOS,),
-            eos_period=self.config.eos_period,
-        )
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        deadline_s: float = 600.0,
+        num_choices: int = 1,
+    ) -> Client:
+        expected = [
+            expected_tokens(
+                prompt,
+                sampling.max_tokens,
+                VOCAB_SIZE,
+                sampling=sampling,
+                choice=choice,
+                eos_token_ids=(EOS,),
+                eos_period=self.config.eos_period,
+            )
+            for choice in range(num_choices)
+        ]
         request = GenerationRequest(
             request_id=len(self.clients),
             prompt_tokens=prompt,
+            num_choices=num_choices,
             sampling=sampling,
             deadline_s=deadline_s,
             ttft_slo_s=self.random.choice((0.0, 0.1, 1.0)),
         )
-        client = Client(request, expected)
+        client = Client(request, expected, [[] for _ in expected], set(range(num_choices)))
         if self.random.random() < self.config.cancel:
             client.leaves_at_turn = self.num_turns + self.random.randrange(60)
+        for choice in range(num_choices):
+            if self.random.random() < self.config.drop:
+                client.drops.append((self.num_turns + self.random.randrange(60), choice))
         self.clients.append(client)
-        self._dispatch(client)
+        self._dispatch(client, request)
         return client
 
-    def _dispatch(self, client: Client) -> None:
+    def _dispatch(self, client: Client, request: GenerationRequest) -> None:
         is_handoff = bool(self.prefill) and self.random.random() >= self.config.local_share
         node = self.random.choice(self.prefill if is_handoff else self.decode)
-        client.request = replace(client.request, handoff=is_handoff)
-        client.nodes = [node]
-        node.scheduler.add(client.key, client.request, self.now_s)
+        dispatch = Dispatch(client, replace(request, handoff=is_handoff), [node])
+        self._dispatches[dispatch.key] = dispatch
+        self._alive.add((node.name, dispatch.key))
+        node.scheduler.add(dispatch.key, dispatch.request, self.now_s)
 
-    def _redispatch(self, client: Client, reason: str) -> None:
+    def _redispatch(self, dispatch: Dispatch, reason: str) -> None:
+        """Send what is open of an attempt again: as it was, or each choice alone if it has tokens already."""
         self.counts[f"redispatched: {reason}"] += 1
-        self._cancel_on_nodes(client)
-        request = client.request
-        client.request = replace(request, attempt=request.attempt + 1, emitted_tokens=tuple(client.received))
-        self._dispatch(client)
-
-    def _cancel_on_nodes(self, client: Client) -> None:
-        for node in client.nodes:
-            node.scheduler.cancel(client.key, self.now_s)
-
-    def _leave(self, client: Client) -> None:
-        client.outcome = Outcome.CANCELLED
-        self._cancel_on_nodes(client)
-
-    def _on_token(self, event: TokenEvent) -> None:
-        client = self.clients[event.key.request_id]
-        if client.outcome is not None or event.key != client.key:
+        self._withdraw(dispatch)
+        client = dispatch.client
+        open_choices = dispatch.choices & client.open_choices
+        request = replace(dispatch.request, attempt=dispatch.request.attempt + 1)
+        if open_choices == dispatch.choices and not any(client.received[choice] for choice in open_choices):
+            self._dispatch(client, request)
             return
-        index = len(client.received)
-        assert event.index == index, f"{event.key}: token {event.index} came, {index} is next"
-        assert event.token == client.expected[index], f"{event.key}: token {index} is wrong"
-        client.received.append(event.token)
-        is_last = len(client.received) == len(client.expected)
+        self.counts["redispatched alone"] += len(client.expected) > 1
+        for choice in open_choices:
+            # Attempts at choices of one request run side by side: each choice counts its own.
+            attempt = request.attempt + 100 * (choice + 1) * (dispatch.request.num_choices > 1)
+            emitted = tuple(client.received[choice])
+            self._dispatch(
+                client, replace(request, attempt=attempt, choice=choice, num_choices=1, emitted_tokens=emitted)
+            )
+
+    def _withdraw(self, dispatch: Dispatch) -> None:
+        del self._dispatches[dispatch.key]
+        for node in dispatch.nodes:
+            node.scheduler.cancel(dispatch.key, self.now_s)
+
+    def _end(self, client: Client, outcome: Outcome) -> None:
+        """Workers know by themselves when every choice has finished; of any other end they are told."""
+        client.outcome = outcome
+        for dispatch in [dispatch for dispatch in self._dispatches.values() if dispatch.client is client]:
+            if outcome is Outcome.FINISHED:
+                del self._dispatches[dispatch.key]
+            else:
+                self._withdraw(dispatch)
+
+    def _drop(self, client: Client, choice: int) -> None:
+        """The client has enough of a choice."""
+        if client.outcome is not None or choice not in client.open_choices:
+            return
+        self.counts["dropped"] += 1
+        client.open_choices.remove(choice)
+        for dispatch in [dispatch for dispatch in self._dispatches.values() if dispatch.client is client]:
+            for node in dispatch.nodes:
+                node.scheduler.cancel(dispatch.key, self.now_s, (choice,))
+        if not client.open_choices:
+            self._end(client, Outcome.FINISHED)
+
+    def _on_token(self, node: Node, event: TokenEvent) -> None:
+        if event.ends_request:
+            assert event.finish
+            self._alive.remove((node.name, event.key))
+        dispatch = self._dispatches.get(event.key)
+        if dispatch is None:
+            return
+        client = dispatch.client
+        expected, received = client.expected[event.choice], client.received[event.choice]
+        assert len(received) < len(expected), f"{event.key}: a token after the last one of choice {event.choice}"
+        if event.choice not in client.open_choices:
+            return  # it was dropped while the step was computed
+        assert event.index == len(received), f"{event.key}: token {event.index} came, {len(received)} is next"
+        assert event.token == expected[event.index], f"{event.key}: token {event.index} is wrong"
+        received.append(event.token)
+        is_last = len(received) == len(expected)
         assert (event.finish is not FinishReason.NONE) == is_last
         if is_last:
             is_stop = event.token == EOS and not client.request.sampling.ignore_eos
             assert event.finish is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
-            client.outcome = Outcome.FINISHED
+            client.open_choices.remove(event.choice)
+            if not client.open_choices:
+                self._end(client, Outcome.FINISHED)
 
-    def _on_request_event(self, event: RequestEvent) -> None:
+    def _on_request_event(self, node: Node, event: RequestEvent) -> None:
         self.counts[event.kind.name] += 1
-        client = self.clients[event.key.request_id]
-        if client.outcome is not None or event.key != client.key:
+        if event.kind.is_terminal:
+            self._alive.remove((node.name, event.key))
+        dispatch = self._dispatches.get(event.key)
+        if dispatch is None:
             return
         match event.kind:
             case RequestEventKind.LAST_CHUNK:
-                node = self.random.choice(self.decode)
-                client.nodes.append(node)
-                source = KvSource(address="", worker_epoch=1, handle=event.handle)
-                node.scheduler.prepare(client.key, client.request, source, self.now_s)
+                self._bind(dispatch, event.handle)
             case RequestEventKind.PREEMPTED if self.random.random() < self.config.cancel_preempted:
-                client.leaves_at_turn = self.num_turns + self.random.randrange(6)
+                dispatch.client.leaves_at_turn = self.num_turns + self.random.randrange(6)
             case RequestEventKind.FAILED if event.message.startswith("deadline"):
-                client.outcome = Outcome.FAILED
-                self._cancel_on_nodes(client)
+                self._end(dispatch.client, Outcome.FAILED)
             case RequestEventKind.FAILED | RequestEventKind.KV_UNAVAILABLE:
-                self._redispatch(client, event.message.split(":")[0])
+                self._redispatch(dispatch, event.message.split(":")[0])
             case RequestEventKind.REJECTED:
-                client.outcome = Outcome.REJECTED
+                self._end(dispatch.client, Outcome.REJECTED)
+
+    def _bind(self, dispatch: Dispatch, handle: bytes) -> None:
+        node = self.random.choice(self.decode)
+        dispatch.nodes.append(node)
+        source = KvSource(address="", worker_epoch=1, handle=handle)
+        self._alive.add((node.name, dispatch.key))
+        node.scheduler.prepare(dispatch.key, dispatch.request, source, self.now_s)
+        for choice in dispatch.choices - dispatch.client.open_choices:
+            node.scheduler.cancel(dispatch.key, self.now_s, (choice,))
 
     # Transfer processes
 
     def _on_event(self, node: Node, event: Event) -> None:
         match event:
             case TokenEvent():
-                self._on_token(event)
+                self._on_token(node, event)
             case RequestEvent():
-                self._on_request_event(event)
+                self._on_request_event(node, event)
             case OfferEvent():
                 self._offers[event.handle] = _Offer(node)
             case GrantEvent():
@@ -383,7 +473,7 @@ class World:
 
     def _copy(self, pull: _Pull, offer: _Offer, grant: GrantEvent) -> None:
         pull.num_grants += 1
-        if grant.final and grant.finish:
+        if grant.final and all(first.finish for first in grant.first_tokens):
             self._finish_pull(pull, offer, grant)
             return
         for index, block, generation in zip(
@@ -396,7 +486,7 @@ class World:
             if target >= 0:
                 pull.node.memory[pull.order.block_ids[target]] = offer.node.memory[block]
                 if offer.node.generations[block] != generation:
-                    assert offer.grants[-1].finish, "a parked block was reused"
+                    assert all(first.finish for first in offer.grants[-1].first_tokens), "a parked block was reused"
                     self._end_pull(pull, "verify")
                     return
         if grant.final:
@@ -406,14 +496,9 @@ class World:
         self._pulls.remove(pull)
         del self._offers[grant.handle]
         self.counts["pulled"] += 1
-        self.counts["ended at token 0"] += grant.finish is not FinishReason.NONE
+        self.counts["ended at token 0"] += all(first.finish for first in grant.first_tokens)
         offer.node.scheduler.released(grant.handle, self.now_s)
-        result = PullResult(
-            pull_id=pull.order.pull_id,
-            num_tokens=grant.num_tokens,
-            first_token=grant.first_token,
-            finish=grant.finish,
-        )
+        result = PullResult(pull_id=pull.order.pull_id, num_tokens=grant.num_tokens, first_tokens=grant.first_tokens)
         pull.node.scheduler.pull_done(result, self.now_s)
 
     def _end_pull(self, pull: _Pull, failure: str) -> None:
@@ -445,8 +530,11 @@ class World:
             if pull in self._pulls and self.random.random() < 0.7:
                 self._move_pull(pull)
         for client in self.clients:
+            for turn, choice in client.drops:
+                if turn == self.num_turns:
+                    self._drop(client, choice)
             if client.leaves_at_turn == self.num_turns and client.outcome is None:
-                self._leave(client)
+                self._end(client, Outcome.CANCELLED)
         self._take_events()
         for node in self.nodes:
             node.check()
@@ -468,7 +556,7 @@ class World:
         while self.turn() or not self._is_empty():
             assert self.num_turns < last_turn, f"no end after {max_turns} turns: {self.counts}"
         for client in self.clients:
-            assert client.outcome is not None, f"{client.key} has no outcome"
+            assert client.outcome is not None, f"request {client.request.request_id} has no outcome"
         for node in self.nodes:
             assert node.pool.num_referenced == 0, f"{node.name} keeps {node.pool.num_referenced} blocks"
             assert not node.in_flight
@@ -477,13 +565,16 @@ class World:
             self.counts["preemptions"] += load.num_preemptions
             self.counts["swap-outs"] += load.num_swap_outs
             self.counts["swap-ins"] += load.num_swap_ins
+        assert not self._alive, f"never ended: {self._alive}"
 
     def _is_empty(self) -> bool:
         loads = [node.scheduler.load() for node in self.nodes]
         return all(load.num_running + load.num_waiting + load.num_parked == 0 for load in loads)
 
 
-def submit_many(world: World, num_requests: int, *, max_prompt: int, max_answer: int, turns_between: int = 2) -> None:
+def submit_many(
+    world: World, num_requests: int, *, max_prompt: int, max_answer: int, max_choices: int = 1, turns_between: int = 2
+) -> None:
     """Requests of random lengths, some of which share prefixes, arriving over time."""
     random = world.random
     families = [tuple(random.randrange(VOCAB_SIZE) for _ in range(max_prompt)) for _ in range(3)]
@@ -496,6 +587,6 @@ def submit_many(world: World, num_requests: int, *, max_prompt: int, max_answer:
             max_tokens=random.randint(1, max_answer),
             ignore_eos=random.random() < 0.3,
         )
-        world.submit(shared + tail, sampling)
+        world.submit(shared + tail, sampling, num_choices=random.randint(1, max_choices))
         for _ in range(random.randint(0, turns_between)):
             world.turn()

@@ -13,6 +13,7 @@ from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.scheduler import (
     AbortPullEvent,
     Event,
+    FirstToken,
     OfferEvent,
     PullResult,
     RequestEvent,
@@ -101,7 +102,9 @@ def join(scheduler: DecodeScheduler, *requests: GenerationRequest) -> list[Start
     pulls = start_pulls(scheduler, *requests)
     assert len(pulls) == len(requests)
     for pull in pulls:
-        scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=pull.num_tokens, first_token=40), 0.0)
+        scheduler.pull_done(
+            PullResult(pull_id=pull.pull_id, num_tokens=pull.num_tokens, first_tokens=(FirstToken(40),)), 0.0
+        )
     scheduler.take_events()
     return pulls
 
@@ -132,7 +135,7 @@ def test_a_pulled_sequence_decodes_from_the_first_token_without_repeating_it() -
     scheduler = a_scheduler(pool)
     request = a_request(0, 10, emitted=(30, 31))
     [pull] = start_pulls(scheduler, request)
-    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=12, first_token=40), 5.0)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=12, first_tokens=(FirstToken(40),)), 5.0)
     assert scheduler.take_events() == [RequestEvent(key=key_of(request), kind=RequestEventKind.JOINED, waited_s=5.0)]
     [row] = step(scheduler).rows
     assert (list(row.tokens), row.cached_length, row.sample_position) == ([40], 12, 13)
@@ -155,7 +158,7 @@ def test_a_request_that_ended_with_its_first_token_is_released() -> None:
     pool = BlockPool(64, BLOCK_SIZE)
     scheduler = a_scheduler(pool)
     [pull] = start_pulls(scheduler, a_request(0, 10))
-    scheduler.pull_done(PullResult(pull_id=pull.pull_id, first_token=EOS, finish=FinishReason.STOP), 0.0)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, first_tokens=(FirstToken(EOS, FinishReason.STOP),)), 0.0)
     assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
     assert scheduler.plan(0.0) is None
     assert (pool.num_referenced, pool.num_cached) == (0, 0)
@@ -166,7 +169,9 @@ def test_a_failed_pull_caches_nothing(failure: str) -> None:
     pool = BlockPool(64, BLOCK_SIZE)
     scheduler = a_scheduler(pool)
     [pull] = start_pulls(scheduler, a_request(0, 10))
-    scheduler.pull_done(PullResult(pull_id=pull.pull_id, failure=failure, num_tokens=9), 0.0)
+    scheduler.pull_done(
+        PullResult(pull_id=pull.pull_id, failure=failure, num_tokens=9, first_tokens=(FirstToken(40),)), 0.0
+    )
     [event] = scheduler.take_events()
     assert kinds([event]) == [RequestEventKind.KV_UNAVAILABLE]
     assert isinstance(event, RequestEvent)
@@ -276,7 +281,7 @@ def test_a_failed_step_fails_its_sequences_only() -> None:
     prepare(scheduler, a_request(1, 5))
     late = step(scheduler)
     [pull] = only(scheduler.take_events(), StartPullEvent)
-    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=5, first_token=40), 0.0)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=5, first_tokens=(FirstToken(40),)), 0.0)
     scheduler.take_events()
     scheduler.fail_step(failing.step_id, "broken", 0.0)
     [event] = only(scheduler.take_events(), RequestEvent)
@@ -295,7 +300,7 @@ def test_a_deadline_ends_a_pull_and_a_running_sequence(is_running: bool) -> None
     [pull] = start_pulls(scheduler, request)
     assert pull.deadline_s == 9.0
     if is_running:
-        scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=10, first_token=40), 0.0)
+        scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=10, first_tokens=(FirstToken(40),)), 0.0)
         scheduler.take_events()
     assert scheduler.next_deadline_s() == 9.0
     assert scheduler.plan(9.0) is None

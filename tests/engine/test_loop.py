@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
-from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow
+from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow, TokenLogprobs
 from pdserve.engine.inbox import (
     AddRequest,
     CancelRequest,
@@ -27,6 +27,7 @@ from pdserve.engine.loop import MAX_FAILED_STEPS_IN_A_ROW, StepLoop, StepReport
 from pdserve.engine.scheduler import (
     AbortPullEvent,
     Event,
+    FirstToken,
     GrantEvent,
     OfferEvent,
     PullResult,
@@ -75,7 +76,7 @@ class CountingScheduler:
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
         self.calls.append((key, source))
 
-    def cancel(self, key: RequestKey, now_s: float) -> None:
+    def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
         if self.left.pop(key, None) is not None:
             self.events.append(RequestEvent(key=key, kind=RequestEventKind.CANCELLED))
 
@@ -97,7 +98,7 @@ class CountingScheduler:
                 continue
             self.left[key] -= 1
             finish = FinishReason.NONE if self.left[key] else FinishReason.LENGTH
-            self.events.append(TokenEvent(key, 0, output.step_id, sampled.token, None, finish))
+            self.events.append(TokenEvent(key, 0, output.step_id, sampled.token, None, finish, not self.left[key]))
             if not self.left[key]:
                 del self.left[key]
 
@@ -368,8 +369,7 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
             generations=(1, 2**63),
             final=True,
             num_tokens=60,
-            first_token=9,
-            finish=FinishReason.STOP,
+            first_tokens=(FirstToken(9, FinishReason.STOP, TokenLogprobs(-0.5, ((9, -0.5),))), FirstToken(8)),
         ),
         WithdrawEvent(b"h" * 16),
         StartPullEvent(pull_id=4, source=SOURCE, num_cached_blocks=1, block_ids=(3, 5), num_tokens=40, deadline_s=2.0),
@@ -381,7 +381,11 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
     assert offer.offer.handle == grant.grant.handle == withdraw.withdraw.handle == b"h" * 16
     assert list(grant.grant.grant.block_ids) == [7, 8]
     assert list(grant.grant.grant.generations) == [1, 2**63]
-    assert grant.grant.grant.first_token == kv_pb2.FirstToken(token=9, finish=worker_pb2.FINISH_REASON_STOP)
+    logprobs = worker_pb2.Logprobs(logprob=-0.5, top_tokens=[9], top_logprobs=[-0.5])
+    assert list(grant.grant.grant.first_tokens) == [
+        kv_pb2.FirstToken(token=9, finish=worker_pb2.FINISH_REASON_STOP, logprobs=logprobs),
+        kv_pb2.FirstToken(token=8),
+    ]
     assert (start.start_pull.pull_id, list(start.start_pull.block_ids)) == (4, [3, 5])
     assert start.start_pull.min_duration_s == 1.0
     assert abort.abort_pull.pull_id == 4
@@ -390,9 +394,11 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
 def test_words_of_the_transfer_process_reach_the_scheduler_and_the_routers() -> None:
     rig = Rig()
     done = transfer_pb2.PullDone(pull_id=4, num_tokens=40, transport="memfd", bytes=99, seconds=0.5)
-    done.first_token.token = 11
+    done.first_tokens.add(token=11)
+    done.first_tokens.add(token=12, finish=worker_pb2.FINISH_REASON_LENGTH)
     beyond = transfer_pb2.PullDone(pull_id=5)
-    beyond.first_token.token = LIMITS.vocab_size
+    beyond.first_tokens.add(token=11)
+    beyond.first_tokens.add(token=LIMITS.vocab_size)
     with rig.running():
         for said in (
             transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=b"a")),
@@ -408,7 +414,9 @@ def test_words_of_the_transfer_process_reach_the_scheduler_and_the_routers() -> 
         wait_until(lambda: len(rig.scheduler.calls) == 6, "six calls")
     *leases, good, bad, failed = rig.scheduler.calls
     assert leases == [("opened", b"a"), ("lost", b"b"), ("released", b"c")]
-    assert good == PullResult(pull_id=4, num_tokens=40, first_token=11)
+    assert good == PullResult(
+        pull_id=4, num_tokens=40, first_tokens=(FirstToken(11), FirstToken(12, FinishReason.LENGTH))
+    )
     assert isinstance(bad, PullResult)
     assert "limits" in bad.failure
     assert failed == PullResult(pull_id=6, failure="copy: stale")

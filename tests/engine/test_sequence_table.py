@@ -75,7 +75,7 @@ def test_finished_rows_are_reported_and_emitted() -> None:
     sequence = open_with_blocks(table)
     step = commit_chunk(table, sequence, 6)
     [result] = table.complete(output_of(step, 2))
-    assert (result.sequence, result.finish) == (sequence, FinishReason.STOP)
+    assert (result.sequence, result.is_finished) == (sequence, True)
     table.close(sequence)
     assert table.pool.num_referenced == 0
     assert table.get(sequence.key) is None
@@ -109,7 +109,7 @@ def test_a_failed_step_reports_the_living_and_holds_planning_until_the_next_has_
     second = commit_decode(table, alive)
     table.close(cancelled)
     held = [table.must_drain]
-    assert table.fail_step(first.batch.step_id) == [alive]
+    assert [group.root for group in table.fail_step(first.batch.step_id)] == [alive]
     held.append(table.must_drain)
     table.close(alive)
     assert table.fail_step(second.batch.step_id) == []
@@ -148,7 +148,7 @@ def test_what_is_past_its_deadline_is_named_until_it_is_closed() -> None:
     deadline_s = sequence.request.deadline_s
     assert table.next_deadline_s() == deadline_s
     assert table.past_deadline(deadline_s - 1) is None
-    assert table.past_deadline(deadline_s) is sequence
+    assert table.past_deadline(deadline_s) is table.get(sequence.key)
     table.close(sequence)
     assert table.past_deadline(deadline_s) is None
 

@@ -10,6 +10,7 @@ from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource,
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, TokenLogprobs
 from pdserve.engine.scheduler import (
     Event,
+    FirstToken,
     GrantEvent,
     OfferEvent,
     PromptLogprobsEvent,
@@ -232,8 +233,7 @@ def test_token_0_and_the_grants_of_a_handoff() -> None:
         generations=generations[1:],
         final=True,
         num_tokens=10,
-        first_token=42,
-        logprobs=logprobs,
+        first_tokens=(FirstToken(42, FinishReason.NONE, logprobs),),
     )
     assert scheduler.load().num_parked == 1
 
@@ -317,7 +317,7 @@ def test_an_answer_of_one_token_frees_everything_but_tells_its_puller() -> None:
     answer(scheduler, step(scheduler))
     events = scheduler.take_events()
     [grant] = only(events, GrantEvent)
-    assert (grant.final, grant.finish, grant.block_ids) == (True, FinishReason.LENGTH, ())
+    assert (grant.final, grant.first_tokens[0].finish, grant.block_ids) == (True, FinishReason.LENGTH, ())
     assert pool.num_referenced == 0
     assert scheduler.load().num_parked == 0
     assert scheduler.plan(PARK_TIMEOUT_S) is None
