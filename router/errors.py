@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499
 """Status, in counts only, of a request whose client left before there was another."""
 
+MAX_MESSAGE_CHARS = 1000
+
 _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
@@ -46,7 +48,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, headers)
+        super().__init__(status, _shortened(message), headers)
         self.param = param
         self.code = code or _CODES.get(status)
 
@@ -63,6 +65,11 @@ class ApiError(HTTPException):
     def response(self) -> Response:
         """The whole answer to the request."""
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
+
+
+def _shortened(message: str) -> str:
+    """A message may quote what the client sent, which may be a book."""
+    return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
 
 
 def api_error(error: Exception) -> ApiError:

@@ -65,7 +65,7 @@ CHAT: Neutral = {
 }
 
 COMPLETION: Neutral = {
-    **_BOTH,
+    **CHAT,
     "add_special_tokens": (True,),
     "max_completion_tokens": (),
     "prompt_embeds": (),

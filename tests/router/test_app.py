@@ -10,8 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pdserve.contracts.request import FinishReason
 from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
@@ -456,25 +454,3 @@ def test_the_observer_is_told_of_every_token(edge: EdgeServer, http: httpx.Clien
 def test_one_token_has_no_tpot(edge: EdgeServer, http: httpx.Client) -> None:
     http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
     assert edge.observer.timings[0].tpot_s is None
-
-
-TEXT = st.text(st.characters(categories=["L", "N", "P", "Z", "Cs"]), max_size=8)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-NAMES = [*ChatBody.model_fields, *CompletionBody.model_fields, "tools", "response_format", "colour"]
-FIELDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
-GOOD = st.fixed_dictionaries({"messages": st.just(MESSAGES), "prompt": st.just("hi")})
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.sampled_from([CHAT, COMPLETIONS]), base=GOOD | st.just({}), fields=FIELDS)
-def test_any_body_gets_an_answer_or_a_client_error(
-    edge: EdgeServer, http: httpx.Client, path: str, base: dict[str, object], fields: dict[str, object]
-) -> None:
-    answer = http.post(path, content=json.dumps(base | fields), headers={"Content-Type": "application/json"})
-    if answer.status_code != 200:
-        assert answer.status_code in (400, 404)
-        assert error_of(answer)["type"] == "invalid_request_error"
