@@ -16,7 +16,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-_SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.cpp", "cpu_gumbel.cpp"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
 
@@ -31,14 +31,14 @@ def load_library() -> ctypes.CDLL | None:
     """
     compiler = shutil.which("g++")
     if compiler is None:
-        _log.warning("g++ was not found: attention runs on plain torch, slower; install g++ to speed it up")
+        _log.warning("g++ was not found: models run on plain torch, slower; install g++ to speed it up")
         return None
     try:
         return ctypes.CDLL(str(build_library(compiler, cache_folder())))
     except subprocess.CalledProcessError as error:
-        _log.warning("g++ failed: attention runs on plain torch, slower. %s", error.stderr[-2000:])
+        _log.warning("g++ failed: models run on plain torch, slower. %s", error.stderr[-2000:])
     except (OSError, subprocess.TimeoutExpired) as error:
-        _log.warning("the C++ kernels could not be built: attention runs on plain torch, slower. %s", error)
+        _log.warning("the C++ kernels could not be built: models run on plain torch, slower. %s", error)
     return None
 
 
@@ -48,19 +48,19 @@ def cache_folder() -> Path:
 
 
 def build_library(compiler: str, folder: Path) -> Path:
-    """Path of the shared library for this source, compiler and CPU in ``folder``; compiled if it is not there yet.
+    """Path of the shared library for these sources, compiler and CPU in ``folder``; compiled if it is not there yet.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
         OSError: ``folder`` cannot be written.
     """
-    library = folder / f"cpu_attention-{_build_key(compiler)}.so"
+    library = folder / f"cpu_kernels-{_build_key(compiler)}.so"
     if library.exists():
         return library
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         built = Path(work) / library.name
-        _run([compiler, *_FLAGS, str(_SOURCE), "-o", str(built)])
+        _run([compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)])
         built.replace(library)
     return library
 
@@ -68,7 +68,8 @@ def build_library(compiler: str, folder: Path) -> Path:
 def _build_key(compiler: str) -> str:
     """Hash of all that decides the machine code: ``-march=native`` makes the CPU's features part of it."""
     digest = blake2b(digest_size=12)
-    for part in (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), _run([compiler, "--version"]), _cpu_features()):
+    sources = [source.read_bytes() for source in _SOURCES]
+    for part in (*sources, " ".join(_FLAGS).encode(), _run([compiler, "--version"]), _cpu_features()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 

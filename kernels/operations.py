@@ -8,6 +8,7 @@ features, I = F / 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -129,3 +130,32 @@ class DecoderKernels(NamedTuple):
     gate: Gate
     rope_and_write_kv: RopeAndWriteKv
     paged_attention: PagedAttention
+
+
+class Draw(NamedTuple):
+    """One token to be drawn from a row of logits."""
+
+    row: int
+    seed: int
+    """64 bits."""
+    position: int
+    """Absolute position of the token in its sequence."""
+    choice: int
+    best: float
+    """The row's highest logit."""
+    temperature: float
+    """Over 0."""
+    lowest: float
+    """Tokens of a lower logit are not drawn;"""
+    last_equal: int
+    """of those of just this logit, the ones up to this id only."""
+
+
+class DrawTokens(Protocol):
+    def __call__(self, logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """A token id for each draw, as `pdserve.kernels.torch_gumbel` defines it.
+
+        Args:
+            logits_BV: float32; a draw's row has a finite highest logit.
+        """
+        ...

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.kernels import cpu_attention, torch_attention, torch_dense
+from pdserve.kernels import cpu_attention, cpu_gumbel, torch_attention, torch_dense, torch_gumbel
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.operations import DecoderKernels
+from pdserve.kernels.operations import DecoderKernels, DrawTokens
 
 TORCH_KERNELS = DecoderKernels(
     name="torch",
@@ -26,6 +26,11 @@ CPU_KERNELS = TORCH_KERNELS._replace(
     rope_and_write_kv=cpu_attention.rope_and_write_kv,
     paged_attention=cpu_attention.paged_attention,
 )
+
+
+def select_draw_tokens(logits_BV: torch.Tensor) -> DrawTokens:
+    """The fastest way to draw from ``logits_BV``, in the same manner."""
+    return cpu_gumbel.draw_tokens if cpu_gumbel.supports(logits_BV) else torch_gumbel.draw_tokens
 
 
 def select_kernels(kv_pool: KvPool) -> DecoderKernels:

@@ -71,17 +71,20 @@ def logprobs_in_pieces(
 
 def most_likely(logits_RV: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Ids of each row's highest logits, int64 ``[R, num_tokens]``: highest first, ties to the lowest id."""
-    num_rows = logits_RV.shape[0]
-    if num_tokens == 0:
-        return torch.empty(num_rows, 0, dtype=torch.int64, device=logits_RV.device)
-    lowest_R1 = logits_RV.topk(num_tokens, dim=-1).values[:, -1:]
-    row_N, id_N = (logits_RV >= lowest_R1).nonzero(as_tuple=True)  # by row, then by id
-    count_R = torch.bincount(row_N, minlength=num_rows)
-    column_N = torch.arange(len(row_N), device=row_N.device) - (count_R.cumsum(0) - count_R)[row_N]
-    # Of equals at the end there may be more than wanted, in some rows: padded, sorted with ids in order, and cut.
-    padded_RC = logits_RV.new_full((num_rows, int(count_R.max())), -torch.inf)
-    padded_RC[row_N, column_N] = logits_RV[row_N, id_N]
-    id_RC = torch.zeros_like(padded_RC, dtype=torch.int64)
-    id_RC[row_N, column_N] = id_N
-    order_RC = padded_RC.argsort(dim=-1, descending=True, stable=True)
-    return id_RC.gather(1, order_RC[:, :num_tokens])
+    num_wanted = min(num_tokens + 1, logits_RV.shape[1])
+    highest = logits_RV.topk(num_wanted, dim=-1)
+    ids_RK = _by_logit_then_id(highest.values[:, :num_tokens], highest.indices[:, :num_tokens])
+    if num_tokens and num_wanted > num_tokens:
+        has_tie_R = highest.values[:, num_tokens - 1] == highest.values[:, num_tokens]
+        for row in has_tie_R.nonzero().flatten().tolist():  # of equals at the end, which of them is left to chance
+            logits_V = logits_RV[row]
+            ids_N = (logits_V >= highest.values[row, num_tokens - 1]).nonzero().flatten()
+            ids_RK[row] = _by_logit_then_id(logits_V[None, ids_N], ids_N[None])[0, :num_tokens]
+    return ids_RK
+
+
+def _by_logit_then_id(logits_RN: torch.Tensor, ids_RN: torch.Tensor) -> torch.Tensor:
+    """The ids, those of higher logits first and equals in ascending order."""
+    by_id_RN = ids_RN.argsort(dim=-1)
+    order_RN = logits_RN.gather(1, by_id_RN).argsort(dim=-1, descending=True, stable=True)
+    return ids_RN.gather(1, by_id_RN.gather(1, order_RN))

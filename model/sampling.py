@@ -3,16 +3,16 @@
 Called by the executors with one row of logits per sampled row of the batch. A row's result depends on its own logits,
 parameters, history, position and choices only, never on the other rows, the worker or the attempt. Keeps no state.
 
-The order is that of vLLM: the edits of `pdserve.model.logit_edits`, temperature, `pdserve.model.truncation`, and the
-draw of `pdserve.model.gumbel`. Log probabilities are those of the model's own distribution, before any of it. A batch
-pays for what its rows use: the greedy ones for a maximum.
+The order is that of vLLM: the edits of `pdserve.model.logit_edits`, temperature, `pdserve.model.truncation`, and a draw
+by Gumbel-max (`pdserve.kernels.torch_gumbel`). Log probabilities are those of the model's own distribution, before any
+of it. A batch pays for what its rows use: a greedy one for a maximum.
 
-Shape legend: B rows of the step, R rows being drawn, V vocabulary.
+Shape legend: B rows of the step, R of them, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from typing import NamedTuple
 
@@ -20,11 +20,15 @@ import torch
 
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken
-from pdserve.model.gumbel import Draw, draw_tokens
+from pdserve.kernels.operations import Draw
+from pdserve.kernels.selection import select_draw_tokens
 from pdserve.model.logit_edits import add_bias, ban, penalise
 from pdserve.model.logprobs import raw_logprobs
 from pdserve.model.token_counts import TokenCounts
-from pdserve.model.truncation import kept_tokens, scale, truncates
+from pdserve.model.truncation import ALL, kept_tokens, truncates
+
+_MIN_TEMPERATURE = 1e-6
+"""Lower temperatures are taken as this one, lest the division overflow."""
 
 
 class SamplingRow(NamedTuple):
@@ -56,20 +60,21 @@ def sample(logits_BV: torch.Tensor, rows: Sequence[SamplingRow]) -> list[list[Sa
     assert logits_BV.shape[0] == len(rows)
     logits_BV = logits_BV.float()
     best_B, token_B = logits_BV.max(dim=-1)  # the first of equals
-    _check_finite(best_B)
+    best = _finite_maxima(best_B)
     asking = [index for index, row in enumerate(rows) if row.params.num_logprobs >= 0]
-    raw = raw_logprobs(logits_BV[asking], [rows[index].params.num_logprobs for index in asking]) if asking else None
+    raw = None
+    if asking:
+        asking_RV = logits_BV if len(asking) == len(rows) else logits_BV[asking]
+        raw = raw_logprobs(asking_RV, [rows[index].params.num_logprobs for index in asking])
     if _edit(logits_BV, rows):
         best_B, token_B = logits_BV.max(dim=-1)
-        _check_finite(best_B)
+        best = _finite_maxima(best_B)
     answers = [[token] * row.num_choices for token, row in zip(token_B.tolist(), rows, strict=True)]
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
-        is_all = len(drawn) == len(rows)
-        drawn_rows = [rows[index] for index in drawn]
-        drawn_tokens = _draw(logits_BV if is_all else logits_BV[drawn], best_B if is_all else best_B[drawn], drawn_rows)
-        for index, row in zip(drawn, drawn_rows, strict=True):
-            answers[index] = [next(drawn_tokens) for _ in range(row.num_choices)]
+        draws = _draws(logits_BV, best, rows, drawn)
+        for draw, token in zip(draws, select_draw_tokens(logits_BV)(logits_BV, draws), strict=True):
+            answers[draw.row][draw.choice - rows[draw.row].choice] = token
     sampled = [[SampledToken(token, None) for token in tokens] for tokens in answers]
     if raw is not None:
         places = [place for place, index in enumerate(asking) for _ in answers[index]]
@@ -93,24 +98,32 @@ def _edit(logits_BV: torch.Tensor, rows: Sequence[SamplingRow]) -> bool:
     return bool(bans or biases or seen)
 
 
-def _draw(logits_RV: torch.Tensor, best_R: torch.Tensor, rows: Sequence[SamplingRow]) -> Iterator[int]:
-    """The drawn tokens of all rows and their choices, in order."""
-    scaled_RV = scale(logits_RV, best_R, [row.params for row in rows])
-    cut = [index for index, row in enumerate(rows) if truncates(row.params, logits_RV.shape[1])]
+def _draws(
+    logits_BV: torch.Tensor, best: Sequence[float], rows: Sequence[SamplingRow], drawn: Sequence[int]
+) -> list[Draw]:
+    """The draws of some rows, one for each of their choices, from what truncation leaves."""
+    temperatures = {index: max(rows[index].params.temperature, _MIN_TEMPERATURE) for index in drawn}
+    cut = [index for index in drawn if truncates(rows[index].params)]
+    kept = dict.fromkeys(drawn, ALL)
     if cut:
-        kept_RV = kept_tokens(logits_RV[cut], [rows[index].params for index in cut])
-        scaled_RV[cut] = scaled_RV[cut].masked_fill_(~kept_RV, -torch.inf)
-    draws = [
-        Draw(index, row.params.seed, row.position, choice)
-        for index, row in enumerate(rows)
+        logits_RV = logits_BV if len(cut) == len(rows) else logits_BV[cut]
+        of_cut = [best[index] for index in cut], [rows[index].params for index in cut]
+        kept.update(zip(cut, kept_tokens(logits_RV, *of_cut, [temperatures[index] for index in cut]), strict=True))
+    return [
+        Draw(index, row.params.seed, row.position, choice, best[index], temperatures[index], *kept[index])
+        for index, row in ((index, rows[index]) for index in drawn)
         for choice in range(row.choice, row.choice + row.num_choices)
     ]
-    return iter(draw_tokens(scaled_RV, draws))
 
 
-def _check_finite(best_B: torch.Tensor) -> None:
-    """Raise if a row's highest logit, which is NaN if any of them is, is no finite number."""
-    bad = [(row, best) for row, best in enumerate(best_B.tolist()) if not isfinite(best)]
+def _finite_maxima(best_B: torch.Tensor) -> list[float]:
+    """Each row's highest logit.
+
+    Raises:
+        RuntimeError: one, which is NaN if any logit of the row is, is no finite number.
+    """
+    maxima: list[float] = best_B.tolist()
+    bad = [f"row {row}: {best}" for row, best in enumerate(maxima) if not isfinite(best)]
     if bad:
-        values = ", ".join(f"row {row}: {best}" for row, best in bad)
-        raise RuntimeError(f"logits cannot be sampled, their maximum is not finite ({values})")
+        raise RuntimeError(f"logits cannot be sampled, their maximum is not finite ({', '.join(bad)})")
+    return maxima

@@ -25,13 +25,15 @@ def test_a_library_is_built_once_and_loads(tmp_path: Path, compiler: str) -> Non
     assert cpu_build.build_library(compiler, tmp_path / "cache") == library
     assert library.stat().st_mtime_ns == built_at
     assert os.listdir(library.parent) == [library.name]
-    assert ctypes.CDLL(str(library)).paged_attention
+    kernels = ctypes.CDLL(str(library))
+    assert kernels.paged_attention
+    assert kernels.draw_tokens
 
 
 def test_another_source_is_another_library(tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(cpu_build, "_SOURCE", source)
+    monkeypatch.setattr(cpu_build, "_SOURCES", (source,))
     first = cpu_build.build_library(compiler, tmp_path)
     source.write_text('extern "C" int answer() { return 43; }\n')
     second = cpu_build.build_library(compiler, tmp_path)
@@ -62,4 +64,4 @@ def test_without_a_build_there_is_a_warning_and_no_library(
         assert cpu_build.load_library() is None
     finally:
         cpu_build.load_library.cache_clear()
-    assert "attention runs on plain torch" in caplog.text
+    assert "models run on plain torch" in caplog.text

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken
 from pdserve.model.sampling import SamplingRow, sample
-from pdserve.model.truncation import kept_tokens
+from tests.model.test_truncation import kept_by_sort
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -31,63 +29,9 @@ def draw(logits_BV: torch.Tensor, params: SamplingParams, positions: Sequence[in
     return [token.token for token in sampled]
 
 
-def kept_by_sort(logits: Sequence[float], params: SamplingParams) -> set[int]:
-    """The definition, literally: order by (logit descending, id ascending), cut."""
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    best = logits[order[0]]
-    order = [token for token in order if math.exp((logits[token] - best) / params.temperature) >= params.min_p]
-    if params.top_k:
-        threshold = logits[order[min(params.top_k, len(order)) - 1]]
-        order = [token for token in order if logits[token] >= threshold]
-    weights = [math.exp((logits[token] - logits[order[0]]) / params.temperature) for token in order]
-    mass, kept = 0.0, set()
-    for token, weight in zip(order, weights, strict=True):
-        kept.add(token)
-        mass += weight
-        if mass >= params.top_p * sum(weights):
-            break
-    return kept
-
-
 def test_greedy_takes_the_lowest_id_of_equals() -> None:
     logits_BV = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0], [-1.0, -torch.inf, 0.0, 0.0]])
     assert [t.token for t in sample_each(logits_BV, [GREEDY] * 3, [0] * 3, [0] * 3)] == [1, 0, 2]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    # Few distinct values, so that ties straddle the cuts; powers of two, so that sums are exact.
-    logits=st.lists(st.sampled_from([-3.0, -1.5, 0.0, 0.5, 2.0]), min_size=2, max_size=40),
-    top_k=st.integers(0, 45),
-    top_p=st.sampled_from([0.01, 0.25, 0.5, 0.8, 0.95, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 1e-4, 0.1, 0.55, 1.0]),
-    temperature=st.sampled_from([0.3, 1.0, 2.0]),
-)
-def test_truncation_keeps_what_a_sort_keeps(
-    logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float
-) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    kept_V = kept_tokens(torch.tensor([logits]), [params])[0]
-    assert set(kept_V.nonzero().flatten().tolist()) == kept_by_sort(logits, params)
-
-
-def test_truncation_of_a_large_vocabulary_keeps_what_a_sort_keeps() -> None:
-    logits_BV = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * 3
-    params = [
-        SamplingParams(top_p=0.9),
-        SamplingParams(top_k=50, top_p=0.7, temperature=0.8),
-        SamplingParams(top_k=50),
-    ]
-    kept_BV = kept_tokens(logits_BV, params)
-    for row in range(3):
-        assert set(kept_BV[row].nonzero().flatten().tolist()) == kept_by_sort(logits_BV[row].tolist(), params[row])
-
-
-@pytest.mark.parametrize("top_p", [5e-324, math.nextafter(1.0, 0.0)])
-def test_a_share_next_to_none_or_all_keeps_something(top_p: float) -> None:
-    logits_BV = torch.randn(20, 1003, generator=torch.Generator().manual_seed(0))
-    kept_B = kept_tokens(logits_BV, [SamplingParams(top_p=top_p)] * 20).sum(dim=-1)
-    assert (kept_B == 1).all() if top_p < 0.5 else (kept_B >= 1000).all()
 
 
 def test_only_kept_tokens_are_drawn() -> None:
@@ -96,15 +40,47 @@ def test_only_kept_tokens_are_drawn() -> None:
     assert set(draw(logits_1V, params, range(500))) == kept_by_sort(logits_1V[0].tolist(), params)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_draws_follow_the_softmax(temperature: float) -> None:
+CHI_SQUARE_POINTS = (15.1, 18.4, 21.1, 23.5, 25.7, 27.9, 29.9, 31.8, 33.7, 35.6, 37.4, 39.1)
+"""99.99 % points of the chi-square distribution, for 1 degree of freedom, 2, and so on."""
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7, seed=11),
+        SamplingParams(temperature=1.5, seed=12),
+        SamplingParams(top_k=5, seed=13),
+        SamplingParams(top_p=0.8, temperature=1.2, seed=14),
+        SamplingParams(min_p=0.1, seed=15),
+        SamplingParams(top_k=9, top_p=0.95, min_p=0.02, temperature=0.9, seed=2**64 - 1),
+    ],
+)
+def test_draws_follow_the_softmax_of_what_is_kept(params: SamplingParams) -> None:
     num_draws = 20_000
     logits_1V = torch.randn(1, 13, generator=torch.Generator().manual_seed(2))
-    drawn = draw(logits_1V, SamplingParams(temperature=temperature, seed=11), range(num_draws))
-    expected_V = num_draws * torch.softmax(logits_1V[0] / temperature, dim=-1)
-    chi_square = ((torch.bincount(torch.tensor(drawn), minlength=13) - expected_V) ** 2 / expected_V).sum()
-    # 99.99 % point of the chi-square distribution with 12 degrees of freedom.
-    assert chi_square < 39.1
+    drawn_V = torch.bincount(torch.tensor(draw(logits_1V, params, range(num_draws))), minlength=13)
+    kept = sorted(kept_by_sort(logits_1V[0].tolist(), params))
+    expected = num_draws * torch.softmax(logits_1V[0, kept] / params.temperature, dim=-1)
+    assert drawn_V[kept].sum() == num_draws
+    chi_square = ((drawn_V[kept] - expected) ** 2 / expected).sum()
+    assert chi_square < CHI_SQUARE_POINTS[len(kept) - 2]
+
+
+def test_choices_of_a_row_are_drawn_independently() -> None:
+    num_choices, logits_1V = 8000, torch.tensor([[0.0, 1.0, 2.0]])
+    [tokens] = sample(logits_1V, [SamplingRow(SamplingParams(seed=3), 5, 0, num_choices)])
+    drawn = torch.tensor([sampled.token for sampled in tokens])
+    expected_V = num_choices * torch.softmax(logits_1V[0], dim=-1)
+    assert ((torch.bincount(drawn) - expected_V) ** 2 / expected_V).sum() < CHI_SQUARE_POINTS[1]
+    [last] = sample(logits_1V, [SamplingRow(SamplingParams(seed=3), 5, num_choices - 1)])
+    assert last == tokens[-1:]
+
+
+def test_greedy_choices_are_the_same() -> None:
+    params = SamplingParams(temperature=0, num_logprobs=0)
+    [tokens] = sample(torch.tensor([[0.0, 2.0, 1.0]]), [SamplingRow(params, 0, 2, 3)])
+    assert [sampled.token for sampled in tokens] == [1, 1, 1]
+    assert len({sampled.logprobs for sampled in tokens}) == 1
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
