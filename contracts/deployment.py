@@ -16,7 +16,9 @@ class ModelConfig:
     path: str = ""
     """Folder with config.json, safetensors and tokenizer; empty serves a small random checkpoint."""
     dtype: str = "float32"
-    """``float32``, ``bfloat16`` or ``float16``: weights, activations and KV."""
+    """``float32``, ``bfloat16`` or ``float16``: weights and activations."""
+    kv_dtype: str = "auto"
+    """``auto``, which is ``dtype``, or ``int8``: about a fourth of float32's memory, and a little less accurate."""
     max_model_len: int = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's own limit."""
     block_size: int = 16

@@ -3,17 +3,42 @@
 A page for (layer, head) is a contiguous ``[block_size, head_dim]`` tile for kernels; a whole block is one run of bytes
 for transfers; a head range is contiguous within a block; axis 3 is K then V. Executors, the block pool's memory and the
 transports all read offsets from here.
+
+A quantised pool has a float32 scale for every (token, head, layer, K or V). Behind the values of each (block, head)
+lies a strip of them, ``[num_layers, 2, block_size]``, so that blocks and head ranges stay single runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint64": 8}
 """Bytes per element. ``uint64`` is the emulated executor's hash state."""
+
+SCALE_BYTES = {"int8": 4}
+"""Bytes of the scale of one token's K or V, by quantised dtype; others have none."""
+
+KV_DTYPE_SETTINGS = ("auto", *SCALE_BYTES)
+"""What a deployment may ask for."""
 
 KV_LAYOUT_VERSION = 1
 """Raised whenever the meaning of the bytes changes; peers of another version refuse each other."""
+
+
+def resolve_kv_dtype(setting: str, model_dtype: str) -> str:
+    """Dtype of the KV of a model: ``setting``, where ``auto`` is the model's own.
+
+    Raises:
+        ValueError: ``setting`` is not one of `KV_DTYPE_SETTINGS`.
+    """
+    if setting not in KV_DTYPE_SETTINGS:
+        raise ValueError(f"kv_dtype {setting!r} is not supported: use one of {', '.join(KV_DTYPE_SETTINGS)}")
+    return model_dtype if setting == "auto" else setting
+
+
+def kv_vector_bytes(head_dim: int, dtype: str) -> int:
+    """Bytes of K, or of V, of one token and head in one layer."""
+    return head_dim * DTYPE_BYTES[dtype] + SCALE_BYTES.get(dtype, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +64,7 @@ class KvLayout:
     @property
     def head_bytes(self) -> int:
         """Bytes of one KV head in one block: all layers, K and V."""
-        return self.num_layers * 2 * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * 2 * self.block_size * kv_vector_bytes(self.head_dim, self.dtype)
 
     @property
     def block_bytes(self) -> int:

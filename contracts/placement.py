@@ -26,6 +26,8 @@ class WorkerConfig:
     role: WorkerRole
     model_path: str
     dtype: str = "float32"
+    kv_dtype: str = "auto"
+    """``auto``, which is ``dtype``, or ``int8``."""
     max_model_len: int = 0
     """0 takes the checkpoint's own limit."""
     block_size: int = 16

@@ -55,7 +55,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
     folder = Path(config.model_path)
     model = DecoderConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
-    cost = CostModel(model.shape, hardware("cpu", num_cores=_num_threads(config)), config.dtype)
+    cpu = hardware("cpu", num_cores=_num_threads(config))
+    cost = CostModel(model.shape, cpu, config.dtype, kv_dtype=config.kv_dtype)
     model = model.at_length(limits.max_model_len)
     content_hash = model_hash(folder, repr(model.layers))
     _configure_openmp(config)
@@ -73,7 +74,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     num_blocks = num_kv_blocks(config, limits, block_bytes, int(spare_bytes * AUTO_MEMORY_SHARE))
     check_pool_fits(num_blocks * block_bytes, spare_bytes)
     num_slots = num_swap_slots(config, num_blocks, block_bytes, spare_bytes - num_blocks * block_bytes)
-    layout = model.kv_layout(num_blocks, config.block_size, config.dtype, content_hash)
+    layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
 
     def build_executor(memory: PoolMemory) -> Executor:
         torch.set_num_threads(_num_threads(config))
@@ -89,7 +90,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     """A GPU that is not here: its step times, its transfer times and as many blocks as its memory would hold."""
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
-    cost = CostModel(model.shape, hardware(config.emulate), config.dtype)
+    cost = CostModel(model.shape, hardware(config.emulate), config.dtype, kv_dtype=config.kv_dtype)
     max_blocks = cost.max_kv_blocks(config.block_size)
     if max_blocks == 0:
         raise ValueError(

@@ -2,7 +2,8 @@
 //
 // Compiled by cpu_build.py on first use and called by cpu_attention.py, which checks every shape, length and block id
 // before a call: nothing is checked here. Pools are [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] of
-// float, bfloat16 or float16; activations and arithmetic are float. head_dim is a multiple of 8.
+// float, bfloat16, float16, or int8 with a float scale per token, head, layer and side; activations and arithmetic are
+// float. head_dim is a multiple of 8.
 //
 // Attention is FlashAttention's online softmax (Dao et al. 2022, algorithm 1) with one KV page as the key tile. Masked
 // keys are never computed with, so no infinities occur and pages may hold anything past their last valid token. No
@@ -37,7 +38,7 @@ struct Batch {
 };
 
 // Mirrors kv_pool._DTYPES.
-enum Dtype : int64_t { kFloat32, kBFloat16, kFloat16 };
+enum Dtype : int64_t { kFloat32, kBFloat16, kFloat16, kInt8 };
 
 // A KV pool. Mirrored by kv_pool.PoolStruct.
 struct Pool {
@@ -87,6 +88,7 @@ inline To bit_cast(From from) {
   return to;
 }
 
+inline float to_float(int8_t x) { return x; }
 inline float to_float(BFloat16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
 inline float to_float(Float16 x) {
 #ifdef __F16C__
@@ -252,6 +254,15 @@ T* page_at(const Pool& pool, int64_t block, int64_t head, int64_t layer) {
   return reinterpret_cast<T*>(keys_of_head) + layer * 2 * pool.block_size * pool.head_dim;
 }
 
+// Scales of the keys of a page, or null; those of its values follow. They lie behind all values of the (block, head).
+template <typename T>
+float* scales_at(const Pool& pool, int64_t block, int64_t head, int64_t layer) {
+  if (!std::is_same_v<T, int8_t>) return nullptr;
+  const int64_t num_vectors = pool.num_layers * 2 * pool.block_size;
+  char* scales = pool.data + (block * pool.num_kv_heads + head) * pool.head_bytes + num_vectors * pool.head_dim;
+  return reinterpret_cast<float*>(scales) + layer * 2 * pool.block_size;
+}
+
 // One row's query tokens [first_token, end_token) on one KV head against keys [first_key, end_key).
 struct Task {
   int64_t row, head, first_token, end_token, first_key, end_key;
@@ -265,13 +276,23 @@ struct Softmax {
   float* sum;  // [rows, kLanes]: to be added up at the end
 };
 
-// Adds keys [0, num_keys) to row m of the softmax; `num_readable` keys are there to be read. `scores` has room for a
-// page, rounded up to 8. `cap` is in powers of two, as scores are; scores are already divided by it.
-inline void add_keys(const float* q, const float* k, const float* v, int64_t num_keys, int64_t num_readable,
-                     int64_t dim, float cap, float* scores, const Softmax& softmax, int64_t m) {
+// Keys and values as floats, each to be multiplied by its scale unless those are null.
+struct Keys {
+  const float *k, *v, *k_scales, *v_scales;
+  int64_t count;
+  int64_t num_readable;  // As many are there to be read.
+};
+
+// Adds keys to row m of the softmax. `scores` has room for a page, rounded up to 8. `cap` is in powers of two, as scores
+// are; scores are already divided by it.
+inline void add_keys(const float* q, const Keys& keys, int64_t dim, float cap, float* scores, const Softmax& softmax,
+                     int64_t m) {
+  const int64_t num_keys = keys.count;
   int64_t j = 0;
-  for (; j < num_keys && j + 8 <= num_readable; j += 8) score_eight(q, k + j * dim, dim, scores + j);
-  for (; j < num_keys; ++j) scores[j] = score_one(q, k + j * dim, dim);
+  for (; j < num_keys && j + 8 <= keys.num_readable; j += 8) score_eight(q, keys.k + j * dim, dim, scores + j);
+  for (; j < num_keys; ++j) scores[j] = score_one(q, keys.k + j * dim, dim);
+  if (keys.k_scales)
+    for (j = 0; j < num_keys; ++j) scores[j] *= keys.k_scales[j];
   if (cap > 0)
     for (j = 0; j < num_keys; j += kLanes) store(scores + j, cap * tanh_vec(load(scores + j)));
   const int64_t padded = (num_keys + kLanes - 1) / kLanes * kLanes;
@@ -293,7 +314,9 @@ inline void add_keys(const float* q, const float* k, const float* v, int64_t num
     sum += p;
   }
   store(softmax.sum + m * kLanes, sum);
-  accumulate_row(scores, v, num_keys, dim, softmax.out + m * dim);
+  if (keys.v_scales)
+    for (j = 0; j < num_keys; ++j) scores[j] *= keys.v_scales[j];
+  accumulate_row(scores, keys.v, num_keys, dim, softmax.out + m * dim);
 }
 
 // Per-thread working memory, kept between calls.
@@ -378,13 +401,19 @@ struct Attention {
         prefetch(page_at<T>(pool, blocks[key / block_size + 1], task.head, layer), 2 * block_size * dim);
       const float* k = as_float(page, count, scratch.k.data());
       const float* v = as_float(page + block_size * dim, count, scratch.v.data());
+      const float* scales = scales_at<T>(pool, blocks[key / block_size], task.head, layer);
       for (int64_t m = 0; m < rows; ++m) {
         const int64_t position = first_position + m / group;
         const int64_t from = std::max<int64_t>(0, first_seen(position) - key);
         const int64_t to = std::min({task.end_key - key, position + 1 - key, block_size});
-        if (from < to)
-          add_keys(scratch.q.data() + m * dim, k + from * dim, v + from * dim, to - from, block_size - from, dim, cap,
-                   scratch.scores.data(), softmax, m);
+        if (from >= to) continue;
+        const Keys keys{k + from * dim,
+                        v + from * dim,
+                        scales ? scales + from : nullptr,
+                        scales ? scales + block_size + from : nullptr,
+                        to - from,
+                        block_size - from};
+        add_keys(scratch.q.data() + m * dim, keys, dim, cap, scratch.scores.data(), softmax, m);
       }
     }
     if (task.partial < 0) {
@@ -459,8 +488,28 @@ inline void rotate(float* __restrict low, float* __restrict high, const float* c
 }
 
 template <typename T>
-void write_head(const float* x, T* slot, int64_t dim) {
-  for (int64_t d = 0; d < dim; ++d) from_float(x[d], slot[d]);
+void write_vector(const float* x, T* to, int64_t dim, float*, int64_t) {
+  for (int64_t d = 0; d < dim; ++d) from_float(x[d], to[d]);
+}
+
+// The largest magnitude becomes 127. A vector with an infinity or NaN is NaN as a whole.
+void write_vector(const float* x, int8_t* to, int64_t dim, float* scales, int64_t index) {
+  Vec largest = {};
+  IntVec finite = ~IntVec{};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Vec value = load(x + d), magnitude = value > 0.0f ? value : -value;
+    finite &= magnitude < INFINITY;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  bool is_finite = true;
+  for (int i = 0; i < kLanes; ++i) is_finite &= finite[i] != 0;
+  const float scale = is_finite ? max_lane(largest) / 127.0f : NAN;
+  scales[index] = scale;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float value = std::nearbyint(x[d] / scale);
+    // A scale of 0 or NaN gives 0; a subnormal one is so coarse that the quotient may pass 127.
+    to[d] = static_cast<int8_t>(value == value ? std::min(std::max(value, -127.0f), 127.0f) : 0.0f);
+  }
 }
 
 // Normalises and rotates the queries and keys of one token in place and writes its keys and values to their page.
@@ -478,8 +527,10 @@ void rope_and_write_token(float* qkv, int64_t num_heads, const float* cos, const
   const float* v = k + pool.num_kv_heads * dim;
   for (int64_t head = 0; head < pool.num_kv_heads; ++head) {
     T* page = page_at<T>(pool, block, head, layer);
-    write_head(k + head * dim, page + offset * dim, dim);
-    write_head(v + head * dim, page + (pool.block_size + offset) * dim, dim);
+    float* scales = scales_at<T>(pool, block, head, layer);
+    const int64_t v_offset = pool.block_size + offset;
+    write_vector(k + head * dim, page + offset * dim, dim, scales, offset);
+    write_vector(v + head * dim, page + v_offset * dim, dim, scales, v_offset);
   }
 }
 
@@ -506,6 +557,7 @@ void with_dtype(const Pool& pool, Function function) {
     case kFloat32: return function(static_cast<float*>(nullptr));
     case kBFloat16: return function(static_cast<BFloat16*>(nullptr));
     case kFloat16: return function(static_cast<Float16*>(nullptr));
+    case kInt8: return function(static_cast<int8_t*>(nullptr));
   }
 }
 

@@ -31,7 +31,6 @@ def supports(kv_pool: KvPool) -> bool:
     """Whether the C++ kernels run on ``kv_pool`` here. Compiles them if that was not done yet."""
     return (
         kv_pool.values.device.type == "cpu"
-        and kv_pool.dtype != torch.int8
         and kv_pool.shape.head_dim % _HEAD_DIM_MULTIPLE == 0
         and load_library() is not None
     )

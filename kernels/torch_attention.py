@@ -46,6 +46,8 @@ def paged_attention(
 def _gather(kv_pool: KvPool, layer: int, side: int, pages: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Keys or values of one row's ``pages``: float32 ``[H, L, D]``."""
     pages_PHSD: torch.Tensor = kv_pool.values[:, :, layer, side][pages].float()
+    if kv_pool.scales is not None:
+        pages_PHSD *= kv_pool.scales[:, :, layer, side][pages][..., None]
     return pages_PHSD.transpose(0, 1).flatten(1, 2)[:, :num_keys]
 
 
@@ -86,7 +88,24 @@ def rope_and_write_kv(
     blocks = metadata.block_ids[metadata.block_starts[rows] + positions // block_size].long()
     offsets = positions % block_size
     for side, x_THD in ((_KEYS, rotated_TND[:, -num_kv_heads:]), (_VALUES, v_THD)):
-        kv_pool.values[:, :, layer, side][blocks, :, offsets] = x_THD.to(kv_pool.dtype)
+        if kv_pool.scales is None:
+            kv_pool.values[:, :, layer, side][blocks, :, offsets] = x_THD.to(kv_pool.dtype)
+        else:
+            values_THD, scales_TH = _quantise(x_THD.float())
+            kv_pool.values[:, :, layer, side][blocks, :, offsets] = values_THD
+            kv_pool.scales[:, :, layer, side][blocks, :, offsets] = scales_TH
+
+
+def _quantise(x_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 values and their float32 scales, ``[T, H, D]`` and ``[T, H]``: the largest magnitude becomes 127.
+
+    A vector with an infinity or NaN is NaN as a whole.
+    """
+    largest_TH = x_THD.abs().amax(dim=-1)
+    scales_TH = torch.where(largest_TH.isfinite(), largest_TH / 127, torch.nan)
+    # Where the scale is 0 or NaN there is nothing to divide; a subnormal scale is too coarse to be divided by safely.
+    values_THD = (x_THD / scales_TH[..., None]).nan_to_num(0).round_().clamp_(-127, 127)
+    return values_THD.to(torch.int8), scales_TH
 
 
 def _normalise(x_TND: torch.Tensor, num_kv_heads: int, qk_norm: QkNorm) -> torch.Tensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdserve.contracts.kv_layout import DTYPE_BYTES
+from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
 from pdserve.model.hardware import Hardware
 from pdserve.model.shape import ModelShape
 
@@ -32,24 +32,28 @@ class CostModel:
     Args:
         shape: the whole model.
         hardware: one device; a worker has ``tensor_parallel`` of them.
-        dtype: of weights, activations and KV; a key of `DTYPE_BYTES`.
+        dtype: of weights and activations; a key of `DTYPE_BYTES`.
         tensor_parallel: ranks that share the model's heads and columns.
+        kv_dtype: ``auto``, which is ``dtype``, or ``int8``.
 
     Raises:
         ValueError: heads that do not divide among the ranks, or a dtype that the hardware has no figure for.
     """
 
-    def __init__(self, shape: ModelShape, hardware: Hardware, dtype: str, tensor_parallel: int = 1) -> None:
+    def __init__(
+        self, shape: ModelShape, hardware: Hardware, dtype: str, tensor_parallel: int = 1, kv_dtype: str = "auto"
+    ) -> None:
         _check_divides(shape, tensor_parallel)
         self.shape = shape
         self.hardware = hardware
         self.dtype = dtype
+        self.kv_dtype = resolve_kv_dtype(kv_dtype, dtype)
         self.tensor_parallel = tensor_parallel
         flops, bandwidth = hardware.flops(dtype), hardware.bandwidth
         value_bytes = DTYPE_BYTES[dtype]
         self.weight_bytes = shape.num_parameters * value_bytes
         """Of the whole model, all ranks together."""
-        self.kv_bytes_per_token = shape.kv_values_per_token * value_bytes
+        self.kv_bytes_per_token = shape.kv_vectors_per_token * kv_vector_bytes(shape.head_dim, self.kv_dtype)
         """Of the whole model, all ranks together, each KV head counted once."""
 
         layers_parameters = shape.num_layers * shape.layer_parameters / tensor_parallel

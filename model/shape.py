@@ -90,6 +90,6 @@ class ModelShape:
         return layers + self.hidden_size + num_tables * self.table_parameters
 
     @property
-    def kv_values_per_token(self) -> int:
-        """Numbers that one token adds to the KV cache: K and V of every layer and KV head."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    def kv_vectors_per_token(self) -> int:
+        """Vectors of ``head_dim`` that one token adds to the KV cache: K and V of every layer and KV head."""
+        return 2 * self.num_layers * self.num_kv_heads

@@ -38,7 +38,9 @@ class RouterProcessConfig:
     tensor_parallel: int = 1
     """Ranks of a worker."""
     dtype: str = "float32"
-    """Of weights and KV."""
+    """Of weights and activations."""
+    kv_dtype: str = "auto"
+    """``auto``, which is ``dtype``, or ``int8``."""
     drain_timeout_s: float = 30.0
     """Seconds that requests in flight may take after SIGTERM."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdserve.contracts.kv_layout import DTYPE_BYTES, KvLayout
+from pdserve.contracts.kv_layout import DTYPE_BYTES, KvLayout, resolve_kv_dtype
 
 LAYOUT = KvLayout(
     num_blocks=6, num_kv_heads=4, num_layers=3, block_size=8, head_dim=16, dtype="bfloat16", model_hash="hash"
@@ -28,7 +28,8 @@ def test_sizes_of_a_known_model() -> None:
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_bytes_follow_the_shape(dtype: str) -> None:
     layout = replace(LAYOUT, dtype=dtype)
-    assert layout.pool_bytes == math.prod(layout.shape) * DTYPE_BYTES[dtype]
+    scales = math.prod(layout.shape[:-1]) if dtype == "int8" else 0
+    assert layout.pool_bytes == math.prod(layout.shape) * DTYPE_BYTES[dtype] + 4 * scales
     assert layout.pool_bytes == layout.num_blocks * layout.block_bytes
     assert layout.block_bytes == layout.num_kv_heads * layout.head_bytes
 
@@ -40,6 +41,13 @@ def test_blocks_and_heads_are_runs_of_bytes() -> None:
     assert raw[2 * layout.block_bytes : 3 * layout.block_bytes] == pool[2].tobytes()
     start = 2 * layout.block_bytes + layout.head_bytes
     assert raw[start : start + 2 * layout.head_bytes] == pool[2, 1:3].tobytes()
+
+
+def test_auto_is_the_models_dtype() -> None:
+    assert resolve_kv_dtype("auto", "bfloat16") == "bfloat16"
+    assert resolve_kv_dtype("int8", "bfloat16") == "int8"
+    with pytest.raises(ValueError, match="use one of auto, int8"):
+        resolve_kv_dtype("int4", "bfloat16")
 
 
 def test_blocks_for_tokens_round_up() -> None:
@@ -58,6 +66,7 @@ def test_pools_of_two_sizes_are_compatible() -> None:
         replace(LAYOUT, block_size=16),
         replace(LAYOUT, head_dim=8),
         replace(LAYOUT, dtype="float16"),
+        replace(LAYOUT, dtype="int8"),
         replace(LAYOUT, model_hash="other"),
     ],
 )

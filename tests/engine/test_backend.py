@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,15 @@ def test_an_automatic_pool_shares_what_the_weights_leave(config: WorkerConfig, m
     assert layout.num_blocks == int(10**6 * AUTO_MEMORY_SHARE) // layout.block_bytes
 
 
+def test_an_int8_pool_has_more_blocks_in_the_same_memory(config: WorkerConfig) -> None:
+    config = replace(config, kv_memory_bytes=10**5)
+    whole, quantised = choose_backend(config), choose_backend(replace(config, kv_dtype="int8"))
+    assert quantised.layout.dtype == "int8"
+    assert quantised.layout.num_blocks == 10**5 // quantised.layout.block_bytes
+    # Of 8 values, in bfloat16 16 bytes, and in int8 with a scale 12.
+    assert quantised.layout.num_blocks == pytest.approx(whole.layout.num_blocks * 16 / 12, abs=2)
+
+
 def test_weights_are_counted_as_they_are_held(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) - 1)
     with pytest.raises(ValueError, match="serve a smaller model"):
@@ -65,7 +75,14 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
         choose_backend(replace(config, kv_memory_bytes=2 * 10**5))
 
 
-def test_what_cannot_be_served_is_said(config: WorkerConfig) -> None:
-    for fields, remedy in (({"block_size": 0}, "block_size 0"), ({"dtype": "int8"}, "use one of float32")):
-        with pytest.raises(ValueError, match=remedy):
-            choose_backend(replace(config, **fields))
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"block_size": 0}, "block_size 0"),
+        ({"dtype": "int8"}, "use one of float32"),
+        ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported: use one of auto, int8"),
+    ],
+)
+def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        choose_backend(replace(config, **fields))

@@ -122,7 +122,8 @@ def test_a_handoff_streams_the_tokens_of_the_oracle(checkpoint: Path, transport:
             assert worker.process.wait(10) == 0
 
 
-def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, kv_dtype: str) -> None:
     def config(role: WorkerRole, core: int) -> WorkerConfig:
         cores = sorted(os.sched_getaffinity(0))
         return WorkerConfig(
@@ -132,6 +133,7 @@ def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path) -> 
             max_model_len=256,
             num_kv_blocks=64,
             max_batch_tokens=64,
+            kv_dtype=kv_dtype,
             cpu_cores=(cores[core % len(cores)],),
         )
 
@@ -140,6 +142,8 @@ def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path) -> 
     with WorkerProcess(config(WorkerRole.MIXED, 0)) as mixed_worker, mixed_worker.connect() as mixed:
         for request in requests:
             mixed.submit(request)
+            if kv_dtype == "int8":  # One at a time: a last bit that batching moves may round a value to its neighbour.
+                mixed.wait_for_answer(request.request_id)
         expected = [mixed.wait_for_answer(request.request_id) for request in requests]
     assert len({tuple(answer) for answer in expected}) > 1
     with (

@@ -92,7 +92,12 @@ def make_batch(
         for index, block in enumerate(table):
             filled = min(block_size, row.cached + row.new - index * block_size)
             values = torch.randn(num_kv_heads, 2, filled, head_dim, generator=generator)
-            kv_pool.values[block, :, LAYER, :, :filled] = values.to(dtype)
+            if kv_pool.scales is None:
+                kv_pool.values[block, :, LAYER, :, :filled] = values.to(dtype)
+            else:
+                scales = values.abs().amax(dim=-1) / 127
+                kv_pool.values[block, :, LAYER, :, :filled] = (values / scales[..., None]).round().to(dtype)
+                kv_pool.scales[block, :, LAYER, :, :filled] = scales
     num_tokens = sum(row.new for row in rows)
     q_TND = spread * torch.randn(num_tokens, num_kv_heads * group, head_dim, generator=generator)
     metadata = AttentionMetadata.build(
@@ -115,8 +120,8 @@ def reference_attention(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:
         first = max(0, row.cached - rule.window + 1) if rule.window else 0
         seen_L = torch.arange(first, row.cached + row.new)
         blocks_L, offsets_L = torch.tensor(table)[seen_L // block_size], seen_L % block_size
-        kv_LHD = (batch.kv_pool.values[blocks_L, :, LAYER, side, offsets_L].double() for side in (0, 1))
-        k_LND, v_LND = (side.repeat_interleave(group, dim=1) for side in kv_LHD)
+        kv_LHD = (stored_kv(batch.kv_pool, blocks_L, side, offsets_L) for side in (0, 1))
+        k_LND, v_LND = (side_LHD.repeat_interleave(group, dim=1) for side_LHD in kv_LHD)
         scores_NQL = rule.scale * torch.einsum("qnd,lnd->nql", q_QND, k_LND)
         if rule.softcap:
             scores_NQL = rule.softcap * torch.tanh(scores_NQL / rule.softcap)
@@ -125,6 +130,14 @@ def reference_attention(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:
         weights_NQL = scores_NQL.masked_fill(unseen_QL, -math.inf).softmax(dim=-1)
         outputs.append(torch.einsum("nql,lnd->qnd", weights_NQL, v_LND))
     return torch.cat(outputs)
+
+
+def stored_kv(kv_pool: KvPool, blocks_L: torch.Tensor, side: int, offsets_L: torch.Tensor) -> torch.Tensor:
+    """Keys (``side`` 0) or values (1) of some slots of `LAYER`: ``[L, H, D]``."""
+    stored_LHD = kv_pool.values[blocks_L, :, LAYER, side, offsets_L].double()
+    return (
+        stored_LHD if kv_pool.scales is None else stored_LHD * kv_pool.scales[blocks_L, :, LAYER, side, offsets_L, None]
+    )
 
 
 def reference_rotation(x_TND: torch.Tensor, angles_TC: torch.Tensor) -> torch.Tensor:

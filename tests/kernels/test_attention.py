@@ -16,9 +16,9 @@ TOLERANCE = 2e-5
 MIXED = (Row(0, 15), Row(16, 1), Row(0, 16), Row(15, 1), Row(17, 1), Row(0, 17), Row(32, 5), Row(40, 1), Row(0, 1))
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def rule_of(batch: PagedBatch, *, window: int = 0, softcap: float = 0.0) -> AttentionRule:
@@ -42,11 +42,12 @@ def test_mixed_rows_of_awkward_lengths(kernels: DecoderKernels, dtype: torch.dty
 
 
 @both_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
 @pytest.mark.parametrize("block_size", [1, 4, 8, 20, 32])
-def test_any_block_size(kernels: DecoderKernels, block_size: int) -> None:
+def test_any_block_size(kernels: DecoderKernels, block_size: int, dtype: torch.dtype) -> None:
     lengths = (block_size - 1, block_size, block_size + 1, 3 * block_size + 1)
     rows = tuple(Row(cached, 1) for cached in lengths) + tuple(Row(0, new) for new in lengths if new)
-    batch = make_batch((*rows, Row(block_size, 3)), block_size=block_size)
+    batch = make_batch((*rows, Row(block_size, 3)), block_size=block_size, dtype=dtype)
     assert_matches(kernels, batch)
     assert_matches(kernels, batch, rule_of(batch, window=block_size + 1))
 
@@ -93,9 +94,10 @@ def test_sharp_and_huge_scores_stay_finite(kernels: DecoderKernels) -> None:
 
 
 @both_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 33, 1000])
-def test_a_window_ends_anywhere_in_a_page(kernels: DecoderKernels, window: int) -> None:
-    batch = make_batch((*MIXED, Row(90, 1), Row(79, 40)), group=3)
+def test_a_window_ends_anywhere_in_a_page(kernels: DecoderKernels, window: int, dtype: torch.dtype) -> None:
+    batch = make_batch((*MIXED, Row(90, 1), Row(79, 40)), group=3, dtype=dtype)
     assert_matches(kernels, batch, rule_of(batch, window=window))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pdserve.kernels import cpu_attention, cpu_build
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, QkNorm
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from tests.kernels.paged_batch import (
@@ -20,6 +21,7 @@ from tests.kernels.paged_batch import (
     reference_attention,
     reference_qk_norm,
     reference_rotation,
+    stored_kv,
 )
 
 NUM_KV_HEADS = 2
@@ -38,9 +40,21 @@ def random_norm(head_dim: int) -> QkNorm:
     return QkNorm(torch.randn(head_dim), torch.randn(head_dim), eps=0.1)
 
 
+def assert_stored(kv_pool: KvPool, kv_H2D: torch.Tensor, block: int, offset: int) -> None:
+    """A slot holds ``kv_H2D`` as closely as the pool's dtype can."""
+    values = kv_pool.values[block, :, LAYER, :, offset]
+    if kv_pool.scales is None:
+        assert torch.equal(values, kv_H2D.to(kv_pool.dtype))
+    else:
+        scales = kv_pool.scales[block, :, LAYER, :, offset].double()
+        torch.testing.assert_close(scales, kv_H2D.abs().amax(dim=-1).double() / 127)
+        error = (values * scales[..., None] - kv_H2D).abs()
+        assert (error <= 0.5001 * scales[..., None]).all()
+
+
 @both_kernels
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("head_dim", [16, 24, 128])
 def test_rotates_in_place_and_touches_no_other_slot(
     kernels: DecoderKernels, has_norm: bool, dtype: torch.dtype, head_dim: int
@@ -49,7 +63,7 @@ def test_rotates_in_place_and_touches_no_other_slot(
     qkv_TMD, angles_TC = random_qkv(batch)
     given = qkv_TMD.clone()
     norm = random_norm(head_dim) if has_norm else None
-    before = batch.kv_pool.values.clone()
+    before = KvPool(batch.kv_pool.blocks.flatten().clone(), batch.kv_pool.shape, dtype)
     kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata, norm)
 
     expected = given[:, :-NUM_KV_HEADS]
@@ -61,9 +75,13 @@ def test_rotates_in_place_and_touches_no_other_slot(
 
     num_heads = batch.queries.shape[1]
     for token, block, offset in batch.new_slots():
-        kv = qkv_TMD[token, num_heads:].view(2, NUM_KV_HEADS, head_dim).transpose(0, 1)
-        before[block, :, LAYER, :, offset] = kv.to(dtype)
-    assert torch.equal(batch.kv_pool.values.contiguous().view(torch.uint8), before.view(torch.uint8))
+        kv_H2D = qkv_TMD[token, num_heads:].view(2, NUM_KV_HEADS, head_dim).transpose(0, 1)
+        assert_stored(batch.kv_pool, kv_H2D, block, offset)
+        for pool in (batch.kv_pool, before):
+            pool.values[block, :, LAYER, :, offset] = 0
+            if pool.scales is not None:
+                pool.scales[block, :, LAYER, :, offset] = 0
+    assert torch.equal(batch.kv_pool.blocks, before.blocks)
 
 
 @both_kernels
@@ -76,6 +94,26 @@ def test_attention_over_what_was_just_written(kernels: DecoderKernels) -> None:
     rule = AttentionRule(scale=0.2)
     o_TND = kernels.paged_attention(written.queries, batch.kv_pool, LAYER, batch.metadata, rule)
     torch.testing.assert_close(o_TND.double(), reference_attention(written, rule), atol=2e-5, rtol=2e-5)
+
+
+@both_kernels
+def test_int8_of_vectors_that_are_hard_to_scale(kernels: DecoderKernels) -> None:
+    """Zeros stay zeros, the smallest numbers stay in range, and what is not finite is NaN as a whole."""
+    inf, nan = math.inf, math.nan
+    leading = [(0.0, 0.0), (1e-44, -1e-44), (3e38, -3e38), (inf, 1.0), (1.0, -inf), (nan, 1.0), (1.0, nan), (5.0, -2.5)]
+    values_T1D = torch.zeros(len(leading), 1, 16)
+    values_T1D[:, 0, 3:5] = torch.tensor(leading)
+    batch = make_batch((Row(0, len(leading)),), num_kv_heads=1, group=1, head_dim=16, dtype=torch.int8)
+    qkv_TMD = torch.cat((torch.zeros(len(leading), 2, 16), values_T1D), dim=1)
+    angles_TC = torch.zeros(len(leading), 8)
+    kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata)
+    written = list(batch.new_slots())
+    blocks, offsets = torch.tensor([slot.block for slot in written]), torch.tensor([slot.offset for slot in written])
+    v_TD = stored_kv(batch.kv_pool, blocks, 1, offsets)[:, 0]
+    assert v_TD[3:7].isnan().all()
+    finite = [0, 1, 2, 7]
+    torch.testing.assert_close(v_TD[finite], values_T1D[finite, 0].double(), atol=1e-43, rtol=0.01)
+    assert not stored_kv(batch.kv_pool, blocks, 0, offsets).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

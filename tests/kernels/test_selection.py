@@ -13,7 +13,7 @@ def pool(dtype: torch.dtype, head_dim: int = 16) -> KvPool:
     return nan_pool((2, 1, 1, 2, 16, head_dim), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_a_pool_that_the_compiled_kernels_take_runs_on_them(dtype: torch.dtype) -> None:
     assert select_kernels(pool(dtype)) is CPU_KERNELS
 

@@ -22,6 +22,7 @@ def test_layouts_that_differ_in_size_only_are_compatible() -> None:
         ("version", KV_LAYOUT_VERSION + 1),
         ("model_hash", "another"),
         ("dtype", "bfloat16"),
+        ("dtype", "int8"),
         ("dtype", "int3"),
         ("num_kv_heads", 4),
         ("num_layers", 2),

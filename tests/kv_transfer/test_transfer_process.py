@@ -64,6 +64,25 @@ def test_blocks_arrive_and_nothing_else_changes(source: Peer, target: Peer, requ
     _expect_released(source, handle)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_blocks_of_int8_come_with_their_scales(transport: str) -> None:
+    layout = replace(LAYOUT, dtype="int8")
+    assert layout.block_bytes == 2 * 3 * 2 * 4 * (8 + 4)
+    with (
+        running_peer(layout=layout, seed=1) as source,
+        running_peer(layout=layout, seed=2, transport=transport) as target,
+    ):
+        handle = source.offer()
+        source.grant(handle, [63, 0, 17])
+        expected = [target.block(block_id) for block_id in range(layout.num_blocks)]
+        for source_id, target_id in ((63, 5), (0, 63), (17, 6)):
+            expected[target_id] = source.block(source_id)
+        target.pull(source.process.address, handle, [5, 63, 6])
+        done = target.expect_done()
+        assert (done.transport, done.bytes) == (transport, 3 * layout.block_bytes)
+        assert [target.block(block_id) for block_id in range(layout.num_blocks)] == expected
+
+
 def test_grants_after_the_open(source: Peer, target: Peer) -> None:
     handle = source.offer()
     target.pull(source.process.address, handle, [1, 2, 3, 4])

@@ -54,6 +54,16 @@ def test_bytes_of_known_models(config: dict[str, object], num_parameters: int, k
     assert cost_model(config, 8).weight_bytes == 2 * num_parameters
 
 
+def test_int8_kv_is_smaller_and_read_faster() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    whole, quantised = (CostModel(shape, H100, "bfloat16", kv_dtype=kv_dtype) for kv_dtype in ("auto", "int8"))
+    assert quantised.kv_bytes_per_token == 2 * 32 * 8 * (128 + 4)
+    assert quantised.weight_bytes == whole.weight_bytes
+    assert quantised.max_kv_blocks(16) > 1.9 * whole.max_kv_blocks(16)
+    saved_s = whole.decode_s(8, 80_000) - quantised.decode_s(8, 80_000)
+    assert saved_s == pytest.approx(80_008 * (131_072 - quantised.kv_bytes_per_token) / H100.bandwidth)
+
+
 def test_tied_embeddings_are_counted_once() -> None:
     tied, untied = cost_model({**LLAMA_3_8B, "tie_word_embeddings": True}), cost_model(LLAMA_3_8B)
     assert untied.weight_bytes - tied.weight_bytes == 2 * 128256 * 4096

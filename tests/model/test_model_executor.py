@@ -10,6 +10,7 @@ import torch
 
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
@@ -27,10 +28,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def make_executor(folder: Path, dtype: str = "float32", num_swap_slots: int = 0) -> ModelExecutor:
+def make_pool(folder: Path, dtype: str) -> KvPool:
+    """Full of NaN."""
+    layout = DecoderConfig.from_folder(folder).kv_layout(NUM_BLOCKS, BLOCK_SIZE, dtype, "hash")
+    return nan_pool(layout.shape, getattr(torch, dtype))
+
+
+def make_executor(
+    folder: Path, dtype: str = "float32", pool: KvPool | None = None, num_swap_slots: int = 0
+) -> ModelExecutor:
+    """With a pool of its own, of the model's dtype, if none is given."""
     config = DecoderConfig.from_folder(folder)
-    layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, dtype, "hash")
-    pool = nan_pool(layout.shape, getattr(torch, dtype))
+    pool = pool or make_pool(folder, dtype)
+    layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, str(pool.dtype).removeprefix("torch."), "hash")
     return ModelExecutor(
         folder=folder, config=config, layout=layout, pool=pool, dtype=dtype, num_swap_slots=num_swap_slots
     )
@@ -117,6 +127,40 @@ def test_half_precision_agrees_wherever_the_reference_is_sure(tmp_path: Path, fa
                 errors.append(abs(sampled.logprobs.logprob - reference.logprobs[position]))
     assert len(errors) >= 60
     assert sum(errors) / len(errors) <= 2e-2
+
+
+def test_int8_kv_is_close(folder: Path) -> None:
+    executor = make_executor(folder, pool=make_pool(folder, "int8"))
+    num_compared = 0
+    for index, prompt in enumerate(PROMPTS):
+        reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS)
+        tokens = [*prompt, *reference.tokens]
+        run(executor, row(index, prompt[:-1], 0, sample=None))
+        for position, margin in enumerate(reference.margins):
+            cached = len(prompt) - 1 + position
+            sampled = run(executor, row(index, [tokens[cached]], cached)).sampled[0]
+            if margin >= 0.1:
+                assert token_of(sampled) == reference.tokens[position]
+                num_compared += 1
+    assert num_compared >= 60
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_blocks_copied_to_another_pool_go_on_as_they_would_have_here(folder: Path, dtype: str) -> None:
+    """Mixed and disaggregated serving end with the same tokens and the same bytes."""
+    here, there = make_pool(folder, dtype), make_pool(folder, dtype)
+    stays, goes = make_executor(folder, pool=here), make_executor(folder, pool=there)
+    prompt, blocks = PROMPTS[2], TABLES[2]
+    first = token_of(run(stays, row(2, prompt, 0)).sampled[0])
+    num_prompt_blocks = -(-len(prompt) // BLOCK_SIZE)
+    there.blocks[blocks[:num_prompt_blocks]] = here.blocks[blocks[:num_prompt_blocks]]
+    tokens = [[first], [first]]
+    for answer, executor in zip(tokens, (stays, goes), strict=True):
+        for cached in range(len(prompt), len(prompt) + 20):
+            answer.append(token_of(run(executor, row(2, [answer[-1]], cached)).sampled[0]))
+    assert tokens[0] == tokens[1]
+    used = blocks[: -(-(len(prompt) + 20) // BLOCK_SIZE)]
+    assert torch.equal(here.blocks[used], there.blocks[used])
 
 
 def test_a_token_that_the_scheduler_does_not_know_yet(folder: Path) -> None:
