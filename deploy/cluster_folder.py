@@ -20,6 +20,7 @@ from pdserve.deploy.errors import DeployError
 
 _LOCK = "lock"
 _NOTE = "cluster.json"
+_PARENT = Path("/tmp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +38,14 @@ class ClusterFolder:
     """A new folder, locked until `close` or the end of the process."""
 
     def __init__(self) -> None:
+        """Raises DeployError if no folder can be made."""
         root = _root()
-        _remove_stale(root)
-        self.path = Path(tempfile.mkdtemp(dir=root, prefix=""))
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            _remove_stale(root)
+            self.path = Path(tempfile.mkdtemp(dir=root, prefix=""))
+            self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unusable(root, error) from error
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def write_note(self, note: ClusterNote) -> None:
@@ -85,12 +90,20 @@ def find_cluster() -> ClusterNote:
 
 
 def _root() -> Path:
-    root = Path(f"/tmp/pdserve-{os.getuid()}")
-    root.mkdir(mode=0o700, exist_ok=True)
-    status = root.lstat()
+    root = _PARENT / f"pdserve-{os.getuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        status = root.lstat()
+    except OSError as error:
+        raise _unusable(root, error) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise DeployError(f"{root} is not a private folder of yours; remove it")
     return root
+
+
+def _unusable(root: Path, error: OSError) -> DeployError:
+    return DeployError(f"cannot write to {root}: {error.strerror}; make room and give yourself access to {_PARENT}")
 
 
 def _is_stale(folder: Path) -> bool:

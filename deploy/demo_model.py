@@ -19,15 +19,25 @@ class DemoModel:
     """The folder ``pdserve-demo`` in the cache, and the process that writes it where it is missing."""
 
     def __init__(self, log_path: Path) -> None:
-        """Start writing if there is something to write; returns at once."""
+        """Start writing if there is something to write; returns at once.
+
+        Raises:
+            DeployError: the cache cannot be written.
+        """
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         self.folder = cache / "pdserve" / str(_VERSION) / "pdserve-demo"
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
         if self.is_written:
             return
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._draft = Path(tempfile.mkdtemp(dir=self.folder.parent))
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self._draft = Path(tempfile.mkdtemp(dir=self.folder.parent))
+        except OSError as error:
+            raise DeployError(
+                f"cannot write the demo model to {self.folder.parent}: {error.strerror}; "
+                "set XDG_CACHE_HOME to another folder, or name a model with --model"
+            ) from error
         command = [sys.executable, "-m", "pdserve.model.random_checkpoint", str(self._draft)]
         self._process = start_tied(command, env=os.environ, log_path=log_path)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
+import shutil
 import socket
 from pathlib import Path
 
-import psutil
-
 from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
-from pdserve.deploy.ports import listen_error
-from pdserve.model.config import DecoderConfig
+from pdserve.deploy.ports import listen_error, listener_of
+from pdserve.kernels.cpu_build import cache_folder
 from pdserve.model.hardware import hardware
 
 _FILES_BESIDE_CLIENTS = 256
@@ -19,17 +20,22 @@ _FILES_BESIDE_CLIENTS = 256
 
 _MAX_WORKERS_PER_CORE = 8
 _CONNECT_TIMEOUT_S = 5.0
-_WORKER_BYTES = 300 * 2**20
-"""Memory of a worker's processes beside weights and KV."""
 
 
 def check_ports(launch: Launch) -> None:
-    """Raises DeployError if another process listens where the router would."""
+    """Raises DeployError if the router cannot listen where it should: another process does, or the host is not here."""
     router = launch.config.router
     for key, host, port in (("port", router.host, router.port), ("admin_port", "127.0.0.1", router.admin_port)):
-        if error := listen_error(host, port):
+        error = listen_error(host, port)
+        if error is None:
+            continue
+        reason, remedy = error.strerror or str(error), "set router.host to an address of this host"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
             option = "--port 0" if key == "port" else "router.admin_port: 0"
-            raise DeployError(f"cannot listen on {host}:{port}: {error}; choose another router.{key}, or {option}")
+            remedy = f"choose another router.{key}, or {option}"
+        if error.errno == errno.EADDRINUSE and (listener := listener_of(port)):
+            reason += f" by {listener}"
+        raise DeployError(f"cannot listen on {host}:{port}: {reason}; {remedy}")
 
 
 def raise_file_limit(launch: Launch) -> None:
@@ -83,38 +89,29 @@ def check_ray_address(launch: Launch) -> None:
         raise DeployError(f"no Ray cluster answers at {launch.ray_address}: {error}; check --ray-address") from error
 
 
-def check_model(launch: Launch, folder: Path) -> None:
-    """Look at the checkpoint's configuration and files, and whether its weights fit into memory.
-
-    Raises:
-        DeployError: it cannot be served.
-    """
-    if not folder.is_dir():
-        raise DeployError(
-            f"no model folder at {folder}; give --model a folder with config.json, safetensors, tokenizer"
-        )
-    try:
-        config = DecoderConfig.from_folder(folder)
-        config.limits(launch.config.model.max_model_len)
-        if launch.emulate:
-            hardware(launch.emulate).flops(launch.config.model.dtype)
-    except ValueError as error:
-        raise DeployError(" ".join(str(error).split())) from error
-    if not (folder / "tokenizer.json").is_file():
-        raise DeployError(f"no tokenizer.json in {folder}; save the model's fast tokenizer there")
+def check_emulation(launch: Launch) -> None:
+    """Raises DeployError for a GPU that cannot be emulated, or not in the model's dtype."""
     if launch.emulate:
-        return
-    if not any(folder.glob("*.safetensors")):
-        raise DeployError(f"no *.safetensors in {folder}; save the weights there, or give --emulate a GPU's name")
-    num_workers = len(launch.roles)
-    needed = num_workers * (config.weight_bytes(launch.config.model.dtype) + _WORKER_BYTES)
-    available = psutil.virtual_memory().available
-    if needed > available:
-        raise DeployError(
-            f"{num_workers} workers need {_gib(needed)} for weights and {_gib(available)} of memory is available; "
-            "use fewer workers, a smaller model or a 16-bit model.dtype"
-        )
+        try:
+            hardware(launch.emulate).flops(launch.config.model.dtype)
+        except ValueError as error:
+            raise DeployError(f"--emulate: {error}") from error
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def kernel_warning(launch: Launch) -> str:
+    """What slows the workers down on this host; empty if nothing does."""
+    folder = cache_folder()
+    if launch.emulate:
+        return ""
+    if shutil.which("g++") is None:
+        return "g++ was not found: kernels run on plain torch, slower; install g++"
+    if not _is_writable(folder):
+        return f"{folder} cannot be written: kernels run on plain torch, slower; set XDG_CACHE_HOME to another folder"
+    return ""
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, or the folder itself where it is missing."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

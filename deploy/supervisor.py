@@ -13,6 +13,7 @@ import secrets
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from pdserve.deploy.cores import split_cores
 from pdserve.deploy.demo_model import DemoModel
 from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
+from pdserve.deploy.model_check import check_model
 from pdserve.deploy.processes import pin_process
 from pdserve.deploy.progress import Progress
 from pdserve.deploy.ray_cluster import PrivateRay, connect_existing, disconnect, worker_resources
@@ -81,12 +83,12 @@ class Supervisor:
         preflight.check_cores(launch, len(self._cores))
         preflight.raise_file_limit(launch)
         preflight.check_ports(launch)
-        if launch.config.model.path:
-            preflight.check_model(launch, self._model_path)
+        preflight.check_emulation(launch)
+        notes = check_model(launch, self._model_path) if launch.config.model.path else []
         self._folder = ClusterFolder()
         self._take_signals()
         try:
-            self._begin()
+            self._begin(notes)
             while not self._num_signals:
                 self._tick()
                 time.sleep(_TICK_S)
@@ -102,19 +104,27 @@ class Supervisor:
     def _count_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
 
-    def _begin(self) -> None:
-        """Start what depends on nothing, all at once."""
+    def _begin(self, notes: Sequence[str]) -> None:
+        """Start what depends on nothing, all at once.
+
+        Args:
+            notes: what there is to say of the model.
+        """
         self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
         if len(self._cores) < len(self._launch.roles):
             self._progress.warn("cores", f"fewer than workers: {len(self._launch.roles)} workers on {len(self._cores)}")
+        if warning := preflight.kernel_warning(self._launch):
+            self._progress.warn("kernels", warning)
+        for note in notes:
+            self._progress.warn("model", note)
+        if not self._launch.config.model.path:
+            self._demo = DemoModel(self._folder.path / "demo.log")
+            verb = "serving" if self._demo.is_written else "writing"
+            self._progress.note("model", f"none named: {verb} a small random checkpoint, {self._demo.folder}")
         if not self._launch.ray_address:
             self._start_ray()
         if self._launch.config.model.path:
             self._start_router()
-        else:
-            self._demo = DemoModel(self._folder.path / "demo.log")
-            verb = "serving" if self._demo.is_written else "writing"
-            self._progress.note("model", f"none named: {verb} a small random checkpoint, {self._demo.folder}")
 
     def _tick(self) -> None:
         """Look after everything once."""
@@ -141,7 +151,7 @@ class Supervisor:
         if self._demo.check_written():
             self._model_path = self._demo.folder
             self._demo = None
-            preflight.check_model(self._launch, self._model_path)
+            check_model(self._launch, self._model_path)
             self._start_router()
 
     # Ray

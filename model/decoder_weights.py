@@ -18,6 +18,8 @@ from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
 from pdserve.kernels.torch_dense import matrix_dtype
 from pdserve.model.config import DecoderConfig
 from pdserve.model.shape import ModelShape
+from pdserve.model.tensor_names import norm_names
+from pdserve.model.weight_files import check_weights
 from pdserve.model.weights import Checkpoint
 
 
@@ -60,9 +62,8 @@ def load_decoder_weights(
         ValueError: the weights are unusable or do not match ``config``.
     """
     shape = config.shape
-    ignored = ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_word_embeddings else ("rotary_emb.inv_freq",)
+    check_weights(folder, shape)
     with Checkpoint(folder, dtype) as checkpoint:
-        checkpoint.check(tensor_shapes(shape), ignored)
         loader = _Loader(checkpoint, config, kernels, kernels.activation_dtype or dtype)
         embedding = loader.linear("model.embed_tokens")
         return DecoderWeights(
@@ -87,7 +88,7 @@ class _Loader:
     def layer(self, index: int) -> LayerWeights:
         shape, prefix = self._config.shape, f"model.layers.{index}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        names = _norm_names(shape)
+        names = norm_names(shape)
         return LayerWeights(
             attention_norm=self.norm(prefix + names.attention),
             qkv=self.linear(*(f"{attention}{part}_proj" for part in "qkv"), has_bias=shape.qkv_bias),
@@ -111,61 +112,6 @@ class _Loader:
 
     def _qk_norm(self, attention: str) -> QkNorm:
         return QkNorm(self.norm(f"{attention}q_norm"), self.norm(f"{attention}k_norm"), self._config.rms_norm_eps)
-
-
-class _NormNames(NamedTuple):
-    """What a checkpoint calls the norms of a layer; empty for those that it has not."""
-
-    attention: str
-    attention_post: str
-    mlp: str
-    mlp_post: str
-
-
-def _norm_names(shape: ModelShape) -> _NormNames:
-    """``post_attention_layernorm`` is the norm before the MLP in families that have none there by name."""
-    if not shape.post_norms:
-        return _NormNames("input_layernorm", "", "post_attention_layernorm", "")
-    return _NormNames(
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-    )
-
-
-def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint of ``shape``, by the name that transformers gives it."""
-    tensors = {
-        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
-        "model.norm.weight": (shape.hidden_size,),
-    }
-    if not shape.tie_word_embeddings:
-        tensors["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
-    layer = _layer_tensor_shapes(shape)
-    for index in range(shape.num_layers):
-        tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
-    return tensors
-
-
-def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    projections = {
-        "self_attn.q_proj": (num_q, hidden, shape.qkv_bias),
-        "self_attn.k_proj": (num_kv, hidden, shape.qkv_bias),
-        "self_attn.v_proj": (num_kv, hidden, shape.qkv_bias),
-        "self_attn.o_proj": (hidden, num_q, shape.output_bias),
-        "mlp.gate_proj": (intermediate, hidden, shape.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, shape.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, shape.mlp_bias),
-    }
-    tensors: dict[str, tuple[int, ...]] = {}
-    for name, (num_outputs, num_inputs, has_bias) in projections.items():
-        tensors[f"{name}.weight"] = (num_outputs, num_inputs)
-        if has_bias:
-            tensors[f"{name}.bias"] = (num_outputs,)
-    tensors |= {f"{name}.weight": (hidden,) for name in _norm_names(shape) if name}
-    if shape.qk_norm:
-        tensors |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
-    return tensors
 
 
 def weight_bytes(shape: ModelShape, dtype: torch.dtype) -> int:

@@ -5,9 +5,11 @@ Asked for once by a worker as it starts. Reads headers and a few bytes of every 
 
 from __future__ import annotations
 
-import json
 from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
+
+from pdserve.model.weight_files import read_header
 
 _SAMPLE_BYTES = 4096
 
@@ -22,7 +24,7 @@ def model_hash(folder: Path, variant: str = "") -> str:
         variant: what the KV depends on beside the files; hashed too.
 
     Raises:
-        ValueError: the folder holds no config.json or no safetensors.
+        ValueError: the folder holds no config.json or no safetensors, or one that is damaged.
     """
     digest = blake2b(variant.encode(), digest_size=16, person=b"pdserve-model")
     try:
@@ -38,23 +40,10 @@ def model_hash(folder: Path, variant: str = "") -> str:
 
 
 def _hash_shard(shard: Path, digest: blake2b) -> None:
+    header = read_header(shard)
+    digest.update(shard.name.encode() + b"\0" + header.text)
     with shard.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = file.read(min(size, shard.stat().st_size))
-        digest.update(shard.name.encode() + b"\0" + header)
-        try:
-            spans = _tensor_spans(header)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again") from error
-        for start, end in spans:
-            sample_bytes = min(end - start, _SAMPLE_BYTES)
-            file.seek(8 + size + (start + end - sample_bytes) // 2)
+        for tensor in sorted(header.tensors.values(), key=attrgetter("start", "end")):
+            sample_bytes = min(tensor.end - tensor.start, _SAMPLE_BYTES)
+            file.seek((tensor.start + tensor.end - sample_bytes) // 2)
             digest.update(file.read(sample_bytes))
-
-
-def _tensor_spans(header: bytes) -> list[tuple[int, int]]:
-    """Where the tensors of a safetensors file lie behind its header, in order. Raises for a header of another form."""
-    spans = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
-    if not all(0 <= start <= end for start, end in spans):
-        raise ValueError("a tensor that begins before the data or after its own end")
-    return sorted((int(start), int(end)) for start, end in spans)

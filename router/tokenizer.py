@@ -70,6 +70,11 @@ class ChatTokenizer:
         vocab_size = model_config.get("vocab_size", model_config.get("text_config", {}).get("vocab_size"))
         return cls(tokenizer, _read_template(folder), vocab_size or tokenizer.get_vocab_size())
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._template is not None
+
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.
 
@@ -165,10 +170,12 @@ def _read_template(folder: Path) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         if "default" not in named:
-            raise ValueError(f"no chat template in {folder} is named default; name one of {sorted(named)} so")
+            raise ValueError(f"no chat template in {folder} is named default; name one of {list(named)} so")
         source = named["default"]
+    if not isinstance(source, str | None):
+        raise ValueError(f"the chat template in {folder}/tokenizer_config.json is not text; download it again")
     return ChatTemplate(source, _special_tokens(config)) if source else None
 
 

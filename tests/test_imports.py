@@ -16,15 +16,18 @@ import pdserve
 
 TORCH_FREE = [
     "pdserve.contracts*",
+    "pdserve.deploy*",
     "pdserve.router*",
     "pdserve.planner*",
     "pdserve.*_worker.scheduler",
     "pdserve.engine.scheduler",
     "pdserve.kv_transfer.block_pool",
+    "pdserve.model.block_copies",
     "pdserve.model.config",
     "pdserve.model.cost",
     "pdserve.model.hardware",
     "pdserve.model.hash_chain",
+    "pdserve.model.weight_files",
 ]
 ENGINE = ["pdserve.contracts*", "pdserve.engine*", "pdserve.kernels*", "pdserve.kv_transfer*", "pdserve.model*"]
 CLUSTER_LIBRARIES = ["ray", "fastapi", "uvicorn", "httpx", "msgspec", "typer"]

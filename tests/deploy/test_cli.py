@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from pdserve.model.random_checkpoint import write_random_checkpoint
 from tests.deploy.clusters import pdserve
 
 
@@ -72,9 +75,30 @@ def test_a_taken_port_is_named() -> None:
         port = taken.getsockname()[1]
         run = pdserve("up", "--port", str(port))
     assert run.returncode == 1
-    assert run.stderr == (
-        f"pdserve: cannot listen on 127.0.0.1:{port}: Address already in use; choose another router.port, or --port 0\n"
-    )
+    assert run.stderr.startswith(f"pdserve: cannot listen on 127.0.0.1:{port}: Address already in use by ")
+    assert run.stderr.endswith(f" (process {os.getpid()}); choose another router.port, or --port 0\n")
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    folder = write_random_checkpoint(tmp_path, num_layers=1)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    started_s = time.monotonic()
+    run = pdserve("up", "--port", "0", "--model", str(folder))
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"pdserve: {weights} has ")
+    assert run.stderr.endswith("; download it again\n")
+    assert run.stdout == "", "nothing was started"
+    assert time.monotonic() - started_s < 30
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = pdserve("up", "--port", "0", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"pdserve: cannot write the demo model to {tmp_path}/file/pdserve")
+    assert "set XDG_CACHE_HOME to another folder, or name a model with --model" in run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,18 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tmp_path.chmod(0o700)
     monkeypatch.setattr(cluster_folder, "_root", lambda: tmp_path)
     return tmp_path
+
+
+def test_a_root_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cluster_folder, "_PARENT", tmp_path / "file")
+    with pytest.raises(DeployError, match=r"cannot write to .*: Not a directory; make room and give yourself access"):
+        ClusterFolder()
+    monkeypatch.setattr(cluster_folder, "_PARENT", tmp_path)
+    (tmp_path / f"pdserve-{os.getuid()}").touch()
+    with pytest.raises(DeployError, match="is not a private folder of yours; remove it"):
+        ClusterFolder()
 
 
 def test_a_cluster_is_found_while_it_runs() -> None:

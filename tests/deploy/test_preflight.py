@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, RouterConfig
 from pdserve.deploy import preflight
 from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
-from pdserve.model.random_checkpoint import write_random_checkpoint
 
 LAUNCH = Launch()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_checkpoint(tmp_path_factory.mktemp("model"), num_layers=1)
-
-
-def test_a_whole_checkpoint_passes(checkpoint: Path) -> None:
-    preflight.check_model(LAUNCH, checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        ("config.json", "config.json"),
-        ("tokenizer.json", "no tokenizer.json in"),
-        ("model.safetensors", r"no \*.safetensors in"),
-    ],
-)
-def test_a_missing_file_is_named(checkpoint: Path, tmp_path: Path, missing: str, said: str) -> None:
-    for file in checkpoint.iterdir():
-        if file.name != missing:
-            (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(DeployError, match=said):
-        preflight.check_model(LAUNCH, tmp_path)
-
-
-def test_emulation_needs_no_weights_but_a_known_gpu(checkpoint: Path, tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).symlink_to(checkpoint / name)
-    preflight.check_model(Launch(emulate="h100-sxm"), tmp_path)
-    with pytest.raises(DeployError, match="h100"):
-        preflight.check_model(Launch(emulate="h1000"), tmp_path)
-
-
-def test_a_length_beyond_the_model_is_refused(checkpoint: Path) -> None:
-    launch = Launch(config=DeploymentConfig(model=ModelConfig(max_model_len=100_000)))
-    with pytest.raises(DeployError, match="max_model_len 100000"):
-        preflight.check_model(launch, checkpoint)
-
-
-def test_weights_that_do_not_fit_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_WORKER_BYTES", 2**50)
-    with pytest.raises(DeployError, match=r"2 workers need .* GiB for weights .* use fewer workers"):
-        preflight.check_model(LAUNCH, checkpoint)
 
 
 def test_the_file_limit_is_raised_to_what_the_system_allows() -> None:
@@ -90,3 +47,44 @@ def test_a_private_cluster_has_no_named_resources() -> None:
     with pytest.raises(DeployError, match=r"decode\.resources names host_a"):
         preflight.check_resources(Launch(config=config))
     preflight.check_resources(Launch(config=config, ray_address="127.0.0.1:6379"))
+
+
+def router_at(**fields: str | int) -> Launch:
+    return Launch(config=DeploymentConfig(router=RouterConfig(**fields)))  # type: ignore[arg-type]
+
+
+def test_a_taken_port_is_named_with_who_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        taker = rf"in use by .* \(process {os.getpid()}\)"
+        with pytest.raises(DeployError, match=rf"127\.0\.0\.1:{port}: .*{taker}; choose another router\.port, or --p"):
+            preflight.check_ports(router_at(port=port))
+        with pytest.raises(DeployError, match=rf"{taker}; choose another router\.admin_port, or router\.admin_port: 0"):
+            preflight.check_ports(router_at(port=0, admin_port=port))
+    preflight.check_ports(router_at(port=port))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_here_is_named(host: str) -> None:
+    with pytest.raises(DeployError, match=rf"cannot listen on {host}:0: .*; set router\.host to an address"):
+        preflight.check_ports(router_at(host=host, port=0))
+
+
+def test_emulation_is_of_a_known_gpu() -> None:
+    preflight.check_emulation(LAUNCH)
+    preflight.check_emulation(Launch(emulate="h100-sxm"))
+    with pytest.raises(DeployError, match="--emulate: unknown hardware 'h1000'; use one of h100"):
+        preflight.check_emulation(Launch(emulate="h1000"))
+
+
+def test_what_makes_kernels_slow_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "to" / "be" / "made"))
+    assert preflight.kernel_warning(LAUNCH) == ""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "cannot be written" in preflight.kernel_warning(LAUNCH)
+    assert "set XDG_CACHE_HOME" in preflight.kernel_warning(LAUNCH)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install g++" in preflight.kernel_warning(LAUNCH)
+    assert preflight.kernel_warning(Launch(emulate="h100-sxm")) == ""

@@ -16,13 +16,12 @@ from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 
 def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None:
     wide = write_checkpoint(tmp_path / "wide")
-    narrow = write_checkpoint(tmp_path / "narrow", intermediate_size=96, model_type="qwen2")
+    narrow = write_checkpoint(tmp_path / "narrow", intermediate_size=96)
     with pytest.raises(ValueError, match="do not match config") as error:
         load_decoder_weights(wide, DecoderConfig.from_folder(narrow), torch.float32, CPU_KERNELS)
     for problem in (
         "model.layers.0.mlp.gate_proj.weight has shape [112, 64], not [96, 64]",
         "model.layers.1.mlp.down_proj.weight has shape [64, 112], not [64, 96]",
-        "missing model.layers.1.self_attn.k_proj.bias",
     ):
         assert problem in str(error.value)
 
