@@ -130,12 +130,10 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
     shape = ModelShape.from_hf_config(config)
     _check_heads(shape)
     layers = _parse_layers(values, family, shape.num_layers)
-    max_context_length = positive_int(values, "max_position_embeddings")
-    if not family.context_includes_scaling:
-        max_context_length = min(layer.rope.context_length(max_context_length) for layer in layers)
+    max_positions = positive_int(values, "max_position_embeddings")
     return DecoderConfig(
         shape=shape,
-        max_context_length=max_context_length,
+        max_context_length=min(layer.rope.context_length(max_positions) for layer in layers),
         layers=layers,
         rms_norm_eps=positive_float(values, "rms_norm_eps", 1e-6),
         activation=_parse_activation(values),

@@ -11,7 +11,8 @@ Per rank, with T new tokens, S sampled rows and the rank's share 1/t of heads an
 - tensor parallelism: two ring all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` each;
 - overhead: a fixed time per step and per layer.
 
-F and W are achievable arithmetic and memory rates (`pdserve.model.hardware`). The traffic of activations is left out.
+F and W are achievable arithmetic and memory rates (`pdserve.model.hardware`). The traffic of activations is left out,
+and so are sliding windows: every layer counts as if it saw the whole context.
 Sources: Williams, Waterman, Patterson, "Roofline" (CACM 2009); Shoeybi et al., "Megatron-LM" (2019, section 3) for the
 all-reduces; Dao et al., "FlashAttention" (2022) for the count of causal work and the single read of KV.
 """

@@ -59,8 +59,6 @@ class Family:
     """Norm weights are stored as their difference from 1."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the square root of the hidden size."""
-    context_includes_scaling: bool = False
-    """``max_position_embeddings`` already counts what rope scaling adds."""
 
 
 _QWEN_DEFAULTS = {
@@ -110,7 +108,6 @@ FAMILIES = {
         # transformers reads attn_logit_softcapping and does not use it; no published checkpoint sets it.
         refused=(*_GEMMA_2.refused, "attn_logit_softcapping"),
         qk_norm=True,
-        context_includes_scaling=True,
     ),
 }
 """Every architecture that can be served, by the name that config.json gives it."""

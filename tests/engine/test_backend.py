@@ -86,3 +86,13 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
 def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         choose_backend(replace(config, **fields))
+
+
+def test_kv_of_dynamic_rope_is_of_one_length(config: WorkerConfig, tmp_path: Path) -> None:
+    """Two lengths rotate keys differently; elsewhere the length changes nothing."""
+    stretched = write_random_checkpoint(
+        tmp_path, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    )
+    for path, num_hashes in ((str(stretched), 2), (config.model_path, 1)):
+        configs = [replace(config, model_path=path, max_model_len=length) for length in (1024, 2048)]
+        assert len({choose_backend(config).layout.model_hash for config in configs}) == num_hashes

@@ -35,6 +35,11 @@ def test_both_spellings_say_the_same(scaling: dict[str, Any]) -> None:
     assert parse(rope_theta=5e5, rope_scaling=oldest) == newer
 
 
+def test_the_older_spelling_comes_first_as_it_does_in_transformers() -> None:
+    both = parse(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"})
+    assert both.scaling == LinearScaling(factor=2.0)
+
+
 def test_each_layer_type_may_have_its_own() -> None:
     nested = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
