@@ -28,10 +28,9 @@ def add_bias(logits_BV: torch.Tensor, biases: Sequence[tuple[int, tuple[tuple[in
     Args:
         biases: (row, its ``SamplingParams.logit_bias``).
     """
-    row_N = [row for row, entries in biases for _ in entries]
-    token_N = [token for _, entries in biases for token, _ in entries]
-    value_N = logits_BV.new_tensor([value for _, entries in biases for _, value in entries])
-    logits_BV[row_N, token_N] += value_N
+    places = _to(logits_BV, np.array([(row, token) for row, entries in biases for token, _ in entries])).T
+    bias_N = _to(logits_BV, np.array([bias for _, entries in biases for _, bias in entries], np.float32))
+    logits_BV[places[0], places[1]] += bias_N
 
 
 def ban(logits_BV: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -40,9 +39,8 @@ def ban(logits_BV: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> N
     Args:
         bans: (row, tokens that must not be drawn).
     """
-    row_N = [row for row, tokens in bans for _ in tokens]
-    token_N = [token for _, tokens in bans for token in tokens]
-    logits_BV[row_N, token_N] = -torch.inf
+    places = _to(logits_BV, np.array([(row, token) for row, tokens in bans for token in tokens])).T
+    logits_BV[places[0], places[1]] = -torch.inf
 
 
 def penalise(logits_BV: torch.Tensor, seen: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
