@@ -18,6 +18,7 @@ from pdserve.engine.frames import ReceivedToken
 from pdserve.engine.wire import request_to_proto, source_to_proto
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.fleet import Worker
+from pdserve.router.job import Job
 
 MAX_BINDINGS = 2
 """Decode workers that may try to pull one parked prompt, before it is prefilled again."""
@@ -29,6 +30,9 @@ class Attempt:
 
     request_id: int
     number: int
+    job: Job
+    choices: range
+    """That were asked for; some may be over by now."""
     prefill: Worker
     handoff: bool
     emitted: tuple[int, ...]
@@ -80,15 +84,17 @@ class Attempt:
 
     # What workers are told
 
-    def submit(self, request: GenerationRequest, num_cached_tokens: int) -> None:
-        """Give ``request`` to the prefill worker, which is expected to find so many of its tokens in its cache."""
+    def submit(self, num_cached_tokens: int, now_s: float) -> None:
+        """Give the request to the prefill worker, which is expected to find so many of its tokens in its cache."""
+        request = self._request(now_s)
         self.prefill.promise_prefill(self.request_id, request.num_known_tokens - num_cached_tokens)
         submit = worker_pb2.Submit(request=request_to_proto(request))
         self.prefill.session.send(worker_pb2.RouterMessage(submit=submit))
 
-    def bind(self, worker: Worker, request: GenerationRequest, num_blocks: int) -> None:
+    def bind(self, worker: Worker, num_blocks: int, now_s: float) -> None:
         """Have ``worker`` pull the parked prompt, of ``num_blocks`` blocks, and decode."""
         assert self.source is not None
+        request = self._request(now_s)
         self.decode = worker
         self.num_bindings += 1
         worker.promise_decode(self.request_id, request.num_choices, request.num_known_tokens, num_blocks)
@@ -118,6 +124,17 @@ class Attempt:
             has_parked = worker is self.prefill and self.handoff
             if worker.is_up and (worker is not finisher or has_parked):
                 self._cancel(worker)
+
+    def _request(self, now_s: float) -> GenerationRequest:
+        """The same for both workers, but for the time that is left."""
+        return self.job.request(
+            request_id=self.request_id,
+            attempt=self.number,
+            choices=self.choices,
+            emitted_tokens=self.emitted,
+            handoff=self.handoff,
+            now_s=now_s,
+        )
 
     def _cancel(self, worker: Worker, choices: Sequence[int] = ()) -> None:
         """All choices where none is named."""

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pdserve.contracts.request import FinishReason, GenerationRequest, RequestState
+from pdserve.contracts.request import FinishReason, RequestState
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.engine.frames import ReceivedToken
 from pdserve.engine.scheduler import RequestEventKind
@@ -172,18 +172,20 @@ class Leg:
     def submit(self, worker: Worker, *, handoff: bool, num_cached_tokens: int) -> None:
         """Begin an attempt on ``worker``, which is expected to find ``num_cached_tokens`` in its prefix cache."""
         assert self.attempt is None
-        number, emitted = self.tries.num_attempts, self._emitted()
+        now_s, number = self._now_s(), self.tries.num_attempts
         self.tries.num_attempts += 1
-        attempt = self.attempt = Attempt(self.request_id, number, worker, handoff, emitted, set(self._running))
         self.state = RequestState.PREFILLING
         if number == 0:
-            self._metrics.observe_phase("queue", self._now_s() - self.job.arrived_s)
-        attempt.submit(self._request(attempt), num_cached_tokens)
+            self._metrics.observe_phase("queue", now_s - self.job.arrived_s)
+        self.attempt = Attempt(
+            self.request_id, number, self.job, self._asked, worker, handoff, self._emitted(), set(self._running)
+        )
+        self.attempt.submit(num_cached_tokens, now_s)
 
     def prepare(self, worker: Worker, num_blocks: int) -> None:
         """Bind ``worker`` to decode the current attempt, whose token 0 may be out already."""
         assert self.attempt is not None
-        self.attempt.bind(worker, self._request(self.attempt), num_blocks)
+        self.attempt.bind(worker, num_blocks, self._now_s())
 
     def token_received(self, worker: Worker, token: ReceivedToken) -> None:
         """Take a token if it is its choice's next in the current attempt; drop what is stale or repeated."""
@@ -286,17 +288,6 @@ class Leg:
             return ()
         (choice,) = self._running.values()
         return tuple(choice.emitted)
-
-    def _request(self, attempt: Attempt) -> GenerationRequest:
-        """The same for both workers of the attempt, also when some of its choices are over by now."""
-        return self.job.request(
-            request_id=self.request_id,
-            attempt=attempt.number,
-            choices=self._asked,
-            emitted_tokens=attempt.emitted,
-            handoff=attempt.handoff,
-            now_s=self._now_s(),
-        )
 
     def _accept(self, attempt: Attempt, worker: Worker, choice: ChoiceProgress, received: ReceivedToken) -> None:
         """Hand the next token of ``choice`` to the client."""
