@@ -53,10 +53,15 @@ class Rig:
         num_choices: int = 1,
         num_prompt_logprobs: int = -1,
         cache_salt: bytes = b"",
+        seed: int | None = None,
     ) -> Flight:
-        """A greedy request."""
+        """A request, greedy where there is no ``seed``."""
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, num_prompt_logprobs=num_prompt_logprobs
+            temperature=0.0 if seed is None else 1.0,
+            seed=seed or 0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
         return self.dispatcher.start(
             list(prompt), sampling, arrived_s=time.monotonic(), cache_salt=cache_salt, num_choices=num_choices

@@ -14,12 +14,12 @@ import pytest
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.request import Outcome, RequestState
+from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.model.config import DecoderConfig
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.router.flight import Flight
-from tests.router.rig import Rig, attempt_of, leg_of, read_all, read_some, running_rig
+from tests.router.rig import Rig, attempt_of, leg_of, read_all, read_choices, read_some, running_rig
 from tests.router.scripted_worker import until
 from tests.workers import WorkerProcess, emulated_config
 
@@ -70,10 +70,12 @@ def oracle(checkpoint: Path, number: int, num_tokens: int = NUM_TOKENS) -> list[
     return answer_to(checkpoint, prompt(number), num_tokens)
 
 
-def answer_to(checkpoint: Path, tokens: list[int], num_tokens: int) -> list[int]:
+def answer_to(
+    checkpoint: Path, tokens: list[int], num_tokens: int, sampling: SamplingParams | None = None, choice: int = 0
+) -> list[int]:
     config = DecoderConfig.from_folder(checkpoint)
-    vocab_size = config.shape.vocab_size
-    return expected_tokens(tokens, num_tokens, vocab_size, eos_token_ids=config.eos_token_ids)[:num_tokens]
+    vocab_size, eos = config.shape.vocab_size, config.eos_token_ids
+    return expected_tokens(tokens, num_tokens, vocab_size, sampling=sampling, choice=choice, eos_token_ids=eos)
 
 
 async def check_streams(
@@ -218,5 +220,67 @@ def test_a_chat_finds_its_earlier_answers(checkpoint: Path) -> None:
             assert len(await read_all(flight)) == 2
             assert flight.num_cached_tokens == 0
             assert rig.sample("pdserve_handoff_stall_seconds_count") == 2
+
+    asyncio.run(run())
+
+
+NUM_CHOICES = 3
+NUM_REQUESTS = 6
+
+
+async def check_choices(rig: Rig, checkpoint: Path, disturb: Callable[[], object] | None = None) -> None:
+    """Requests for several answers at once, ``disturb`` called when all are decoded: every choice is the oracle's."""
+    flights = [
+        rig.start(prompt(number), NUM_TOKENS, num_choices=NUM_CHOICES, seed=number, num_prompt_logprobs=0)
+        for number in range(NUM_REQUESTS)
+    ]
+    answers = [asyncio.create_task(read_choices(flight)) for flight in flights]
+    if disturb is not None:
+        await until(lambda: all(len(choice.emitted) > 1 for flight in flights for choice in leg_of(flight).choices))
+        assert rig.dispatcher.num_in_flight == NUM_REQUESTS
+        disturb()
+    for number, (flight, answer) in enumerate(zip(flights, answers, strict=True)):
+        sampling = SamplingParams(seed=number, ignore_eos=True)
+        assert await answer == {
+            choice: answer_to(checkpoint, prompt(number), NUM_TOKENS, sampling, choice) for choice in range(NUM_CHOICES)
+        }
+        assert len(flight.prompt_logprobs) == len(prompt(number)) - 1
+    assert rig.dispatcher.num_accepted == rig.dispatcher.outcomes[Outcome.FINISHED] == NUM_REQUESTS
+
+
+@pytest.mark.parametrize("names", [("prefill-0", "decode-0"), ("mixed-0",)], ids=["1P+1D", "mixed"])
+def test_choices_of_one_prompt(checkpoint: Path, names: tuple[str, ...]) -> None:
+    async def run() -> None:
+        async with running_cluster(checkpoint, *names) as (rig, _):
+            await check_choices(rig, checkpoint)
+            assert rig.sample("pdserve_redispatches_total", reason="failed") == 0
+
+    asyncio.run(run())
+
+
+def test_a_killed_worker_loses_no_token_of_any_choice(checkpoint: Path) -> None:
+    async def run() -> None:
+        names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+        async with running_cluster(checkpoint, *names, time_scale=10.0) as (rig, workers):
+            await check_choices(rig, checkpoint, workers["decode-0"].process.kill)
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
+            await put_targets(rig, {name: worker for name, worker in workers.items() if name != "decode-0"})
+
+    asyncio.run(run())
+
+
+def test_a_choice_that_stops_frees_its_blocks(checkpoint: Path) -> None:
+    """Stop strings end all choices but one early; the worker that decodes them does not go on with them."""
+
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=10.0) as (rig, _):
+            flight = rig.start(prompt(1), NUM_TOKENS, num_choices=NUM_CHOICES, seed=1)
+            await read_some(flight, 10 * NUM_CHOICES)
+            for choice in range(1, NUM_CHOICES):
+                flight.finish(choice)
+            await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
+            last = [delta async for delta in flight if delta.choice == 0][-1]
+            assert last.index == NUM_TOKENS - 1
+            assert flight.outcome is Outcome.FINISHED
 
     asyncio.run(run())
