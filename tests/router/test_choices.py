@@ -219,6 +219,24 @@ async def test_a_choice_without_a_token_goes_on_alone_too(m0: ScriptedWorker, m1
         assert await read_choices(flight, {1: [200]}) == {0: answer(0), 1: answer(1)}
 
 
+@with_workers("prefill-0", "prefill-1", "decode-0")
+async def test_a_prefill_worker_is_needed_until_every_token_0_is_out(
+    p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker
+) -> None:
+    async with running_rig() as rig:
+        await rig.up(p0, p1, d)
+        flight = rig.start(num_choices=2)
+        request = await p0.next_submit()
+        p0.offer(request)
+        p0.send_token(request, 0, 100)
+        d.send_event(await d.next_prepare(), RequestEventKind.JOINED)
+        await until(lambda: attempt_of(flight).has_joined and attempt_of(flight).first_token_s)
+        await p0.stop()
+        legs = [await p1.next_submit() for _ in range(2)]
+        assert [(leg.choice, list(leg.emitted_tokens)) for leg in legs] == [(0, [100]), (1, [])]
+        flight.cancel()
+
+
 @with_workers("mixed-0")
 async def test_a_choice_that_stops_in_the_queue_splits_the_rest(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
