@@ -1,23 +1,27 @@
 """Compiles the C++ kernels for this machine's CPU on first use and keeps the result in a per-user cache.
 
-Needs g++ only: no torch or Python headers. Several processes may build at once; the last rename wins and all of them
-are whole. Never fails the caller: without a compiler there is simply no library.
+Needs g++ only: no torch or Python headers. Of several processes that start at once, one builds and the others wait.
+Never fails the caller: without a compiler there is simply no library.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.cpp", "cpu_gumbel.cpp"))
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_SOURCES = tuple(Path(__file__).with_name(f"cpu_{part}.cpp") for part in ("attention", "dense", "gumbel"))
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
 
 _log = logging.getLogger(__name__)
@@ -58,11 +62,35 @@ def build_library(compiler: str, folder: Path) -> Path:
     if library.exists():
         return library
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        built = Path(work) / library.name
-        _run([compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)])
-        built.replace(library)
+    with _locked(folder):
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                _compile(compiler, Path(work) / library.name).replace(library)
     return library
+
+
+def _compile(compiler: str, library: Path) -> Path:
+    """All sources at the same time, then the library of them; its folder is for this alone."""
+    objects = [library.with_name(f"{source.stem}.o") for source in _SOURCES]
+    commands = [
+        [compiler, *_FLAGS, "-c", str(source), "-o", str(compiled)]
+        for source, compiled in zip(_SOURCES, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(len(commands)) as threads:
+        list(threads.map(_run, commands))
+    _run([compiler, *_FLAGS, "-shared", *map(str, objects), "-o", str(library)])
+    return library
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep others from building in ``folder``; the kernel lets go of it if this process dies."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _build_key(compiler: str) -> str:

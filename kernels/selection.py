@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.kernels import cpu_attention, cpu_gumbel, torch_attention, torch_dense, torch_gumbel
+from pdserve.kernels import cpu_attention, cpu_dense, cpu_gumbel, torch_attention, torch_dense, torch_gumbel
+from pdserve.kernels.cpu_build import load_library
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import DecoderKernels, DrawTokens
 
@@ -20,9 +21,12 @@ TORCH_KERNELS = DecoderKernels(
     rope_and_write_kv=torch_attention.rope_and_write_kv,
     paged_attention=torch_attention.paged_attention,
 )
-CPU_KERNELS = TORCH_KERNELS._replace(
+CPU_KERNELS = DecoderKernels(
     name="cpu",
     activation_dtype=torch.float32,
+    pack_linear=cpu_dense.pack_linear,
+    rms_normalise=cpu_dense.rms_normalise,
+    gate=cpu_dense.gate,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,
     paged_attention=cpu_attention.paged_attention,
 )

@@ -27,6 +27,7 @@ def test_a_library_is_built_once_and_loads(tmp_path: Path, compiler: str) -> Non
     assert os.listdir(library.parent) == [library.name]
     kernels = ctypes.CDLL(str(library))
     assert kernels.paged_attention
+    assert kernels.dense_multiply
     assert kernels.draw_tokens
 
 
@@ -40,12 +41,17 @@ def test_another_source_is_another_library(tmp_path: Path, compiler: str, monkey
     assert [ctypes.CDLL(str(path)).answer() for path in (first, second)] == [42, 43]
 
 
-def test_builders_at_the_same_time_all_get_a_whole_library(tmp_path: Path) -> None:
+def test_of_builders_at_the_same_time_one_compiles(tmp_path: Path, compiler: str) -> None:
+    log, wrapper = tmp_path / "log", tmp_path / "bin" / "g++"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {compiler} "$@"\n')
+    wrapper.chmod(0o755)
     program = "from pdserve.kernels.cpu_build import load_library; assert load_library().paged_attention"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PATH": f"{wrapper.parent}:{os.environ['PATH']}"}
     builders = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
-    assert [builder.wait(timeout=120) for builder in builders] == [0, 0, 0]
+    assert [builder.wait(timeout=240) for builder in builders] == [0, 0, 0]
     assert len(os.listdir(tmp_path / "pdserve")) == 1
+    assert sum("-shared" in line for line in log.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("broken", ["no compiler", "compiler fails", "cache cannot be written"])

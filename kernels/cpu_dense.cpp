@@ -1,0 +1,377 @@
+// The dense operations of a decoder for CPUs: linear layers, RMS norm and gate. Compiled by cpu_build.py on first use and
+// called by cpu_dense.py, which checks every shape before a call: nothing is checked here.
+//
+// A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up with
+// zeros, as float, bfloat16, float16, or int8 with one scale per output. Activations and arithmetic are float.
+//
+// An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order. Every path here
+// keeps to that, so that a row's result depends on neither its neighbours nor the number of threads. The blocking is
+// that of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies in
+// the L1 cache as floats and a block of rows in L2, while a tile of results stays in registers.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+constexpr int kTileRows = 12;
+#else
+constexpr int kLanes = 8;
+constexpr int kTileRows = 6;
+#endif
+constexpr int kPanel = 2 * kLanes;
+constexpr int kDepth = 256;               // Inputs of one block.
+constexpr int kFewRows = 4 * kTileRows;   // Up to here, reading weights takes longer than computing with them.
+constexpr int kBlockRows = 32 * kTileRows;
+constexpr int kBlockPanels = 16;          // Panels that one block of rows is multiplied with, at most.
+constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while a core waits for its first byte.
+constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
+
+using Vec = float __attribute__((vector_size(4 * kLanes)));
+using IntVec = int32_t __attribute__((vector_size(4 * kLanes)));
+using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+using ShortVec = uint16_t __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+using ByteVec = int8_t __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8 };
+
+// Mirrored by cpu_dense._Weight.
+struct Weight {
+  int64_t kind;
+  int64_t num_outputs;
+  int64_t num_inputs;
+  const void* panels;
+  const float* scales;  // [num_outputs], or null.
+  const float* bias;    // [num_outputs], or null.
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+
+// kLanes values as floats. Where the compiler makes poor code of the portable form, the instruction is named.
+inline Vec load(const BFloat16* p) {
+#if defined(__AVX512F__)
+  const auto bits = reinterpret_cast<IntVec>(_mm512_cvtepu16_epi32(*reinterpret_cast<const __m256i_u*>(p)));
+#elif defined(__AVX2__)
+  const auto bits = reinterpret_cast<IntVec>(_mm256_cvtepu16_epi32(*reinterpret_cast<const __m128i_u*>(p)));
+#else
+  const auto bits = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), IntVec);
+#endif
+  return reinterpret_cast<Vec>(bits << 16);
+}
+
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+  const auto integers = reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(*reinterpret_cast<const __m128i_u*>(p)));
+#elif defined(__AVX2__)
+  const auto integers = reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+#else
+  const auto integers = __builtin_convertvector(*reinterpret_cast<const ByteVec*>(p), IntVec);
+#endif
+  return __builtin_convertvector(integers, Vec);
+}
+
+inline Vec load(const Float16* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_cvtph_ps(*reinterpret_cast<const __m256i_u*>(p)));
+#elif defined(__F16C__)
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(*reinterpret_cast<const __m128i_u*>(p)));
+#else
+  // A product brings the exponent to its place in a float, and makes subnormals right.
+  const IntVec half = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), IntVec);
+  const IntVec special = (half & 0x7c00) == 0x7c00;
+  const Vec scaled = reinterpret_cast<Vec>((half & 0x7fff) << 13) * 0x1p112f;
+  const IntVec magnitude = reinterpret_cast<IntVec>(scaled) | (special & 0x7f800000);
+  return reinterpret_cast<Vec>(magnitude | ((half & 0x8000) << 16));
+#endif
+}
+
+// Keeps a value in a register: left alone, the compiler reads weights from memory again for every row.
+inline void keep(Vec& x) {
+#if defined(__AVX2__)
+  asm("" : "+v"(x));
+#endif
+}
+
+// total[p][r][f] = (is_first ? 0 : total[p][r][f]) + sum over d of x[r][d] * w[p][d][f], where w and total are of
+// kPanels panels, which lie w_stride and kRows * kPanel values apart.
+template <int kRows, int kPanels, int kAhead, typename W>
+inline void add_tile(const float* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t depth, float* total,
+                     bool is_first) {
+  Vec sum[kPanels][kRows][2] = {};
+  for (int64_t d = 0; d < depth; ++d) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p) {
+      const W* from = w + p * w_stride + d * kPanel;
+      if constexpr (kAhead > 0) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
+      Vec low = load(from), high = load(from + kLanes);
+      keep(low);
+      keep(high);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        sum[p][r][0] += x[r * x_stride + d] * low;
+        sum[p][r][1] += x[r * x_stride + d] * high;
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int p = 0; p < kPanels; ++p)
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      float* to = total + (p * kRows + r) * kPanel;
+      store(to, is_first ? sum[p][r][0] : load(to) + sum[p][r][0]);
+      store(to + kLanes, is_first ? sum[p][r][1] : load(to + kLanes) + sum[p][r][1]);
+    }
+}
+
+// add_tile of one panel, for 1 to kRows rows.
+template <int kAhead, int kRows = kTileRows, typename W>
+inline void add_small_tile(int64_t rows, const float* x, int64_t x_stride, const W* w, int64_t depth, float* total,
+                           bool is_first) {
+  if (rows == kRows) return add_tile<kRows, 1, kAhead>(x, x_stride, w, 0, depth, total, is_first);
+  if constexpr (kRows > 1) add_small_tile<kAhead, kRows - 1>(rows, x, x_stride, w, depth, total, is_first);
+}
+
+// add_tile of one panel, for any number of rows, cut into tiles of much the same size.
+template <int kAhead, typename W>
+inline void add_rows(int64_t rows, const float* x, int64_t x_stride, const W* w, int64_t depth, float* total,
+                     bool is_first) {
+  const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
+    const int64_t end = rows * (tile + 1) / num_tiles;
+    add_small_tile<kAhead>(end - row, x + row * x_stride, x_stride, w, depth, total + row * kPanel, is_first);
+    row = end;
+  }
+}
+
+inline const float* as_floats(const float* from, int64_t, float*) { return from; }
+
+template <typename W>
+inline const float* as_floats(const W* from, int64_t count, float* scratch) {
+  for (int64_t i = 0; i < count; i += kLanes) store(scratch + i, load(from + i));
+  return scratch;
+}
+
+template <typename W>
+struct Product {
+  const Weight& weight;
+  const float* x;  // [num_rows, num_inputs]
+  float* y;        // [num_rows, num_outputs]
+  int64_t num_rows;
+
+  int64_t inputs() const { return weight.num_inputs; }
+  int64_t num_panels() const { return (weight.num_outputs + kPanel - 1) / kPanel; }
+  const W* panel_at(int64_t panel) const { return static_cast<const W*>(weight.panels) + panel * inputs() * kPanel; }
+
+  // y = total * scale + bias, for rows of one panel. total is [rows][kPanel].
+  void finish(const float* total, int64_t first_row, int64_t rows, int64_t panel) const {
+    const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, weight.num_outputs - first);
+    float scale[kPanel], bias[kPanel];
+    for (int64_t f = 0; f < count; ++f) scale[f] = weight.scales ? weight.scales[first + f] : 1.0f;
+    for (int64_t f = 0; f < count; ++f) bias[f] = weight.bias ? weight.bias[first + f] : 0.0f;
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* from = total + r * kPanel;
+      float* to = y + (first_row + r) * weight.num_outputs + first;
+      for (int64_t f = 0; f < count; ++f) to[f] = from[f] * scale[f] + bias[f];
+    }
+  }
+
+  // One or two rows: several panels at a time, for their sums to keep the multipliers busy.
+  template <int kRows, int kPanels>
+  void stream(int64_t first, int64_t end) const {
+    float total[kPanels * kRows * kPanel];
+    for (; first + kPanels <= end; first += kPanels) {
+      for (int64_t d = 0; d < inputs(); d += kDepth)
+        add_tile<kRows, kPanels, kAheadBytes / kPanels>(x + d, inputs(), panel_at(first) + d * kPanel,
+                                                        inputs() * kPanel, std::min<int64_t>(kDepth, inputs() - d),
+                                                        total, d == 0);
+      for (int p = 0; p < kPanels; ++p) finish(total + p * kRows * kPanel, 0, kRows, first + p);
+    }
+    if constexpr (kPanels > 1) stream<kRows, kPanels / 2>(first, end);
+  }
+
+  // Few rows: weights are read from memory once, and become floats in registers.
+  void multiply_few(int64_t first, int64_t end) const {
+    if (num_rows == 1) return stream<1, 4>(first, end);
+    if (num_rows == 2) return stream<2, 2>(first, end);
+    float total[kFewRows * kPanel];
+    for (int64_t panel = first; panel < end; ++panel) {
+      for (int64_t d = 0; d < inputs(); d += kDepth)
+        add_rows<kAheadBytes>(num_rows, x + d, inputs(), panel_at(panel) + d * kPanel,
+                              std::min<int64_t>(kDepth, inputs() - d), total, d == 0);
+      finish(total, 0, num_rows, panel);
+    }
+  }
+
+  // Many rows: a block of weights becomes floats once for a block of rows.
+  void multiply_block(int64_t first_row, int64_t rows, int64_t first_panel, int64_t panels) const {
+    static thread_local std::vector<float> x_block(kBlockRows * kDepth), w_block(kDepth * kPanel),
+        total(kBlockPanels * kBlockRows * kPanel);
+    for (int64_t d = 0; d < inputs(); d += kDepth) {
+      const int64_t depth = std::min<int64_t>(kDepth, inputs() - d);
+      for (int64_t r = 0; r < rows; ++r)
+        std::copy_n(x + (first_row + r) * inputs() + d, depth, x_block.data() + r * kDepth);
+      for (int64_t p = 0; p < panels; ++p) {
+        const float* w = as_floats(panel_at(first_panel + p) + d * kPanel, depth * kPanel, w_block.data());
+        add_rows<0>(rows, x_block.data(), kDepth, w, depth, total.data() + p * kBlockRows * kPanel, d == 0);
+      }
+    }
+    for (int64_t p = 0; p < panels; ++p)
+      finish(total.data() + p * kBlockRows * kPanel, first_row, rows, first_panel + p);
+  }
+
+  void operator()(int num_threads) const {
+    const bool parallel = num_rows * inputs() * weight.num_outputs >= kSerialWork;
+    if (!parallel) num_threads = 1;
+    const int64_t panels = num_panels();
+    if (num_rows <= kFewRows) {
+#pragma omp parallel for num_threads(num_threads) if (parallel)
+      for (int i = 0; i < num_threads; ++i)
+        multiply_few(panels * i / num_threads, panels * (i + 1) / num_threads);
+      return;
+    }
+    // Enough tasks for every thread to have its share, even if some are slow.
+    const int64_t row_tasks = (num_rows + kBlockRows - 1) / kBlockRows;
+    const int64_t width = std::clamp<int64_t>(panels * row_tasks / (4 * num_threads), 4, kBlockPanels);
+    const int64_t panel_tasks = (panels + width - 1) / width;
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (parallel)
+    for (int64_t i = 0; i < row_tasks * panel_tasks; ++i) {
+      const int64_t row = num_rows * (i / panel_tasks) / row_tasks;
+      const int64_t panel = panels * (i % panel_tasks) / panel_tasks;
+      multiply_block(row, num_rows * (i / panel_tasks + 1) / row_tasks - row, panel,
+                     panels * (i % panel_tasks + 1) / panel_tasks - panel);
+    }
+  }
+};
+
+template <typename W>
+void copy_rows(const Weight& weight, const int64_t* ids, int64_t num_ids, float* out) {
+  const int64_t inputs = weight.num_inputs;
+  for (int64_t i = 0; i < num_ids; ++i) {
+    const int64_t lane = ids[i] % kLanes, first = ids[i] % kPanel - lane;
+    const W* from = static_cast<const W*>(weight.panels) + ids[i] / kPanel * inputs * kPanel + first;
+    const float scale = weight.scales ? weight.scales[ids[i]] : 1.0f;
+    for (int64_t d = 0; d < inputs; ++d) out[i * inputs + d] = load(from + d * kPanel)[lane] * scale;
+  }
+}
+
+template <typename Call>
+void with_kind(int64_t kind, Call call) {
+  switch (kind) {
+    case kFloat32: return call(float{});
+    case kBFloat16: return call(BFloat16{});
+    case kFloat16: return call(Float16{});
+    case kInt8: return call(int8_t{});
+  }
+}
+
+// e^x, relative error under 2e-7; infinite above 88.73, 0 below -104, NaN for NaN. Cody and Waite's reduction to
+// [-ln 2 / 2, ln 2 / 2], then the Taylor series of degree 7.
+inline Vec exp_vec(Vec x) {
+  x = x > 89.0f ? Vec{} + 89.0f : x;
+  x = x < -105.0f ? Vec{} - 105.0f : x;
+  const Vec magic = Vec{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits.
+  const Vec shifted = x * 1.44269504f + magic;
+  const Vec n = shifted - magic;
+  const Vec f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec y = f * 1.98412698e-4f + 1.38888889e-3f;
+  y = y * f + 8.33333333e-3f;
+  y = y * f + 4.16666667e-2f;
+  y = y * f + 1.66666667e-1f;
+  y = y * f + 0.5f;
+  y = y * f + 1.0f;
+  y = y * f + 1.0f;
+  const IntVec exponent = reinterpret_cast<IntVec>(shifted) - reinterpret_cast<IntVec>(magic);
+  const IntVec half = exponent >> 1;  // Applied in two steps, so that results may overflow and be subnormal.
+  return y * reinterpret_cast<Vec>((half + 127) << 23) * reinterpret_cast<Vec>((exponent - half + 127) << 23);
+}
+
+struct Silu {
+  Vec operator()(Vec x) const { return x / (1.0f + exp_vec(-x)); }
+};
+
+// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^(-2 u)).
+struct GeluTanh {
+  Vec operator()(Vec x) const { return x / (1.0f + exp_vec(x * (x * x * -0.0713548163f - 1.59576912f))); }
+};
+
+template <typename Activation>
+void gate_rows(const float* gate_up, float* out, int64_t num_rows, int64_t width, int num_threads) {
+  const Activation activation;
+#pragma omp parallel for num_threads(num_threads) if (num_rows * width * 8 >= kSerialWork)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float* gate = gate_up + 2 * row * width;
+    const float* up = gate + width;
+    float* to = out + row * width;
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes) store(to + i, activation(load(gate + i)) * load(up + i));
+    float rest[kLanes] = {};
+    std::copy(gate + i, gate + width, rest);
+    const Vec last = activation(load(rest));
+    for (int j = 0; i < width; ++i, ++j) to[i] = last[j] * up[i];
+  }
+}
+
+void normalise_row(const float* x, const float* weight, float eps, float* out, int64_t width) {
+  Vec sums[2] = {};
+  int64_t i = 0;
+  for (; i + kPanel <= width; i += kPanel)
+    for (int j = 0; j < 2; ++j) sums[j] += load(x + i + j * kLanes) * load(x + i + j * kLanes);
+  sums[0] += sums[1];
+  float total = 0;
+  for (int j = 0; j < kLanes; ++j) total += sums[0][j];
+  for (; i < width; ++i) total += x[i] * x[i];
+  const float factor = 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
+  for (i = 0; i + kLanes <= width; i += kLanes) store(out + i, load(x + i) * factor * load(weight + i));
+  for (; i < width; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+}  // namespace
+
+extern "C" {
+
+// Outputs of one panel.
+int64_t dense_panel_width() { return kPanel; }
+
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T + b, all contiguous.
+void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_rows, int num_threads) {
+  with_kind(weight->kind, [&](auto value) { Product<decltype(value)>{*weight, x, y, num_rows}(num_threads); });
+}
+
+// out[num_ids, num_inputs]: rows of W.
+void dense_rows(const Weight* weight, const int64_t* ids, int64_t num_ids, float* out) {
+  with_kind(weight->kind, [&](auto value) { copy_rows<decltype(value)>(*weight, ids, num_ids, out); });
+}
+
+// out[num_rows, width] = x / rms(x) * weight, row by row.
+void dense_rms_normalise(const float* x, const float* weight, float eps, float* out, int64_t num_rows, int64_t width,
+                         int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_rows * width >= kSerialWork)
+  for (int64_t row = 0; row < num_rows; ++row) normalise_row(x + row * width, weight, eps, out + row * width, width);
+}
+
+// out[num_rows, width] = activation(gate) * up, where gate_up is [num_rows, 2 * width], gates first.
+void dense_gate_silu(const float* gate_up, float* out, int64_t num_rows, int64_t width, int num_threads) {
+  gate_rows<Silu>(gate_up, out, num_rows, width, num_threads);
+}
+
+void dense_gate_gelu_tanh(const float* gate_up, float* out, int64_t num_rows, int64_t width, int num_threads) {
+  gate_rows<GeluTanh>(gate_up, out, num_rows, width, num_threads);
+}
+}

@@ -1,0 +1,181 @@
+"""Linear layers, RMS norm and gate in C++, through ctypes: what is not asserted here is not checked on the other side.
+
+Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_dense.cpp. Activations are
+float32; weights stay in the dtype of the checkpoint, or in int8. A row's result depends on neither the other rows nor
+the number of threads, which is torch's (`torch.set_num_threads`).
+
+Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from pdserve.kernels.cpu_build import load_library
+
+INT8_MAX = 127
+_QUANTISED_ROWS = 1024
+
+# As declared in cpu_dense.cpp.
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_GATE = (c_void_p, c_void_p, c_int64, c_int64, c_int)
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "dense_panel_width": (),
+    "dense_multiply": (c_void_p, c_void_p, c_void_p, c_int64, c_int),
+    "dense_rows": (c_void_p, c_void_p, c_int64, c_void_p),
+    "dense_rms_normalise": (c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int),
+    "dense_gate_silu": _GATE,
+    "dense_gate_gelu_tanh": _GATE,
+}
+
+
+class _Weight(ctypes.Structure):
+    """Mirrors ``struct Weight`` of cpu_dense.cpp."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("num_outputs", c_int64),
+        ("num_inputs", c_int64),
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class QuantisedWeight(NamedTuple):
+    """``values * scales[:, None]`` stands for the weight, no further than half a scale from it."""
+
+    values_FE: torch.Tensor
+    """int8, -127 to 127."""
+    scales_F: torch.Tensor
+    """float32."""
+
+
+def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> CpuLinear:
+    """See `pdserve.kernels.operations.PackLinear`."""
+    if not quantization:
+        return CpuLinear(weight_FE, None, bias_F)
+    assert quantization == "int8", f"quantization {quantization!r} got past the configuration"
+    return CpuLinear(*quantise_int8(weight_FE), bias_F)
+
+
+def quantise_int8(weight_FE: torch.Tensor) -> QuantisedWeight:
+    """Symmetric rounding to the nearest, one scale per output. An output whose weights are not all finite becomes NaN."""
+    values_FE = torch.empty(weight_FE.shape, dtype=torch.int8)
+    scales_F = torch.empty(len(weight_FE))
+    for start in range(0, len(weight_FE), _QUANTISED_ROWS):  # So that no copy of the whole weight is made.
+        rows = slice(start, start + _QUANTISED_ROWS)
+        part_RE = weight_FE[rows].float()
+        scales_R = part_RE.abs().amax(dim=1) / INT8_MAX
+        scales_R[~scales_R.isfinite()] = torch.nan
+        # A scale so small that its inverse is infinite belongs to weights that are as good as 0.
+        inverse_R = scales_R.reciprocal().nan_to_num(nan=0.0, posinf=0.0)
+        values_FE[rows] = (part_RE * inverse_R[:, None]).nan_to_num(nan=0.0).round().to(torch.int8)
+        scales_F[rows] = scales_R
+    return QuantisedWeight(values_FE, scales_F)
+
+
+class CpuLinear:
+    """Implements `pdserve.kernels.operations.Linear` for float32 activations."""
+
+    def __init__(self, weight_FE: torch.Tensor, scales_F: torch.Tensor | None, bias_F: torch.Tensor | None) -> None:
+        """Pack ``weight_FE``, times ``scales_F``."""
+        self._num_outputs, self._num_inputs = weight_FE.shape
+        for vector_F in (scales_F, bias_F):
+            assert vector_F is None or vector_F.shape == (self._num_outputs,)
+        self._panels_PEW = _pack(weight_FE)
+        self._scales_F = scales_F
+        self._bias_F = None if bias_F is None else bias_F.float()
+        struct = _Weight(
+            _KINDS[weight_FE.dtype],
+            self._num_outputs,
+            self._num_inputs,
+            self._panels_PEW.data_ptr(),
+            None if self._scales_F is None else self._scales_F.data_ptr(),
+            None if self._bias_F is None else self._bias_F.data_ptr(),
+        )
+        self._struct = ctypes.byref(struct)
+        self._multiply, self._rows = _function("dense_multiply"), _function("dense_rows")
+
+    @property
+    def num_bytes(self) -> int:
+        vectors = (vector_F for vector_F in (self._scales_F, self._bias_F) if vector_F is not None)
+        return self._panels_PEW.nbytes + sum(vector_F.nbytes for vector_F in vectors)
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        num_rows, num_inputs = x_TE.shape
+        assert num_inputs == self._num_inputs
+        _assert_float32(x_TE)
+        y_TF = torch.empty(num_rows, self._num_outputs)
+        self._multiply(self._struct, x_TE.data_ptr(), y_TF.data_ptr(), num_rows, torch.get_num_threads())
+        return y_TF
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        assert ids_T.dtype == torch.int64
+        assert ids_T.is_contiguous()
+        rows_TE = torch.empty(len(ids_T), self._num_inputs)
+        self._rows(self._struct, ids_T.data_ptr(), len(ids_T), rows_TE.data_ptr())
+        return rows_TE
+
+
+def rms_normalise(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `pdserve.kernels.operations.RmsNormalise`."""
+    num_rows, width = x_TE.shape
+    assert weight_E.shape == (width,)
+    _assert_float32(x_TE)
+    _assert_float32(weight_E)
+    y_TE = torch.empty(num_rows, width)
+    _function("dense_rms_normalise")(
+        x_TE.data_ptr(), weight_E.data_ptr(), eps, y_TE.data_ptr(), num_rows, width, torch.get_num_threads()
+    )
+    return y_TE
+
+
+def gate(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `pdserve.kernels.operations.Gate`."""
+    num_rows, both_widths = gate_up_TF.shape
+    assert both_widths % 2 == 0
+    _assert_float32(gate_up_TF)
+    gated_TI = torch.empty(num_rows, both_widths // 2)
+    _function(f"dense_gate_{activation}")(
+        gate_up_TF.data_ptr(), gated_TI.data_ptr(), num_rows, both_widths // 2, torch.get_num_threads()
+    )
+    return gated_TI
+
+
+def _pack(weight_FE: torch.Tensor) -> torch.Tensor:
+    """The weight as panels ``[P, E, W]``, the last one filled up with zeros."""
+    (num_outputs, num_inputs), width = weight_FE.shape, _panel_width()
+    num_whole, num_left = divmod(num_outputs, width)
+    panels_PEW = torch.zeros(num_whole + (num_left > 0), num_inputs, width, dtype=weight_FE.dtype)
+    whole_FE, left_FE = weight_FE.split_with_sizes([num_whole * width, num_left])
+    panels_PEW[:num_whole] = whole_FE.reshape(num_whole, width, num_inputs).transpose(1, 2)
+    if num_left:
+        panels_PEW[-1, :, :num_left] = left_FE.T
+    return panels_PEW
+
+
+@cache
+def _panel_width() -> int:
+    function = _function("dense_panel_width")
+    function.restype = c_int64
+    return int(function())
+
+
+def _assert_float32(tensor: torch.Tensor) -> None:
+    assert tensor.dtype == torch.float32
+    assert tensor.is_contiguous()
+
+
+@cache
+def _function(name: str) -> Any:
+    library = load_library()
+    assert library is not None, "the C++ kernels are not available: select_kernels was not asked"
+    function = library[name]
+    function.argtypes, function.restype = _ARGUMENTS[name], None
+    return function

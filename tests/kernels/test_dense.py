@@ -1,0 +1,213 @@
+"""Linear layers, RMS norm and gate of both implementations against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pdserve.kernels.cpu_dense import INT8_MAX, quantise_int8
+from pdserve.kernels.operations import DecoderKernels, Linear
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Around one row, two, a tile, a few tiles, a block, and more than one block; one panel, several, and parts of one.
+NUM_ROWS = (0, 1, 2, 3, 5, 6, 7, 12, 23, 24, 25, 49, 70, 192, 193, 300)
+SHAPES = ((1, 1), (16, 3), (17, 255), (33, 256), (48, 257), (65, 600), (150, 96))
+
+both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+every_weight = pytest.mark.parametrize("form", [*DTYPES, "int8"])
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cpu_linear(form: str, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None) -> Linear:
+    if form == "int8":
+        return CPU_KERNELS.pack_linear(weight_FE, bias_F, "int8")
+    return CPU_KERNELS.pack_linear(weight_FE.to(DTYPES[form]), bias_F)
+
+
+def held(form: str, weight_FE: torch.Tensor) -> torch.Tensor:
+    """What ``form`` keeps of a weight, in float64."""
+    if form == "int8":
+        quantised = quantise_int8(weight_FE)
+        return quantised.values_FE.double() * quantised.scales_F.double()[:, None]
+    return weight_FE.to(DTYPES[form]).double()
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@every_weight
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_product_of_any_shape(form: str, shape: tuple[int, int], biased: bool) -> None:
+    num_outputs, num_inputs = shape
+    weight_FE = random(num_outputs, num_inputs) / math.sqrt(num_inputs)
+    bias_F = random(num_outputs, seed=1) if biased else None
+    linear = cpu_linear(form, weight_FE, bias_F)
+    for num_rows in NUM_ROWS:
+        x_TE = random(num_rows, num_inputs, seed=num_rows)
+        expected = x_TE.double() @ held(form, weight_FE).T + (0 if bias_F is None else bias_F.double())
+        y_TF = linear(x_TE)
+        assert y_TF.dtype == torch.float32
+        assert_close(y_TF, expected)
+
+
+@all_dtypes
+def test_both_kernels_agree(dtype: torch.dtype) -> None:
+    weight_FE, bias_F, x_TE = (random(40, 64) / 8).to(dtype), random(40).to(dtype), random(9, 64)
+    expected = TORCH_KERNELS.pack_linear(weight_FE.float(), bias_F.float())(x_TE)
+    assert_close(CPU_KERNELS.pack_linear(weight_FE, bias_F)(x_TE), expected.double())
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    y_TF = TORCH_KERNELS.pack_linear(weight_FE, bias_F)(x_TE.to(dtype))
+    assert y_TF.dtype == dtype
+    torch.testing.assert_close(y_TF.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@every_weight
+def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(form: str) -> None:
+    linear = cpu_linear(form, random(200, 700) / 26, random(200))
+    x_TE = random(400, 700)
+    together = linear(x_TE)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for num_rows in NUM_ROWS:
+            assert torch.equal(linear(x_TE[:num_rows]), together[:num_rows])
+            assert torch.equal(linear(x_TE[400 - num_rows :]), together[400 - num_rows :])
+
+
+@pytest.mark.parametrize("form", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 70])
+def test_nan_and_infinity_go_where_they_belong(form: str, num_rows: int) -> None:
+    weight_FE = random(40, 300)
+    weight_FE[7, 299] = math.nan
+    weight_FE[11, 0] = math.inf
+    x_TE = random(num_rows, 300).abs() + 1
+    y_TF = cpu_linear(form, weight_FE)(x_TE)
+    assert y_TF[:, 7].isnan().all()
+    assert (y_TF[:, 11] == math.inf).all()
+    assert y_TF.isfinite().sum() == 38 * num_rows
+    x_TE[num_rows - 1, 299] = math.nan
+    y_TF = cpu_linear(form, weight_FE)(x_TE)
+    assert y_TF[num_rows - 1].isnan().all()
+    assert y_TF[: num_rows - 1].isfinite().sum() == 38 * (num_rows - 1)
+
+
+def test_every_float16_is_read_exactly() -> None:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).view(256, 256)
+    linear = CPU_KERNELS.pack_linear(values)
+    assert torch.equal(linear.rows(torch.arange(256)).nan_to_num(nan=7.0), values.float().nan_to_num(nan=7.0))
+
+
+@every_weight
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_are_those_of_the_weight(form: str, shape: tuple[int, int]) -> None:
+    weight_FE = random(*shape)
+    ids_T = torch.randint(shape[0], (23,), generator=torch.Generator().manual_seed(0))
+    rows_TE = cpu_linear(form, weight_FE).rows(ids_T)
+    assert rows_TE.dtype == torch.float32
+    torch.testing.assert_close(rows_TE, held(form, weight_FE)[ids_T].float(), atol=0, rtol=1e-7)
+
+
+@both_kernels
+def test_rows_of_both_kernels(kernels: DecoderKernels) -> None:
+    weight_FE = random(10, 6)
+    assert torch.equal(kernels.pack_linear(weight_FE).rows(torch.tensor([9, 0, 9])), weight_FE[[9, 0, 9]])
+
+
+def test_bytes_are_those_of_the_dtype() -> None:
+    weight_FE, bias_F = random(64, 100), random(64)
+    assert {form: cpu_linear(form, weight_FE, bias_F).num_bytes for form in (*DTYPES, "int8")} == {
+        "fp32": 64 * 100 * 4 + 64 * 4,
+        "bf16": 64 * 100 * 2 + 64 * 4,
+        "fp16": 64 * 100 * 2 + 64 * 4,
+        "int8": 64 * 100 + 64 * 4 + 64 * 4,
+    }
+
+
+def test_quantised_weights_are_within_half_a_scale() -> None:
+    weight_FE = random(3000, 40) * torch.logspace(-6, 6, 3000)[:, None]
+    weight_FE[1] = 0
+    weight_FE[2] = 1e-44
+    values_FE, scales_F = quantise_int8(weight_FE)
+    assert values_FE.abs().max() == INT8_MAX
+    torch.testing.assert_close(scales_F, weight_FE.abs().amax(dim=1) / INT8_MAX)
+    error_FE = (values_FE.double() * scales_F.double()[:, None] - weight_FE.double()).abs()
+    limit_F = 0.5001 * scales_F.double()
+    limit_F[2] = 1e-43
+    assert (error_FE <= limit_F[:, None]).all()
+
+
+def test_a_weight_that_is_not_finite_makes_its_output_nan_when_quantised() -> None:
+    weight_FE = random(20, 30)
+    weight_FE[3, 4], weight_FE[5, 6] = math.nan, -math.inf
+    y_TF = CPU_KERNELS.pack_linear(weight_FE, None, "int8")(random(2, 30))
+    assert y_TF.isnan().all(dim=0).nonzero().flatten().tolist() == [3, 5]
+
+
+def test_quantised_weights_need_the_compiled_kernels() -> None:
+    with pytest.raises(ValueError, match=r"install g\+\+, or serve without quantization"):
+        TORCH_KERNELS.pack_linear(random(4, 4), None, "int8")
+
+
+@both_kernels
+@pytest.mark.parametrize("width", [1, 7, 16, 100, 256, 4097])
+def test_rms_norm(kernels: DecoderKernels, width: int) -> None:
+    weight_E = random(width, seed=1)
+    for num_rows in (0, 1, 3, 50):
+        x_TE = 100 * random(num_rows, width)
+        x_64 = x_TE.double()
+        expected = x_64 / (x_64.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * weight_E
+        assert_close(kernels.rms_normalise(x_TE, weight_E, 1e-5), expected)
+
+
+@both_kernels
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("width", [1, 8, 13, 688])
+def test_gate(kernels: DecoderKernels, activation: str, width: int) -> None:
+    for num_rows in (0, 1, 3, 60):
+        gate_up_TF = 3 * random(num_rows, 2 * width)
+        expected = activate(gate_up_TF[:, :width].double(), activation) * gate_up_TF[:, width:].double()
+        assert_close(kernels.gate(gate_up_TF, activation), expected)
+
+
+# Below 1e-36 e^x overflows and silu is 0. The cube in gelu's exponent magnifies rounding where the result is tiny.
+@pytest.mark.parametrize(
+    ("activation", "relative", "absolute"), [("silu", 5e-7, 1e-36), ("gelu_tanh", 2e-6, 1e-9)], ids=["silu", "gelu"]
+)
+def test_gate_is_accurate_and_sound_from_end_to_end(activation: str, relative: float, absolute: float) -> None:
+    gate_T = torch.cat((torch.linspace(-120, 120, 100_001), torch.logspace(-30, 30, 61), -torch.logspace(-30, 30, 61)))
+    gate_up_TF = torch.stack((gate_T, torch.ones_like(gate_T)), dim=1)
+    actual = CPU_KERNELS.gate(gate_up_TF, activation)[:, 0].double()
+    torch.testing.assert_close(actual, activate(gate_T.double(), activation), rtol=relative, atol=absolute)
+    special = CPU_KERNELS.gate(torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [0.0, math.nan]]), activation)
+    assert special[:, 0].isnan().tolist() == [True, False, True]
+    assert special[1, 0] == math.inf
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """By the definition, with no cancellation where the result is small."""
+    if activation == "silu":
+        return x * torch.sigmoid(x)
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def test_cpu_kernels_refuse_what_they_would_misread() -> None:
+    linear = CPU_KERNELS.pack_linear(random(8, 4))
+    for x_TE in (random(2, 5), random(2, 4).bfloat16(), random(4, 2).T):
+        with pytest.raises(AssertionError):
+            linear(x_TE)
+    with pytest.raises(AssertionError):
+        linear.rows(torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(AssertionError):
+        CPU_KERNELS.rms_normalise(random(2, 4), random(3), 1e-5)
+    with pytest.raises(AssertionError):
+        CPU_KERNELS.gate(random(2, 4).half(), "silu")
+    with pytest.raises(AssertionError):
+        CPU_KERNELS.pack_linear(random(8, 4), random(7))
