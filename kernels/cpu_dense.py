@@ -50,10 +50,10 @@ class _Weight(ctypes.Structure):
 class QuantisedWeight(NamedTuple):
     """``values * scales[:, None]`` stands for the weight, no further than half a scale from it."""
 
-    values_FE: torch.Tensor
-    """int8, -127 to 127."""
-    scales_F: torch.Tensor
-    """float32."""
+    values: torch.Tensor
+    """int8 ``[F, E]``, -127 to 127."""
+    scales: torch.Tensor
+    """float32 ``[F]``."""
 
 
 def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> CpuLinear:
@@ -65,7 +65,7 @@ def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, qua
 
 
 def quantise_int8(weight_FE: torch.Tensor) -> QuantisedWeight:
-    """Symmetric rounding to the nearest, one scale per output. An output whose weights are not all finite becomes NaN."""
+    """Symmetric rounding to the nearest, one scale per output; NaN for outputs with weights that are not finite."""
     values_FE = torch.empty(weight_FE.shape, dtype=torch.int8)
     scales_F = torch.empty(len(weight_FE))
     for start in range(0, len(weight_FE), _QUANTISED_ROWS):  # So that no copy of the whole weight is made.

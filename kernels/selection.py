@@ -31,6 +31,12 @@ CPU_KERNELS = DecoderKernels(
     paged_attention=cpu_attention.paged_attention,
 )
 
+_CPU_KERNELS_BUT_ATTENTION = CPU_KERNELS._replace(
+    name="cpu-torch-attention",
+    rope_and_write_kv=torch_attention.rope_and_write_kv,
+    paged_attention=torch_attention.paged_attention,
+)
+
 
 def select_draw_tokens(logits_BV: torch.Tensor) -> DrawTokens:
     """The fastest way to draw from ``logits_BV``, in the same manner."""
@@ -39,4 +45,11 @@ def select_draw_tokens(logits_BV: torch.Tensor) -> DrawTokens:
 
 def select_kernels(kv_pool: KvPool) -> DecoderKernels:
     """The fastest implementation that runs on ``kv_pool`` here: compiled C++, or plain torch where it cannot be."""
-    return CPU_KERNELS if cpu_attention.supports(kv_pool) else TORCH_KERNELS
+    if kv_pool.values.device.type != "cpu" or load_library() is None:
+        return TORCH_KERNELS
+    return CPU_KERNELS if cpu_attention.supports(kv_pool) else _CPU_KERNELS_BUT_ATTENTION
+
+
+def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What weights of ``dtype`` are held in on this CPU."""
+    return torch_dense.matrix_dtype(dtype) if load_library() is None else dtype

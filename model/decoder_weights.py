@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
-from pdserve.kernels.torch_dense import matrix_dtype
+from pdserve.kernels.selection import matrix_dtype
 from pdserve.model.config import DecoderConfig
 from pdserve.model.shape import ModelShape
 from pdserve.model.tensor_names import norm_names
@@ -115,5 +115,5 @@ class _Loader:
 
 
 def weight_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes that the weights take in this process: matrices in their `matrix_dtype`, and the few others at most so."""
+    """Bytes that the weights take in this process: matrices in their `matrix_dtype`, and the few others as such."""
     return shape.num_parameters * matrix_dtype(dtype).itemsize

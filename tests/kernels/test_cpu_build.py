@@ -19,26 +19,32 @@ def compiler() -> str:
     return found
 
 
-def test_a_library_is_built_once_and_loads(tmp_path: Path, compiler: str) -> None:
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two small ones in place of the kernels."""
+    paths = (tmp_path / "one.cpp", tmp_path / "two.cpp")
+    for path in paths:
+        path.write_text(f'extern "C" int {path.stem}() {{ return 42; }}\n')
+    monkeypatch.setattr(cpu_build, "_SOURCES", paths)
+    return paths
+
+
+@pytest.mark.usefixtures("sources")
+def test_a_library_of_all_sources_is_built_once_and_loads(tmp_path: Path, compiler: str) -> None:
     library = cpu_build.build_library(compiler, tmp_path / "cache")
     built_at = library.stat().st_mtime_ns
     assert cpu_build.build_library(compiler, tmp_path / "cache") == library
     assert library.stat().st_mtime_ns == built_at
     assert os.listdir(library.parent) == [library.name]
     kernels = ctypes.CDLL(str(library))
-    assert kernels.paged_attention
-    assert kernels.dense_multiply
-    assert kernels.draw_tokens
+    assert (kernels.one(), kernels.two()) == (42, 42)
 
 
-def test_another_source_is_another_library(tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "other.cpp"
-    source.write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(cpu_build, "_SOURCES", (source,))
+def test_another_source_is_another_library(tmp_path: Path, compiler: str, sources: tuple[Path, Path]) -> None:
     first = cpu_build.build_library(compiler, tmp_path)
-    source.write_text('extern "C" int answer() { return 43; }\n')
+    sources[1].write_text('extern "C" int two() { return 43; }\n')
     second = cpu_build.build_library(compiler, tmp_path)
-    assert [ctypes.CDLL(str(path)).answer() for path in (first, second)] == [42, 43]
+    assert [ctypes.CDLL(str(path)).two() for path in (first, second)] == [42, 43]
 
 
 def test_of_builders_at_the_same_time_one_compiles(tmp_path: Path, compiler: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from pdserve.kernels.cpu_dense import INT8_MAX, quantise_int8
 from pdserve.kernels.operations import DecoderKernels, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from pdserve.kernels.torch_dense import matrix_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Around one row, two, a tile, a few tiles, a block, and more than one block; one panel, several, and parts of one.
@@ -35,7 +36,7 @@ def held(form: str, weight_FE: torch.Tensor) -> torch.Tensor:
     """What ``form`` keeps of a weight, in float64."""
     if form == "int8":
         quantised = quantise_int8(weight_FE)
-        return quantised.values_FE.double() * quantised.scales_F.double()[:, None]
+        return quantised.values.double() * quantised.scales.double()[:, None]
     return weight_FE.to(DTYPES[form]).double()
 
 
@@ -211,3 +212,9 @@ def test_cpu_kernels_refuse_what_they_would_misread() -> None:
         CPU_KERNELS.gate(random(2, 4).half(), "silu")
     with pytest.raises(AssertionError):
         CPU_KERNELS.pack_linear(random(8, 4), random(7))
+
+
+def test_torch_holds_matrices_in_a_dtype_that_this_cpu_multiplies() -> None:
+    assert matrix_dtype(torch.float32) is torch.float32
+    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert matrix_dtype(torch.bfloat16) is (torch.bfloat16 if native else torch.float32)

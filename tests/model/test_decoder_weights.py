@@ -8,7 +8,6 @@ import torch
 
 from pdserve.kernels.operations import Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
-from pdserve.kernels.torch_dense import matrix_dtype
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder_weights import load_decoder_weights, weight_bytes
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
@@ -38,7 +37,8 @@ def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: torch.dtype
     )
     norms = [weights.norm, *(norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm))]
     num_bytes += sum(norm.nbytes for norm in norms)
-    assert num_bytes <= weight_bytes(config.shape, dtype) <= 1.02 * num_bytes
+    # Compiled kernels fill matrices up to whole panels; here, that is the vocabulary of 211.
+    assert 0.97 * num_bytes <= weight_bytes(config.shape, dtype) <= 1.02 * num_bytes
 
 
 def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path: Path) -> None:
@@ -53,9 +53,3 @@ def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path
     kernels = TORCH_KERNELS._replace(pack_linear=pack)
     load_decoder_weights(folder, DecoderConfig.from_folder(folder), torch.float32, kernels)
     assert len(taken) == 2 + 4 * 2
-
-
-def test_matrices_are_held_in_a_dtype_that_this_cpu_multiplies() -> None:
-    assert matrix_dtype(torch.float32) is torch.float32
-    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert matrix_dtype(torch.bfloat16) is (torch.bfloat16 if native else torch.float32)
