@@ -24,10 +24,10 @@ from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
+from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import Event, PullResult, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_group import SequenceGroup
-from pdserve.engine.sequence_table import PlannedStep
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
 

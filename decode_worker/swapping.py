@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_table import PlannedStep, SequenceTable
+from pdserve.engine.sequence_table import SequenceTable
 from pdserve.model.cost import CostModel
 
 

@@ -1,8 +1,8 @@
 """The sequences of one worker, the steps planned for them, and the events that they caused.
 
-What every phase's scheduler does alike: open and close sequences, build the rows of a step, take its results one step
-late, apply the stop rules, part the choices of a request, tell the prefix cache of complete blocks. Which sequence runs
-is the schedulers' business.
+What every phase's scheduler does alike: open and close sequences, take a step's results one step late, apply the stop
+rules, part the choices of a request, tell the prefix cache of complete blocks. Which sequence runs is the schedulers'
+business, and `pdserve.engine.planned_step` builds the rows.
 
 The rule of retiring blocks: a sequence that is over, or preempted, keeps its blocks until no planned step and no pull
 writes to them, because both write whether or not anybody still wants the result; and until no planned step copies them
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason, GenerationRequest
-from pdserve.contracts.step import BlockCopy, ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
+from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import (
     Event,
     FirstToken,
@@ -31,90 +31,6 @@ from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_group import SequenceGroup, fork
 from pdserve.engine.sequence_queue import SequenceQueue
 from pdserve.kv_transfer.block_pool import BlockPool
-
-
-@dataclass(slots=True)
-class PlannedStep:
-    """A step and the sequence of each of its rows."""
-
-    batch: StepBatch
-    sequences: list[Sequence] = field(default_factory=list)
-    swapped_out: list[Sequence] = field(default_factory=list)
-    borrowed_blocks: list[int] = field(default_factory=list)
-    """Sources of block copies, with a reference to each until the step has ended."""
-    num_forking: int = 0
-    """Rows that sample for several choices."""
-
-    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """A row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""
-        start = sequence.num_computed
-        end = start + num_tokens
-        samples = end == len(sequence.tokens)
-        self.batch.rows.append(
-            StepRow(
-                sequence_id=sequence.sequence_id,
-                tokens=sequence.tokens[start:end],
-                cached_length=start,
-                block_table=sequence.block_table,
-                sample=sequence.sampling if samples else None,
-                sample_position=end,
-                history=sequence.history if samples else (),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                banned_tokens=sequence.banned_at(end) if samples else (),
-                prompt_targets=sequence.tokens[start + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
-                num_prompt_logprobs=sequence.sampling.num_prompt_logprobs,
-                choice=sequence.choice,
-                num_choices=sequence.num_choices if samples else 1,
-            )
-        )
-        self.num_forking += samples and sequence.num_choices > 1
-        self._account(sequence, end, samples)
-
-    def add_decode(self, sequence: Sequence) -> None:
-        """A row that computes the newest token, known or not yet, and samples the one after it."""
-        start = sequence.num_computed
-        is_pending = start == len(sequence.tokens)
-        if sequence.copy_source >= 0:
-            self.batch.block_copies.append(
-                BlockCopy(sequence.copy_source, sequence.block_table[start // sequence.block_size])
-            )
-            self.borrowed_blocks += sequence.take_copy_source()
-        self.batch.rows.append(
-            StepRow(
-                sequence_id=sequence.sequence_id,
-                tokens=() if is_pending else (sequence.tokens[start],),
-                previous_row=sequence.last_row if is_pending else -1,
-                cached_length=start,
-                block_table=sequence.block_table,
-                sample=sequence.sampling,
-                sample_position=start + 1,
-                history=sequence.history,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                banned_tokens=sequence.banned_at(start + 1),
-                choice=sequence.choice,
-            )
-        )
-        self._account(sequence, start + 1, True)
-
-    def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
-        """Copy the sequence's leading blocks to host slots, as they are when the steps before have run."""
-        self.batch.swap_outs += map(BlockCopy, sequence.block_table, slots)
-        sequence.num_in_flight += 1
-        self.swapped_out.append(sequence)
-
-    def add_swap_in(self, sequence: Sequence, slots: list[int], num_skipped: int) -> None:
-        """Copy host slots back to the sequence's blocks, all but the first ``num_skipped``; then decode."""
-        blocks = sequence.block_table[num_skipped : len(slots)]
-        self.batch.swap_ins += map(BlockCopy, slots[num_skipped:], blocks)
-        sequence.num_computed = len(sequence.tokens) - 1
-        self.add_decode(sequence)
-
-    def _account(self, sequence: Sequence, num_computed: int, samples: bool) -> None:
-        sequence.num_computed = num_computed
-        sequence.num_in_flight += 1
-        sequence.num_pending += samples
-        sequence.last_row = len(self.sequences)
-        self.sequences.append(sequence)
 
 
 class RowResult(NamedTuple):

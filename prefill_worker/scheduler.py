@@ -20,6 +20,7 @@ from math import inf
 
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
+from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import (
     Event,
     PullResult,
@@ -31,7 +32,7 @@ from pdserve.engine.scheduler import (
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_group import SequenceGroup
 from pdserve.engine.sequence_queue import SequenceQueue
-from pdserve.engine.sequence_table import PlannedStep, RowResult, SequenceTable
+from pdserve.engine.sequence_table import RowResult, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.parking import Parking
 

@@ -77,7 +77,9 @@ class CountingScheduler:
         self.calls.append((key, source))
 
     def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
-        if self.left.pop(key, None) is not None:
+        if choices:
+            self.calls.append((key, choices))
+        elif self.left.pop(key, None) is not None:
             self.events.append(RequestEvent(key=key, kind=RequestEventKind.CANCELLED))
 
     def plan(self, now_s: float) -> StepBatch | None:
@@ -332,6 +334,21 @@ def test_the_end_of_a_session_cancels_its_requests_only() -> None:
         assert (2, RequestEventKind.CANCELLED) not in rig.kinds
         rig.inbox.put(CancelRequest(RequestKey(2, 2, 0)))
         wait_until(lambda: (2, RequestEventKind.CANCELLED) in rig.kinds, "CANCELLED")
+
+
+def test_a_cancel_of_choices_reaches_the_scheduler_and_the_request_lives_until_its_last_token() -> None:
+    rig = Rig()
+    key = RequestKey(1, 1, 0)
+    with rig.running():
+        rig.inbox.put(PrepareRequest(key, GenerationRequest(request_id=1, prompt_tokens=(1,), num_choices=3), SOURCE))
+        rig.inbox.put(CancelRequest(key, (0, 2)))
+        wait_until(lambda: rig.scheduler.calls == [(key, SOURCE), (key, (0, 2))], "the calls")
+        rig.scheduler.events.append(TokenEvent(key, 1, 0, 5, None, FinishReason.STOP))
+        rig.inbox.put(StartDrain())
+        wait_until(lambda: rig.reports[-1].load.draining, "a drain")
+        assert not rig.loop.drained.is_set(), "one of its choices has ended, and another runs"
+        rig.scheduler.events.append(TokenEvent(key, 0, 9, 5, None, FinishReason.STOP, ends_request=True))
+        assert rig.loop.drained.wait(30)
 
 
 def test_a_second_request_under_the_same_key_is_rejected() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.request import Outcome, SamplingParams
-from tests.hash_chain_world import World, WorldConfig, submit_many
+from tests.hash_chain_node import WorldConfig
+from tests.hash_chain_world import World, submit_many
 
 MAX_TURNS = 6000
 
@@ -65,9 +66,9 @@ def test_preempted_sequences_lose_no_token(num_prefill: int, pipeline_depth: int
         num_swap_slots=num_swap_slots,
     )
     num_preemptions = num_swaps = 0
-    for seed in range(4):
+    for seed in range(3):
         world = World(config, seed)
-        submit_many(world, 12, max_prompt=30, max_answer=360)
+        submit_many(world, 12, max_prompt=30, max_answer=360, max_choices=1 + seed % 3)
         world.run(MAX_TURNS)
         num_preemptions += world.counts["preemptions"]
         num_swaps += world.counts["swap-ins"]
@@ -80,9 +81,9 @@ def test_swapped_sequences_are_cancelled_and_their_steps_fail() -> None:
     """Where everything goes wrong, and answers outgrow the pool all the time."""
     config = replace(LONG_ANSWERS, num_decode_blocks=120, num_swap_slots=100, step_failure=0.003, cancel_preempted=0.4)
     num_swap_ins = num_lost = 0
-    for seed in range(6):
+    for seed in range(3):
         world = World(config, seed)
-        submit_many(world, 20, max_prompt=30, max_answer=360)
+        submit_many(world, 20, max_prompt=30, max_answer=360, max_choices=1 + seed % 3)
         world.run(MAX_TURNS)
         num_swap_ins += world.counts["swap-ins"]
         num_lost += world.counts["swap-outs"] - world.counts["swap-ins"]
@@ -100,10 +101,11 @@ def test_every_kind_of_trouble_is_met() -> None:
         pull_failure=0.05,
         step_failure=0.01,
         cancel=0.3,
+        drop=0.1,
         park_timeout_s=0.1,
     )
     world = World(config, seed=1)
-    submit_many(world, 300, max_prompt=30, max_answer=40)
+    submit_many(world, 300, max_prompt=30, max_answer=40, max_choices=4)
     world.run(MAX_TURNS)
     assert {client.outcome for client in world.clients} == {Outcome.FINISHED, Outcome.CANCELLED}
     for count in (
@@ -114,6 +116,8 @@ def test_every_kind_of_trouble_is_met() -> None:
         "redispatched: injected",
         "redispatched: copy",
         "redispatched: parked",
+        "redispatched alone",
+        "dropped",
     ):
         assert world.counts[count] > 0, f"no {count!r}"
 
@@ -136,18 +140,20 @@ def test_pools_of_a_quarter_of_the_need_always_advance(
         num_swap_slots=num_swap_slots,
     )
     world = World(config, seed)
-    for _ in range(num_requests):
+    for index in range(num_requests):
         prompt = tuple(world.random.randrange(500) for _ in range(num_tokens // 2))
-        world.submit(prompt, SamplingParams(max_tokens=num_tokens // 2, ignore_eos=True))
-    world.run(max_turns=num_requests * num_tokens)
+        sampling = SamplingParams(max_tokens=num_tokens // 2, ignore_eos=True)
+        world.submit(prompt, sampling, num_choices=1 + index % 3)
+    world.run(max_turns=2 * num_requests * num_tokens)
     assert {client.outcome for client in world.clients} == {Outcome.FINISHED}
 
 
 def test_deadlines_end_requests_wherever_they_are() -> None:
     world = World(WorldConfig(num_prefill_blocks=20, num_decode_blocks=20), seed=3)
-    for _ in range(60):
+    for index in range(60):
         prompt = tuple(world.random.randrange(500) for _ in range(20))
-        world.submit(prompt, SamplingParams(max_tokens=20), deadline_s=world.random.random())
+        deadline_s = world.random.random()
+        world.submit(prompt, SamplingParams(max_tokens=20), deadline_s=deadline_s, num_choices=1 + index % 3)
         world.turn()
     world.run(MAX_TURNS)
     assert {client.outcome for client in world.clients} == {Outcome.FINISHED, Outcome.FAILED}

@@ -4,9 +4,10 @@ import pytest
 
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepOutput
+from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import RequestEvent, RequestKey, TokenEvent
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_table import PlannedStep, SequenceTable
+from pdserve.engine.sequence_table import SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 
 BLOCK_SIZE = 4

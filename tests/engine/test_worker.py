@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -62,12 +63,13 @@ def a_request(request_id: int, num_prompt: int = 40, max_tokens: int = 20, seed:
     return GenerationRequest(request_id=request_id, prompt_tokens=tuple(prompt), sampling=sampling)
 
 
-def oracle(request: GenerationRequest) -> list[int]:
+def oracle(request: GenerationRequest, choice: int = 0) -> list[int]:
     return expected_tokens(
         request.prompt_tokens,
         request.sampling.max_tokens,
         VOCAB_SIZE,
         sampling=request.sampling,
+        choice=choice,
         eos_token_ids=(EOS,),
     )
 
@@ -122,21 +124,80 @@ def test_a_handoff_streams_the_tokens_of_the_oracle(checkpoint: Path, transport:
             assert worker.process.wait(10) == 0
 
 
+@pytest.mark.parametrize("transport", ["memfd", "grpc"])
+def test_choices_are_handed_off_with_one_pull(checkpoint: Path, transport: str) -> None:
+    prefill_config = emulated_config(checkpoint, WorkerRole.PREFILL, transport=transport)
+    decode_config = emulated_config(checkpoint, WorkerRole.DECODE, transport=transport)
+    with (
+        WorkerProcess(prefill_config) as prefill_worker,
+        WorkerProcess(decode_config) as decode_worker,
+        prefill_worker.connect() as prefill,
+        decode_worker.connect() as decode,
+    ):
+        for n, num_prompt in enumerate((40, 48)):  # the last block partly filled, and full
+            request = replace(a_request(n, num_prompt=num_prompt, seed=n + 1), num_choices=3)
+            prefill.submit(replace(request, handoff=True))
+            decode.prepare(request, prefill.wait_for_source(n))
+            answers = decode.wait_for_choices(n, 3)
+            first = [entry.token for entry in prefill.tokens[n]]
+            assert [[token, *rest] for token, rest in zip(first, answers, strict=True)] == [
+                oracle(request, choice) for choice in range(3)
+            ]
+            assert [event.kind for event in decode.events[n]].count(worker_pb2.RequestEvent.JOINED) == 1
+        prefill.wait_until_free()
+        decode.wait_until_free()
+        assert len([transfer for frame in decode.frames for transfer in frame.transfers]) == 2
+        for worker in (prefill_worker, decode_worker):
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(10) == 0, "a drain ends when every choice has"
+
+
+def test_choices_of_a_mixed_worker_end_one_by_one(slow_mixed: WorkerProcess) -> None:
+    with slow_mixed.connect() as router:
+        request = replace(a_request(1, max_tokens=LONG, seed=5), num_choices=3)
+        router.submit(request)
+        router.wait_for_tokens(1, 9)
+        router.cancel(1, choices=[0, 2])
+        router.wait_for(lambda: [entry.choice for entry in router.tokens[1][-3:]] == [1, 1, 1], "one choice alone")
+        for choice in range(3):
+            tokens = [entry.token for entry in router.tokens[1] if entry.choice == choice]
+            assert tokens == oracle(request, choice)[: len(tokens)]
+        router.cancel(1)
+        router.wait_for_event(1, worker_pb2.RequestEvent.CANCELLED)
+        router.wait_until_free(SOON_S)
+
+
+def real_model_config(checkpoint: Path, role: WorkerRole, core: int, kv_dtype: str = "auto") -> WorkerConfig:
+    cores = sorted(os.sched_getaffinity(0))
+    return WorkerConfig(
+        worker_id=role.value,
+        role=role,
+        model_path=str(checkpoint),
+        max_model_len=256,
+        num_kv_blocks=64,
+        max_batch_tokens=64,
+        kv_dtype=kv_dtype,
+        cpu_cores=(cores[core % len(cores)],),
+    )
+
+
+def test_choices_of_the_real_model_equal_each_of_them_alone(checkpoint: Path) -> None:
+    config = real_model_config(checkpoint, WorkerRole.MIXED, 0)
+    with WorkerProcess(config) as worker, worker.connect() as router:
+        for num_prompt in (50, 64):  # the last block partly filled, and full
+            together = replace(a_request(num_prompt, num_prompt=num_prompt, seed=3), num_choices=3)
+            router.submit(together)
+            answers = router.wait_for_choices(num_prompt, 3)
+            for choice in range(3):
+                alone = replace(together, request_id=200 + num_prompt + choice, choice=choice, num_choices=1)
+                router.submit(alone)
+                assert router.wait_for_answer(alone.request_id) == answers[choice]
+            assert len({tuple(answer) for answer in answers}) == 3
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, kv_dtype: str) -> None:
-    def config(role: WorkerRole, core: int) -> WorkerConfig:
-        cores = sorted(os.sched_getaffinity(0))
-        return WorkerConfig(
-            worker_id=role.value,
-            role=role,
-            model_path=str(checkpoint),
-            max_model_len=256,
-            num_kv_blocks=64,
-            max_batch_tokens=64,
-            kv_dtype=kv_dtype,
-            cpu_cores=(cores[core % len(cores)],),
-        )
-
+    config = partial(real_model_config, checkpoint, kv_dtype=kv_dtype)
     # At no position of these answers are the two best logits closer than 0.009; batching moves them by 1e-6.
     requests = [a_request(n, num_prompt=50 + 20 * n) for n in range(4)]
     with WorkerProcess(config(WorkerRole.MIXED, 0)) as mixed_worker, mixed_worker.connect() as mixed:

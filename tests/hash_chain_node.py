@@ -1,0 +1,185 @@
+"""A worker of the made-up cluster in `tests.hash_chain_world`: real scheduler, pool and executor."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from random import Random
+
+import numpy as np
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.step import BlockCopy, ModelLimits, StepBatch, StepHandle, StepOutput, StepRow
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.decode_worker.swapping import SwapSpace
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.model.emulated_executor import EmulatedExecutor
+from pdserve.prefill_worker.scheduler import PrefillScheduler
+
+VOCAB_SIZE = 500
+EOS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    num_prefill: int = 1
+    """0: the decode workers are mixed ones."""
+    num_decode: int = 1
+    num_prefill_blocks: int = 64
+    num_decode_blocks: int = 64
+    block_size: int = 4
+    max_batch_tokens: int = 32
+    max_batch_size: int = 8
+    max_model_len: int = 128
+    num_swap_slots: int = 0
+    recompute_share: float = 0.0
+    """Of preemptions, those that are recomputed although there are slots."""
+    pipeline_depth: int = 2
+    park_timeout_s: float = 2.0
+    eos_period: int = 0
+    local_share: float = 0.0
+    """Of requests that are prefilled on a decode worker although there are prefill workers."""
+    pull_failure: float = 0.0
+    step_failure: float = 0.0
+    cancel: float = 0.0
+    """Share of requests whose client leaves at some time."""
+    cancel_preempted: float = 0.0
+    """Share of preemptions soon after which the client leaves."""
+    drop: float = 0.0
+    """Share of choices of which the client has enough at some time."""
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that a decode worker takes at most."""
+        return min(self.max_batch_size, self.max_batch_tokens - 1)
+
+
+class LateExecutor:
+    """Computes a step when its result is asked for: a block that is given away while a step is in flight gets the
+    step's writes, or misleads its reads. A step that is made to fail leaves garbage, and the step planned before that
+    was known may fail with it; no other may."""
+
+    def __init__(self, inner: EmulatedExecutor, memory: np.ndarray, fails: Callable[[], bool]) -> None:
+        self._inner = inner
+        self._memory = memory
+        self._fails = fails
+        self._may_fail = False
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        rows = [replace(row, block_table=tuple(row.block_table)) for row in batch.rows]
+        return _LateStep(self, replace(batch, rows=rows))
+
+    def compute(self, batch: StepBatch) -> StepOutput:
+        try:
+            output = self._inner.submit(batch).result()
+        except RuntimeError as error:
+            if not self._may_fail:
+                raise AssertionError("a step failed by itself") from error
+            self._may_fail = False
+            raise
+        self._may_fail = self._fails()
+        if self._may_fail:
+            for row in batch.rows:
+                self._scribble(row)
+            self._spoil_copies(batch)
+            raise RuntimeError("injected")
+        return output
+
+    def _scribble(self, row: StepRow) -> None:
+        block_size = self._memory.shape[-2]
+        for position in range(row.cached_length, row.cached_length + row.num_new_tokens):
+            self._memory[row.block_table[position // block_size], ..., position % block_size, :] = 1
+
+    def _spoil_copies(self, batch: StepBatch) -> None:
+        """Every target of the step's swap copies holds garbage: slots are reached by way of a block saved meanwhile."""
+        block, saved = 0, self._memory[0].copy()
+        self._memory[block] = 1
+        spoiled = [BlockCopy(block, copy.target) for copy in batch.swap_outs]
+        self._inner.submit(StepBatch(step_id=batch.step_id, rows=[], swap_outs=spoiled))
+        self._memory[block] = saved
+        self._memory[[copy.target for copy in batch.swap_ins]] = 1
+
+
+@dataclass
+class _LateStep:
+    executor: LateExecutor
+    batch: StepBatch
+
+    def result(self) -> StepOutput:
+        return self.executor.compute(self.batch)
+
+
+class Node:
+    """A worker: a scheduler, its pool, and the executor under both."""
+
+    def __init__(self, config: WorldConfig, name: str, *, decodes: bool, random: Random) -> None:
+        self.name = name
+        self.generations = [0] * (config.num_decode_blocks if decodes else config.num_prefill_blocks)
+        self.pool = BlockPool(len(self.generations), config.block_size, self.generations)
+        layout = KvLayout(
+            num_blocks=self.pool.num_blocks,
+            num_kv_heads=1,
+            num_layers=1,
+            block_size=config.block_size,
+            head_dim=1,
+            dtype="uint64",
+            model_hash="hash-chain",
+        )
+        self.memory = np.zeros(layout.shape, dtype=np.uint64)
+        eos = (EOS,)
+        inner = EmulatedExecutor(
+            layout=layout,
+            pool=self.memory,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=eos,
+            eos_period=config.eos_period,
+            num_swap_slots=config.num_swap_slots,
+        )
+        self.executor = LateExecutor(inner, self.memory, lambda: random.random() < config.step_failure)
+        self.pipeline_depth = config.pipeline_depth
+        self.in_flight: deque[tuple[int, StepHandle]] = deque()
+        self.sleeps_until_turn = 0
+        self.max_batch_tokens = config.max_batch_tokens
+        handles = (f"{name}/{number}".encode() for number in count())
+        limits = ModelLimits(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
+        space = SwapSpace(
+            num_slots=config.num_swap_slots,
+            is_cheaper=lambda num_tokens, num_cached: random.random() >= config.recompute_share,
+        )
+        kind = partial(DecodeScheduler, swap_space=space) if decodes else PrefillScheduler
+        self.scheduler: DecodeScheduler | PrefillScheduler = kind(
+            self.pool,
+            limits,
+            mint_handle=lambda: next(handles),
+            max_batch_tokens=config.max_batch_tokens,
+            max_batch_size=config.max_batch_size,
+            park_timeout_s=config.park_timeout_s,
+        )
+
+    def turn(self, now_s: float) -> bool:
+        """One turn of a step loop; returns whether there was anything to do."""
+        batch = self.scheduler.plan(now_s)
+        if batch is not None:
+            assert batch.num_new_tokens <= self.max_batch_tokens
+            self.in_flight.append((batch.step_id, self.executor.submit(batch)))
+        if self.in_flight and (batch is None or len(self.in_flight) >= self.pipeline_depth):
+            step_id, handle = self.in_flight.popleft()
+            try:
+                output = handle.result()
+            except RuntimeError as error:
+                self.scheduler.fail_step(step_id, str(error), now_s)
+            else:
+                self.scheduler.complete(output, now_s)
+        self.check()
+        return batch is not None or bool(self.in_flight)
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        if isinstance(self.scheduler, DecodeScheduler):
+            self.scheduler.check_integrity()
+        load = self.scheduler.load()
+        total = load.num_blocks_free + load.num_blocks_cached + load.num_blocks_referenced
+        assert total == self.pool.num_blocks
