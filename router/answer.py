@@ -74,9 +74,9 @@ class Answer:
         """So far."""
         return Usage(len(self.prompt_tokens), self._num_cached_tokens, self._num_completion_tokens)
 
-    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """Start the generation and yield each token of each choice. To be closed by the caller; closing early cancels
-        it.
+    async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
+        """Start the generation and yield the tokens of all choices as they come, those that come together in one list.
+        To be closed by the caller; closing early cancels it.
 
         Raises:
             GenerationError: refused, or failed on the way.
@@ -91,22 +91,27 @@ class Answer:
         num_running = len(self._choices)
         try:
             async for token in generation:
-                choice = self._choices[token.choice]
-                if choice.is_over:  # by a stop string, of which the workers had not heard yet
-                    continue
-                delta = self._delta_of(token, choice, generation)
-                if delta.end is not None:
-                    num_running -= 1
-                    if token.finish is FinishReason.NONE:
-                        generation.finish(token.choice)
-                yield delta
+                deltas = [
+                    self._delta_of(token, generation)
+                    for token in (token, *generation.take_ready())
+                    if not self._choices[token.choice].is_over  # by a stop string, of which workers have yet to hear
+                ]
+                num_running -= sum(delta.end is not None for delta in deltas)
+                if deltas:
+                    yield deltas
                 if not num_running:
                     return
         finally:
             generation.cancel()
         raise GenerationError(500, "the generation ended without a last token")
 
-    def _delta_of(self, token: TokenDelta, choice: Choice, generation: Generation) -> TextDelta:
+    def _delta_of(self, token: TokenDelta, generation: Generation) -> TextDelta:
+        delta = self._next_of(self._choices[token.choice], token, generation)
+        if delta.end is not None and token.finish is FinishReason.NONE:
+            generation.finish(token.choice)
+        return delta
+
+    def _next_of(self, choice: Choice, token: TokenDelta, generation: Generation) -> TextDelta:
         if token.index == 0:
             self._num_cached_tokens = generation.num_cached_tokens
             self.prompt_logprobs = generation.prompt_logprobs

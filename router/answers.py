@@ -9,8 +9,8 @@ from contextlib import aclosing
 from pdserve.router.answer import Answer, Usage
 from pdserve.router.choice import TextDelta
 
-MAX_WAITING_DELTAS = 64
-"""Deltas of one request that wait for its writer before its answers wait, too."""
+MAX_WAITING = 64
+"""Lists of tokens that wait for the writer of a request before its answers wait, too."""
 
 
 class Answers:
@@ -24,17 +24,17 @@ class Answers:
         """Of all of them, so far."""
         return Usage(*map(sum, zip(*(answer.usage for answer in self.by_prompt), strict=True)))
 
-    def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """Start every answer and yield their tokens as they come. To be closed by the caller; closing early, or the
-        failure of one of them, cancels all.
+    def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
+        """Start every answer and yield their tokens as they come, those that come together in one list.
+        To be closed by the caller; closing early, or the failure of one of them, cancels all.
 
         Raises:
             GenerationError: one was refused, or failed on the way.
         """
         return self.by_prompt[0].deltas() if len(self.by_prompt) == 1 else self._interleaved()
 
-    async def _interleaved(self) -> AsyncGenerator[TextDelta, None]:
-        queue = asyncio.Queue[TextDelta | Exception | None](MAX_WAITING_DELTAS)
+    async def _interleaved(self) -> AsyncGenerator[list[TextDelta], None]:
+        queue = asyncio.Queue[list[TextDelta] | Exception | None](MAX_WAITING)
 
         async def read(answer: Answer) -> None:
             try:
@@ -53,8 +53,8 @@ class Answers:
                 match await queue.get():
                     case None:
                         num_running -= 1
-                    case TextDelta() as delta:
-                        yield delta
+                    case list() as deltas:
+                        yield deltas
                     case error:
                         raise error
         finally:

@@ -1,4 +1,4 @@
-"""The events of a streamed answer, one payload of bytes per token.
+"""The events of a streamed answer: one chunk per token, and those of its beginning and end.
 
 What is the same in every chunk of a stream is encoded once; a token costs the encoding of its own text.
 """
@@ -37,19 +37,22 @@ class ChunkWriter:
         self._num_running = body.num_answers
 
     async def events(self) -> AsyncGenerator[TokenEvents, None]:
-        """The events of each token; those of a beginning and an end go with the first and the last one.
+        """The events of tokens as they come; those of a beginning and an end go with the first and the last token.
 
         Raises:
             GenerationError: no token follows.
         """
         async with aclosing(self._answers.deltas()) as deltas:
-            async for delta in deltas:
-                data = self._opening(delta.choice) if delta.choice in self._unopened else b""
-                if delta.end is None or delta.text or self._format.shows_tokens:
-                    data += self._chunk(self._format.delta(delta))
-                if delta.end is not None:
-                    data += self._ending(delta)
-                yield TokenEvents(delta.choice, data)
+            async for together in deltas:
+                yield TokenEvents([delta.choice for delta in together], b"".join(map(self._token, together)))
+
+    def _token(self, delta: TextDelta) -> bytes:
+        data = self._opening(delta.choice) if delta.choice in self._unopened else b""
+        if delta.end is None or delta.text or self._format.shows_tokens:
+            data += self._chunk(self._format.delta(delta))
+        if delta.end is not None:
+            data += self._ending(delta)
+        return data
 
     def _opening(self, index: int) -> bytes:
         self._unopened.remove(index)

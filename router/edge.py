@@ -148,9 +148,10 @@ class Edge:
             WholeChoice(index, answers.by_prompt[index // body.num_choices]) for index in range(body.num_answers)
         ]
         async with cancel_on_disconnect(request.receive), aclosing(answers.deltas()) as deltas:
-            async for delta in deltas:
-                timer.token(delta.choice)
-                choices[delta.choice].add(delta, keeps_tokens=format.shows_tokens)
+            async for together in deltas:
+                for delta in together:
+                    timer.token(delta.choice)
+                    choices[delta.choice].add(delta, keeps_tokens=format.shows_tokens)
         timer.finished()
         written = {"choices": [format.whole(choice) for choice in choices], "usage": answers.usage.as_dict()}
         return Response(_encode(envelope | written | format.members(answers)), media_type="application/json")

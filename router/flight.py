@@ -83,6 +83,11 @@ class Flight:
             await self._waiter
         return self._deltas.popleft()
 
+    def take_ready(self) -> Sequence[TokenDelta]:
+        ready = list(self._deltas)
+        self._deltas.clear()
+        return ready
+
     def finish(self, choice: int) -> None:
         for leg in list(self.legs):
             leg.drop(choice)

@@ -66,6 +66,10 @@ class Generation(Protocol):
         """
         ...
 
+    def take_ready(self) -> Sequence[TokenDelta]:
+        """The tokens that iterating would yield without waiting, taken all at once; often none."""
+        ...
+
     def finish(self, choice: int) -> None:
         """A stop string was found in ``choice``: nothing more of it is wanted. The request is FINISHED with its last
         choice. Idempotent, and harmless after the end."""

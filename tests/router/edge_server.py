@@ -43,6 +43,8 @@ class ScriptedGeneration:
     """Choices that the edge finished."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
+    ready: list[TokenDelta] = field(default_factory=list)
+    """Tokens that come together with the one that the script yielded last."""
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         num_running = self.num_choices
@@ -58,6 +60,10 @@ class ScriptedGeneration:
         num_top = self.sampling.num_prompt_logprobs
         top = ((50, -0.25), (51, -0.5))
         return [TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0]
+
+    def take_ready(self) -> Sequence[TokenDelta]:
+        ready, self.ready = self.ready, []
+        return ready
 
     def finish(self, choice: int) -> None:
         self.finished.append(choice)
@@ -119,6 +125,21 @@ def saying(
                 end = FinishReason.LENGTH
             for choice in range(generation.num_choices):
                 yield TokenDelta(choice, index, token, logprobs, end)
+
+    return script
+
+
+def at_once(tokens: Sequence[int]) -> Script:
+    """A script whose tokens are all there at the same time."""
+
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+        last = len(tokens) - 1
+        first, *generation.ready = [
+            TokenDelta(choice, index, token, None, FinishReason.LENGTH if index == last else FinishReason.NONE)
+            for index, token in enumerate(tokens)
+            for choice in range(generation.num_choices)
+        ]
+        yield first
 
     return script
 

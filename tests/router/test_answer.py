@@ -14,7 +14,7 @@ from pdserve.router.choice import Choice, TextDelta
 from pdserve.router.detokenizer import Detokenizer
 from pdserve.router.generation import GenerationError, TokenDelta
 from pdserve.router.stop_strings import StopStrings
-from tests.router.edge_server import Script, ScriptedGeneration, ScriptedGenerator, saying, stuck_after
+from tests.router.edge_server import Script, ScriptedGeneration, ScriptedGenerator, at_once, saying, stuck_after
 from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -57,7 +57,7 @@ def tokens_of(text: str) -> list[int]:
 def read(answer: Answer) -> list[TextDelta]:
     async def run() -> list[TextDelta]:
         async with aclosing(answer.deltas()) as deltas:
-            return [delta async for delta in deltas]
+            return [delta async for together in deltas for delta in together]
 
     return asyncio.run(run())
 
@@ -202,3 +202,18 @@ def test_each_token_says_where_its_text_begins() -> None:
     assert offsets[0] == 0
     assert offsets[-1] == 2
     assert offsets == sorted(offsets)
+
+
+def test_tokens_that_come_together_are_read_together_up_to_the_end_of_their_choice() -> None:
+    generator = ScriptedGenerator()
+    generator.script = at_once(tokens_of("a.b"))
+    answer = answer_of(generator, (".",), num_choices=2)
+
+    async def run() -> list[list[TextDelta]]:
+        async with aclosing(answer.deltas()) as deltas:
+            return [together async for together in deltas]
+
+    (together,) = asyncio.run(run())
+    assert [text_of(together, choice) for choice in (0, 1)] == ["a", "a"]
+    assert generator.last.finished == [0, 1]
+    assert answer.usage.num_completion_tokens == len(together) == 2 * len(tokens_of("a."))

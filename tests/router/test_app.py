@@ -19,6 +19,7 @@ from tests.router.edge_server import (
     MODEL,
     EdgeServer,
     ScriptedGeneration,
+    at_once,
     failing_after,
     running_edge,
     saying,
@@ -139,6 +140,16 @@ def test_each_token_is_one_event_with_or_without_text(edge: EdgeServer, http: ht
     texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
     assert texts == [""] * (num_tokens - 1) + ["🙂"]
     assert done == "[DONE]"
+
+
+def test_tokens_that_come_together_are_events_of_their_own(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.script = at_once([70, 71, 72])
+    *chunks, _, done = events(http.post(COMPLETIONS, json={"prompt": "x", "stream": True}))
+    assert [json.loads(chunk)["choices"][0]["text"] for chunk in chunks] == [
+        edge.tokenizer.token_text(token) for token in (70, 71, 72)
+    ]
+    assert done == "[DONE]"
+    assert (len(edge.observer.first_tokens_s), len(edge.observer.gaps_s)) == (1, 2)
 
 
 def test_a_stream_that_fails_ends_with_an_error_and_without_done(edge: EdgeServer, http: httpx.Client) -> None:

@@ -58,6 +58,17 @@ def metaspace_id(piece: str) -> int:
     return token
 
 
+@BOTH
+@given(text=st.text(alphabet="ab 東🙂", max_size=60), piece_tokens=st.integers(2, 70))
+def test_larger_pieces_join_to_the_same_text(tokenizer: Tokenizer, text: str, piece_tokens: int) -> None:
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    detokenizer = Detokenizer(tokenizer, SPECIAL, piece_tokens=piece_tokens)
+    parts = [detokenizer.push(token) for token in tokens]
+    assert not any(parts[: piece_tokens - 1])
+    assert sum(map(bool, parts)) <= len(tokens) // piece_tokens
+    assert "".join([*parts, detokenizer.flush()]) == tokenizer.decode(tokens)
+
+
 def test_an_emoji_of_four_byte_tokens_comes_with_the_last() -> None:
     tokens = [metaspace_id(f"<0x{byte:02X}>") for byte in "🙂".encode()]
     assert pieces(METASPACE, tokens) == ["", "", "", "🙂", ""]

@@ -39,6 +39,20 @@ async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None
 
 
 @with_workers("prefill-0", "decode-0")
+async def test_tokens_that_have_come_can_be_taken_together(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        flight = rig.start()
+        request = await hand_off(p, d)
+        d.send_tokens(request, [(1, 101), (2, 102), (3, 103)], last=True)
+        await until(lambda: flight.outcome is Outcome.FINISHED)
+        assert await read_some(flight, 1) == [100]
+        assert [delta.token for delta in flight.take_ready()] == [101, 102, 103]
+        assert flight.take_ready() == []
+        assert await read_all(flight) == []
+
+
+@with_workers("prefill-0", "decode-0")
 async def test_the_decode_worker_is_asked_before_token_0_is_out(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
