@@ -1,7 +1,7 @@
-"""A decoder's weights: what the checkpoint's tensors are called, and how they are held.
+"""A decoder's weights: read from a checkpoint, and how they are held.
 
-Loads one layer after the other and hands each matrix to the kernels, which may hold it in a form of their own: the peak
-of memory is the weights and one layer. Called by `pdserve.model.decoder`; computes nothing.
+Hands each matrix to the kernels as it is read, and they may hold it in a form of their own: the peak of memory is the
+weights and one matrix. Called by `pdserve.model.decoder`; computes nothing.
 
 Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads, H KV heads, M = N + 2 H, D head dim.
 """
