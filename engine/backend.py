@@ -29,6 +29,7 @@ from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.model.hardware import hardware
 from pdserve.model.model_hash import model_hash
+from pdserve.model.weight_files import check_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     cpu = hardware("cpu", num_cores=_num_threads(config))
     cost = CostModel(model.shape, cpu, config.dtype, kv_dtype=config.kv_dtype)
     model = model.at_length(limits.max_model_len)
+    check_weights(folder, model.shape)
     content_hash = model_hash(folder, repr(model.layers))
     _configure_openmp(config)
 

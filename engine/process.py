@@ -35,7 +35,7 @@ def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | N
         worker = EngineWorker(_read_config(arguments.config), scheduler_factory)
         endpoint = worker.start()
     except (ValueError, RuntimeError, OSError) as error:
-        sys.stderr.write(f"{prog}: {error}\n")
+        sys.stderr.write(f"{prog}: {' '.join(str(error).split())}\n")
         return 1
     sys.stdout.write(json.dumps(endpoint_to_fields(endpoint)) + "\n")
     sys.stdout.flush()

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(config))
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"{PROG}: {error}\n")
+        sys.stderr.write(f"{PROG}: {' '.join(str(error).split())}\n")
         return 1
 
 

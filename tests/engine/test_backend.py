@@ -96,3 +96,10 @@ def test_kv_of_dynamic_rope_is_of_one_length(config: WorkerConfig, tmp_path: Pat
     for path, num_hashes in ((str(stretched), 2), (config.model_path, 1)):
         configs = [replace(config, model_path=path, max_model_len=length) for length in (1024, 2048)]
         assert len({choose_backend(config).layout.model_hash for config in configs}) == num_hashes
+
+
+def test_pickles_are_named_before_anything_is_allocated(config: WorkerConfig, tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(Path(config.model_path) / "config.json")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="are pickles, which can run code"):
+        choose_backend(replace(config, model_path=str(tmp_path)))
