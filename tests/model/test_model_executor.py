@@ -243,6 +243,26 @@ def test_penalties_count_the_token_that_the_scheduler_does_not_know_yet(folder: 
     assert answer(True, params) != answer(True, GREEDY)
 
 
+def test_a_resumed_answer_goes_on_as_it_would_have(folder: Path) -> None:
+    """Seed, position and penalties on another executor, which computes the tokens so far as one prompt."""
+    params = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, seed=4, presence_penalty=1, frequency_penalty=0.5)
+    prompt = PROMPTS[0]
+
+    def go_on(answer: list[int], num_tokens: int) -> list[int]:
+        executor, answer, cached = make_executor(folder), list(answer), 0
+        while len(answer) < num_tokens:
+            tokens = [*prompt, *answer]
+            planned = row(0, tokens[cached:], cached, sample=params)
+            planned.history, planned.num_prompt_tokens = tokens, len(prompt)
+            answer.append(token_of(run(executor, planned).sampled[0]))
+            cached = len(tokens)
+        return answer
+
+    whole = go_on([], 24)
+    assert go_on(whole[:9], 24) == whole
+    assert len(set(whole)) > 5
+
+
 def test_banned_tokens_are_not_sampled(folder: Path) -> None:
     executor = make_executor(folder)
     best = token_of(run(executor, row(0, PROMPTS[0], 0)).sampled[0])

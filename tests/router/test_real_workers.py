@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
+from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config import DecoderConfig
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
@@ -122,6 +124,35 @@ def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str, num_begun
             assert not rig.fleet.worker(victim).is_up
             assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
             await put_targets(rig, {name: worker for name, worker in workers.items() if name != victim})
+
+    asyncio.run(run())
+
+
+def test_a_minimum_of_tokens_holds_over_a_handoff_and_a_loss(checkpoint: Path) -> None:
+    """So do seed and choice; and every prompt token but the first gets its log probability."""
+    config = DecoderConfig.from_folder(checkpoint)
+    free = oracle(checkpoint, 9)
+    sampling = SamplingParams(
+        seed=5, max_tokens=NUM_TOKENS, min_tokens=120, stop_token_ids=tuple(range(6, 90)), num_prompt_logprobs=0
+    )
+    expected = expected_tokens(
+        prompt(9), NUM_TOKENS, config.shape.vocab_size, sampling=sampling, eos_token_ids=config.eos_token_ids
+    )
+    assert not set(sampling.stop_token_ids).intersection(expected[:120])
+    assert set(sampling.stop_token_ids).intersection(free[:120])
+
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", "decode-1", time_scale=10.0) as (rig, workers):
+            flight = rig.dispatcher.start(prompt(9), sampling, arrived_s=time.monotonic())
+            tokens = await read_some(flight, 20)
+            victim = attempt_of(flight).decode
+            assert victim is not None
+            name = next(name for name in workers if rig.fleet.worker(name) is victim)
+            workers[name].process.kill()
+            assert tokens + await read_all(flight, 20) == expected
+            assert list(flight.prompt_logprobs) == [TokenLogprobs(0.0, ())] * (len(prompt(9)) - 1)
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 1
+            await put_targets(rig, {other: worker for other, worker in workers.items() if other != name})
 
     asyncio.run(run())
 
