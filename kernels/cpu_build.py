@@ -20,8 +20,8 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-_SOURCES = tuple(Path(__file__).with_name(f"cpu_{part}.cpp") for part in ("attention", "dense", "gumbel"))
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+_SOURCES = tuple(Path(__file__).with_name(f"cpu_{part}.cpp") for part in ("attention", "dense", "sampling"))
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
 
 _log = logging.getLogger(__name__)

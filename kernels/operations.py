@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, Protocol
 
 import torch
@@ -132,6 +133,18 @@ class DecoderKernels(NamedTuple):
     paged_attention: PagedAttention
 
 
+class Kept(NamedTuple):
+    """The tokens of a row of logits that may be drawn."""
+
+    lowest: float
+    """Those of a higher logit than this,"""
+    last_equal: int
+    """and those of just this one up to this id."""
+
+
+ALL_KEPT = Kept(-inf, 2**31 - 1)
+
+
 class Draw(NamedTuple):
     """One token to be drawn from a row of logits."""
 
@@ -145,10 +158,7 @@ class Draw(NamedTuple):
     """The row's highest logit."""
     temperature: float
     """Over 0."""
-    lowest: float
-    """Tokens of a lower logit are not drawn;"""
-    last_equal: int
-    """of those of just this logit, the ones up to this id only."""
+    kept: Kept
 
 
 class DrawTokens(Protocol):
@@ -159,3 +169,34 @@ class DrawTokens(Protocol):
             logits_BV: float32; a draw's row has a finite highest logit.
         """
         ...
+
+
+class Nucleus(NamedTuple):
+    """The smallest set of the most likely tokens of a row with a share of its probability."""
+
+    row: int
+    top_p: float
+    """The share, in (0, 1)."""
+    best: float
+    """The row's highest logit."""
+    temperature: float
+    """Over 0."""
+    lowest: float
+    """Logits below it are left out beforehand: they have no probability."""
+
+
+class FindNuclei(Protocol):
+    def __call__(self, logits_BV: torch.Tensor, nuclei: Sequence[Nucleus]) -> list[Kept]:
+        """What each nucleus keeps: a prefix of its tokens in order of (logit descending, id ascending).
+
+        Args:
+            logits_BV: float32; a nucleus' row has a finite highest logit.
+        """
+        ...
+
+
+class SamplingKernels(NamedTuple):
+    """One implementation of both."""
+
+    draw_tokens: DrawTokens
+    find_nuclei: FindNuclei

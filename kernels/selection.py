@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.kernels import cpu_attention, cpu_dense, cpu_gumbel, torch_attention, torch_dense, torch_gumbel
+from pdserve.kernels import (
+    cpu_attention,
+    cpu_dense,
+    cpu_sampling,
+    torch_attention,
+    torch_dense,
+    torch_gumbel,
+    torch_nucleus,
+)
 from pdserve.kernels.cpu_build import load_library
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.operations import DecoderKernels, DrawTokens
+from pdserve.kernels.operations import DecoderKernels, SamplingKernels
 
 TORCH_KERNELS = DecoderKernels(
     name="torch",
@@ -36,11 +44,13 @@ _CPU_KERNELS_BUT_ATTENTION = CPU_KERNELS._replace(
     rope_and_write_kv=torch_attention.rope_and_write_kv,
     paged_attention=torch_attention.paged_attention,
 )
+TORCH_SAMPLING = SamplingKernels(torch_gumbel.draw_tokens, torch_nucleus.find_nuclei)
+CPU_SAMPLING = SamplingKernels(cpu_sampling.draw_tokens, cpu_sampling.find_nuclei)
 
 
-def select_draw_tokens(logits_BV: torch.Tensor) -> DrawTokens:
-    """The fastest way to draw from ``logits_BV``, in the same manner."""
-    return cpu_gumbel.draw_tokens if cpu_gumbel.supports(logits_BV) else torch_gumbel.draw_tokens
+def select_sampling_kernels(logits_BV: torch.Tensor) -> SamplingKernels:
+    """The fastest implementation that runs on ``logits_BV`` here, in the same manner."""
+    return CPU_SAMPLING if cpu_sampling.supports(logits_BV) else TORCH_SAMPLING
 
 
 def select_kernels(kv_pool: KvPool) -> DecoderKernels:

@@ -1,4 +1,4 @@
-"""Draws tokens by Gumbel-max, in torch operations on any device: the definition, and what `cpu_gumbel` is tested by.
+"""Draws tokens by Gumbel-max, in torch operations on any device: the definition, and what other kernels are tested by.
 
 The token with the highest ``(logit - best) / temperature + noise`` wins, ties to the lowest id. Its noise is
 ``-log(-log(u))``, where u is word ``token % 4`` of Philox4x32-10 with the seed as key and ``(position, choice, stream,
@@ -55,8 +55,8 @@ def _scaled(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """``(logit - best) / temperature``, ``[D, V]``; minus infinity for what must not be drawn."""
     logits_DV = logits_BV[[draw.row for draw in draws]]
     ids_V = torch.arange(logits_DV.shape[1], device=logits_DV.device)
-    lowest_D1 = logits_DV.new_tensor([draw.lowest for draw in draws])[:, None]
-    last_equal_D1 = ids_V.new_tensor([draw.last_equal for draw in draws])[:, None]
+    lowest_D1 = logits_DV.new_tensor([draw.kept.lowest for draw in draws])[:, None]
+    last_equal_D1 = ids_V.new_tensor([draw.kept.last_equal for draw in draws])[:, None]
     is_kept_DV = (logits_DV > lowest_D1) | ((logits_DV == lowest_D1) & (ids_V <= last_equal_D1))
     scaled_DV = logits_DV - logits_DV.new_tensor([draw.best for draw in draws])[:, None]
     scaled_DV /= logits_DV.new_tensor([draw.temperature for draw in draws])[:, None]

@@ -20,12 +20,12 @@ import torch
 
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken
-from pdserve.kernels.operations import Draw
-from pdserve.kernels.selection import select_draw_tokens
+from pdserve.kernels.operations import ALL_KEPT, Draw
+from pdserve.kernels.selection import select_sampling_kernels
 from pdserve.model.logit_edits import add_bias, ban, penalise
 from pdserve.model.logprobs import raw_logprobs
 from pdserve.model.token_counts import TokenCounts
-from pdserve.model.truncation import ALL, kept_tokens, truncates
+from pdserve.model.truncation import kept_tokens, truncates
 
 _MIN_TEMPERATURE = 1e-6
 """Lower temperatures are taken as this one, lest the division overflow."""
@@ -70,8 +70,9 @@ def sample(logits_BV: torch.Tensor, rows: Sequence[SamplingRow]) -> list[list[Sa
     answers = [[token] * row.num_choices for token, row in zip(likeliest, rows, strict=True)]
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
+        draw_tokens = select_sampling_kernels(logits_BV).draw_tokens
         draws = _draws(logits_BV, best, rows, drawn)
-        for draw, token in zip(draws, select_draw_tokens(logits_BV)(logits_BV, draws), strict=True):
+        for draw, token in zip(draws, draw_tokens(logits_BV, draws), strict=True):
             answers[draw.row][draw.choice - rows[draw.row].choice] = token
     sampled = [[SampledToken(token, None) for token in tokens] for tokens in answers]
     if raw is not None:
@@ -102,13 +103,13 @@ def _draws(
     """The draws of some rows, one for each of their choices, from what truncation leaves."""
     temperatures = {index: max(rows[index].params.temperature, _MIN_TEMPERATURE) for index in drawn}
     cut = [index for index in drawn if truncates(rows[index].params)]
-    kept = dict.fromkeys(drawn, ALL)
+    kept = dict.fromkeys(drawn, ALL_KEPT)
     if cut:
         logits_RV = logits_BV if len(cut) == len(rows) else logits_BV[cut]
         of_cut = [best[index] for index in cut], [rows[index].params for index in cut]
         kept.update(zip(cut, kept_tokens(logits_RV, *of_cut, [temperatures[index] for index in cut]), strict=True))
     return [
-        Draw(index, row.params.seed, row.position, choice, best[index], temperatures[index], *kept[index])
+        Draw(index, row.params.seed, row.position, choice, best[index], temperatures[index], kept[index])
         for index, row in ((index, rows[index]) for index in drawn)
         for choice in range(row.choice, row.choice + row.num_choices)
     ]
