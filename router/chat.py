@@ -31,9 +31,10 @@ async def chat_completion(edge: Edge, body: ChatBody, request: Request) -> Respo
     """
     model = edge.admit(body)
     try:
-        prompt_tokens = await edge.tokenizer.encode_chat([message.for_template() for message in body.messages])
+        text = edge.tokenizer.chat_text([message.for_template() for message in body.messages])
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
+    prompt_tokens = await edge.encode(body, model, text, add_special_tokens=False)  # the template wrote them
     answer = edge.answer(body, model, prompt_tokens, request, first_index=0, continues_prompt=False)
     return await edge.respond(body, request, Answers([answer]), ChatFormat(edge.tokenizer, body))
 

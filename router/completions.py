@@ -31,7 +31,10 @@ async def completion(edge: Edge, body: CompletionBody, request: Request) -> Resp
     model = edge.admit(body)
     answers: list[Answer] = []
     for prompt in body.prompt:
-        tokens = await edge.tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            tokens = await edge.encode(body, model, prompt, add_special_tokens=True)
+        else:
+            tokens = prompt
         echo = _echo(edge.tokenizer, prompt, tokens, body) if body.echo else None
         first_index = len(answers) * body.num_choices
         answers.append(

@@ -27,7 +27,7 @@ from pdserve.router.errors import ApiError
 from pdserve.router.format import AnswerFormat, WholeChoice
 from pdserve.router.generation import Generator, ServedModel
 from pdserve.router.observer import EdgeObserver
-from pdserve.router.sampling import check_token_ids, sampling_params
+from pdserve.router.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.schema import GenerationBody
 from pdserve.router.sse import EventStream
 from pdserve.router.stop_strings import StopStrings
@@ -69,6 +69,17 @@ class Edge:
         if model is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
         return model
+
+    async def encode(
+        self, body: GenerationBody, model: ServedModel, text: str, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ApiError: it is so long that its tokens need not be counted.
+        """
+        check_prompt_length(body, self.tokenizer.fewest_tokens(text), model.max_model_len, is_least=True)
+        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def answer(
         self,

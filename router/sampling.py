@@ -54,6 +54,20 @@ def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len:
     )
 
 
+def check_prompt_length(body: GenerationBody, num_tokens: int, max_model_len: int, *, is_least: bool = False) -> None:
+    """Whether a prompt of ``num_tokens`` tokens, or at least so many, leaves room for an answer.
+
+    Raises:
+        ApiError: it does not.
+    """
+    if num_tokens >= max_model_len:
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens. The prompt has "
+            f"{'at least ' if is_least else ''}{num_tokens} and leaves no room for an answer; shorten it."
+        )
+        raise ApiError(400, message, param=body.prompt_field, code="context_length_exceeded")
+
+
 def check_token_ids(field: str, tokens: Iterable[int], vocab_size: int) -> None:
     """Whether ``tokens`` of a request's ``field`` are the model's.
 
@@ -72,15 +86,13 @@ def _or(value: float | None, default: float) -> float:
 def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int) -> int:
     """The limit asked for, or the route's default as far as context and memory allow."""
     wanted = body.token_limit
+    check_prompt_length(body, num_prompt_tokens, max_model_len)
     left = max_model_len - num_prompt_tokens
-    context = f"This model's maximum context length is {max_model_len} tokens."
-    if left < 1:
-        message = f"{context} The prompt has {num_prompt_tokens} and leaves no room for an answer; shorten it."
-        raise ApiError(400, message, param=body.prompt_field, code="context_length_exceeded")
     if wanted is not None and wanted > left:
         message = (
-            f"{context} However, you requested {num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, "
-            f"{wanted} for the answer); lower max_tokens to {left} or shorten the prompt."
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} for the answer); lower "
+            f"max_tokens to {left} or shorten the prompt."
         )
         raise ApiError(400, message, param=body.prompt_field, code="context_length_exceeded")
     most = MAX_ANSWER_ENTRIES // (body.num_answers * (2 + body.num_logprobs))

@@ -46,6 +46,7 @@ class ChatTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
+        self._longest_token_chars = max(map(len, tokenizer.get_vocab()))
         self._byte_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else {}
 
     @classmethod
@@ -75,31 +76,27 @@ class ChatTokenizer:
         """Whether conversations can be encoded."""
         return self._template is not None
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of a conversation, special tokens included, ready for the assistant's answer.
 
         Raises:
             ValueError: the model has no chat template, or it refuses these messages.
         """
-        template = self._template
-        if template is None:
+        if self._template is None:
             raise ValueError(
                 "the model has no chat template; use /v1/completions, or put a chat_template.jinja into its folder"
             )
+        return self._template.render(messages)
 
-        def encode() -> list[int]:
-            # A template writes the special tokens itself
-            return self._encode(template.render(messages), add_special_tokens=False)
+    def fewest_tokens(self, text: str) -> int:
+        """Tokens that a text has at least: none stands for more characters than the longest of the vocabulary has."""
+        return -(-len(text) // self._longest_token_chars)
 
-        if sum(len(text) for message in messages for text in message.values()) <= MAX_INLINE_CHARS:
-            return encode()
-        return await asyncio.to_thread(encode)
-
-    async def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts around one."""
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around one if so asked."""
         if len(text) <= MAX_INLINE_CHARS:
-            return self._encode(text, add_special_tokens=True)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens=True)
+            return self._encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
 
     def detokenizer(
         self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = (), piece_tokens: int = 1

@@ -212,7 +212,7 @@ class EdgeServer:
 
     def say(self, text: str, finish: FinishReason = FinishReason.STOP, logprobs: TokenLogprobs | None = None) -> int:
         """Answer every request from now on with ``text``, and EOS after it where it ends so. Returns its tokens."""
-        tokens = asyncio.run(self.tokenizer.encode_text(text))[1:]
+        tokens = asyncio.run(self.tokenizer.encode(text))[1:]
         tokens += [EOS_ID] if finish is FinishReason.STOP else []
         self.generator.script = saying(tokens, finish, logprobs)
         return len(tokens)

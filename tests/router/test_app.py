@@ -419,6 +419,19 @@ def test_mistakes_name_their_field(
         assert error_of(answer)["param"] == param
 
 
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
+def test_a_prompt_that_cannot_fit_is_not_tokenised(
+    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    monkeypatch.setattr(edge.tokenizer, "_encode", None)
+    text = "the time " * 5000
+    answer = http.post(path, json={field: [{"role": "user", "content": text}] if path == CHAT else text})
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert "at least" in error["message"]
+
+
 def test_null_means_the_default(edge: EdgeServer, http: httpx.Client) -> None:
     for path, model, body in ((CHAT, ChatBody, {"messages": MESSAGES}), (COMPLETIONS, CompletionBody, {"prompt": "x"})):
         nulls = dict.fromkeys([*model.model_fields, "tools", "audio", "suffix"], None)

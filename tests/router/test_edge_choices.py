@@ -36,7 +36,7 @@ def client(edge: EdgeServer) -> Iterator[openai.OpenAI]:
 
 
 def tokens_of(edge: EdgeServer, text: str) -> list[int]:
-    return asyncio.run(edge.tokenizer.encode_text(text))[1:]
+    return asyncio.run(edge.tokenizer.encode(text))[1:]
 
 
 def say_each(edge: EdgeServer, *texts: str) -> int:

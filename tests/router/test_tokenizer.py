@@ -17,20 +17,24 @@ from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer, 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Größe? 🙂"}]
 
 
+def encoded_chat(tokenizer: ChatTokenizer, messages: list[dict[str, str]]) -> list[int]:
+    return asyncio.run(tokenizer.encode(tokenizer.chat_text(messages), add_special_tokens=False))
+
+
 def test_agrees_with_transformers_on_a_checkpoint(tmp_path: Path) -> None:
     random_checkpoint.write_tokenizer(tmp_path, 512)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     ours = ChatTokenizer.from_folder(tmp_path)
     prompt = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=True)
-    assert asyncio.run(ours.encode_chat(MESSAGES)) == prompt["input_ids"]
-    assert asyncio.run(ours.encode_text("a naïve text")) == theirs("a naïve text")["input_ids"]
+    assert encoded_chat(ours, MESSAGES) == prompt["input_ids"]
+    assert asyncio.run(ours.encode("a naïve text")) == theirs("a naïve text")["input_ids"]
 
 
 def test_a_chat_writes_its_own_special_tokens_and_a_text_gets_the_tokenizers(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
-    assert asyncio.run(tokenizer.encode_chat(MESSAGES)).count(BOS_ID) == 1
-    assert asyncio.run(tokenizer.encode_text("hi"))[0] == BOS_ID
+    assert encoded_chat(tokenizer, MESSAGES).count(BOS_ID) == 1
+    assert asyncio.run(tokenizer.encode("hi"))[0] == BOS_ID
 
 
 def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
@@ -45,9 +49,8 @@ def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
     tokenizer = Watched.from_folder(tmp_path)
     long = "a" * (MAX_INLINE_CHARS + 1)
     for text in ("short", long):
-        asyncio.run(tokenizer.encode_text(text))
-        asyncio.run(tokenizer.encode_chat([{"role": "user", "content": text}]))
-    assert seen == [True, True, False, False]
+        asyncio.run(tokenizer.encode(text))
+    assert seen == [True, False]
 
 
 def test_the_interpreter_serves_others_while_a_long_text_is_encoded(tmp_path: Path) -> None:
@@ -57,7 +60,7 @@ def test_the_interpreter_serves_others_while_a_long_text_is_encoded(tmp_path: Pa
     text = "the time to first token " * 8_000
 
     async def run() -> tuple[list[int], int]:
-        encoding = asyncio.create_task(tokenizer.encode_text(text))
+        encoding = asyncio.create_task(tokenizer.encode(text))
         num_turns = 0
         while not encoding.done():
             await asyncio.sleep(0.005)
@@ -67,6 +70,15 @@ def test_the_interpreter_serves_others_while_a_long_text_is_encoded(tmp_path: Pa
     tokens, num_turns = asyncio.run(run())
     assert num_turns >= 5
     assert tokens == byte_level_tokenizer().encode(text).ids
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
+@pytest.mark.parametrize("text", ["", "the" * 50, "worker router" * 20, "Größe 東京 🙂", " " * 99])
+def test_no_text_has_fewer_tokens_than_its_fewest(make: object, text: str) -> None:
+    assert callable(make)
+    model = make()
+    fewest = ChatTokenizer(model, None, model.get_vocab_size()).fewest_tokens(text)
+    assert len(text) // 20 <= fewest <= len(model.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("text", ["Größe 東京 🙂", "in the a."])
@@ -118,16 +130,16 @@ def test_without_a_template_only_chat_fails(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     tokenizer = ChatTokenizer.from_folder(tmp_path)
-    assert asyncio.run(tokenizer.encode_text("hi"))
+    assert asyncio.run(tokenizer.encode("hi"))
     with pytest.raises(ValueError, match=r"no chat template; use /v1/completions"):
-        asyncio.run(tokenizer.encode_chat(MESSAGES))
+        tokenizer.chat_text(MESSAGES)
 
 
 def chat_text(folder: Path, chat_template: object) -> str:
     """What a template of ``tokenizer_config.json`` writes."""
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
-    tokens = asyncio.run(ChatTokenizer.from_folder(folder).encode_chat(MESSAGES))
+    tokens = encoded_chat(ChatTokenizer.from_folder(folder), MESSAGES)
     text: str = byte_level_tokenizer().decode(tokens)
     return text
 
