@@ -1,0 +1,58 @@
+"""A whole cluster for a benchmark, started as a user would, with `pdserve up FILE`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A cluster that is ready."""
+
+    url: str
+    pid: int
+    """Of `pdserve up`, the ancestor of all its processes."""
+    ready_s: float
+    """From the command to its banner."""
+
+
+@contextmanager
+def running_cluster(deployment: dict[str, Any]) -> Iterator[RunningCluster]:
+    """`pdserve up` on a free port, stopped with SIGINT.
+
+    Raises:
+        RuntimeError: it did not start; the message is what it printed.
+    """
+    deployment = {**deployment, "router": {"port": 0, **deployment.get("router", {})}}
+    with tempfile.TemporaryDirectory() as work:
+        file, log = Path(work) / "deployment.yaml", Path(work) / "log"
+        file.write_text(json.dumps(deployment))
+        started_s = time.perf_counter()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("pdserve")), "up", str(file)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            while (found := re.search(r"^curl .*?(http://[\w.\-]+:\d+)", log.read_text(), re.MULTILINE)) is None:
+                if process.poll() is not None or time.perf_counter() - started_s > START_TIMEOUT_S:
+                    raise RuntimeError(f"`pdserve up` did not start:\n{log.read_text()}")
+                time.sleep(0.05)
+            yield RunningCluster(found[1], process.pid, time.perf_counter() - started_s)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()

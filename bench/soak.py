@@ -1,0 +1,199 @@
+"""Does memory grow? Mixed load on a whole cluster for a long time, and the memory of each of its processes meanwhile.
+
+    python -m pdserve.bench.soak [--minutes 60] [--model FOLDER] [--json FILE] [--plot FILE]
+
+The load mixes whole and streamed answers, short and long prompts, conversations that go on, several choices, log
+probabilities, refused requests and clients that leave half-way. Memory is the proportional set size (PSS): pages that
+processes share, such as a KV pool that its transfer process maps too, count once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from rich.console import Console
+
+from pdserve.bench.cluster import running_cluster
+from pdserve.model.random_checkpoint import write_random_checkpoint
+
+VOCAB_SIZE = 512
+NUM_CLIENTS = 8
+SAMPLE_S = 10.0
+MIB = 2**20
+
+
+class Load:
+    """Clients that send one request after the other until told to stop."""
+
+    def __init__(self, url: str, vocab_size: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self._url = url
+        self._vocab_size = vocab_size
+
+    async def run(self, until_s: float) -> None:
+        limits = httpx.Limits(max_connections=2 * NUM_CLIENTS)
+        async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as client:
+            await asyncio.gather(*(self._client(client, random.Random(seed), until_s) for seed in range(NUM_CLIENTS)))
+
+    async def _client(self, client: httpx.AsyncClient, rng: random.Random, until_s: float) -> None:
+        kinds = (self._whole, self._streamed, self._conversation, self._leaver, self._refused)
+        while time.monotonic() < until_s:
+            kind = rng.choice(kinds)
+            await kind(client, rng)
+            self.counts[kind.__name__.strip("_")] += 1
+
+    def _completion(self, rng: random.Random) -> dict[str, Any]:
+        prompt = [rng.randrange(self._vocab_size) for _ in range(int(rng.lognormvariate(4.5, 1)) % 800 + 1)]
+        return {
+            "prompt": prompt,
+            "max_tokens": rng.randint(1, 100),
+            "temperature": rng.choice([0, 0.8]),
+            "n": rng.choice([1, 1, 1, 3]),
+            "logprobs": rng.choice([None, None, 3]),
+            "presence_penalty": rng.choice([0, 0.5]),
+        }
+
+    async def _whole(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        response = await client.post("/v1/completions", json=self._completion(rng))
+        response.raise_for_status()
+
+    async def _streamed(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        async with client.stream("POST", "/v1/completions", json={**self._completion(rng), "stream": True}) as response:
+            response.raise_for_status()
+            async for _ in response.aiter_bytes():
+                pass
+
+    async def _leaver(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        async with client.stream("POST", "/v1/completions", json={**self._completion(rng), "stream": True}) as response:
+            async for _ in response.aiter_bytes():
+                if rng.random() < 0.2:
+                    return
+
+    async def _conversation(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        messages = [{"role": "user", "content": f"Tell me about the number {rng.randrange(10**6)}."}]
+        for _ in range(3):
+            body = {"messages": messages, "max_tokens": rng.randint(1, 60), "temperature": 0}
+            response = await client.post("/v1/chat/completions", json=body)
+            response.raise_for_status()
+            messages.append({"role": "assistant", "content": response.json()["choices"][0]["message"]["content"]})
+            messages.append({"role": "user", "content": "Go on."})
+
+    async def _refused(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        bodies: list[dict[str, Any]] = [
+            {"messages": []},
+            {"prompt": [1] * 5000},
+            {"prompt": "a", "n": 10**6},
+            {"prompt": 7},
+        ]
+        body = rng.choice(bodies)
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        response = await client.post(path, json=body)
+        assert response.status_code == 400, response.text
+
+
+def memory_mib(root: psutil.Process) -> dict[str, float]:
+    """PSS of every process of the cluster, by a name that stays over a restart."""
+    sizes: defaultdict[str, float] = defaultdict(float)
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            sizes[_name(process)] += process.memory_full_info().pss / MIB
+        except psutil.Error:
+            continue
+    return {name: round(size, 1) for name, size in sizes.items()}
+
+
+def _name(process: psutil.Process) -> str:
+    words = process.cmdline() or [process.name()]
+    for word in words:
+        if (found := re.search(r"ray::(\w+)|pdserve[./](\w+[./]\w+)", word)) is not None:
+            name: str = found[1] or found[2]
+            return name.replace("/", ".")
+    return Path(words[0].split()[0]).name
+
+
+async def soak(url: str, root: psutil.Process, vocab_size: int, minutes: float, console: Console) -> dict[str, Any]:
+    """Load for ``minutes`` and sample memory; the first samples come after a minute of warm-up."""
+    started_s = time.monotonic()
+    load = Load(url, vocab_size)
+    running = asyncio.create_task(load.run(started_s + 60 * minutes))
+    samples = []
+    while not running.done():
+        await asyncio.wait([running], timeout=SAMPLE_S)
+        elapsed_s = round(time.monotonic() - started_s, 1)
+        samples.append({"s": elapsed_s, "mib": memory_mib(root)})
+        if len(samples) % 6 == 1:
+            console.print(
+                f"{elapsed_s / 60:.0f} of {minutes:g} min, {load.counts.total()} requests, MiB: {samples[-1]['mib']}"
+            )
+    await running
+    return {"requests": dict(load.counts), "samples": samples}
+
+
+def growth(samples: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per process: mean MiB of the second quarter and of the last quarter of the time."""
+    quarter = len(samples) // 4
+    spans = {"second_quarter": samples[quarter : 2 * quarter], "last_quarter": samples[-quarter:]}
+    names = sorted(samples[-1]["mib"])
+    return {
+        name: {
+            span: round(sum(sample["mib"].get(name, 0.0) for sample in members) / max(1, len(members)), 1)
+            for span, members in spans.items()
+        }
+        for name in names
+    }
+
+
+def plot(samples: list[dict[str, Any]], file: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for name in sorted(samples[-1]["mib"]):
+        axes.plot([sample["s"] / 60 for sample in samples], [s["mib"].get(name, 0.0) for s in samples], label=name)
+    axes.set(xlabel="minutes of mixed load", ylabel="memory, PSS in MiB", ylim=(0, None))
+    axes.legend(fontsize="small")
+    figure.savefig(file, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as work:
+        folder = write_random_checkpoint(Path(work) / "model", vocab_size=VOCAB_SIZE, max_position_embeddings=1024)
+        kv_memory = {"kv_memory": "64MiB"}
+        with running_cluster({"model": {"path": str(folder)}, "prefill": kv_memory, "decode": kv_memory}) as cluster:
+            root = psutil.Process(cluster.pid)
+            result = asyncio.run(soak(cluster.url, root, VOCAB_SIZE, arguments.minutes, console))
+    result = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "minutes": arguments.minutes,
+        "growth_mib": growth(result["samples"]),
+        **result,
+    }
+    if arguments.plot:
+        plot(result["samples"], arguments.plot)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result) + "\n")
+    sys.stdout.write(
+        json.dumps({name: result[name] for name in ("minutes", "requests", "growth_mib")}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
