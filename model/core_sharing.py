@@ -1,10 +1,11 @@
 """Lends the cores of a worker that has nothing to do to another worker of the same host.
 
 Workers are pinned to disjoint cores, because OpenMP threads of two processes that spin on the same cores slow both down
-many times over. So while one phase is idle its cores would be, too: all of decode's while the first prompts
-are computed, all of prefill's while the last answers are. A `CoreBoard` is a small shared file in which each worker says
-when it computed last. Before a step, a worker takes its own cores and its share of those of the workers that have computed
-nothing for `IDLE_S`; a step under way keeps what it took, so a lender waits for one step of the borrower at most.
+many times over. So while one phase is idle its cores would be, too: all of decode's while the first prompts are
+computed, all of prefill's while the last answers are. A `CoreBoard` is a small shared file in which each worker says
+when it computed last. Before a step, a worker takes its own cores and its share of those of the workers that have
+computed nothing for `IDLE_S`; a step under way keeps what it took, so a lender waits for one step of the borrower at
+most.
 
 Used by `pdserve.model.model_executor` around every step. The board is advice: a stale entry costs speed, nothing else.
 """
