@@ -12,18 +12,9 @@ Agreement is with the most likely token of float32 weights and KV.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import os
-import platform
-import sys
-import tempfile
-from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -44,9 +35,7 @@ class Text(NamedTuple):
 def language_reference() -> Text:
     """Every tenth topic, in order of name, is held out."""
     parts = [topics[name] for name in sorted(topics)]
-    return Text(
-        "\n".join(part for index, part in enumerate(parts) if index % 10), "\n".join(parts[::10])
-    )
+    return Text("\n".join(part for index, part in enumerate(parts) if index % 10), "\n".join(parts[::10]))
 
 
 def train(folder: Path, text: str, console: Console) -> None:

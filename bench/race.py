@@ -39,32 +39,12 @@ import numpy as np
 from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
+from pdserve.bench.shapes import SHAPES
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.model.shape import ModelShape
 
 NUM_CONCURRENT, PROMPT_TOKENS, ANSWER_TOKENS = 32, 256, 64
 BURST_TIMEOUT_S = 1800.0
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "num_layers": 4,
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "vocab_size": 512,
-    },
-    "half": {
-        "num_layers": 24,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_heads": 14,
-        "num_kv_heads": 2,
-        "vocab_size": 32000,
-        "tie_word_embeddings": True,
-    },
-}
-"""Llama shapes; ``half`` has the figures of a 0.5B model."""
 
 Prompts = list[list[int]]
 

@@ -1,10 +1,11 @@
 """Does memory grow? Mixed load on a whole cluster for a long time, and the memory of each of its processes meanwhile.
 
-    python -m pdserve.bench.soak [--minutes 60] [--model FOLDER] [--json FILE] [--plot FILE]
+    python -m pdserve.bench.soak [--minutes 60] [--shape tiny|half] [--dtype bfloat16] [--json FILE] [--plot FILE]
 
 The load mixes whole and streamed answers, short and long prompts, conversations that go on, several choices, log
 probabilities, refused requests and clients that leave half-way. Memory is the proportional set size (PSS): pages that
-processes share, such as a KV pool that its transfer process maps too, count once.
+processes share, such as a KV pool that its transfer process maps too, count once. Beside a worker's memory stands what
+its weights and its pool account for; what is left is the interpreter, torch and Ray.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import psutil
 from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
+from pdserve.bench.shapes import SHAPES
 from pdserve.model.random_checkpoint import write_random_checkpoint
 
-VOCAB_SIZE = 512
 NUM_CLIENTS = 8
 SAMPLE_S = 10.0
+KV_POOL_MIB = 64
 MIB = 2**20
 
 
@@ -170,19 +172,30 @@ def plot(samples: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as work:
-        folder = write_random_checkpoint(Path(work) / "model", vocab_size=VOCAB_SIZE, max_position_embeddings=1024)
-        kv_memory = {"kv_memory": "64MiB"}
-        with running_cluster({"model": {"path": str(folder)}, "prefill": kv_memory, "decode": kv_memory}) as cluster:
+        shape = SHAPES[arguments.shape]
+        folder = write_random_checkpoint(
+            Path(work) / "model", **shape, max_position_embeddings=1024, dtype=arguments.dtype
+        )
+        weights_mib = (folder / "model.safetensors").stat().st_size / MIB
+        kv_memory = {"kv_memory": f"{KV_POOL_MIB}MiB"}
+        model = {"path": str(folder), "dtype": arguments.dtype}
+        with running_cluster({"model": model, "prefill": kv_memory, "decode": kv_memory}) as cluster:
             root = psutil.Process(cluster.pid)
-            result = asyncio.run(soak(cluster.url, root, VOCAB_SIZE, arguments.minutes, console))
+            result = asyncio.run(soak(cluster.url, root, shape["vocab_size"], arguments.minutes, console))
     result = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "minutes": arguments.minutes,
+        "shape": arguments.shape,
+        "dtype": arguments.dtype,
+        "weights_mib": round(weights_mib, 1),
+        "kv_pool_mib": KV_POOL_MIB,
         "growth_mib": growth(result["samples"]),
         **result,
     }
@@ -191,7 +204,11 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(result) + "\n")
     sys.stdout.write(
-        json.dumps({name: result[name] for name in ("minutes", "requests", "growth_mib")}, indent=1) + "\n"
+        json.dumps(
+            {name: result[name] for name in ("minutes", "weights_mib", "kv_pool_mib", "requests", "growth_mib")},
+            indent=1,
+        )
+        + "\n"
     )
 
 
