@@ -47,6 +47,12 @@ class WorkerConfig:
     """Bearer token that every gRPC call between cluster members carries; empty checks nothing."""
     cpu_cores: tuple[int, ...] = ()
     """Cores to pin to before torch is imported; empty leaves the affinity alone."""
+    core_board: str = ""
+    """File on which the workers of this host lend each other the cores of idle ones; empty lends nothing."""
+    core_seat: int = 0
+    """This worker's entry in ``core_seats``."""
+    core_seats: tuple[tuple[int, ...], ...] = ()
+    """``cpu_cores`` of every worker on the board."""
     transfer_cpu_cores: tuple[int, ...] = ()
     """Cores of the transfer process; empty leaves its affinity alone."""
     emulate: str = ""

@@ -47,18 +47,24 @@ class Launch:
 
 
 def worker_configs(
-    launch: Launch, model_path: Path, split: CoreSplit, all_cores: Sequence[int], cluster_token: str
+    launch: Launch,
+    model_path: Path,
+    split: CoreSplit,
+    all_cores: Sequence[int],
+    cluster_token: str,
+    core_board: Path,
 ) -> list[WorkerConfig]:
     """What each worker is told, in the order of `Launch.roles`.
 
     Args:
         split: the cores of each.
         all_cores: where transfer processes run when no core is spare.
+        core_board: file on which workers with cores of their own lend them.
     """
     model = launch.config.model
     numbers = dict.fromkeys(WorkerRole, 0)
     configs = []
-    for role, cores in zip(launch.roles, split.worker_cores, strict=True):
+    for seat, (role, cores) in enumerate(zip(launch.roles, split.worker_cores, strict=True)):
         phase = launch.phase(role)
         configs.append(
             WorkerConfig(
@@ -76,6 +82,9 @@ def worker_configs(
                 transport=launch.config.kv_transfer.transport,
                 cluster_token=cluster_token,
                 cpu_cores=cores,
+                core_board=str(core_board) if cores else "",
+                core_seat=seat,
+                core_seats=split.worker_cores,
                 transfer_cpu_cores=split.spare_cores or tuple(all_cores),
                 emulate=launch.emulate,
                 time_scale=launch.time_scale,

@@ -194,7 +194,9 @@ class Supervisor:
 
     def _make_seats(self) -> None:
         counted = worker_resources()
-        for config in worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token):
+        board = self._folder.path / "cores"
+        configs = worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token, board)
+        for config in configs:
             resources = counted | self._launch.phase(config.role).resources
             self._seats.append(WorkerSeat(config, WORKER_CLASSES[config.role], resources))
 

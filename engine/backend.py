@@ -66,6 +66,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     import torch
 
     from pdserve.kernels.kv_pool import KvPool
+    from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
     from pdserve.model.decoder_weights import weight_bytes
     from pdserve.model.model_executor import ModelExecutor
 
@@ -81,9 +82,13 @@ def _model_backend(config: WorkerConfig) -> Backend:
     def build_executor(memory: PoolMemory) -> Executor:
         torch.set_num_threads(_num_threads(config))
         pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, getattr(torch, layout.dtype))
-        return ModelExecutor(
+        executor = ModelExecutor(
             folder=folder, config=model, layout=layout, pool=pool, dtype=config.dtype, num_swap_slots=num_slots
         )
+        if not config.core_board:
+            return executor
+        board = CoreBoard(Path(config.core_board), config.core_seat, config.core_seats)
+        return CoreSharingExecutor(executor, board)
 
     return Backend(limits=limits, layout=layout, cost=cost, num_swap_slots=num_slots, build_executor=build_executor)
 

@@ -38,7 +38,8 @@ def config_from_fields(values: Mapping[str, Any]) -> WorkerConfig:
     if missing:
         raise ValueError(f"missing keys in the worker's configuration: {', '.join(sorted(missing))}")
     cores = {name: tuple(values.get(name, ())) for name in ("cpu_cores", "transfer_cpu_cores")}
-    return WorkerConfig(**{**values, **cores, "role": WorkerRole(values["role"])})
+    seats = tuple(map(tuple, values.get("core_seats", ())))
+    return WorkerConfig(**{**values, **cores, "core_seats": seats, "role": WorkerRole(values["role"])})
 
 
 def endpoint_to_fields(endpoint: WorkerEndpoint) -> dict[str, Any]:

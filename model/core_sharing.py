@@ -7,7 +7,7 @@ when it computed last. Before a step, a worker takes its own cores and its share
 computed nothing for `IDLE_S`; a step under way keeps what it took, so a lender waits for one step of the borrower at
 most.
 
-Used by `pdserve.model.model_executor` around every step. The board is advice: a stale entry costs speed, nothing else.
+The board is advice: a stale entry costs speed, nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import mmap
 import os
 import time
 from pathlib import Path
+
+import torch
+
+from pdserve.contracts.step import Executor, StepBatch, StepHandle
 
 IDLE_S = 0.05
 """A worker between two steps, or waiting for a transfer, is not idle yet."""
@@ -65,3 +69,37 @@ class CoreBoard:
         self._entries[self._seat] = 0
         self._entries.release()
         self._map.close()
+
+
+class CoreSharingExecutor:
+    """Implements `pdserve.contracts.step.Executor`: runs another, which computes in ``submit``, on a board's cores."""
+
+    def __init__(self, executor: Executor, board: CoreBoard) -> None:
+        assert executor.pipeline_depth == 1, "a step must be over when submit returns"
+        self._executor = executor
+        self._board = board
+        self._cores: tuple[int, ...] = ()
+
+    @property
+    def pipeline_depth(self) -> int:
+        return 1
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        """Compute the step with as many threads as there are cores for it."""
+        cores = self._board.begin_step()
+        try:
+            if cores != self._cores:
+                self._move_to(cores)
+            return self._executor.submit(batch)
+        finally:
+            self._board.end_step()
+
+    def close(self) -> None:
+        self._executor.close()
+        self._board.close()
+
+    def _move_to(self, cores: tuple[int, ...]) -> None:
+        # OpenMP makes the threads that it lacks in the next parallel region, and they inherit the affinity of this one.
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+        self._cores = cores

@@ -16,13 +16,13 @@ DOCUMENT = {
     "kv_transfer": {"transport": "grpc"},
     "router": {"port": 1234, "max_queued_requests": 5},
 }
-MODEL_PATH = Path("/models/small")
+MODEL_PATH, BOARD = Path("/models/small"), Path("/run/cores")
 
 
 def test_each_worker_gets_its_phase_and_its_cores() -> None:
     launch = Launch(config=parse_deployment(DOCUMENT), emulate="a100", time_scale=2.0)
     split = split_cores(range(8), launch.roles)
-    first, second, third = worker_configs(launch, MODEL_PATH, split, range(8), "secret")
+    first, second, third = worker_configs(launch, MODEL_PATH, split, range(8), "secret", BOARD)
     assert [config.worker_id for config in (first, second, third)] == ["prefill-0", "prefill-1", "decode-0"]
     assert (first.kv_memory_bytes, third.kv_memory_bytes) == (2**30, 0)
     assert (second.max_batch_tokens, third.max_batch_size) == (100, 7)
@@ -31,13 +31,21 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert (third.emulate, third.time_scale, third.cluster_token) == ("a100", 2.0, "secret")
     assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == split.worker_cores
     assert first.transfer_cpu_cores == split.spare_cores
+    assert [config.core_seat for config in (first, second, third)] == [0, 1, 2]
+    assert (third.core_board, third.core_seats) == (str(BOARD), split.worker_cores)
+
+
+def test_workers_without_cores_of_their_own_lend_nothing() -> None:
+    launch = Launch()
+    (first, second) = worker_configs(launch, MODEL_PATH, split_cores([0], launch.roles), [0], "", BOARD)
+    assert (first.core_board, second.core_board) == ("", "")
 
 
 def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
     launch = Launch()
     split = split_cores([0, 1], launch.roles)
     assert split.spare_cores == ()
-    configs = worker_configs(launch, MODEL_PATH, split, [0, 1], "")
+    configs = worker_configs(launch, MODEL_PATH, split, [0, 1], "", BOARD)
     assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
 
 

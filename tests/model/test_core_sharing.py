@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
+from pdserve.contracts.step import StepBatch, StepHandle, StepOutput
 from pdserve.model import core_sharing
-from pdserve.model.core_sharing import CoreBoard
+from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
 
 CORES = ((0, 1), (2,), (3,))
 
@@ -87,3 +91,50 @@ def test_processes_see_each_other(tmp_path: Path) -> None:
 def test_only_the_owner_reads_the_file(tmp_path: Path) -> None:
     CoreBoard(tmp_path / "cores", 0, CORES).close()
     assert os.stat(tmp_path / "cores").st_mode & 0o777 == 0o600
+
+
+class _Done(NamedTuple):
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+class LookingAround:
+    """An executor that notes on how many cores and threads it runs."""
+
+    pipeline_depth = 1
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[set[int], int]] = []
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        self.seen.append((os.sched_getaffinity(0), torch.get_num_threads()))
+        if batch.step_id == 13:
+            raise RuntimeError("a bad step")
+        return _Done(StepOutput(step_id=batch.step_id, sampled=[], duration_s=0.0))
+
+    def close(self) -> None: ...
+
+
+def test_steps_run_on_what_the_board_gives(tmp_path: Path) -> None:
+    own, other = sorted(os.sched_getaffinity(0))[:2]
+    seats = ((own,), (other,))
+    inner, neighbour = LookingAround(), CoreBoard(tmp_path / "cores", 1, seats)
+
+    def run() -> None:
+        executor = CoreSharingExecutor(inner, CoreBoard(tmp_path / "cores", 0, seats))
+        executor.submit(StepBatch(step_id=0, rows=[]))
+        neighbour.begin_step()
+        with pytest.raises(RuntimeError, match="bad step"):
+            executor.submit(StepBatch(step_id=13, rows=[]))
+        assert neighbour.begin_step() == (other,), "the worker has computed just now"
+        executor.close()
+
+    num_threads = torch.get_num_threads()
+    thread = threading.Thread(target=run)  # whose affinity ends with it
+    thread.start()
+    thread.join()
+    torch.set_num_threads(num_threads)
+    assert inner.seen == [({own, other}, 2), ({own}, 1)]
+    assert neighbour.begin_step() == (other, own)
