@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalties, greedy": {"temperature": 0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
     "penalties, drawn": {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.5},
     "logit bias": {"temperature": 0.7, "logit_bias": {"17": 6, "300": -100}},
-    "min tokens": {"temperature": 0.8, "min_tokens": 40, "stop_token_ids": list(range(6, 200)), "ignore_eos": False},
+    "min tokens": {"temperature": 0.8, "min_tokens": 40, "stop_token_ids": list(range(6, 130)), "ignore_eos": False},
     "four choices": {"temperature": 0.9, "n": 4},
     "three equal choices": {"temperature": 0, "n": 3},
     "four choices that end apart": {"temperature": 1, "n": 4, "stop_token_ids": list(range(6, 16))},
