@@ -27,6 +27,7 @@ import torch
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
+from pdserve.kernels.cpu_threads import use_threads
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
@@ -94,7 +95,7 @@ class PullLoad:
 
 def build_executor(folder: Path, memory: PoolMemory, config: DecoderConfig) -> ModelExecutor:
     """The checkpoint in ``folder`` over ``memory``, computed by one thread."""
-    torch.set_num_threads(1)
+    use_threads(1)
     pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), memory.layout.shape, torch.float32)
     return ModelExecutor(folder=folder, config=config, layout=memory.layout, pool=pool, dtype="float32")
 

@@ -1,6 +1,6 @@
 """Divides a machine's cores between workers, and what is left for the router and Ray's daemons. Pure.
 
-Spinning OpenMP threads of two processes on the same cores slow both down many times over, so workers get disjoint sets.
+Threads of two processes that wait for each other on the same cores slow both down, so workers get disjoint sets.
 The supervisor calls `split_cores` once; workers pin themselves to what they were given, and one that was given nothing
 uses every core with threads that wait passively.
 """

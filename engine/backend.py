@@ -65,6 +65,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     import torch
 
+    from pdserve.kernels.cpu_threads import use_cores
     from pdserve.kernels.kv_pool import KvPool
     from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
     from pdserve.model.decoder_weights import weight_bytes
@@ -80,7 +81,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
 
     def build_executor(memory: PoolMemory) -> Executor:
-        torch.set_num_threads(_num_threads(config))
+        use_cores(config.cpu_cores or sorted(os.sched_getaffinity(0)))
         pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, getattr(torch, layout.dtype))
         executor = ModelExecutor(
             folder=folder, config=model, layout=layout, pool=pool, dtype=config.dtype, num_swap_slots=num_slots

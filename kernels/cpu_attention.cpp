@@ -18,6 +18,8 @@
 
 #ifdef __F16C__
 #include <immintrin.h>
+
+#include "cpu_threads.h"
 #endif
 
 namespace {
@@ -451,11 +453,10 @@ struct Attention {
     }
   }
 
-  void operator()(int num_threads) {
-    const bool parallel = plan() >= kSerialWork;
+  void operator()() {
+    const bool is_worth_it = plan() >= kSerialWork;
     const int64_t num_tasks = static_cast<int64_t>(tasks.size());
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (parallel)
-    for (int64_t i = 0; i < num_tasks; ++i) run(tasks[i]);
+    pdserve::Team::get().run(num_tasks, is_worth_it, [&](int64_t i) { run(tasks[i]); });
     for (int64_t i = 0; i < num_tasks;) {
       const int64_t first = i++;
       if (tasks[first].partial < 0) continue;
@@ -536,18 +537,17 @@ void rope_and_write_token(float* qkv, int64_t num_heads, const float* cos, const
 
 template <typename T>
 void rope_and_write(float* qkv, int64_t num_heads, const float* cos, const float* sin, const QkNorm& norm,
-                    const Pool& pool, int64_t layer, const Batch& batch, int num_threads) {
+                    const Pool& pool, int64_t layer, const Batch& batch) {
   const int64_t num_tokens = batch.query_starts[batch.num_rows], half = pool.head_dim / 2;
   const int64_t stride = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim;
-#pragma omp parallel for num_threads(num_threads) if (num_tokens * stride >= kSerialWork)
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  pdserve::Team::get().run(num_tokens, num_tokens * stride >= kSerialWork, [&](int64_t token) {
     const int32_t* next = std::upper_bound(batch.query_starts, batch.query_starts + batch.num_rows + 1, token);
     const int64_t row = next - batch.query_starts - 1;
     const int64_t position = batch.kv_lengths[row] - (*next - token);
     const int32_t* blocks = batch.block_ids + batch.block_starts[row];
     rope_and_write_token<T>(qkv + token * stride, num_heads, cos + token * half, sin + token * half, norm, pool, layer,
                             blocks[position / pool.block_size], position % pool.block_size);
-  }
+  });
 }
 
 // Calls `function` with a null pointer to the type of the pool's values.
@@ -567,26 +567,25 @@ extern "C" {
 
 // q and out are [num_tokens, num_heads, head_dim]; q's token stride is q_stride elements, out is contiguous.
 void paged_attention(const float* q, int64_t q_stride, float* out, int64_t num_heads, float scale, int64_t window,
-                     float softcap, const Pool* pool, int64_t layer, const int32_t* packed_batch, int num_threads) {
+                     float softcap, const Pool* pool, int64_t layer, const int32_t* packed_batch) {
   const Batch batch(packed_batch);
   const int64_t group = num_heads / pool->num_kv_heads;
   const Rule rule{scale, window, softcap};
   with_dtype(*pool, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    Attention<T>{q, q_stride, out, group, *pool, layer, batch, rule, {}, {}, {}, {}}(num_threads);
+    Attention<T>{q, q_stride, out, group, *pool, layer, batch, rule, {}, {}, {}, {}}();
   });
 }
 
 // qkv is [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous; cos and sin are [num_tokens, head_dim / 2].
 // The norms' weights, [head_dim], are null where there are no norms.
 void rope_and_write_kv(float* qkv, int64_t num_heads, const float* cos, const float* sin, const float* q_weight,
-                       const float* k_weight, float eps, const Pool* pool, int64_t layer, const int32_t* packed_batch,
-                       int num_threads) {
+                       const float* k_weight, float eps, const Pool* pool, int64_t layer, const int32_t* packed_batch) {
   const Batch batch(packed_batch);
   const QkNorm norm{q_weight, k_weight, eps};
   with_dtype(*pool, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    rope_and_write<T>(qkv, num_heads, cos, sin, norm, *pool, layer, batch, num_threads);
+    rope_and_write<T>(qkv, num_heads, cos, sin, norm, *pool, layer, batch);
   });
 }
 }

@@ -1,13 +1,13 @@
 """Attention kernels in C++, through ctypes: shapes are asserted here, because nothing is checked on the other side.
 
 Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_attention.cpp. Takes float32
-activations over a pool of any dtype. Runs on as many threads as torch does (`torch.set_num_threads`).
+activations over a pool of any dtype. Threads: see `pdserve.kernels.cpu_threads`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from pdserve.kernels.operations import AttentionRule, QkNorm
 
 _HEAD_DIM_MULTIPLE = 8
 # As declared in cpu_attention.cpp.
-_POOL_AND_BATCH = (c_void_p, c_int64, c_void_p, c_int)
+_POOL_AND_BATCH = (c_void_p, c_int64, c_void_p)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "paged_attention": (c_void_p, c_int64, c_void_p, c_int64, c_float, c_int64, c_float, *_POOL_AND_BATCH),
     "rope_and_write_kv": (c_void_p, c_int64, *[c_void_p] * 4, c_float, *_POOL_AND_BATCH),
@@ -111,6 +111,6 @@ def _function(name: str) -> Any:
 
 
 def _pool_and_batch(kv_pool: KvPool, layer: int, metadata: AttentionMetadata) -> tuple[object, ...]:
-    """The arguments that both kernels end with: pool, layer, batch, threads."""
+    """The arguments that both kernels end with: pool, layer, batch."""
     assert 0 <= layer < kv_pool.shape.num_layers
-    return ctypes.byref(kv_pool.struct), layer, metadata.packed.data_ptr(), torch.get_num_threads()
+    return ctypes.byref(kv_pool.struct), layer, metadata.packed.data_ptr()

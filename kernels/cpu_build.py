@@ -20,8 +20,11 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-_SOURCES = tuple(Path(__file__).with_name(f"cpu_{part}.cpp") for part in ("attention", "dense", "sampling"))
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", "-fopenmp", "-fPIC")
+_SOURCES = tuple(
+    Path(__file__).with_name(f"cpu_{part}.cpp") for part in ("attention", "dense", "sampling", "threads")
+)
+_HEADERS = (Path(__file__).with_name("cpu_threads.h"),)
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", "-pthread", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
 
 _log = logging.getLogger(__name__)
@@ -29,10 +32,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels, or ``None`` where they cannot be built; the reason is logged once.
-
-    Import torch before the first call, so that the library shares torch's OpenMP threads.
-    """
+    """The compiled kernels, or ``None`` where they cannot be built; the reason is logged once."""
     compiler = shutil.which("g++")
     if compiler is None:
         _log.warning("g++ was not found: models run on plain torch, slower; install g++ to speed it up")
@@ -96,7 +96,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _build_key(compiler: str) -> str:
     """Hash of all that decides the machine code: ``-march=native`` makes the CPU's features part of it."""
     digest = blake2b(digest_size=12)
-    sources = [source.read_bytes() for source in _SOURCES]
+    sources = [source.read_bytes() for source in (*_SOURCES, *_HEADERS)]
     for part in (*sources, " ".join(_FLAGS).encode(), _run([compiler, "--version"]), _cpu_features()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()

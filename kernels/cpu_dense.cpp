@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu_threads.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -236,27 +238,26 @@ struct Product {
       finish(total.data() + p * kBlockRows * kPanel, first_row, rows, first_panel + p);
   }
 
-  void operator()(int num_threads) const {
-    const bool parallel = num_rows * inputs() * weight.num_outputs >= kSerialWork;
-    if (!parallel) num_threads = 1;
+  void operator()() const {
+    pdserve::Team& team = pdserve::Team::get();
+    const bool is_worth_it = num_rows * inputs() * weight.num_outputs >= kSerialWork;
+    const int64_t num_threads = is_worth_it ? team.num_threads() : 1;
     const int64_t panels = num_panels();
     if (num_rows <= kFewRows) {
-#pragma omp parallel for num_threads(num_threads) if (parallel)
-      for (int i = 0; i < num_threads; ++i)
-        multiply_few(panels * i / num_threads, panels * (i + 1) / num_threads);
+      team.run(num_threads, is_worth_it,
+               [&](int64_t i) { multiply_few(panels * i / num_threads, panels * (i + 1) / num_threads); });
       return;
     }
     // Enough tasks for every thread to have its share, even if some are slow.
     const int64_t row_tasks = (num_rows + kBlockRows - 1) / kBlockRows;
     const int64_t width = std::clamp<int64_t>(panels * row_tasks / (4 * num_threads), 4, kBlockPanels);
     const int64_t panel_tasks = (panels + width - 1) / width;
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (parallel)
-    for (int64_t i = 0; i < row_tasks * panel_tasks; ++i) {
+    team.run(row_tasks * panel_tasks, is_worth_it, [&](int64_t i) {
       const int64_t row = num_rows * (i / panel_tasks) / row_tasks;
       const int64_t panel = panels * (i % panel_tasks) / panel_tasks;
       multiply_block(row, num_rows * (i / panel_tasks + 1) / row_tasks - row, panel,
                      panels * (i % panel_tasks + 1) / panel_tasks - panel);
-    }
+    });
   }
 };
 
@@ -312,10 +313,9 @@ struct GeluTanh {
 };
 
 template <typename Activation>
-void gate_rows(const float* gate_up, float* out, int64_t num_rows, int64_t width, int num_threads) {
+void gate_rows(const float* gate_up, float* out, int64_t num_rows, int64_t width) {
   const Activation activation;
-#pragma omp parallel for num_threads(num_threads) if (num_rows * width * 8 >= kSerialWork)
-  for (int64_t row = 0; row < num_rows; ++row) {
+  pdserve::Team::get().run(num_rows, num_rows * width * 8 >= kSerialWork, [&](int64_t row) {
     const float* gate = gate_up + 2 * row * width;
     const float* up = gate + width;
     float* to = out + row * width;
@@ -325,7 +325,7 @@ void gate_rows(const float* gate_up, float* out, int64_t num_rows, int64_t width
     std::copy(gate + i, gate + width, rest);
     const Vec last = activation(load(rest));
     for (int j = 0; i < width; ++i, ++j) to[i] = last[j] * up[i];
-  }
+  });
 }
 
 void normalise_row(const float* x, const float* weight, float eps, float* out, int64_t width) {
@@ -350,8 +350,8 @@ extern "C" {
 int64_t dense_panel_width() { return kPanel; }
 
 // y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T + b, all contiguous.
-void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_rows, int num_threads) {
-  with_kind(weight->kind, [&](auto value) { Product<decltype(value)>{*weight, x, y, num_rows}(num_threads); });
+void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_rows) {
+  with_kind(weight->kind, [&](auto value) { Product<decltype(value)>{*weight, x, y, num_rows}(); });
 }
 
 // out[num_ids, num_inputs]: rows of W.
@@ -360,18 +360,18 @@ void dense_rows(const Weight* weight, const int64_t* ids, int64_t num_ids, float
 }
 
 // out[num_rows, width] = x / rms(x) * weight, row by row.
-void dense_rms_normalise(const float* x, const float* weight, float eps, float* out, int64_t num_rows, int64_t width,
-                         int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * width >= kSerialWork)
-  for (int64_t row = 0; row < num_rows; ++row) normalise_row(x + row * width, weight, eps, out + row * width, width);
+void dense_rms_normalise(const float* x, const float* weight, float eps, float* out, int64_t num_rows, int64_t width) {
+  pdserve::Team::get().run(num_rows, num_rows * width >= kSerialWork, [&](int64_t row) {
+    normalise_row(x + row * width, weight, eps, out + row * width, width);
+  });
 }
 
 // out[num_rows, width] = activation(gate) * up, where gate_up is [num_rows, 2 * width], gates first.
-void dense_gate_silu(const float* gate_up, float* out, int64_t num_rows, int64_t width, int num_threads) {
-  gate_rows<Silu>(gate_up, out, num_rows, width, num_threads);
+void dense_gate_silu(const float* gate_up, float* out, int64_t num_rows, int64_t width) {
+  gate_rows<Silu>(gate_up, out, num_rows, width);
 }
 
-void dense_gate_gelu_tanh(const float* gate_up, float* out, int64_t num_rows, int64_t width, int num_threads) {
-  gate_rows<GeluTanh>(gate_up, out, num_rows, width, num_threads);
+void dense_gate_gelu_tanh(const float* gate_up, float* out, int64_t num_rows, int64_t width) {
+  gate_rows<GeluTanh>(gate_up, out, num_rows, width);
 }
 }

@@ -2,7 +2,7 @@
 
 Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_dense.cpp. Activations are
 float32; weights stay in the dtype of the checkpoint, or in int8. A row's result depends on neither the other rows nor
-the number of threads, which is torch's (`torch.set_num_threads`).
+the number of threads (`pdserve.kernels.cpu_threads`).
 
 Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel.
 """
@@ -10,7 +10,7 @@ Shape suffixes: T tokens, E input features, F output features, I = F / 2, P pane
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,12 +23,12 @@ _QUANTISED_ROWS = 1024
 
 # As declared in cpu_dense.cpp.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-_GATE = (c_void_p, c_void_p, c_int64, c_int64, c_int)
+_GATE = (c_void_p, c_void_p, c_int64, c_int64)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dense_panel_width": (),
-    "dense_multiply": (c_void_p, c_void_p, c_void_p, c_int64, c_int),
+    "dense_multiply": (c_void_p, c_void_p, c_void_p, c_int64),
     "dense_rows": (c_void_p, c_void_p, c_int64, c_void_p),
-    "dense_rms_normalise": (c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int),
+    "dense_rms_normalise": (c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64),
     "dense_gate_silu": _GATE,
     "dense_gate_gelu_tanh": _GATE,
 }
@@ -112,7 +112,7 @@ class CpuLinear:
         assert num_inputs == self._num_inputs
         _assert_float32(x_TE)
         y_TF = torch.empty(num_rows, self._num_outputs)
-        self._multiply(self._struct, x_TE.data_ptr(), y_TF.data_ptr(), num_rows, torch.get_num_threads())
+        self._multiply(self._struct, x_TE.data_ptr(), y_TF.data_ptr(), num_rows)
         return y_TF
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -130,9 +130,7 @@ def rms_normalise(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> tor
     _assert_float32(x_TE)
     _assert_float32(weight_E)
     y_TE = torch.empty(num_rows, width)
-    _function("dense_rms_normalise")(
-        x_TE.data_ptr(), weight_E.data_ptr(), eps, y_TE.data_ptr(), num_rows, width, torch.get_num_threads()
-    )
+    _function("dense_rms_normalise")(x_TE.data_ptr(), weight_E.data_ptr(), eps, y_TE.data_ptr(), num_rows, width)
     return y_TE
 
 
@@ -142,9 +140,7 @@ def gate(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
     assert both_widths % 2 == 0
     _assert_float32(gate_up_TF)
     gated_TI = torch.empty(num_rows, both_widths // 2)
-    _function(f"dense_gate_{activation}")(
-        gate_up_TF.data_ptr(), gated_TI.data_ptr(), num_rows, both_widths // 2, torch.get_num_threads()
-    )
+    _function(f"dense_gate_{activation}")(gate_up_TF.data_ptr(), gated_TI.data_ptr(), num_rows, both_widths // 2)
     return gated_TI
 
 

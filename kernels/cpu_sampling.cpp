@@ -15,6 +15,8 @@
 #include <limits>
 #include <vector>
 
+#include "cpu_threads.h"
+
 namespace {
 
 // Mirrored by cpu_sampling._DRAW.
@@ -204,16 +206,16 @@ Kept find_nucleus(const float* logits, int64_t vocab_size, const Nucleus& nucleu
 
 // logits: rows of vocab_size floats, row_stride floats apart. tokens: [num_draws].
 extern "C" void draw_tokens(const float* logits, int64_t row_stride, int64_t vocab_size, const Draw* draws,
-                            int64_t num_draws, int64_t* tokens, int num_threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_draws * vocab_size >= 1 << 15)
-  for (int64_t i = 0; i < num_draws; i++)
+                            int64_t num_draws, int64_t* tokens) {
+  pdserve::Team::get().run(num_draws, num_draws * vocab_size >= 1 << 15, [&](int64_t i) {
     tokens[i] = draw_token(logits + draws[i].row * row_stride, vocab_size, draws[i]);
+  });
 }
 
 // kept: [num_nuclei].
 extern "C" void find_nuclei(const float* logits, int64_t row_stride, int64_t vocab_size, const Nucleus* nuclei,
-                            int64_t num_nuclei, Kept* kept, int num_threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_nuclei * vocab_size >= 1 << 15)
-  for (int64_t i = 0; i < num_nuclei; i++)
+                            int64_t num_nuclei, Kept* kept) {
+  pdserve::Team::get().run(num_nuclei, num_nuclei * vocab_size >= 1 << 15, [&](int64_t i) {
     kept[i] = find_nucleus(logits + nuclei[i].row * row_stride, vocab_size, nuclei[i]);
+  });
 }

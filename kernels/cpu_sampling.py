@@ -80,5 +80,4 @@ def _call(name: str, logits_BV: torch.Tensor, tasks: npt.NDArray[np.void], resul
         ctypes.c_void_p(tasks.ctypes.data),
         ctypes.c_int64(len(tasks)),
         ctypes.c_void_p(results.ctypes.data),
-        ctypes.c_int(torch.get_num_threads()),
     )

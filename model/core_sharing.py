@@ -1,7 +1,7 @@
 """Lends the cores of a worker that has nothing to do to another worker of the same host.
 
-Workers are pinned to disjoint cores, because OpenMP threads of two processes that spin on the same cores slow both down
-many times over. So while one phase is idle its cores would be, too: all of decode's while the first prompts are
+Workers are pinned to disjoint cores, because threads of two processes that wait for each other on the same cores slow
+both down. So while one phase is idle its cores would be, too: all of decode's while the first prompts are
 computed, all of prefill's while the last answers are. A `CoreBoard` is a small shared file in which each worker says
 when it computed last. Before a step, a worker takes its own cores and its share of those of the workers that have
 computed nothing for `IDLE_S`; a step under way keeps what it took, so a lender waits for one step of the borrower at
@@ -17,9 +17,8 @@ import os
 import time
 from pathlib import Path
 
-import torch
-
 from pdserve.contracts.step import Executor, StepBatch, StepHandle
+from pdserve.kernels.cpu_threads import use_cores
 
 IDLE_S = 0.05
 """A worker between two steps, or waiting for a transfer, is not idle yet."""
@@ -89,7 +88,8 @@ class CoreSharingExecutor:
         cores = self._board.begin_step()
         try:
             if cores != self._cores:
-                self._move_to(cores)
+                use_cores(cores)
+                self._cores = cores
             return self._executor.submit(batch)
         finally:
             self._board.end_step()
@@ -97,9 +97,3 @@ class CoreSharingExecutor:
     def close(self) -> None:
         self._executor.close()
         self._board.close()
-
-    def _move_to(self, cores: tuple[int, ...]) -> None:
-        # OpenMP makes the threads that it lacks in the next parallel region, and they inherit the affinity of this one.
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
-        self._cores = cores

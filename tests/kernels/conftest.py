@@ -1,15 +1,16 @@
+"""Kernels are tested on two threads: as few as show that their number does not matter."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from pdserve.kernels.cpu_threads import use_threads
 
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    """As few as show that the number of threads does not matter."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    use_threads(2)
     yield
-    torch.set_num_threads(num_threads)
+    use_threads(1)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from pdserve.kernels.cpu_threads import use_threads
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
@@ -130,7 +131,7 @@ def test_rows_do_not_depend_on_their_neighbours_or_the_thread_count(rule: Attent
     rows = (Row(2100, 1), Row(40, 20), Row(9, 1), Row(1500, 70))
     batch = make_batch(rows)
     together = CPU_KERNELS.paged_attention(batch.queries, batch.kv_pool, LAYER, batch.metadata, rule)
-    torch.set_num_threads(1)
+    use_threads(1)
     start = 0
     for row, table in zip(rows, batch.block_tables, strict=True):
         alone = AttentionMetadata.build(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pdserve.kernels.cpu_dense import INT8_MAX, quantise_int8
+from pdserve.kernels.cpu_threads import use_threads
 from pdserve.kernels.operations import DecoderKernels, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch_dense import matrix_dtype
@@ -77,7 +78,7 @@ def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(form:
     x_TE = random(400, 700)
     together = linear(x_TE)
     for num_threads in (1, 2, 3):
-        torch.set_num_threads(num_threads)
+        use_threads(num_threads)
         for num_rows in NUM_ROWS:
             assert torch.equal(linear(x_TE[:num_rows]), together[:num_rows])
             assert torch.equal(linear(x_TE[400 - num_rows :]), together[400 - num_rows :])

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pdserve.kernels.cpu_threads import use_threads
+
 
 @pytest.fixture(autouse=True, scope="package")
 def _one_thread() -> Iterator[None]:
     """The models of these tests are too small to share, and threads that spin on busy cores are far slower."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    use_threads(1)
     yield
     torch.set_num_threads(num_threads)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from pdserve.contracts.step import StepBatch, StepHandle, StepOutput
+from pdserve.kernels.cpu_threads import use_threads
 from pdserve.model import core_sharing
 from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
 
@@ -106,10 +106,10 @@ class LookingAround:
     pipeline_depth = 1
 
     def __init__(self) -> None:
-        self.seen: list[tuple[set[int], int]] = []
+        self.seen: list[set[int]] = []
 
     def submit(self, batch: StepBatch) -> StepHandle:
-        self.seen.append((os.sched_getaffinity(0), torch.get_num_threads()))
+        self.seen.append(os.sched_getaffinity(0))
         if batch.step_id == 13:
             raise RuntimeError("a bad step")
         return _Done(StepOutput(step_id=batch.step_id, sampled=[], duration_s=0.0))
@@ -131,10 +131,9 @@ def test_steps_run_on_what_the_board_gives(tmp_path: Path) -> None:
         assert neighbour.begin_step() == (other,), "the worker has computed just now"
         executor.close()
 
-    num_threads = torch.get_num_threads()
     thread = threading.Thread(target=run)  # whose affinity ends with it
     thread.start()
     thread.join()
-    torch.set_num_threads(num_threads)
-    assert inner.seen == [({own, other}, 2), ({own}, 1)]
+    use_threads(1)
+    assert inner.seen == [{own, other}, {own}]
     assert neighbour.begin_step() == (other, own)
