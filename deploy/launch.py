@@ -52,14 +52,14 @@ def worker_configs(
     split: CoreSplit,
     all_cores: Sequence[int],
     cluster_token: str,
-    core_board: Path,
+    core_board: str = "",
 ) -> list[WorkerConfig]:
     """What each worker is told, in the order of `Launch.roles`.
 
     Args:
         split: the cores of each.
         all_cores: where transfer processes run when no core is spare.
-        core_board: file on which workers with cores of their own lend them.
+        core_board: file on which workers with cores of their own lend them; empty lends nothing.
     """
     model = launch.config.model
     numbers = dict.fromkeys(WorkerRole, 0)
@@ -82,7 +82,7 @@ def worker_configs(
                 transport=launch.config.kv_transfer.transport,
                 cluster_token=cluster_token,
                 cpu_cores=cores,
-                core_board=str(core_board) if cores else "",
+                core_board=core_board if cores else "",
                 core_seat=seat,
                 core_seats=split.worker_cores,
                 transfer_cpu_cores=split.spare_cores or tuple(all_cores),

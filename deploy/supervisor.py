@@ -194,7 +194,7 @@ class Supervisor:
 
     def _make_seats(self) -> None:
         counted = worker_resources()
-        board = self._folder.path / "cores"
+        board = str(self._folder.path / "cores")
         configs = worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token, board)
         for config in configs:
             resources = counted | self._launch.phase(config.role).resources

@@ -16,10 +16,10 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu_threads.h"
+
 #ifdef __F16C__
 #include <immintrin.h>
-
-#include "cpu_threads.h"
 #endif
 
 namespace {

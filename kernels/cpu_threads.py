@@ -23,7 +23,7 @@ def use_cores(cores: Sequence[int]) -> None:
 
 
 def use_threads(num_threads: int, cores: Sequence[int] = ()) -> None:
-    """From now on, compute on so many threads; those beside the calling one may run on ``cores`` only, if any are given.
+    """From now on, compute on so many threads; those beside the calling one on ``cores`` only, if any are given.
 
     Must not be called while a kernel runs.
     """

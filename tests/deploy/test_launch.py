@@ -16,7 +16,7 @@ DOCUMENT = {
     "kv_transfer": {"transport": "grpc"},
     "router": {"port": 1234, "max_queued_requests": 5},
 }
-MODEL_PATH, BOARD = Path("/models/small"), Path("/run/cores")
+MODEL_PATH, BOARD = Path("/models/small"), "/run/cores"
 
 
 def test_each_worker_gets_its_phase_and_its_cores() -> None:
@@ -32,7 +32,7 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == split.worker_cores
     assert first.transfer_cpu_cores == split.spare_cores
     assert [config.core_seat for config in (first, second, third)] == [0, 1, 2]
-    assert (third.core_board, third.core_seats) == (str(BOARD), split.worker_cores)
+    assert (third.core_board, third.core_seats) == (BOARD, split.worker_cores)
 
 
 def test_workers_without_cores_of_their_own_lend_nothing() -> None:
