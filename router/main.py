@@ -32,6 +32,7 @@ from pdserve.router.admin import create_admin_app
 from pdserve.router.app import create_app
 from pdserve.router.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.fleet import Fleet
+from pdserve.router.http_protocol import BoundedHttpProtocol
 from pdserve.router.metrics import EdgeMetrics, RouterMetrics
 from pdserve.router.process_config import RouterProcessConfig, config_from_json
 from pdserve.router.session import Credentials
@@ -145,6 +146,7 @@ def _server(app: FastAPI) -> uvicorn.Server:
     return _QuietServer(
         uvicorn.Config(
             app,
+            http=BoundedHttpProtocol,
             lifespan="off",
             log_config=None,
             log_level="warning",

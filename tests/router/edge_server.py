@@ -16,6 +16,7 @@ from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.app import create_app
 from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
+from pdserve.router.http_protocol import BoundedHttpProtocol
 from pdserve.router.observer import AnswerTiming
 from pdserve.router.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
@@ -226,7 +227,8 @@ def running_edge() -> Iterator[EdgeServer]:
         tokenizer = ChatTokenizer.from_folder(Path(folder))
     generator, observer = ScriptedGenerator(), RecordingObserver()
     app = create_app(generator, tokenizer, served_name=MODEL, observer=observer, max_body_bytes=MAX_BODY_BYTES)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

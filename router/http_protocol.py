@@ -1,0 +1,62 @@
+"""Uvicorn's HTTP/1.1 protocol with the bounds that it lacks on the head of a request.
+
+Without them a client could send headers for ever, and have all of them kept, or send none and keep the connection.
+
+`pdserve.router.main` has uvicorn make one for each connection. What comes after the head is bounded by
+`pdserve.router.edge_middleware`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Request line and headers, as h11 has it by default."""
+
+HEAD_TIMEOUT_S = 30.0
+"""From the first byte of a request, or from the connection for its first one, to the end of its headers."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _head_deadline: asyncio.TimerHandle | None = None
+    """While a head is awaited."""
+    _num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_deadline is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._forget_head()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        head = self._head_deadline
+        super().data_received(data)
+        if head is not None and head is self._head_deadline:  # all of the data was of one head
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._forget_head()
+                self.send_400_response(f"The headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._num_head_bytes = 0
+        self._head_deadline = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _forget_head(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
