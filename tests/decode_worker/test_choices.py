@@ -9,6 +9,7 @@ import pytest
 from pdserve.contracts.request import FinishReason, GenerationRequest
 from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.decode_worker.swapping import SwapSpace
 from pdserve.engine.scheduler import FirstToken, PullResult, RequestEvent, RequestEventKind, TokenEvent
 from pdserve.kv_transfer.block_pool import BlockPool
 from tests.decode_worker.test_scheduler import (
@@ -327,6 +328,20 @@ def test_nobody_is_preempted_before_the_last_arrivals_are_known() -> None:
     answer(scheduler, ahead)
     assert [row.sequence_id for row in step(scheduler).rows] == [0, 1]
     assert scheduler.load().num_preemptions == 1
+
+
+def test_a_choice_whose_block_is_not_copied_yet_is_recomputed_not_swapped() -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool, swap_space=SwapSpace(num_slots=64, is_cheaper=lambda num_tokens, num_cached: True))
+    join(scheduler, choices_request(0, 7, 1, max_tokens=70))
+    for _ in range(4):
+        answer(scheduler, step(scheduler))
+    join(scheduler, choices_request(1, 5, 2, max_tokens=70))
+    pool.allocate(pool.num_available)
+    batch = step(scheduler)
+    assert [row.sequence_id for row in batch.rows] == [0, 1]
+    assert scheduler.load().num_preemptions == 1
+    assert (batch.block_copies, batch.swap_outs) == ([], [])
 
 
 # Simulation

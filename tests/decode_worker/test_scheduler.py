@@ -10,6 +10,7 @@ from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
 from pdserve.engine.scheduler import (
     AbortPullEvent,
     Event,
@@ -34,7 +35,11 @@ EventT = TypeVar("EventT", bound=Event)
 
 
 def a_scheduler(
-    pool: BlockPool | None = None, *, max_batch_tokens: int = 64, max_batch_size: int = 8
+    pool: BlockPool | None = None,
+    *,
+    max_batch_tokens: int = 64,
+    max_batch_size: int = 8,
+    swap_space: SwapSpace = NO_SWAP_SPACE,
 ) -> DecodeScheduler:
     numbers = count()
     return DecodeScheduler(
@@ -43,6 +48,7 @@ def a_scheduler(
         mint_handle=lambda: b"handle-%d" % next(numbers),
         max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
+        swap_space=swap_space,
     )
 
 
