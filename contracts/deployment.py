@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+QUANTIZATION_SETTINGS = ("none", "int8")
+"""What `ModelConfig.quantization` may be."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -19,6 +22,8 @@ class ModelConfig:
     """``float32``, ``bfloat16`` or ``float16``: weights and activations."""
     kv_dtype: str = "auto"
     """``auto``, which is ``dtype``, or ``int8``: about a fourth of float32's memory, and a little less accurate."""
+    quantization: str = "none"
+    """``none``, or ``int8``: the matrices of the layers are held in int8, with one scale per output."""
     max_model_len: int = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's own limit."""
     block_size: int = 16

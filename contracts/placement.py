@@ -28,6 +28,8 @@ class WorkerConfig:
     dtype: str = "float32"
     kv_dtype: str = "auto"
     """``auto``, which is ``dtype``, or ``int8``."""
+    quantization: str = "none"
+    """Of the weights: ``none`` or ``int8``."""
     max_model_len: int = 0
     """0 takes the checkpoint's own limit."""
     block_size: int = 16

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.deployment import QUANTIZATION_SETTINGS, DeploymentConfig, PhaseConfig
 from pdserve.contracts.kv_layout import KV_DTYPE_SETTINGS
 
 PHASES = ("prefill", "decode", "mixed")
@@ -104,6 +104,7 @@ def check_deployment(config: DeploymentConfig) -> None:
     model, slo, router = config.model, config.slo, config.router
     _one_of("model.dtype", model.dtype, ("float32", "bfloat16", "float16"))
     _one_of("model.kv_dtype", model.kv_dtype, KV_DTYPE_SETTINGS)
+    _one_of("model.quantization", model.quantization, QUANTIZATION_SETTINGS)
     _in_range("model.max_model_len", model.max_model_len, 0, 2**24)
     _in_range("model.block_size", model.block_size, 1, 256)
     _positive("slo.ttft_seconds", slo.ttft_seconds)

@@ -73,6 +73,7 @@ def worker_configs(
                 model_path=str(model_path),
                 dtype=model.dtype,
                 kv_dtype=model.kv_dtype,
+                quantization=model.quantization,
                 max_model_len=model.max_model_len,
                 block_size=model.block_size,
                 kv_memory_bytes=kv_memory_bytes(phase),
@@ -110,5 +111,6 @@ def router_config(launch: Launch, model_path: Path, split: CoreSplit, cluster_to
         cores_per_worker=max(1, *(len(cores) for cores in split.worker_cores)),
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
+        quantization=model.quantization,
         drain_timeout_s=launch.drain_timeout_s,
     )

@@ -33,7 +33,9 @@ class WorkerMemory(NamedTuple):
 
 def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     """Raises ValueError for sizes that no memory would make right; the text names the remedy."""
-    cost = CostModel(model.shape, hardware("cpu"), config.dtype, kv_dtype=config.kv_dtype)
+    cost = CostModel(
+        model.shape, hardware("cpu"), config.dtype, kv_dtype=config.kv_dtype, quantization=config.quantization
+    )
     limits = model.limits(config.max_model_len)
     block_bytes = cost.kv_bytes_per_token * config.block_size
     needed_bytes = -(-limits.max_model_len // config.block_size) * block_bytes
@@ -63,8 +65,12 @@ def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig) -> None:
 
 def _remedy(configs: Sequence[WorkerConfig], *, weights_fit: bool) -> str:
     if not weights_fit:
-        is_wide = configs[0].dtype == "float32"
-        return "use fewer workers or a smaller model" + ", or model.dtype bfloat16" * is_wide
+        remedies = ["fewer workers", "a smaller model"]
+        if configs[0].dtype == "float32":
+            remedies.append("model.dtype bfloat16")
+        if configs[0].quantization == "none":
+            remedies.append("model.quantization int8")
+        return f"use {', '.join(remedies[:-1])} or {remedies[-1]}"
     knobs = [f"{config.role.value}.kv_memory" for config in configs if config.kv_memory_bytes]
     knobs += [f"{config.role.value}.swap_memory" for config in configs if config.swap_memory_bytes]
     return f"lower {' or '.join(dict.fromkeys(knobs or ['model.max_model_len']))}, or use fewer workers"

@@ -278,7 +278,8 @@ class Supervisor:
 
     def _banner_rows(self, router: RouterProcess) -> list[tuple[str, str]]:
         config = self._launch.config
-        rows = [("model", f"{router.config.served_name} ({config.model.dtype})")]
+        held = config.model.dtype + ", int8 weights" * (config.model.quantization == "int8")
+        rows = [("model", f"{router.config.served_name} ({held})")]
         if self._launch.emulate:
             rows[0] = ("model", f"{rows[0][1]}, emulated on {self._launch.emulate}")
         workers = router.status()["workers"]

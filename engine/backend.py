@@ -57,10 +57,10 @@ def _model_backend(config: WorkerConfig) -> Backend:
     model = DecoderConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
     cpu = hardware("cpu", num_cores=_num_threads(config))
-    cost = CostModel(model.shape, cpu, config.dtype, kv_dtype=config.kv_dtype)
+    cost = CostModel(model.shape, cpu, config.dtype, kv_dtype=config.kv_dtype, quantization=config.quantization)
     model = model.at_length(limits.max_model_len)
     check_weights(folder, model.shape)
-    content_hash = model_hash(folder, repr(model.layers))
+    content_hash = model_hash(folder, f"{model.layers} {config.dtype} {config.quantization}")
     _configure_openmp(config)
 
     import torch
@@ -68,12 +68,11 @@ def _model_backend(config: WorkerConfig) -> Backend:
     from pdserve.kernels.cpu_threads import use_cores
     from pdserve.kernels.kv_pool import KvPool
     from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
-    from pdserve.model.decoder_weights import weight_bytes
+    from pdserve.model.decoder_weights import held_bytes
     from pdserve.model.model_executor import ModelExecutor
 
-    spare_bytes = memory_beside_weights(
-        weight_bytes(model.shape, getattr(torch, config.dtype)), available_memory_bytes()
-    )
+    weight_bytes = held_bytes(model.shape, config.dtype, config.quantization)
+    spare_bytes = memory_beside_weights(weight_bytes, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
     num_blocks = num_kv_blocks(config, limits, block_bytes, int(spare_bytes * AUTO_MEMORY_SHARE))
     check_pool_fits(num_blocks * block_bytes, spare_bytes)
@@ -84,7 +83,13 @@ def _model_backend(config: WorkerConfig) -> Backend:
         use_cores(config.cpu_cores or sorted(os.sched_getaffinity(0)))
         pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, getattr(torch, layout.dtype))
         executor = ModelExecutor(
-            folder=folder, config=model, layout=layout, pool=pool, dtype=config.dtype, num_swap_slots=num_slots
+            folder=folder,
+            config=model,
+            layout=layout,
+            pool=pool,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            num_swap_slots=num_slots,
         )
         if not config.core_board:
             return executor
@@ -98,7 +103,13 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     """A GPU that is not here: its step times, its transfer times and as many blocks as its memory would hold."""
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
-    cost = CostModel(model.shape, hardware(config.emulate), config.dtype, kv_dtype=config.kv_dtype)
+    cost = CostModel(
+        model.shape,
+        hardware(config.emulate),
+        config.dtype,
+        kv_dtype=config.kv_dtype,
+        quantization=config.quantization,
+    )
     max_blocks = cost.max_kv_blocks(config.block_size)
     if max_blocks == 0:
         raise ValueError(

@@ -56,12 +56,12 @@ class QuantisedWeight(NamedTuple):
     """float32 ``[F]``."""
 
 
-def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> CpuLinear:
+def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none") -> CpuLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
-    if not quantization:
-        return CpuLinear(weight_FE, None, bias_F)
-    assert quantization == "int8", f"quantization {quantization!r} got past the configuration"
-    return CpuLinear(*quantise_int8(weight_FE), bias_F)
+    assert quantization in ("none", "int8"), f"quantization {quantization!r} got past the configuration"
+    if quantization == "int8":
+        return CpuLinear(*quantise_int8(weight_FE), bias_F)
+    return CpuLinear(weight_FE, None, bias_F)
 
 
 def quantise_int8(weight_FE: torch.Tensor) -> QuantisedWeight:

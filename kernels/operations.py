@@ -38,11 +38,13 @@ class Linear(Protocol):
 
 
 class PackLinear(Protocol):
-    def __call__(self, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> Linear:
+    def __call__(
+        self, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none"
+    ) -> Linear:
         """Take over a weight of the checkpoint, in the model's dtype, and a bias.
 
         Args:
-            quantization: empty, or ``int8``: symmetric, one scale per output.
+            quantization: ``none``, or ``int8``: symmetric, one scale per output.
         """
         ...
 

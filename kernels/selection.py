@@ -58,8 +58,3 @@ def select_kernels(kv_pool: KvPool) -> DecoderKernels:
     if kv_pool.values.device.type != "cpu" or load_library() is None:
         return TORCH_KERNELS
     return CPU_KERNELS if cpu_attention.supports(kv_pool) else _CPU_KERNELS_BUT_ATTENTION
-
-
-def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What weights of ``dtype`` are held in on this CPU."""
-    return torch_dense.matrix_dtype(dtype) if load_library() is None else dtype

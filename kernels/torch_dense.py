@@ -11,21 +11,22 @@ import torch
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
 
-def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> TorchLinear:
+def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none") -> TorchLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
-    if quantization:
-        raise ValueError(
-            f"{quantization} weights need the compiled kernels: install g++, or serve without quantization"
-        )
-    dtype = matrix_dtype(weight_FE.dtype)
+    dtype = matrix_dtype(weight_FE.dtype, quantization)
     return TorchLinear(weight_FE.to(dtype), None if bias_F is None else bias_F.to(dtype))
 
 
-def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
+def matrix_dtype(dtype: torch.dtype, quantization: str = "none") -> torch.dtype:
     """Dtype to hold matrices in: float32 where this CPU has no instructions to multiply ``dtype`` with.
 
     Such a product was measured 5 to 10 times slower than float32's for more than one token; the price is the memory.
+
+    Raises:
+        ValueError: a quantization, which is not for this path.
     """
+    if quantization != "none":
+        raise ValueError(f"{quantization} weights need compiled kernels: install g++, or set model.quantization none")
     native = {
         torch.float32: True,
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdserve.contracts.kv_layout import DTYPE_BYTES, KvLayout
+from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import ModelLimits
 from pdserve.model.config_values import positive_float, positive_int
 from pdserve.model.families import FAMILIES, FULL, SLIDING, Family, find_family
@@ -68,10 +68,6 @@ class DecoderConfig:
     def num_parameters(self) -> int:
         """Weights of the model; a tied output projection is counted once."""
         return self.shape.num_parameters
-
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights held in ``dtype``."""
-        return self.num_parameters * DTYPE_BYTES[dtype]
 
     def limits(self, max_model_len: int) -> ModelLimits:
         """What schedulers need of the model; ``max_model_len`` 0 takes the checkpoint's own limit.

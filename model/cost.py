@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
 from pdserve.model.hardware import Hardware
 from pdserve.model.shape import ModelShape
+from pdserve.model.weight_bytes import weight_bytes
 
 
 class CostModel:
@@ -36,13 +37,20 @@ class CostModel:
         dtype: of weights and activations; a key of `DTYPE_BYTES`.
         tensor_parallel: ranks that share the model's heads and columns.
         kv_dtype: ``auto``, which is ``dtype``, or ``int8``.
+        quantization: of the weights: ``none`` or ``int8``; arithmetic stays in ``dtype``.
 
     Raises:
         ValueError: heads that do not divide among the ranks, or a dtype that the hardware has no figure for.
     """
 
     def __init__(
-        self, shape: ModelShape, hardware: Hardware, dtype: str, tensor_parallel: int = 1, kv_dtype: str = "auto"
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        dtype: str,
+        tensor_parallel: int = 1,
+        kv_dtype: str = "auto",
+        quantization: str = "none",
     ) -> None:
         _check_divides(shape, tensor_parallel)
         self.shape = shape
@@ -52,7 +60,8 @@ class CostModel:
         self.tensor_parallel = tensor_parallel
         flops, bandwidth = hardware.flops(dtype), hardware.bandwidth
         value_bytes = DTYPE_BYTES[dtype]
-        self.weight_bytes = shape.num_parameters * value_bytes
+        weights = weight_bytes(shape, dtype, quantization)
+        self.weight_bytes = weights.total
         """Of the whole model, all ranks together."""
         self.kv_bytes_per_token = shape.kv_vectors_per_token * kv_vector_bytes(shape.head_dim, self.kv_dtype)
         """Of the whole model, all ranks together, each KV head counted once."""
@@ -61,7 +70,7 @@ class CostModel:
         output_parameters = shape.table_parameters / tensor_parallel
         self._rank_kv_bytes = self.kv_bytes_per_token / min(tensor_parallel, shape.num_kv_heads)
         self._overhead_s = hardware.step_overhead_s + shape.num_layers * hardware.layer_overhead_s
-        self._weights_s = (layers_parameters + output_parameters) * value_bytes / bandwidth
+        self._weights_s = (weights.layers + weights.table) / tensor_parallel / bandwidth
         self._token_s = 2 * layers_parameters / flops
         self._sampled_s = 2 * output_parameters / flops
         self._pair_s = 4 * shape.num_heads * shape.head_dim * shape.num_layers / tensor_parallel / flops

@@ -25,8 +25,15 @@ from pdserve.model.rope import Rope, RopeAngles
 class Decoder:
     """A decoder with the weights of one checkpoint, on the CPU."""
 
-    def __init__(self, folder: Path, config: DecoderConfig, dtype: torch.dtype, kernels: DecoderKernels) -> None:
-        """Load the checkpoint in ``folder``, rounded to ``dtype``.
+    def __init__(
+        self,
+        folder: Path,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        kernels: DecoderKernels,
+        quantization: str = "none",
+    ) -> None:
+        """Load the checkpoint in ``folder``, rounded to ``dtype``, or its layers quantised.
 
         Raises:
             ValueError: the weights are unusable or do not match ``config``.
@@ -41,7 +48,7 @@ class Decoder:
             for layer in config.layers
         ]
         self._ropes = {rope: Rope(rope, config.shape.head_dim) for rope in {layer.rope for layer in config.layers}}
-        self._weights = load_decoder_weights(folder, config, dtype, kernels)
+        self._weights = load_decoder_weights(folder, config, dtype, kernels, quantization)
 
     @torch.inference_mode()
     def forward(

@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import torch
 
+from pdserve.kernels.cpu_build import load_library
 from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
-from pdserve.kernels.selection import matrix_dtype
+from pdserve.kernels.torch_dense import matrix_dtype
 from pdserve.model.config import DecoderConfig
 from pdserve.model.shape import ModelShape
 from pdserve.model.tensor_names import norm_names
+from pdserve.model.weight_bytes import weight_bytes
 from pdserve.model.weight_files import check_weights
 from pdserve.model.weights import Checkpoint
 
@@ -54,9 +56,11 @@ class DecoderWeights(NamedTuple):
 
 
 def load_decoder_weights(
-    folder: Path, config: DecoderConfig, dtype: torch.dtype, kernels: DecoderKernels
+    folder: Path, config: DecoderConfig, dtype: torch.dtype, kernels: DecoderKernels, quantization: str = "none"
 ) -> DecoderWeights:
     """Read the checkpoint in ``folder``, rounded to ``dtype``, into the form that ``kernels`` hold.
+
+    The matrices of the layers are quantised, the tables are not: `pdserve.model.weight_bytes` says why.
 
     Raises:
         ValueError: the weights are unusable or do not match ``config``.
@@ -64,13 +68,13 @@ def load_decoder_weights(
     shape = config.shape
     check_weights(folder, shape)
     with Checkpoint(folder, dtype) as checkpoint:
-        loader = _Loader(checkpoint, config, kernels, kernels.activation_dtype or dtype)
-        embedding = loader.linear("model.embed_tokens")
+        loader = _Loader(checkpoint, config, kernels, kernels.activation_dtype or dtype, quantization)
+        embedding = loader.table("model.embed_tokens")
         return DecoderWeights(
             embedding=embedding,
             layers=[loader.layer(index) for index in range(shape.num_layers)],
             norm=loader.norm("model.norm"),
-            lm_head=embedding if shape.tie_word_embeddings else loader.linear("lm_head"),
+            lm_head=embedding if shape.tie_word_embeddings else loader.table("lm_head"),
         )
 
 
@@ -78,12 +82,18 @@ class _Loader:
     """Reads parts of a checkpoint by the names that transformers gives them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: DecoderConfig, kernels: DecoderKernels, norm_dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        kernels: DecoderKernels,
+        norm_dtype: torch.dtype,
+        quantization: str,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._kernels = kernels
         self._norm_dtype = norm_dtype
+        self._quantization = quantization
 
     def layer(self, index: int) -> LayerWeights:
         shape, prefix = self._config.shape, f"model.layers.{index}."
@@ -91,20 +101,25 @@ class _Loader:
         names = norm_names(shape)
         return LayerWeights(
             attention_norm=self.norm(prefix + names.attention),
-            qkv=self.linear(*(f"{attention}{part}_proj" for part in "qkv"), has_bias=shape.qkv_bias),
+            qkv=self._linear(*(f"{attention}{part}_proj" for part in "qkv"), has_bias=shape.qkv_bias),
             qk_norm=self._qk_norm(attention) if shape.qk_norm else None,
-            output=self.linear(f"{attention}o_proj", has_bias=shape.output_bias),
+            output=self._linear(f"{attention}o_proj", has_bias=shape.output_bias),
             attention_post_norm=self.norm(prefix + names.attention_post) if names.attention_post else None,
             mlp_norm=self.norm(prefix + names.mlp),
-            gate_up=self.linear(f"{mlp}gate_proj", f"{mlp}up_proj", has_bias=shape.mlp_bias),
-            down=self.linear(f"{mlp}down_proj", has_bias=shape.mlp_bias),
+            gate_up=self._linear(f"{mlp}gate_proj", f"{mlp}up_proj", has_bias=shape.mlp_bias),
+            down=self._linear(f"{mlp}down_proj", has_bias=shape.mlp_bias),
             mlp_post_norm=self.norm(prefix + names.mlp_post) if names.mlp_post else None,
         )
 
-    def linear(self, *names: str, has_bias: bool = False) -> Linear:
+    def table(self, name: str) -> Linear:
+        """The embedding, or the output projection."""
+        return self._kernels.pack_linear(self._checkpoint.read(f"{name}.weight"))
+
+    def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         """Projections of one input, as one."""
         bias = self._checkpoint.read(*(f"{name}.bias" for name in names)) if has_bias else None
-        return self._kernels.pack_linear(self._checkpoint.read(*(f"{name}.weight" for name in names)), bias)
+        weight = self._checkpoint.read(*(f"{name}.weight" for name in names))
+        return self._kernels.pack_linear(weight, bias, self._quantization)
 
     def norm(self, name: str) -> torch.Tensor:
         weight = self._checkpoint.read(f"{name}.weight").float()
@@ -114,6 +129,12 @@ class _Loader:
         return QkNorm(self.norm(f"{attention}q_norm"), self.norm(f"{attention}k_norm"), self._config.rms_norm_eps)
 
 
-def weight_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes that the weights take in this process: matrices in their `matrix_dtype`, and the few others as such."""
-    return shape.num_parameters * matrix_dtype(dtype).itemsize
+def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:
+    """Bytes that the weights take in this process.
+
+    Raises:
+        ValueError: there is no such quantization, or not without a compiler.
+    """
+    if load_library() is not None:
+        return weight_bytes(shape, dtype, quantization).total
+    return shape.num_parameters * matrix_dtype(getattr(torch, dtype), quantization).itemsize

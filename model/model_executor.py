@@ -65,6 +65,7 @@ class ModelExecutor:
         layout: KvLayout,
         pool: KvPool,
         dtype: str,
+        quantization: str = "none",
         num_swap_slots: int = 0,
     ) -> None:
         """Load the checkpoint in ``folder`` and serve it from ``pool``.
@@ -73,6 +74,7 @@ class ModelExecutor:
             layout: of the pool; the model must be the one that ``config`` describes.
             pool: laid out as ``layout`` says; this writes new tokens' KV to it.
             dtype: of weights and activations: ``float32``, ``bfloat16`` or ``float16``.
+            quantization: of the weights of layers: ``none`` or ``int8``.
             num_swap_slots: host slots for blocks of preempted sequences.
 
         Raises:
@@ -84,7 +86,7 @@ class ModelExecutor:
         self._pool = pool
         self._copier = BlockCopier(pool.blocks.numpy(), num_swap_slots)
         self._vocab_size = config.shape.vocab_size
-        self._model = Decoder(folder, config, getattr(torch, dtype), select_kernels(pool))
+        self._model = Decoder(folder, config, getattr(torch, dtype), select_kernels(pool), quantization)
         self._previous_sampled: list[SampledToken | None] = []
         self._token_counts = TokenCountCache()
 

@@ -69,6 +69,12 @@ class ModelShape:
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
+    def layer_outputs(self) -> int:
+        """Outputs of one layer's matrices: when quantised, each has a scale."""
+        attention = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.hidden_size
+        return attention + 2 * self.intermediate_size + self.hidden_size
+
+    @property
     def layer_vector_parameters(self) -> int:
         """Weights of one layer's norms and biases."""
         norms = (4 if self.post_norms else 2) * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)

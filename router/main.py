@@ -107,7 +107,7 @@ def build_cost_model(config: RouterProcessConfig) -> CostModel:
     """Predictions for the checkpoint in ``config.model_path``."""
     shape = DecoderConfig.from_folder(Path(config.model_path)).shape
     device = hardware(config.hardware, num_cores=config.cores_per_worker)
-    return CostModel(shape, device, config.dtype, config.tensor_parallel, config.kv_dtype)
+    return CostModel(shape, device, config.dtype, config.tensor_parallel, config.kv_dtype, config.quantization)
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:

@@ -41,6 +41,8 @@ class RouterProcessConfig:
     """Of weights and activations."""
     kv_dtype: str = "auto"
     """``auto``, which is ``dtype``, or ``int8``."""
+    quantization: str = "none"
+    """Of the weights: ``none`` or ``int8``."""
     drain_timeout_s: float = 30.0
     """Seconds that requests in flight may take after SIGTERM."""
 

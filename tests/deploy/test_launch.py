@@ -10,7 +10,14 @@ from pdserve.deploy.cores import split_cores
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 
 DOCUMENT = {
-    "model": {"path": "m", "dtype": "bfloat16", "kv_dtype": "int8", "block_size": 32, "max_model_len": 512},
+    "model": {
+        "path": "m",
+        "dtype": "bfloat16",
+        "kv_dtype": "int8",
+        "quantization": "int8",
+        "block_size": 32,
+        "max_model_len": 512,
+    },
     "prefill": {"replicas": 2, "kv_memory": "1GiB", "max_batch_tokens": 100},
     "decode": {"max_batch_size": 7},
     "kv_transfer": {"transport": "grpc"},
@@ -27,6 +34,7 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert (first.kv_memory_bytes, third.kv_memory_bytes) == (2**30, 0)
     assert (second.max_batch_tokens, third.max_batch_size) == (100, 7)
     assert {(config.dtype, config.kv_dtype) for config in (first, second, third)} == {("bfloat16", "int8")}
+    assert {config.quantization for config in (first, second, third)} == {"int8"}
     assert (third.block_size, third.max_model_len, third.transport) == (32, 512, "grpc")
     assert (third.emulate, third.time_scale, third.cluster_token) == ("a100", 2.0, "secret")
     assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == split.worker_cores
@@ -53,7 +61,8 @@ def test_the_router_is_told_what_it_predicts_with() -> None:
     launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0)
     config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), "secret")
     assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
-    assert (config.hardware, config.dtype, config.kv_dtype) == ("cpu", "bfloat16", "int8")
+    assert (config.hardware, config.dtype) == ("cpu", "bfloat16")
+    assert (config.kv_dtype, config.quantization) == ("int8", "int8")
     assert config.drain_timeout_s == 3.0
     assert config.cores_per_worker == 3
     assert config.cluster_token == "secret"

@@ -12,6 +12,7 @@ from pdserve.deploy.errors import DeployError
 from pdserve.deploy.memory import PROCESS_BYTES, check_memory, worker_memory
 from pdserve.model.config import DecoderConfig
 from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.model.weight_bytes import weight_bytes
 
 MIB = 2**20
 
@@ -37,7 +38,7 @@ def a_worker(role: WorkerRole = WorkerRole.DECODE, *, kv: int = 0, swap: int | N
 
 def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfig) -> None:
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4
-    assert worker_memory(a_worker(), model) == (model.weight_bytes("float32"), 10 * block_bytes, 0)
+    assert worker_memory(a_worker(), model) == (weight_bytes(model.shape, "float32", "none").total, 10 * block_bytes, 0)
     told = worker_memory(a_worker(kv=50 * MIB, swap=8 * MIB), model)
     assert (told.kv, told.swap) == (50 * MIB, 8 * MIB)
 
@@ -48,7 +49,7 @@ def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfi
         (
             [a_worker(), a_worker()],
             -1,
-            "2 workers need .* fewer workers or a smaller model, or model.dtype bfloat16",
+            "2 workers need .* use fewer workers, a smaller model, model.dtype bfloat16 or model.quantization int8",
         ),
         ([a_worker()], 2**10, "1 worker needs .* lower model.max_model_len, or use fewer workers"),
         ([a_worker(kv=50 * MIB)], 50 * MIB - 1, "KV cache 50 MiB.* lower decode.kv_memory, or use fewer workers"),
@@ -62,7 +63,7 @@ def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfi
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(
     model: DecoderConfig, monkeypatch: pytest.MonkeyPatch, workers: list[WorkerConfig], spare: int, said: str
 ) -> None:
-    fixed_bytes = len(workers) * (model.weight_bytes("float32") + PROCESS_BYTES)
+    fixed_bytes = len(workers) * (weight_bytes(model.shape, "float32", "none").total + PROCESS_BYTES)
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: fixed_bytes + spare)
     with pytest.raises(DeployError, match=said):
         check_memory(workers, model)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.engine import backend
 from pdserve.engine.backend import choose_backend
 from pdserve.engine.pool_size import AUTO_MEMORY_SHARE
 from pdserve.model.config import DecoderConfig
-from pdserve.model.decoder_weights import weight_bytes
+from pdserve.model.decoder_weights import held_bytes as weights_held
 from pdserve.model.random_checkpoint import write_random_checkpoint
 
 MAX_MODEL_LEN = 64
@@ -43,7 +42,7 @@ def settings_of_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held_bytes(config: WorkerConfig) -> int:
-    return weight_bytes(DecoderConfig.from_folder(Path(config.model_path)).shape, getattr(torch, config.dtype))
+    return weights_held(DecoderConfig.from_folder(Path(config.model_path)).shape, config.dtype, config.quantization)
 
 
 def test_an_automatic_pool_shares_what_the_weights_leave(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +67,24 @@ def test_weights_are_counted_as_they_are_held(config: WorkerConfig, monkeypatch:
         choose_backend(config)
 
 
+def test_int8_weights_leave_more_memory_and_are_another_model(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised = replace(config, quantization="int8")
+    saved_bytes = held_bytes(config) - held_bytes(quantised)
+    assert saved_bytes > 0
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**6)
+    layouts = [choose_backend(one).layout for one in (config, quantised)]
+    assert layouts[1].num_blocks == int((10**6 + saved_bytes) * AUTO_MEMORY_SHARE) // layouts[1].block_bytes
+    assert not layouts[0].is_compatible(layouts[1])
+
+
+def test_int8_kv_of_another_dtype_is_of_another_model(config: WorkerConfig) -> None:
+    config = replace(config, kv_dtype="int8")
+    layouts = [choose_backend(replace(config, dtype=dtype)).layout for dtype in ("float32", "bfloat16")]
+    assert not layouts[0].is_compatible(layouts[1])
+
+
 def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**5)
     assert choose_backend(replace(config, kv_memory_bytes=10**5)).layout.pool_bytes <= 10**5
@@ -81,6 +98,7 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
         ({"block_size": 0}, "block_size 0"),
         ({"dtype": "int8"}, "use one of float32"),
         ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported: use one of auto, int8"),
+        ({"quantization": "int4"}, "quantization 'int4' is not supported: use one of none, int8"),
     ],
 )
 def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, Any], remedy: str) -> None:

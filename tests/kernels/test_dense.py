@@ -154,7 +154,7 @@ def test_a_weight_that_is_not_finite_makes_its_output_nan_when_quantised() -> No
 
 
 def test_quantised_weights_need_the_compiled_kernels() -> None:
-    with pytest.raises(ValueError, match=r"install g\+\+, or serve without quantization"):
+    with pytest.raises(ValueError, match=r"install g\+\+, or set model.quantization none"):
         TORCH_KERNELS.pack_linear(random(4, 4), None, "int8")
 
 

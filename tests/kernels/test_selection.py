@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.kernels import selection, torch_dense
+from pdserve.kernels import selection
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, matrix_dtype, select_kernels
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, select_kernels
 from tests.kernels.paged_batch import nan_pool
 
 
@@ -25,11 +25,6 @@ def test_other_head_dims_run_on_the_attention_of_torch() -> None:
     assert kernels.pack_linear is CPU_KERNELS.pack_linear
 
 
-def test_matrices_are_held_in_their_dtype_where_there_is_a_compiler() -> None:
-    assert {matrix_dtype(dtype) for dtype in (torch.bfloat16, torch.float16)} == {torch.bfloat16, torch.float16}
-
-
 def test_without_a_compiler_everything_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "load_library", lambda: None)
     assert select_kernels(pool(torch.float32)) is TORCH_KERNELS
-    assert matrix_dtype(torch.bfloat16) == torch_dense.matrix_dtype(torch.bfloat16)

@@ -31,7 +31,7 @@ def test_llama() -> None:
     assert config.attention_scale == pytest.approx(128**-0.5)
     assert (config.activation, config.embedding_scale, config.unit_offset_norms) == ("silu", 1.0, False)
     assert config.eos_token_ids == (128001, 128008, 128009)
-    assert config.weight_bytes("bfloat16") == 2 * 8_030_261_248
+    assert config.num_parameters == 8_030_261_248
 
 
 def test_the_oldest_configs_leave_defaults_out() -> None:

@@ -64,6 +64,20 @@ def test_int8_kv_is_smaller_and_read_faster() -> None:
     assert saved_s == pytest.approx(80_008 * (131_072 - quantised.kv_bytes_per_token) / H100.bandwidth)
 
 
+def test_int8_weights_are_smaller_and_read_faster() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    whole, quantised = (CostModel(shape, H100, "bfloat16", quantization=how) for how in ("none", "int8"))
+    # Per layer: matrices as above, and outputs of q, k, v, o, gate and up, down. Tables and norms stay in bfloat16.
+    num_in_layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    num_outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    assert quantised.weight_bytes == num_in_layers + 4 * num_outputs + 2 * (2 * 128256 * 4096 + 65 * 4096)
+    saved_s = whole.decode_s(1, 0) - quantised.decode_s(1, 0)
+    assert saved_s == pytest.approx((num_in_layers - 4 * num_outputs) / H100.bandwidth)
+    assert whole.prefill_s(8192) == quantised.prefill_s(8192)
+    with pytest.raises(ValueError, match="quantization 'int4' is not supported: use one of none, int8"):
+        CostModel(shape, H100, "bfloat16", quantization="int4")
+
+
 def test_tied_embeddings_are_counted_once() -> None:
     tied, untied = cost_model({**LLAMA_3_8B, "tie_word_embeddings": True}), cost_model(LLAMA_3_8B)
     assert untied.weight_bytes - tied.weight_bytes == 2 * 128256 * 4096

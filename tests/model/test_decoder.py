@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from pdserve.kernels.cpu_dense import quantise_int8
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
@@ -37,13 +38,18 @@ class PagedDecoder:
     """A decoder with a pool full of NaN, run one batch at a time."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, kernels: DecoderKernels = CPU_KERNELS, max_model_len: int = 0
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        kernels: DecoderKernels = CPU_KERNELS,
+        max_model_len: int = 0,
+        quantization: str = "none",
     ) -> None:
         config = DecoderConfig.from_folder(folder)
         config = config.at_length(config.limits(max_model_len).max_model_len)
         layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, str(dtype).removeprefix("torch."), "hash")
         self.pool = nan_pool(layout.shape, dtype)
-        self.model = Decoder(folder, config, dtype, kernels)
+        self.model = Decoder(folder, config, dtype, kernels, quantization)
 
     def logits(self, *rows: tuple[list[int], int, list[int]]) -> torch.Tensor:
         """Logits of every new token of rows (new tokens, cached length, block table)."""
@@ -113,6 +119,30 @@ def test_prefill_and_decode_rows_in_one_batch(family: Reference) -> None:
     logits = decoder.logits((TOKENS[-1:], len(TOKENS) - 1, TABLE), (OTHER_TOKENS[20:], 20, OTHER_TABLE))
     assert_close(logits[:1], family.logits[-1:])
     assert_close(logits[1:], family.other_logits[20:])
+
+
+def test_compiled_kernels_give_a_token_the_same_logits_in_any_batch_and_chunk(family: Reference) -> None:
+    decoder = PagedDecoder(family.folder, torch.bfloat16)
+    whole = decoder.logits((TOKENS, 0, TABLE))
+    for chunk in (1, 33):
+        starts = range(0, len(TOKENS), chunk)
+        chunks = [decoder.logits((TOKENS[start : start + chunk], start, TABLE)) for start in starts]
+        assert torch.equal(torch.cat(chunks), whole)
+    together = decoder.logits((OTHER_TOKENS, 0, OTHER_TABLE), (TOKENS[60:], 60, TABLE))
+    assert torch.equal(together[len(OTHER_TOKENS) :], whole[60:])
+
+
+def test_int8_layers_compute_what_their_rounded_weights_do(family: Reference) -> None:
+    reference = load_reference(family.folder)
+    for name, weight in reference.named_parameters():
+        if ".layers." in name and weight.dim() == 2:
+            values, scales = quantise_int8(weight.data)
+            weight.data = values * scales[:, None]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    logits = PagedDecoder(family.folder, torch.float32, quantization="int8").logits((TOKENS, 0, TABLE))
+    assert_close(logits, expected)
+    assert 0 < logprob_error(logits, family.logits) < 0.15
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdserve.kernels import torch_dense
 from pdserve.kernels.operations import Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from pdserve.model import decoder_weights
 from pdserve.model.config import DecoderConfig
-from pdserve.model.decoder_weights import load_decoder_weights, weight_bytes
+from pdserve.model.decoder_weights import held_bytes, load_decoder_weights
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 
 
@@ -26,11 +28,11 @@ def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: torch.dtype, family: str) -> None:
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
+def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quantization: str, family: str) -> None:
     folder = write_family(tmp_path, family)
     config = DecoderConfig.from_folder(folder)
-    weights = load_decoder_weights(folder, config, dtype, CPU_KERNELS)
+    weights = load_decoder_weights(folder, config, getattr(torch, dtype), CPU_KERNELS, quantization)
     held = {id(linear): linear.num_bytes for linear in (weights.embedding, weights.lm_head)}
     num_bytes = sum(held.values()) + sum(
         linear.num_bytes for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
@@ -38,14 +40,25 @@ def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: torch.dtype
     norms = [weights.norm, *(norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm))]
     num_bytes += sum(norm.nbytes for norm in norms)
     # Compiled kernels fill matrices up to whole panels; here, that is the vocabulary of 211.
-    assert 0.97 * num_bytes <= weight_bytes(config.shape, dtype) <= 1.02 * num_bytes
+    assert 0.95 * num_bytes <= held_bytes(config.shape, dtype, quantization) <= 1.02 * num_bytes
+
+
+def test_without_a_compiler_matrices_are_held_as_this_cpu_multiplies_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = DecoderConfig.from_folder(write_checkpoint(tmp_path)).shape
+    monkeypatch.setattr(decoder_weights, "load_library", lambda: None)
+    held_in = torch_dense.matrix_dtype(torch.bfloat16)
+    assert held_bytes(shape, "bfloat16", "none") == shape.num_parameters * held_in.itemsize
+    with pytest.raises(ValueError, match=r"install g\+\+, or set model.quantization none"):
+        held_bytes(shape, "bfloat16", "int8")
 
 
 def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen2")
     taken: list[weakref.ref[torch.Tensor]] = []
 
-    def pack(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "") -> Linear:
+    def pack(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none") -> Linear:
         assert all(weight() is None for weight in taken)
         taken.append(weakref.ref(weight_FE))
         return TORCH_KERNELS.pack_linear(weight_FE[:1].clone())
