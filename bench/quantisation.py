@@ -12,17 +12,42 @@ Agreement is with the most likely token of float32 weights and KV.
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-VOCAB_SIZE, WINDOW_TOKENS, CHUNK_TOKENS, BLOCK_SIZE = 1024, 256, 64, 16
-TRAIN_STEPS, TRAIN_BATCH, LEARNING_RATE = 1200, 16, 1e-3
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.step import Executor, StepBatch, StepRow, TokenLogprobs
+from pdserve.engine.backend import choose_backend
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.model.config import DecoderConfig
+
+VOCAB_SIZE, WINDOW_TOKENS, CHUNK_TOKENS, BLOCK_SIZE, BATCH_WINDOWS = 1024, 256, 64, 16, 8
+TRAIN_STEPS, TRAIN_BATCH, LEARNING_RATE = 400, 16, 2e-3
+
+CONFIGURATIONS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "float32, int8 weights": {"dtype": "float32", "quantization": "int8"},
+    "float32, int8 KV": {"dtype": "float32", "kv_dtype": "int8"},
+    "bfloat16, int8 weights and KV": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
+}
 
 
 class Text(NamedTuple):
@@ -40,8 +65,6 @@ def language_reference() -> Text:
 
 def train(folder: Path, text: str, console: Console) -> None:
     """Write a tokenizer and a trained Llama to ``folder``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,3 +100,103 @@ def train(folder: Path, text: str, console: Console) -> None:
         if step % 100 == 0:
             console.print(f"step {step}: loss {loss.item():.3f}")
     model.save_pretrained(folder)
+
+
+class Judged(NamedTuple):
+    """What one configuration makes of the held-out text, position by position."""
+
+    logprobs: np.ndarray
+    """Of the text's own tokens."""
+    likeliest: np.ndarray
+    """Token ids."""
+
+
+def judge(folder: Path, windows: list[list[int]], name: str, settings: dict[str, str], console: Console) -> Judged:
+    """Log probabilities of every window's tokens but the first, by an executor as a worker builds it."""
+    config = WorkerConfig(
+        worker_id="judge",
+        role=WorkerRole.MIXED,
+        model_path=str(folder),
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=BATCH_WINDOWS * WINDOW_TOKENS // BLOCK_SIZE,
+        max_model_len=WINDOW_TOKENS,
+        **settings,
+    )
+    backend = choose_backend(config)
+    memory = PoolMemory.create(backend.layout)
+    executor = backend.build_executor(memory)
+    judged = []
+    for first in track(range(0, len(windows), BATCH_WINDOWS), name, console=console):
+        judged += _judge_batch(executor, windows[first : first + BATCH_WINDOWS])
+    executor.close()
+    return Judged(np.array([entry.logprob for entry in judged]), np.array([entry.top[0][0] for entry in judged]))
+
+
+def _judge_batch(executor: Executor, windows: list[list[int]]) -> Iterator[TokenLogprobs]:
+    """Windows side by side: the entries of one chunk of all windows follow those of the chunk before."""
+    num_blocks = WINDOW_TOKENS // BLOCK_SIZE
+    for start in range(0, WINDOW_TOKENS, CHUNK_TOKENS):
+        rows = [
+            StepRow(
+                sequence_id=index,
+                tokens=window[start : start + CHUNK_TOKENS],
+                cached_length=start,
+                block_table=range(index * num_blocks, (index + 1) * num_blocks),
+                sample=None,
+                prompt_targets=window[start + 1 : start + CHUNK_TOKENS + 1],
+                num_prompt_logprobs=1,
+            )
+            for index, window in enumerate(windows)
+        ]
+        output = executor.submit(StepBatch(step_id=start, rows=rows)).result()
+        for index in range(len(rows)):
+            yield from output.prompt_logprobs[index]
+
+
+def compare(folder: Path, text: str, console: Console) -> list[dict[str, Any]]:
+    """Perplexity and agreement of every configuration, the reference first."""
+    tokens = PreTrainedTokenizerFast.from_pretrained(folder).encode(text)
+    windows = [tokens[i : i + WINDOW_TOKENS] for i in range(0, len(tokens) - WINDOW_TOKENS + 1, WINDOW_TOKENS)]
+    table = []
+    reference: Judged | None = None
+    for name, settings in CONFIGURATIONS.items():
+        judged = judge(folder, windows, name, settings, console)
+        reference = reference or judged
+        table.append(
+            {
+                "configuration": name,
+                "perplexity": round(math.exp(-judged.logprobs.mean()), 4),
+                "top1_agreement": round(float((judged.likeliest == reference.likeliest).mean()), 5),
+                "mean_logprob_difference": round(float(np.abs(judged.logprobs - reference.logprobs).mean()), 5),
+                "tokens": len(judged.logprobs),
+            }
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="keep the trained checkpoint here, or judge the one there")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    arguments = parser.parse_args()
+    console = Console(stderr=True)
+    text = language_reference()
+    with tempfile.TemporaryDirectory() as work:
+        folder: Path = arguments.checkpoint or Path(work) / "model"
+        if not (folder / "config.json").exists():
+            train(folder, text.train, console)
+        table = compare(folder, text.held_out, console)
+        num_parameters = DecoderConfig.from_folder(folder).shape.num_parameters
+    result = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "text": "pydoc_data.topics of Python " + platform.python_version() + ", every tenth topic",
+        "model": {"parameters": num_parameters, "train_steps": TRAIN_STEPS},
+        "configurations": table,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
