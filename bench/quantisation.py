@@ -40,7 +40,7 @@ from pdserve.model.config import DecoderConfig
 VOCAB_SIZE, WINDOW_TOKENS, CHUNK_TOKENS, BLOCK_SIZE, BATCH_WINDOWS = 1024, 256, 64, 16, 8
 TRAIN_STEPS, TRAIN_BATCH, LEARNING_RATE = 400, 16, 2e-3
 
-CONFIGURATIONS: dict[str, dict[str, str]] = {
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
@@ -111,7 +111,7 @@ class Judged(NamedTuple):
     """Token ids."""
 
 
-def judge(folder: Path, windows: list[list[int]], name: str, settings: dict[str, str], console: Console) -> Judged:
+def judge(folder: Path, windows: list[list[int]], name: str, settings: dict[str, Any], console: Console) -> Judged:
     """Log probabilities of every window's tokens but the first, by an executor as a worker builds it."""
     config = WorkerConfig(
         worker_id="judge",
@@ -125,7 +125,7 @@ def judge(folder: Path, windows: list[list[int]], name: str, settings: dict[str,
     backend = choose_backend(config)
     memory = PoolMemory.create(backend.layout)
     executor = backend.build_executor(memory)
-    judged = []
+    judged: list[TokenLogprobs] = []
     for first in track(range(0, len(windows), BATCH_WINDOWS), name, console=console):
         judged += _judge_batch(executor, windows[first : first + BATCH_WINDOWS])
     executor.close()
