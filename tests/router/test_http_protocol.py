@@ -91,6 +91,8 @@ def test_requests_in_one_piece_are_no_large_head(edge: EdgeServer) -> None:
         connection.sendall((LIVE + b"\r\n") * num_requests + LIVE)
         answers = b""
         while answers.count(b"HTTP/1.1 200 ") < num_requests:
-            answers += connection.recv(2**20)
+            part = connection.recv(2**20)
+            assert part, "closed"
+            answers += part
         connection.sendall(b"\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
