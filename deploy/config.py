@@ -44,8 +44,10 @@ def read_deployment(path: Path) -> DeploymentConfig:
         document = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML lets pass what int() and its like say of a value
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; a deployment has sections with keys in them") from None
     try:
         config = parse_deployment(document)
     except ConfigError as error:
@@ -76,7 +78,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i)?B?\s*", text)
     try:
         num_bytes = int(float(match[1]) * _BYTE_UNITS[match[2] or ""]) if match else 0
-    except ValueError:
+    except (ValueError, OverflowError):
         num_bytes = 0
     if num_bytes <= 0:
         raise ConfigError(f"{text!r} is not a size; write bytes with a unit, such as 512MiB or 8GiB")
@@ -196,7 +198,10 @@ def _read_value(expected: type, name: str, value: object) -> object:
             raise ConfigError(f"{name} is {_describe(value)}; write names and amounts, as in {{host_a: 1}}")
         return {str(key): _read_value(float, f"{name}.{key}", amount) for key, amount in value.items()}
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name} is larger than any number that is of use; write a smaller one") from None
     if not isinstance(value, expected) or isinstance(value, bool):
         raise ConfigError(f"{name} is {_describe(value)}; write {_TYPE_NAMES[expected]}")
     return value
@@ -219,6 +224,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         construct: Callable[..., object] = self.construct_object
         for key_node, _ in node.value:
             key = construct(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key is no text", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} is written twice", key_node.start_mark

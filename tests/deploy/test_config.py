@@ -101,6 +101,11 @@ def test_each_mistake_gets_one_line_that_names_it(document: str, said: str) -> N
         ("model: {path: a}\nmodel: {path: b}\n", "key 'model' is written twice"),
         ("model: {path: [}\n", "is not valid YAML"),
         ("prefil: {}\n", "did you mean 'prefill'?"),
+        ("? [model]\n: {path: a}\n", "is not valid YAML: a key is no text"),
+        ("[" * 5000, "nested too deeply"),
+        ("decode: {max_batch_size: " + "9" * 5000 + "}\n", "is not valid YAML: Exceeds the limit"),
+        ("slo: {ttft_seconds: " + "9" * 400 + "}\n", "slo.ttft_seconds is larger than"),
+        ("decode: {kv_memory: " + "9" * 400 + "GiB}\n", "is not a size"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, content: str, said: str) -> None:
