@@ -26,6 +26,8 @@ CLIENT_LEFT = 499
 """Status, in counts only, of a request whose client left before there was another."""
 
 MAX_MESSAGE_CHARS = 1000
+MAX_NAME_CHARS = 64
+"""Of a name that a client chose, such as a key of ``logit_bias``."""
 
 _TYPES = {
     429: "rate_limit_error",
@@ -118,7 +120,7 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 def _first_of(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    where = [str(part)[:MAX_NAME_CHARS] for part in first["loc"] if part != "body"]
     if not where:
         return ApiError(400, "the request body must be a JSON object")
     param = ".".join(where)

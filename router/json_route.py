@@ -6,15 +6,14 @@ Owns how bytes become an object; what the object may hold is the schema's.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from pdserve.router.errors import ApiError
-
-MAX_SHOWN_CHARS = 64
+from pdserve.router.errors import MAX_NAME_CHARS, ApiError
 
 
 class JsonRoute(APIRoute):
@@ -26,7 +25,7 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if content_type != "application/json":
-                shown = content_type[:MAX_SHOWN_CHARS] or "none"
+                shown = content_type[:MAX_NAME_CHARS] or "none"
                 raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
             return await handle(_JsonRequest(request.scope, request.receive))
 
@@ -54,9 +53,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Readers differ in which of two equal names they take, so there may not be two."""
     members = dict(pairs)
     if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ApiError(400, f"the request body has {twice[:MAX_SHOWN_CHARS]!r} twice in one object")
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ApiError(400, f"the request body has {twice[:MAX_NAME_CHARS]!r} twice in one object")
     return members
 
 

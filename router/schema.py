@@ -19,6 +19,9 @@ from pdserve.router.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, ch
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a text completion that names none, as at OpenAI."""
 
+MAX_MESSAGES = 2**14
+"""In one chat. Each costs time that other requests wait for, however short it is."""
+
 _NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 _RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])]
 _OpenAiPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
@@ -154,7 +157,7 @@ class ChatBody(GenerationBody):
 
     prompt_field = "messages"
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None

@@ -6,11 +6,10 @@ A field is never ignored silently.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import MAX_NAME_CHARS, ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,10 @@ _LABELS = frozenset(
 )
 """Fields that describe a request or its sender and change no answer."""
 
-_MAX_NAME_CHARS = 64
+MAX_LOGGED_FIELDS = 1024
+"""Unknown fields that the log names, over the life of the process: a client must not be able to fill a disk."""
+
+_logged: set[str] = set()
 
 
 def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, where: str = "") -> None:
@@ -111,7 +113,7 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
             if value is not None and value not in neutral[name]:
                 raise ApiError(400, _refusal(where + name, neutral[name]), param=where + name)
         elif name not in _LABELS:
-            _warn_of(name[:_MAX_NAME_CHARS])
+            _warn_of(name[:MAX_NAME_CHARS])
 
 
 def _refusal(name: str, neutral: tuple[object, ...]) -> str:
@@ -121,6 +123,11 @@ def _refusal(name: str, neutral: tuple[object, ...]) -> str:
     return f"{name} is not supported; {remedy}"
 
 
-@functools.lru_cache(maxsize=1024)  # once per name, and a client cannot make the memory grow
 def _warn_of(name: str) -> None:
+    """Once per name."""
+    if name in _logged or len(_logged) >= MAX_LOGGED_FIELDS:
+        return
+    _logged.add(name)
     logger.warning("a request has the unknown field %r; it is ignored", name)
+    if len(_logged) == MAX_LOGGED_FIELDS:
+        logger.warning("requests have had %d unknown fields; no more of them are named here", MAX_LOGGED_FIELDS)

@@ -23,7 +23,7 @@ from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
 MODEL = "small"
 MAX_MODEL_LEN = 512
-MAX_BODY_BYTES = 100_000
+MAX_BODY_BYTES = 2**21
 
 Script = Callable[["ScriptedGeneration"], AsyncIterator[TokenDelta]]
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from pdserve.contracts.request import FinishReason
+from pdserve.router import unsupported_fields
 from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
 from pdserve.router.schema import ChatBody, CompletionBody
 from tests.router.edge_server import (
@@ -263,6 +264,25 @@ def test_bodies_that_are_no_request_are_400(edge: EdgeServer, http: httpx.Client
     assert told in error["message"]
 
 
+@pytest.mark.parametrize(("last", "status"), [("99999", 400), ("100000", 200)])
+def test_a_body_of_many_names_is_judged_soon(
+    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, last: str, status: int
+) -> None:
+    """Nobody else is served meanwhile."""
+    monkeypatch.setattr(unsupported_fields, "_logged", set())
+    names = ", ".join(f'"{number}": 0' for number in range(100_000))
+    body = f'{{"prompt": "x", {names}, "{last}": 0}}'
+    headers = {"Content-Type": "application/json"}
+    assert http.post(COMPLETIONS, content=body, headers=headers, timeout=10).status_code == status
+
+
+def test_a_name_that_a_client_chose_is_told_in_part(edge: EdgeServer, http: httpx.Client) -> None:
+    answer = http.post(COMPLETIONS, json={"prompt": "x", "logit_bias": {"x" * 100_000: 1}})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"].startswith("logit_bias.xxx")
+    assert len(answer.content) < 1000
+
+
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
 def test_bodies_of_another_type_are_415(edge: EdgeServer, http: httpx.Client, content_type: str) -> None:
     answer = http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": content_type})
@@ -371,6 +391,7 @@ def test_values_that_are_not_served_name_their_field(
     [
         (CHAT, {}, "messages"),
         (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": MESSAGES * 20_000}, "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
@@ -444,12 +465,28 @@ def test_an_answer_can_be_sent_back_as_it_came(edge: EdgeServer, http: httpx.Cli
     assert http.post(CHAT, json={"messages": [*MESSAGES, message, *MESSAGES]}).status_code == 200
 
 
-def test_unknown_fields_are_logged_once(edge: EdgeServer, http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_logged_once(
+    edge: EdgeServer, http: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported_fields, "_logged", set())
     for _ in range(2):
         assert http.post(COMPLETIONS, json={"prompt": "x", "colour\n": "red", "user": "me"}).status_code == 200
     assert [record.getMessage() for record in caplog.records] == [
         "a request has the unknown field 'colour\\n'; it is ignored"
     ]
+
+
+def test_the_log_names_so_many_unknown_fields_and_no_more(
+    edge: EdgeServer, http: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported_fields, "_logged", set())
+    monkeypatch.setattr(unsupported_fields, "MAX_LOGGED_FIELDS", 3)
+    assert http.post(COMPLETIONS, json={"prompt": "x", **dict.fromkeys("abcde")}).status_code == 200
+    named = [record.getMessage() for record in caplog.records]
+    assert [message for message in named if "it is ignored" in message] == [
+        f"a request has the unknown field {name!r}; it is ignored" for name in "abc"
+    ]
+    assert named[-1] == "requests have had 3 unknown fields; no more of them are named here"
 
 
 @pytest.mark.parametrize("given_id", ["", "a b", "x" * 129])

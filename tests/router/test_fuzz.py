@@ -21,7 +21,6 @@ from pdserve.router.generation import TokenDelta
 from pdserve.router.tokenizer import ChatTokenizer
 from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, odd_body
 from tests.router.edge_server import (
-    MAX_BODY_BYTES,
     MAX_MODEL_LEN,
     MODEL,
     RecordingObserver,
@@ -87,9 +86,7 @@ def app(tmp_path: Path) -> FastAPI:
     write_tokenizer(tmp_path)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
     generator = CheckedGenerator(tokenizer.vocab_size)
-    return create_app(
-        generator, tokenizer, served_name=MODEL, observer=RecordingObserver(), max_body_bytes=MAX_BODY_BYTES
-    )
+    return create_app(generator, tokenizer, served_name=MODEL, observer=RecordingObserver(), max_body_bytes=100_000)
 
 
 async def post(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
