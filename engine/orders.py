@@ -17,7 +17,7 @@ from pdserve.engine.scheduler import (
     StartPullEvent,
     WithdrawEvent,
 )
-from pdserve.engine.wire import WireError, finish_from_proto, finish_to_proto, logprobs_to_proto, source_to_proto
+from pdserve.engine.wire import WireError, finish_from_proto, finish_to_proto, source_to_proto
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 TransferEvent = OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
@@ -62,9 +62,7 @@ def _grant_to_proto(event: GrantEvent) -> kv_pb2.Grant:
         num_tokens=event.num_tokens,
     )
     for first in event.first_tokens:
-        message = grant.first_tokens.add(token=first.token, finish=finish_to_proto(first.finish))
-        if first.logprobs is not None:
-            message.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
+        grant.first_tokens.add(token=first.token, finish=finish_to_proto(first.finish))
     return grant
 
 

@@ -75,7 +75,6 @@ class FirstToken(NamedTuple):
     token: int
     finish: FinishReason = FinishReason.NONE
     """Not NONE: the choice is over."""
-    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

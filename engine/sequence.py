@@ -45,7 +45,7 @@ class Sequence:
     # Set by the schedulers.
     state: RequestState = RequestState.QUEUED
     is_over: bool = False
-    """The request is over here; results of its planned rows are ignored."""
+    """Its choices are over here; results of its planned rows are ignored."""
     is_retiring: bool = False
     """Its blocks go back as soon as nothing in flight needs them."""
     is_pulling: bool = False

@@ -236,8 +236,7 @@ class SequenceTable:
             elif sampled is not None:
                 finish = self._take_token(sequence, sampled)
                 if finish or sequence.handle:
-                    first = FirstToken(sampled.token, finish, sampled.logprobs)
-                    results.append(RowResult(sequence, bool(finish), (first,)))
+                    results.append(RowResult(sequence, bool(finish), (FirstToken(sampled.token, finish),)))
             elif sequence.handle:
                 results.append(RowResult(sequence, False))
             self.settle(sequence)
@@ -269,7 +268,7 @@ class SequenceTable:
             finish = sequence.finish_with(token)
             ends_request = bool(finish) and group.finish(choice)
             self.events.append(TokenEvent(sequence.key, choice, index, token, logprobs, finish, ends_request))
-            first_tokens.append(FirstToken(token, finish, logprobs))
+            first_tokens.append(FirstToken(token, finish))
         if sequence.is_handoff:
             return RowResult(sequence, not group.open_choices, tuple(first_tokens))
         return self._part(group, first_tokens)

@@ -273,22 +273,18 @@ class FirstToken(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     finish: _worker_pb2.FinishReason.ValueType
     """not NONE: the choice is over; where all are, there is nothing to pull"""
-    @_builtins.property
-    def logprobs(self) -> _worker_pb2.Logprobs: ...
     def __init__(
         self,
         *,
         token: _builtins.int = ...,
         finish: _worker_pb2.FinishReason.ValueType = ...,
-        logprobs: _worker_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
-from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow, TokenLogprobs
+from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.engine.inbox import (
     AddRequest,
     CancelRequest,
@@ -386,7 +386,7 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
             generations=(1, 2**63),
             final=True,
             num_tokens=60,
-            first_tokens=(FirstToken(9, FinishReason.STOP, TokenLogprobs(-0.5, ((9, -0.5),))), FirstToken(8)),
+            first_tokens=(FirstToken(9, FinishReason.STOP), FirstToken(8)),
         ),
         WithdrawEvent(b"h" * 16),
         StartPullEvent(pull_id=4, source=SOURCE, num_cached_blocks=1, block_ids=(3, 5), num_tokens=40, deadline_s=2.0),
@@ -398,9 +398,8 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
     assert offer.offer.handle == grant.grant.handle == withdraw.withdraw.handle == b"h" * 16
     assert list(grant.grant.grant.block_ids) == [7, 8]
     assert list(grant.grant.grant.generations) == [1, 2**63]
-    logprobs = worker_pb2.Logprobs(logprob=-0.5, top_tokens=[9], top_logprobs=[-0.5])
     assert list(grant.grant.grant.first_tokens) == [
-        kv_pb2.FirstToken(token=9, finish=worker_pb2.FINISH_REASON_STOP, logprobs=logprobs),
+        kv_pb2.FirstToken(token=9, finish=worker_pb2.FINISH_REASON_STOP),
         kv_pb2.FirstToken(token=8),
     ]
     assert (start.start_pull.pull_id, list(start.start_pull.block_ids)) == (4, [3, 5])

@@ -224,8 +224,7 @@ def test_token_0_and_the_grants_of_a_handoff() -> None:
     )
     answer(scheduler, last, token=42)
     token, final = scheduler.take_events()
-    logprobs = TokenLogprobs(-1.0, ())
-    assert token == TokenEvent(key_of(request), 0, 0, 42, logprobs, FinishReason.NONE)
+    assert token == TokenEvent(key_of(request), 0, 0, 42, TokenLogprobs(-1.0, ()), FinishReason.NONE)
     assert final == GrantEvent(
         handle=b"handle-0",
         first_index=1,
@@ -233,7 +232,7 @@ def test_token_0_and_the_grants_of_a_handoff() -> None:
         generations=generations[1:],
         final=True,
         num_tokens=10,
-        first_tokens=(FirstToken(42, FinishReason.NONE, logprobs),),
+        first_tokens=(FirstToken(42),),
     )
     assert scheduler.load().num_parked == 1
 
