@@ -35,7 +35,8 @@ async def chat_completion(edge: Edge, body: ChatBody, request: Request) -> Respo
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     prompt_tokens = await edge.encode(body, model, text, add_special_tokens=False)  # the template wrote them
-    answer = edge.answer(body, model, prompt_tokens, request, first_index=0, continues_prompt=False)
+    sampling = edge.sampling(body, model, prompt_tokens)
+    answer = edge.answer(body, sampling, prompt_tokens, request, first_index=0, continues_prompt=False)
     return await edge.respond(body, request, Answers([answer]), ChatFormat(edge.tokenizer, body))
 
 

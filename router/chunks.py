@@ -5,7 +5,7 @@ What is the same in every chunk of a stream is encoded once; a token costs the e
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -14,6 +14,7 @@ from pdserve.router.answer import Usage
 from pdserve.router.answers import Answers
 from pdserve.router.choice import TextDelta
 from pdserve.router.format import AnswerFormat
+from pdserve.router.off_loop import off_loop
 from pdserve.router.schema import GenerationBody
 from pdserve.router.sse import DONE, TokenEvents, event
 
@@ -31,6 +32,7 @@ class ChunkWriter:
         self._tail = b'],"usage":null}' if body.has_usage_chunk else b"]}"
         self._has_usage_chunk = body.has_usage_chunk
         self._has_usage_everywhere = body.has_usage_everywhere
+        self._shows_prompt = body.shows_prompt
         self._answers = answers
         self._format = format
         self._unopened = set(range(body.num_answers))
@@ -44,7 +46,11 @@ class ChunkWriter:
         """
         async with aclosing(self._answers.deltas()) as deltas:
             async for together in deltas:
-                yield TokenEvents([delta.choice for delta in together], b"".join(map(self._token, together)))
+                yield TokenEvents([delta.choice for delta in together], await self._data(together))
+
+    async def _data(self, together: Sequence[TextDelta]) -> bytes:
+        num_echoed = sum(len(delta.echoed) for delta in together) if self._shows_prompt else 0
+        return await off_loop(num_echoed, lambda: b"".join(map(self._token, together)))
 
     def _token(self, delta: TextDelta) -> bytes:
         data = self._opening(delta.choice) if delta.choice in self._unopened else b""

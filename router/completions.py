@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from pdserve.router.choice import AnswerEnd, AnswerToken, TextDelta
 from pdserve.router.edge import Edge
 from pdserve.router.format import WholeChoice
 from pdserve.router.logprobs import completion_logprobs, prompt_logprobs
+from pdserve.router.off_loop import off_loop
 from pdserve.router.schema import CompletionBody
 from pdserve.router.tokenizer import ChatTokenizer
 
@@ -35,10 +37,11 @@ async def completion(edge: Edge, body: CompletionBody, request: Request) -> Resp
             tokens = await edge.encode(body, model, prompt, add_special_tokens=True)
         else:
             tokens = prompt
-        echo = _echo(edge.tokenizer, prompt, tokens, body) if body.echo else None
+        sampling = edge.sampling(body, model, tokens)
+        echo = await off_loop(len(tokens), partial(_echo, edge.tokenizer, prompt, tokens, body)) if body.echo else None
         first_index = len(answers) * body.num_choices
         answers.append(
-            edge.answer(body, model, tokens, request, first_index=first_index, continues_prompt=True, echo=echo)
+            edge.answer(body, sampling, tokens, request, first_index=first_index, continues_prompt=True, echo=echo)
         )
     return await edge.respond(body, request, Answers(answers), CompletionFormat(edge.tokenizer, body))
 

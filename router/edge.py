@@ -27,6 +27,7 @@ from pdserve.router.errors import ApiError
 from pdserve.router.format import AnswerFormat, WholeChoice
 from pdserve.router.generation import Generator, ServedModel
 from pdserve.router.observer import EdgeObserver
+from pdserve.router.off_loop import off_loop
 from pdserve.router.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.schema import GenerationBody
 from pdserve.router.sse import EventStream
@@ -81,10 +82,21 @@ class Edge:
         check_prompt_length(body, self.tokenizer.fewest_tokens(text), model.max_model_len, is_least=True)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def sampling(self, body: GenerationBody, model: ServedModel, prompt_tokens: Sequence[int]) -> SamplingParams:
+        """Everything that decides an answer beside the prompt.
+
+        Raises:
+            ApiError: the prompt is empty, it does not fit with its answer, or a token is not the model's.
+        """
+        if not prompt_tokens:
+            raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
+        check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
+        return sampling_params(body, len(prompt_tokens), model.max_model_len)
+
     def answer(
         self,
         body: GenerationBody,
-        model: ServedModel,
+        sampling: SamplingParams,
         prompt_tokens: Sequence[int],
         request: Request,
         *,
@@ -95,18 +107,11 @@ class Edge:
         """The answer to a prompt, not started.
 
         Args:
-            model: what `admit` returned.
+            sampling: as of `sampling`, which has checked the prompt.
             first_index: of its choices, in the response.
             continues_prompt: its text goes on where the prompt's ends.
             echo: what comes before it.
-
-        Raises:
-            ApiError: the prompt is empty, it does not fit with its answer, or a token is not the model's.
         """
-        if not prompt_tokens:
-            raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
-        check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
-        sampling = sampling_params(body, len(prompt_tokens), model.max_model_len)
         context = prompt_tokens if continues_prompt else ()
         return Answer(
             self.generator,
@@ -164,8 +169,13 @@ class Edge:
                     timer.token(delta.choice)
                     choices[delta.choice].add(delta, keeps_tokens=format.shows_tokens)
         timer.finished()
-        written = {"choices": [format.whole(choice) for choice in choices], "usage": answers.usage.as_dict()}
-        return Response(_encode(envelope | written | format.members(answers)), media_type="application/json")
+
+        def write() -> bytes:
+            written = {"choices": [format.whole(choice) for choice in choices], "usage": answers.usage.as_dict()}
+            return _encode(envelope | written | format.members(answers))
+
+        num_shown = sum(len(choice.tokens) + len(choice.answer.prompt_logprobs) for choice in choices)
+        return Response(await off_loop(num_shown, write), media_type="application/json")
 
 
 def _salt(given: str | None) -> bytes:

@@ -10,8 +10,9 @@ from pdserve.router.errors import ApiError
 from pdserve.router.schema import GenerationBody
 
 MAX_ANSWER_ENTRIES = 2**21
-"""Tokens of all answers to one request, and the alternatives that log probabilities name beside them, at most: the
-router holds an answer that is not streamed in memory until it is complete."""
+"""Tokens of all answers to one request, and the alternatives that log probabilities name beside them, at most; and as
+many of prompts that the answers show. The router holds an answer that is not streamed in memory until it is complete.
+"""
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy, as in vLLM: logits divided by them would overflow."""
@@ -30,6 +31,7 @@ def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len:
         ApiError: prompt and answer do not fit into the model's context, or the answers into memory.
     """
     max_tokens = _max_tokens(body, num_prompt_tokens, max_model_len)
+    _check_shown_prompt(body, num_prompt_tokens)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         message = f"min_tokens is {min_tokens}, and the answer has {max_tokens} tokens at most; lower min_tokens"
@@ -66,6 +68,16 @@ def check_prompt_length(body: GenerationBody, num_tokens: int, max_model_len: in
             f"{'at least ' if is_least else ''}{num_tokens} and leaves no room for an answer; shorten it."
         )
         raise ApiError(400, message, param=body.prompt_field, code="context_length_exceeded")
+
+
+def _check_shown_prompt(body: GenerationBody, num_prompt_tokens: int) -> None:
+    """Whether answers in which the prompt is told token by token fit into memory."""
+    if not body.shows_prompt:
+        return
+    most = MAX_ANSWER_ENTRIES // (body.num_answers * (2 + body.num_prompt_logprobs))
+    if num_prompt_tokens > most:
+        message = f"a prompt of {num_prompt_tokens} tokens is too much to show in {body.num_answers} answers"
+        raise ApiError(400, f"{message}; shorten it to {most}, or ask for less", param=body.prompt_field)
 
 
 def check_token_ids(field: str, tokens: Iterable[int], vocab_size: int) -> None:

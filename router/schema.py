@@ -115,6 +115,11 @@ class GenerationBody(_Body):
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
+    def shows_prompt(self) -> bool:
+        """Whether each answer tells of the prompt's tokens."""
+        return self.num_prompt_logprobs >= 0
+
+    @property
     def has_usage_chunk(self) -> bool:
         """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -208,6 +213,10 @@ class CompletionBody(GenerationBody):
     def num_prompt_logprobs(self) -> int:
         wanted = super().num_prompt_logprobs
         return max(wanted, self.num_logprobs) if self.echo else wanted
+
+    @property
+    def shows_prompt(self) -> bool:
+        return bool(self.echo) or super().shows_prompt
 
     def check(self) -> None:
         super().check()

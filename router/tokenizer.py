@@ -47,6 +47,7 @@ class ChatTokenizer:
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
         self._longest_token_chars = max(map(len, tokenizer.get_vocab()))
+        self._bytes_of_token: dict[int, bytes] = {}
         self._byte_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else {}
 
     @classmethod
@@ -117,6 +118,12 @@ class ChatTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token, which need not be whole characters; empty for an id without a token."""
+        content = self._bytes_of_token.get(token)
+        if content is None:
+            content = self._bytes_of_token[token] = self._find_bytes(token)
+        return content
+
+    def _find_bytes(self, token: int) -> bytes:
         piece: str | None = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""

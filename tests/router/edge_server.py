@@ -210,6 +210,8 @@ class EdgeServer:
     generator: ScriptedGenerator
     observer: RecordingObserver
     tokenizer: ChatTokenizer
+    loop_thread: int
+    """Identity of the thread that runs its event loop."""
 
     def say(self, text: str, finish: FinishReason = FinishReason.STOP, logprobs: TokenLogprobs | None = None) -> int:
         """Answer every request from now on with ``text``, and EOS after it where it ends so. Returns its tokens."""
@@ -231,12 +233,13 @@ def running_edge() -> Iterator[EdgeServer]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
+    assert thread.ident is not None
     try:
         while not server.started:
             assert thread.is_alive()
             thread.join(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield EdgeServer(f"http://127.0.0.1:{port}", generator, observer, tokenizer)
+        yield EdgeServer(f"http://127.0.0.1:{port}", generator, observer, tokenizer, thread.ident)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -174,6 +175,30 @@ def test_echo_with_log_probabilities(edge: EdgeServer, client: openai.OpenAI, st
     for token, offset in zip(columns["tokens"][1:], columns["text_offset"][1:], strict=True):
         assert "\ufffd" in token or text[offset:].startswith(token)
     assert columns["text_offset"][:2] == [0, 0]  # BOS has no text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_takes_long_to_write_is_written_beside_the_event_loop(
+    edge: EdgeServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    writers: set[int] = set()
+    token_text = edge.tokenizer.token_text
+
+    def noted_text(token: int) -> str:
+        writers.add(threading.get_ident())
+        return token_text(token)
+
+    monkeypatch.setattr(edge.tokenizer, "token_text", noted_text)
+    say_each(edge, "x")
+    for length, is_long in ((300, True), (10, False)):
+        writers.clear()
+        answer: Any = client.completions.create(
+            model=MODEL, prompt=[7] * length, echo=True, logprobs=0, max_tokens=0, stream=stream
+        )
+        choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+        assert len(choices[0].logprobs.tokens) == length
+        assert (edge.loop_thread not in writers) == is_long
+        assert len(writers) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

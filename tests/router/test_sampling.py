@@ -113,3 +113,20 @@ def test_what_one_request_may_ask_for_is_bounded() -> None:
             sampling_params(completion(max_tokens=half + 1, **fields), 1, length)
     chat = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}], "n": 128})
     assert sampling_params(chat, 1, length).max_tokens == MAX_ANSWER_ENTRIES // 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({"echo": True}, 1),
+        ({"echo": True, "n": 16}, 16),
+        ({"echo": True, "n": 2, "prompt": ["x", "y"], "logprobs": 2}, 16),
+        ({"prompt_logprobs": 2, "n": 4}, 16),
+    ],
+)
+def test_a_prompt_that_is_shown_is_part_of_the_answer(fields: dict[str, object], factor: int) -> None:
+    most, length = MAX_ANSWER_ENTRIES // factor, 10 * MAX_ANSWER_ENTRIES
+    sampling_params(completion(max_tokens=1, **fields), most, length)
+    with pytest.raises(ApiError, match=f"shorten it to {most}"):
+        sampling_params(completion(max_tokens=1, **fields), most + 1, length)
+    sampling_params(completion(max_tokens=1), most + 1, length)
