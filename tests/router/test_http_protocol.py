@@ -55,6 +55,23 @@ def test_headers_without_end_are_refused(edge: EdgeServer, line: bytes, is_first
     assert not answer or answer.startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize("line", [b"X-A: %b\r\n" % (b"a" * 1000), b"a" * 1000])
+@pytest.mark.parametrize("end", [b"0\r\nX-B: ", b"2;x="])
+def test_a_body_without_end_may_not_be_bare(edge: EdgeServer, end: bytes, line: bytes) -> None:
+    """Trailers, or an extension of a chunk, come after a part of the body and go on."""
+    with connect(edge) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n" + end)
+        num_lines = 0
+        try:
+            while num_lines < 10_000:
+                connection.sendall(line)
+                num_lines += 1
+        except OSError:
+            pass
+    assert num_lines < 10_000
+
+
 @pytest.mark.parametrize("start", [b"", LIVE[:10], LIVE])
 def test_a_head_that_does_not_arrive_closes_the_connection(
     edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, start: bytes
