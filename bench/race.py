@@ -206,7 +206,7 @@ def _contestants(
     contestants: dict[str, Callable[[], AbstractContextManager[Contestant]]] = {
         "pdserve": partial(running_pdserve, folder, arguments.dtype)
     }
-    for dtype in [arguments.dtype, *filter(None, arguments.vllm_dtypes.split(","))]:
+    for dtype in arguments.vllm_dtypes.split(","):
         for eager in (False, True) if arguments.eager else (False,):
             name = f"vllm {dtype} {'eager' if eager else 'compiled'}"
             contestants[name] = partial(running_vllm, arguments.vllm_python, folder, dtype, eager=eager)
@@ -218,8 +218,8 @@ def main() -> None:
     parser.add_argument("--vllm-python", required=True, help="interpreter of a virtual environment with vLLM")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and KV, for both")
-    parser.add_argument("--vllm-dtypes", default="", help="more dtypes to race vLLM in, separated by commas")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and KV of pdserve")
+    parser.add_argument("--vllm-dtypes", default="bfloat16", help="dtypes to race vLLM in, separated by commas")
     parser.add_argument("--eager", action="store_true", help="race vLLM without torch.compile, too")
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
