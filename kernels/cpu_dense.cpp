@@ -176,12 +176,13 @@ struct Product {
   const float* x;  // [num_rows, num_inputs]
   float* y;        // [num_rows, num_outputs]
   int64_t num_rows;
+  bool adds;       // To what y holds.
 
   int64_t inputs() const { return weight.num_inputs; }
   int64_t num_panels() const { return (weight.num_outputs + kPanel - 1) / kPanel; }
   const W* panel_at(int64_t panel) const { return static_cast<const W*>(weight.panels) + panel * inputs() * kPanel; }
 
-  // y = total * scale + bias, for rows of one panel. total is [rows][kPanel].
+  // y = total * scale + bias, or that more, for rows of one panel. total is [rows][kPanel].
   void finish(const float* total, int64_t first_row, int64_t rows, int64_t panel) const {
     const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, weight.num_outputs - first);
     float scale[kPanel], bias[kPanel];
@@ -190,7 +191,10 @@ struct Product {
     for (int64_t r = 0; r < rows; ++r) {
       const float* from = total + r * kPanel;
       float* to = y + (first_row + r) * weight.num_outputs + first;
-      for (int64_t f = 0; f < count; ++f) to[f] = from[f] * scale[f] + bias[f];
+      if (adds)
+        for (int64_t f = 0; f < count; ++f) to[f] += from[f] * scale[f] + bias[f];
+      else
+        for (int64_t f = 0; f < count; ++f) to[f] = from[f] * scale[f] + bias[f];
     }
   }
 
@@ -349,9 +353,9 @@ extern "C" {
 // Outputs of one panel.
 int64_t dense_panel_width() { return kPanel; }
 
-// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T + b, all contiguous.
-void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_rows) {
-  with_kind(weight->kind, [&](auto value) { Product<decltype(value)>{*weight, x, y, num_rows}(); });
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T + b, or y += that; all contiguous.
+void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_rows, int64_t adds) {
+  with_kind(weight->kind, [&](auto value) { Product<decltype(value)>{*weight, x, y, num_rows, adds != 0}(); });
 }
 
 // out[num_ids, num_inputs]: rows of W.

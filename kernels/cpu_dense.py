@@ -26,7 +26,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _GATE = (c_void_p, c_void_p, c_int64, c_int64)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dense_panel_width": (),
-    "dense_multiply": (c_void_p, c_void_p, c_void_p, c_int64),
+    "dense_multiply": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
     "dense_rows": (c_void_p, c_void_p, c_int64, c_void_p),
     "dense_rms_normalise": (c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64),
     "dense_gate_silu": _GATE,
@@ -107,12 +107,17 @@ class CpuLinear:
         vectors = (vector_F for vector_F in (self._scales_F, self._bias_F) if vector_F is not None)
         return self._panels_PEW.nbytes + sum(vector_F.nbytes for vector_F in vectors)
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
         num_rows, num_inputs = x_TE.shape
         assert num_inputs == self._num_inputs
         _assert_float32(x_TE)
-        y_TF = torch.empty(num_rows, self._num_outputs)
-        self._multiply(self._struct, x_TE.data_ptr(), y_TF.data_ptr(), num_rows)
+        if add_to_TF is None:
+            y_TF, adds = torch.empty(num_rows, self._num_outputs), 0
+        else:
+            y_TF, adds = add_to_TF, 1
+            assert y_TF.shape == (num_rows, self._num_outputs)
+            _assert_float32(y_TF)
+        self._multiply(self._struct, x_TE.data_ptr(), y_TF.data_ptr(), num_rows, adds)
         return y_TF
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,12 @@ class Linear(Protocol):
         """Memory that it holds."""
         ...
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """``x W^T + b``: ``[T, F]`` of the dtype of ``x_TE``."""
+    def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
+        """``x W^T + b``: ``[T, F]`` of the dtype of ``x_TE``.
+
+        Args:
+            add_to_TF: the product is added to it, in place, and it is returned.
+        """
         ...
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,9 @@ class TorchLinear:
     def num_bytes(self) -> int:
         return self._weight_FE.nbytes + (0 if self._bias_F is None else self._bias_F.nbytes)
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        return linear(x_TE.to(self._weight_FE.dtype), self._weight_FE, self._bias_F).to(x_TE.dtype)
+    def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
+        y_TF = linear(x_TE.to(self._weight_FE.dtype), self._weight_FE, self._bias_F).to(x_TE.dtype)
+        return y_TF if add_to_TF is None else add_to_TF.add_(y_TF)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._weight_FE[ids_T]

@@ -16,7 +16,7 @@ import torch
 
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.operations import AttentionRule, DecoderKernels
+from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder_weights import LayerWeights, load_decoder_weights
 from pdserve.model.rope import Rope, RopeAngles
@@ -69,8 +69,8 @@ class Decoder:
         x_TE = self._weights.embedding.rows(tokens_T).to(self._activation_dtype) * self._embedding_scale
         for index, layer in enumerate(self._weights.layers):
             rope = self._config.layers[index].rope
-            x_TE += self._attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
-            x_TE += self._mlp(layer, x_TE)
+            self._add_attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
+            self._add_mlp(layer, x_TE)
         return self._normalise(x_TE[wanted_B], self._weights.norm)
 
     @torch.inference_mode()
@@ -80,7 +80,7 @@ class Decoder:
         softcap = self._config.logit_softcap
         return logits_BV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_BV
 
-    def _attention(
+    def _add_attention(
         self,
         index: int,
         layer: LayerWeights,
@@ -88,18 +88,27 @@ class Decoder:
         angles: RopeAngles,
         kv_pool: KvPool,
         metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    ) -> None:
         qkv_TF = layer.qkv(self._normalise(x_TE, layer.attention_norm))
         qkv_TMD = qkv_TF.view(len(x_TE), -1, self._config.shape.head_dim)
         self._kernels.rope_and_write_kv(qkv_TMD, angles.cos, angles.sin, kv_pool, index, metadata, layer.qk_norm)
         q_TND = qkv_TMD[:, : self._config.shape.num_heads]
         o_TND = self._kernels.paged_attention(q_TND, kv_pool, index, metadata, self._rules[index])
-        return self._normalise(layer.output(o_TND.flatten(1)), layer.attention_post_norm)
+        self._add_product(x_TE, layer.output, o_TND.flatten(1), layer.attention_post_norm)
 
-    def _mlp(self, layer: LayerWeights, x_TE: torch.Tensor) -> torch.Tensor:
+    def _add_mlp(self, layer: LayerWeights, x_TE: torch.Tensor) -> None:
         gate_up_TF = layer.gate_up(self._normalise(x_TE, layer.mlp_norm))
-        out_TE = layer.down(self._kernels.gate(gate_up_TF, self._config.activation))
-        return self._normalise(out_TE, layer.mlp_post_norm)
+        gated_TI = self._kernels.gate(gate_up_TF, self._config.activation)
+        self._add_product(x_TE, layer.down, gated_TI, layer.mlp_post_norm)
+
+    def _add_product(
+        self, x_TE: torch.Tensor, linear: Linear, in_TF: torch.Tensor, post_norm_E: torch.Tensor | None
+    ) -> None:
+        """End a part of a layer: add to ``x_TE``, in place, what the part computed."""
+        if post_norm_E is None:
+            linear(in_TF, x_TE)
+        else:
+            x_TE += self._normalise(linear(in_TF), post_norm_E)
 
     def _normalise(self, x_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
         """``x_TE`` itself where the family has no norm."""

@@ -101,6 +101,20 @@ def test_nan_and_infinity_go_where_they_belong(form: str, num_rows: int) -> None
     assert y_TF[: num_rows - 1].isfinite().sum() == 38 * (num_rows - 1)
 
 
+@pytest.mark.parametrize("form", [*DTYPES, "int8"])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 70])
+def test_a_product_is_added_in_place(form: str, num_rows: int) -> None:
+    linear = cpu_linear(form, random(40, 300), random(40))
+    x_TE, y_TF = random(num_rows, 300), random(num_rows, 40, seed=1)
+    expected = y_TF.double() + linear(x_TE).double()
+    assert linear(x_TE, y_TF) is y_TF
+    torch.testing.assert_close(y_TF.double(), expected, rtol=1e-6, atol=1e-5)
+    held = TORCH_KERNELS.pack_linear(random(40, 300))
+    y_TF = random(num_rows, 40, seed=1)
+    assert held(x_TE, y_TF) is y_TF
+    assert_close(y_TF, random(num_rows, 40, seed=1).double() + held(x_TE).double())
+
+
 def test_every_float16_is_read_exactly() -> None:
     values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).view(256, 256)
     linear = CPU_KERNELS.pack_linear(values)
@@ -205,6 +219,8 @@ def test_cpu_kernels_refuse_what_they_would_misread() -> None:
     for x_TE in (random(2, 5), random(2, 4).bfloat16(), random(4, 2).T):
         with pytest.raises(AssertionError):
             linear(x_TE)
+    with pytest.raises(AssertionError):
+        linear(random(2, 4), random(3, 8))
     with pytest.raises(AssertionError):
         linear.rows(torch.zeros(2, dtype=torch.int32))
     with pytest.raises(AssertionError):
