@@ -2,7 +2,8 @@
 // called by cpu_dense.py, which checks every shape before a call: nothing is checked here.
 //
 // A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up with
-// zeros, as float, bfloat16, float16, or int8 with one scale per output. Activations and arithmetic are float.
+// zeros, as float, bfloat16, float16, or int8 with one scale per output; outputs of a bfloat16 panel are in the order
+// 0, kLanes, 1, kLanes + 1 ... Activations and arithmetic are float.
 //
 // An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order. Every path here
 // keeps to that, so that a row's result depends on neither its neighbours nor the number of threads. The blocking is
@@ -40,6 +41,7 @@ constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking th
 using Vec = float __attribute__((vector_size(4 * kLanes)));
 using IntVec = int32_t __attribute__((vector_size(4 * kLanes)));
 using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+using UnalignedIntVec = int32_t __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
 using ShortVec = uint16_t __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 using ByteVec = int8_t __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
@@ -67,17 +69,6 @@ inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(
 inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
 
 // kLanes values as floats. Where the compiler makes poor code of the portable form, the instruction is named.
-inline Vec load(const BFloat16* p) {
-#if defined(__AVX512F__)
-  const auto bits = reinterpret_cast<IntVec>(_mm512_cvtepu16_epi32(*reinterpret_cast<const __m256i_u*>(p)));
-#elif defined(__AVX2__)
-  const auto bits = reinterpret_cast<IntVec>(_mm256_cvtepu16_epi32(*reinterpret_cast<const __m128i_u*>(p)));
-#else
-  const auto bits = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), IntVec);
-#endif
-  return reinterpret_cast<Vec>(bits << 16);
-}
-
 inline Vec load(const int8_t* p) {
 #if defined(__AVX512F__)
   const auto integers = reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(*reinterpret_cast<const __m128i_u*>(p)));
@@ -104,6 +95,21 @@ inline Vec load(const Float16* p) {
 #endif
 }
 
+// The weights of one input for the outputs of a panel, as floats: first half, second half.
+template <typename W>
+inline void load_panel(const W* p, Vec& low, Vec& high) {
+  low = load(p);
+  high = load(p + kLanes);
+}
+
+// A bfloat16 is the upper half of a float. A weight of the first half lies beside its counterpart of the second, so that
+// a shift makes floats of the one and a mask of the other.
+inline void load_panel(const BFloat16* p, Vec& low, Vec& high) {
+  const IntVec pairs = reinterpret_cast<const UnalignedIntVec&>(*p);
+  low = reinterpret_cast<Vec>(pairs << 16);
+  high = reinterpret_cast<Vec>(pairs & static_cast<int32_t>(0xffff0000));
+}
+
 // Keeps a value in a register: left alone, the compiler reads weights from memory again for every row.
 inline void keep(Vec& x) {
 #if defined(__AVX2__)
@@ -122,7 +128,8 @@ inline void add_tile(const float* x, int64_t x_stride, const W* w, int64_t w_str
     for (int p = 0; p < kPanels; ++p) {
       const W* from = w + p * w_stride + d * kPanel;
       if constexpr (kAhead > 0) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
-      Vec low = load(from), high = load(from + kLanes);
+      Vec low, high;
+      load_panel(from, low, high);
       keep(low);
       keep(high);
 #pragma GCC unroll 12
@@ -166,7 +173,12 @@ inline const float* as_floats(const float* from, int64_t, float*) { return from;
 
 template <typename W>
 inline const float* as_floats(const W* from, int64_t count, float* scratch) {
-  for (int64_t i = 0; i < count; i += kLanes) store(scratch + i, load(from + i));
+  for (int64_t i = 0; i < count; i += kPanel) {
+    Vec low, high;
+    load_panel(from + i, low, high);
+    store(scratch + i, low);
+    store(scratch + i + kLanes, high);
+  }
   return scratch;
 }
 
@@ -269,10 +281,14 @@ template <typename W>
 void copy_rows(const Weight& weight, const int64_t* ids, int64_t num_ids, float* out) {
   const int64_t inputs = weight.num_inputs;
   for (int64_t i = 0; i < num_ids; ++i) {
-    const int64_t lane = ids[i] % kLanes, first = ids[i] % kPanel - lane;
-    const W* from = static_cast<const W*>(weight.panels) + ids[i] / kPanel * inputs * kPanel + first;
+    const W* from = static_cast<const W*>(weight.panels) + ids[i] / kPanel * inputs * kPanel;
+    const int64_t half = ids[i] % kPanel / kLanes, lane = ids[i] % kLanes;
     const float scale = weight.scales ? weight.scales[ids[i]] : 1.0f;
-    for (int64_t d = 0; d < inputs; ++d) out[i * inputs + d] = load(from + d * kPanel)[lane] * scale;
+    for (int64_t d = 0; d < inputs; ++d) {
+      Vec halves[2];
+      load_panel(from + d * kPanel, halves[0], halves[1]);
+      out[i * inputs + d] = halves[half][lane] * scale;
+    }
   }
 }
 

@@ -4,7 +4,7 @@ Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` f
 float32; weights stay in the dtype of the checkpoint, or in int8. A row's result depends on neither the other rows nor
 the number of threads (`pdserve.kernels.cpu_threads`).
 
-Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel.
+Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel, L = W / 2.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def gate(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _pack(weight_FE: torch.Tensor) -> torch.Tensor:
-    """The weight as panels ``[P, E, W]``, the last one filled up with zeros."""
+    """The weight as panels ``[P, E, W]``, the last one filled up with zeros, as cpu_dense.cpp describes them."""
     (num_outputs, num_inputs), width = weight_FE.shape, _panel_width()
     num_whole, num_left = divmod(num_outputs, width)
     panels_PEW = torch.zeros(num_whole + (num_left > 0), num_inputs, width, dtype=weight_FE.dtype)
@@ -158,6 +158,9 @@ def _pack(weight_FE: torch.Tensor) -> torch.Tensor:
     panels_PEW[:num_whole] = whole_FE.reshape(num_whole, width, num_inputs).transpose(1, 2)
     if num_left:
         panels_PEW[-1, :, :num_left] = left_FE.T
+    if weight_FE.dtype == torch.bfloat16:
+        halves_PE2L = panels_PEW.view(-1, num_inputs, 2, width // 2)
+        panels_PEW = halves_PE2L.transpose(2, 3).reshape(-1, num_inputs, width)
     return panels_PEW
 
 
