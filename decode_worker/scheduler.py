@@ -374,6 +374,8 @@ class DecodeScheduler:
 
     def advance(self, num_steps: int) -> None:
         assert 0 <= num_steps <= self.quiet_steps()
+        if not num_steps:
+            return
         for sequence in self._running:
             self._pool.release(sequence.take_copy_source())
             sequence.skip(num_steps, self._pool.allocate(self._growth_of(sequence, num_steps)))

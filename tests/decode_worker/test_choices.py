@@ -347,6 +347,21 @@ def test_a_choice_whose_block_is_not_copied_yet_is_recomputed_not_swapped() -> N
 # Simulation
 
 
+def test_skipping_no_step_changes_nothing() -> None:
+    """A simulator asks for as many steps as there are before its next arrival: none, at times."""
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    join(scheduler, choices_request(0, 10, 2, max_tokens=30))
+    pool.take_cache_events()
+    scheduler.advance(0)
+    first = step(scheduler)
+    assert len(first.block_copies) == 1
+    scheduler.advance(0)
+    answer(scheduler, first)
+    answer(scheduler, step(scheduler))
+    assert len(pool.take_cache_events().stored) == 2, "the third block of each choice is full, and known"
+
+
 def test_skipping_is_the_same_as_stepping_with_choices() -> None:
     pools = [BlockPool(64, BLOCK_SIZE) for _ in range(2)]
     stepped, skipped = (a_scheduler(pool) for pool in pools)
