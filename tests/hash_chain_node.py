@@ -69,6 +69,8 @@ class LateExecutor:
         self._may_fail = False
 
     def submit(self, batch: StepBatch) -> StepHandle:
+        for row in batch.rows:
+            _check_sampling(row)
         rows = [replace(row, block_table=tuple(row.block_table)) for row in batch.rows]
         return _LateStep(self, replace(batch, rows=rows))
 
@@ -101,6 +103,20 @@ class LateExecutor:
         self._inner.submit(StepBatch(step_id=batch.step_id, rows=[], swap_outs=spoiled))
         self._memory[block] = saved
         self._memory[[copy.target for copy in batch.swap_ins]] = 1
+
+
+def _check_sampling(row: StepRow) -> None:
+    """What a token depends on beside the KV is complete, although the one before it may not be known yet."""
+    if row.sample is None:
+        assert not row.history
+        assert not row.banned_tokens
+        return
+    num_late = int(row.previous_row >= 0)
+    if row.sample.has_penalties:
+        assert len(row.history) + num_late == row.sample_position
+        assert [*row.history[row.cached_length :]] == [*row.tokens]
+    is_early = row.sample_position - row.num_prompt_tokens < row.sample.min_tokens
+    assert set(row.banned_tokens) == ({EOS, *row.sample.stop_token_ids} if is_early else set())
 
 
 @dataclass

@@ -3,8 +3,8 @@
 Workers run the hash-chain executor over in-memory pools, so that one wrong, lost or repeated token, or a block reused
 too early, shows in the next token. The world plays the transfer processes (pulls copy bytes between pools, late, in
 parts, and sometimes not to the end), the clients (who leave, or drop one of their choices, at any time) and the router
-(which sends a failed request again, keeping the tokens it has, then each choice alone). After every turn each pool's
-integrity is checked.
+(which has a parked prompt pulled again, or sends a failed request again, keeping the tokens it has, then each choice
+alone). After every turn each pool's integrity is checked, and in every step what sampling is told.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pdserve.engine.scheduler import (
     Event,
     GrantEvent,
     OfferEvent,
+    PromptLogprobsEvent,
     PullResult,
     RequestEvent,
     RequestEventKind,
@@ -29,6 +30,8 @@ from pdserve.engine.scheduler import (
 )
 from pdserve.model.hash_chain import expected_tokens
 from tests.hash_chain_node import EOS, VOCAB_SIZE, Node, WorldConfig
+
+STOP_TOKEN_IDS = (100,)
 
 
 @dataclass
@@ -55,6 +58,8 @@ class Dispatch:
     request: GenerationRequest
     nodes: list[Node] = field(default_factory=list)
     """Workers that know of it."""
+    handle: bytes = b""
+    """Of the parked prompt."""
 
     @property
     def key(self) -> RequestKey:
@@ -97,6 +102,8 @@ class World:
         self._dispatches: dict[RequestKey, Dispatch] = {}
         self._alive: set[tuple[str, RequestKey]] = set()
         """(worker, attempt) that has not said that it is over."""
+        self._num_prompt_logprobs: Counter[tuple[str, RequestKey]] = Counter()
+        """Those that an attempt has sent."""
 
     def _node(self, name: str, *, decodes: bool) -> Node:
         return Node(self.config, name, decodes=decodes, random=self.random)
@@ -202,6 +209,9 @@ class World:
         if dispatch is None:
             return
         client = dispatch.client
+        if event.index == 0 and client.request.sampling.num_prompt_logprobs >= 0:
+            num_sent = self._num_prompt_logprobs[node.name, event.key]
+            assert num_sent == len(client.request.prompt_tokens) - 1, f"{event.key}: {num_sent} prompt logprobs"
         expected, received = client.expected[event.choice], client.received[event.choice]
         assert len(received) < len(expected), f"{event.key}: a token after the last one of choice {event.choice}"
         if event.choice not in client.open_choices:
@@ -212,11 +222,20 @@ class World:
         is_last = len(received) == len(expected)
         assert (event.finish is not FinishReason.NONE) == is_last
         if is_last:
-            is_stop = event.token == EOS and not client.request.sampling.ignore_eos
+            sampling = client.request.sampling
+            is_stop = event.token in (*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids)
             assert event.finish is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
             client.open_choices.remove(event.choice)
             if not client.open_choices:
                 self._end(client, Outcome.FINISHED)
+
+    def _on_prompt_logprobs(self, node: Node, event: PromptLogprobsEvent) -> None:
+        """They come in order; a prompt that was preempted begins anew."""
+        attempt = node.name, event.key
+        num_before = event.first_position - 1
+        assert num_before <= self._num_prompt_logprobs[attempt], f"{event.key}: no prompt logprobs before {num_before}"
+        num_sent = num_before + len(event.entries)
+        self._num_prompt_logprobs[attempt] = max(self._num_prompt_logprobs[attempt], num_sent)
 
     def _on_request_event(self, node: Node, event: RequestEvent) -> None:
         self.counts[event.kind.name] += 1
@@ -232,12 +251,21 @@ class World:
                 dispatch.client.leaves_at_turn = self.num_turns + self.random.randrange(6)
             case RequestEventKind.FAILED if event.message.startswith("deadline"):
                 self._end(dispatch.client, Outcome.FAILED)
+            case RequestEventKind.KV_UNAVAILABLE if node is not dispatch.nodes[0] and self._may_rebind(dispatch):
+                self.counts["rebound"] += 1
+                dispatch.nodes.pop()
+                self._bind(dispatch, dispatch.handle)
             case RequestEventKind.FAILED | RequestEventKind.KV_UNAVAILABLE:
                 self._redispatch(dispatch, event.message.split(":")[0])
             case RequestEventKind.REJECTED:
                 self._end(dispatch.client, Outcome.REJECTED)
 
+    def _may_rebind(self, dispatch: Dispatch) -> bool:
+        """Whether another pull of a prompt is tried, after one that failed: half the time, while it is parked."""
+        return (dispatch.nodes[0].name, dispatch.key) in self._alive and self.random.random() < 0.5
+
     def _bind(self, dispatch: Dispatch, handle: bytes) -> None:
+        dispatch.handle = handle
         node = self.random.choice(self.decode)
         dispatch.nodes.append(node)
         source = KvSource(address="", worker_epoch=1, handle=handle)
@@ -252,6 +280,8 @@ class World:
         match event:
             case TokenEvent():
                 self._on_token(node, event)
+            case PromptLogprobsEvent():
+                self._on_prompt_logprobs(node, event)
             case RequestEvent():
                 self._on_request_event(node, event)
             case OfferEvent():
@@ -410,7 +440,12 @@ def submit_many(
             seed=random.randrange(2**32),
             max_tokens=random.randint(1, max_answer),
             ignore_eos=random.random() < 0.3,
+            stop_token_ids=random.choice(((), STOP_TOKEN_IDS)),
+            presence_penalty=random.choice((0.0, 1.0)),
+            num_prompt_logprobs=random.choice((-1, -1, 0)),
         )
+        if random.random() < 0.3:
+            sampling = replace(sampling, min_tokens=random.randint(1, sampling.max_tokens))
         world.submit(shared + tail, sampling, num_choices=random.randint(1, max_choices))
         for _ in range(random.randint(0, turns_between)):
             world.turn()

@@ -117,6 +117,7 @@ def test_every_kind_of_trouble_is_met() -> None:
         "redispatched: copy",
         "redispatched: parked",
         "redispatched alone",
+        "rebound",
         "dropped",
     ):
         assert world.counts[count] > 0, f"no {count!r}"
