@@ -84,10 +84,13 @@ class Attempt:
 
     # What workers are told
 
-    def submit(self, num_cached_tokens: int, now_s: float) -> None:
-        """Give the request to the prefill worker, which is expected to find so many of its tokens in its cache."""
+    def submit(self, num_cached_tokens: int, num_blocks: int, now_s: float) -> None:
+        """Give the request, of ``num_blocks`` blocks, to the prefill worker, which is expected to find so many of its
+        tokens in its cache."""
         request = self._request(now_s)
         self.prefill.promise_prefill(self.request_id, request.num_known_tokens - num_cached_tokens)
+        if not self.handoff:
+            self.prefill.promise_decode(self.request_id, request.num_choices, request.num_known_tokens, num_blocks)
         submit = worker_pb2.Submit(request=request_to_proto(request))
         self.prefill.session.send(worker_pb2.RouterMessage(submit=submit))
 

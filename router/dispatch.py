@@ -248,22 +248,28 @@ class Dispatcher:
         self._unbound.pop(leg.request_id, None)
         start_s = time.perf_counter()
         snapshots = self._fleet.snapshots()
-        choice = None
-        if snapshots:
-            choice = choose_prefill(
-                leg.blocks(self._fleet.block_size),
-                snapshots,
-                self._cost,
-                num_choices=leg.num_choices,
-                tpot_slo_s=0.0 if leg.job.is_probe else self._settings.tpot_slo_s,
-            )
+        if not snapshots:
+            self._queued[leg.request_id] = leg
+            return
+        blocks = leg.blocks(self._fleet.block_size)
+        choice = choose_prefill(
+            blocks,
+            snapshots,
+            self._cost,
+            num_choices=leg.num_choices,
+            tpot_slo_s=0.0 if leg.job.is_probe else self._settings.tpot_slo_s,
+        )
         self._metrics.route_seconds.observe(time.perf_counter() - start_s)
         if choice is None:
             self._queued[leg.request_id] = leg
         else:
             self._queued.pop(leg.request_id, None)
-            worker = self._fleet.worker(choice.worker_id)
-            leg.submit(worker, handoff=choice.handoff, num_cached_tokens=choice.num_cached_tokens)
+            leg.submit(
+                self._fleet.worker(choice.worker_id),
+                handoff=choice.handoff,
+                num_cached_tokens=choice.num_cached_tokens,
+                num_blocks=blocks.num_blocks(leg.num_choices),
+            )
 
     def want_decode(self, leg: Leg) -> None:
         """Bind ``leg`` to the decode worker that the policy names, or let it wait parked until one comes up."""

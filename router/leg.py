@@ -169,8 +169,9 @@ class Leg:
             )
         return self._blocks
 
-    def submit(self, worker: Worker, *, handoff: bool, num_cached_tokens: int) -> None:
-        """Begin an attempt on ``worker``, which is expected to find ``num_cached_tokens`` in its prefix cache."""
+    def submit(self, worker: Worker, *, handoff: bool, num_cached_tokens: int, num_blocks: int) -> None:
+        """Begin an attempt of ``num_blocks`` blocks on ``worker``, which is expected to find ``num_cached_tokens`` in
+        its prefix cache."""
         assert self.attempt is None
         now_s, number = self._now_s(), self.tries.num_attempts
         self.tries.num_attempts += 1
@@ -180,7 +181,7 @@ class Leg:
         self.attempt = Attempt(
             self.request_id, number, self.job, self._asked, worker, handoff, self._emitted(), set(self._running)
         )
-        self.attempt.submit(num_cached_tokens, now_s)
+        self.attempt.submit(num_cached_tokens, num_blocks, now_s)
 
     def prepare(self, worker: Worker, num_blocks: int) -> None:
         """Bind ``worker`` to decode the current attempt, whose token 0 may be out already."""

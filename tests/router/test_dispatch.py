@@ -361,6 +361,19 @@ async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: Sc
         probe.cancel()
 
 
+@with_workers("prefill-0", "decode-0")
+async def test_turns_that_come_at_once_leave_no_seat_twice(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig(tpot_slo_s=10.0) as rig:
+        await rig.up(p, d)
+        await cache(rig, d, range(60))
+        flights = [rig.start(range(62), num_choices=2) for _ in range(20)]
+        assert sum(not attempt_of(flight).handoff for flight in flights) == 4  # the worker has 8 seats
+        assert rig.fleet.worker("decode-0").snapshot().num_decoding == 8
+        for flight in flights:
+            flight.cancel()
+        assert rig.fleet.worker("decode-0").snapshot().num_decoding == 0
+
+
 @with_workers("prefill-0", "decode-0", "decode-1")
 async def test_a_prompt_is_pulled_where_most_of_it_is_cached(
     p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker
