@@ -6,6 +6,7 @@ A field is never ignored silently.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 
@@ -117,9 +118,7 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
 
 
 def _refusal(name: str, neutral: tuple[object, ...]) -> str:
-    remedy = (
-        f"set it to {' or '.join(repr(value) for value in neutral)}, or leave it out" if neutral else "leave it out"
-    )
+    remedy = f"set it to {' or '.join(map(json.dumps, neutral))}, or leave it out" if neutral else "leave it out"
     return f"{name} is not supported; {remedy}"
 
 

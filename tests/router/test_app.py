@@ -465,6 +465,22 @@ def test_an_answer_can_be_sent_back_as_it_came(edge: EdgeServer, http: httpx.Cli
     assert http.post(CHAT, json={"messages": [*MESSAGES, message, *MESSAGES]}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        ({"response_format": {"type": "json_object"}}, 'set it to {"type": "text"}, or leave it out'),
+        ({"use_beam_search": True}, "set it to false, or leave it out"),
+        ({"tool_choice": "required"}, 'set it to "none" or "auto", or leave it out'),
+        ({"regex": "a"}, "regex is not supported; leave it out"),
+    ],
+)
+def test_a_remedy_can_be_sent_as_it_is_written(
+    edge: EdgeServer, http: httpx.Client, body: dict[str, object], remedy: str
+) -> None:
+    answer = http.post(COMPLETIONS, json={"prompt": "x", **body})
+    assert error_of(answer)["message"].endswith(remedy)
+
+
 def test_unknown_fields_are_logged_once(
     edge: EdgeServer, http: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
