@@ -16,8 +16,8 @@ class Prediction(NamedTuple):
     has_prefill: bool
     predicted_s: float
     """Before correction."""
-    has_copies: bool = False
-    """Its duration says little of the time that rows take."""
+    is_typical: bool
+    """It does nothing beside computing and sampling its rows' tokens: its duration says how long others take."""
 
 
 class StepTimes:
@@ -30,19 +30,20 @@ class StepTimes:
         """What the cost model says of a step that is about to be submitted."""
         num_rows = len(batch.rows)
         has_copies = bool(batch.swap_outs or batch.swap_ins or batch.block_copies)
+        is_typical = not has_copies and not any(row.prompt_targets for row in batch.rows)
         if batch.num_new_tokens == num_rows:
             predicted_s = self._cost.decode_s(num_rows, sum(row.cached_length for row in batch.rows))
-            return Prediction(False, predicted_s, has_copies)
+            return Prediction(False, predicted_s, is_typical)
         predicted_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
-        return Prediction(True, predicted_s, has_copies)
+        return Prediction(True, predicted_s, is_typical)
 
     def corrected_s(self, prediction: Prediction) -> float:
         """How long the step is expected to take, by what was observed so far."""
         return prediction.predicted_s * self._correction(prediction).factor
 
     def observe(self, prediction: Prediction, duration_s: float) -> None:
-        """Take the duration of the step that was predicted, if it is that of rows alone."""
-        if prediction.has_copies:
+        """Take the duration of the step that was predicted, if others are like it."""
+        if not prediction.is_typical:
             return
         self._correction(prediction).observe(prediction.predicted_s, duration_s)
 

@@ -49,12 +49,14 @@ def test_prefill_and_decode_are_corrected_apart() -> None:
     assert times.corrected_s(decode) == pytest.approx(2 * decode.predicted_s, rel=0.01)
 
 
-def test_steps_with_copies_say_nothing_of_rows() -> None:
+def test_steps_that_do_more_than_compute_tokens_say_nothing_of_others() -> None:
     times = StepTimes(COST)
+    prompt_logprobs = a_batch((1, 100), (40, 0))
+    prompt_logprobs.rows[1].prompt_targets = [1] * 39
     copies_only = StepBatch(step_id=1, rows=[], swap_outs=[BlockCopy(0, 0)])
     both = a_batch((1, 100))
     both.swap_ins.append(BlockCopy(0, 0))
-    for batch in (copies_only, both):
+    for batch in (copies_only, both, prompt_logprobs):
         times.observe(times.predict(batch), 1.0)
     load = worker_pb2.Load()
     times.add_to(load)
