@@ -18,6 +18,8 @@ import numpy.typing as npt
 MAX_COUNTED_TOKENS = 4_194_304
 """Distinct tokens kept, of all sequences together; 16 bytes each. A step's own sequences are counted whatever they
 need."""
+MAX_COUNTED_SEQUENCES = 1024
+"""Sequences kept: more than a step decodes as a rule."""
 
 _TAIL_LENGTH = 32
 _MAX_NEW_TOKENS = 16
@@ -64,8 +66,9 @@ class _Counted(NamedTuple):
 class TokenCountCache:
     """Counts by sequence. Not thread-safe."""
 
-    def __init__(self, max_tokens: int = MAX_COUNTED_TOKENS) -> None:
+    def __init__(self, max_tokens: int = MAX_COUNTED_TOKENS, max_sequences: int = MAX_COUNTED_SEQUENCES) -> None:
         self._max_tokens = max_tokens
+        self._max_sequences = max_sequences
         self._by_sequence: OrderedDict[int, _Counted] = OrderedDict()
         self._num_tokens = 0
 
@@ -102,6 +105,8 @@ class TokenCountCache:
         return counts
 
     def _forget_oldest(self) -> None:
-        while self._num_tokens > self._max_tokens and len(self._by_sequence) > 1:
+        while len(self._by_sequence) > 1 and (
+            self._num_tokens > self._max_tokens or len(self._by_sequence) > self._max_sequences
+        ):
             _, forgotten = self._by_sequence.popitem(last=False)
             self._num_tokens -= len(forgotten.counts.tokens)

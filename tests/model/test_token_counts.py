@@ -63,3 +63,10 @@ def test_sequences_are_forgotten_oldest_first_and_the_sum_stays_bounded() -> Non
     assert cache.num_tokens == 30
     cache.counts(6, [1], 1)
     assert cache.num_tokens == 1
+
+
+def test_of_many_short_sequences_the_latest_are_kept() -> None:
+    cache = TokenCountCache(max_sequences=3)
+    for sequence_id in range(20):
+        cache.counts(sequence_id, [7], 1)
+    assert cache.num_tokens == 3
