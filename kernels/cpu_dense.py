@@ -72,10 +72,9 @@ def quantise_int8(weight_FE: torch.Tensor) -> QuantisedWeight:
         rows = slice(start, start + _QUANTISED_ROWS)
         part_RE = weight_FE[rows].float()
         scales_R = part_RE.abs().amax(dim=1) / INT8_MAX
-        scales_R[~scales_R.isfinite()] = torch.nan
-        # A scale so small that its inverse is infinite belongs to weights that are as good as 0.
-        inverse_R = scales_R.reciprocal().nan_to_num(nan=0.0, posinf=0.0)
-        values_FE[rows] = (part_RE * inverse_R[:, None]).nan_to_num(nan=0.0).round().to(torch.int8)
+        # Where a scale is 0, NaN or infinite, values mean nothing and are 0; the scale alone says enough.
+        inverse_R = scales_R.reciprocal().nan_to_num()
+        values_FE[rows] = (part_RE * inverse_R[:, None]).nan_to_num().round().to(torch.int8)
         scales_F[rows] = scales_R
     return QuantisedWeight(values_FE, scales_F)
 
