@@ -157,12 +157,24 @@ inline void add_small_tile(int64_t rows, const float* x, int64_t x_stride, const
   if constexpr (kRows > 1) add_small_tile<kAhead, kRows - 1>(rows, x, x_stride, w, depth, total, is_first);
 }
 
+// Memory that the next block needs, asked for bit by bit while this one is worked on.
+struct Prefetch {
+  const char* from = nullptr;
+  int64_t num_bytes = 0;
+
+  void ask(int64_t step, int64_t num_steps) const {
+    const int64_t end = num_bytes * (step + 1) / num_steps;
+    for (int64_t byte = num_bytes * step / num_steps; byte < end; byte += 64) __builtin_prefetch(from + byte);
+  }
+};
+
 // add_tile of one panel, for any number of rows, cut into tiles of much the same size.
 template <int kAhead, typename W>
 inline void add_rows(int64_t rows, const float* x, int64_t x_stride, const W* w, int64_t depth, float* total,
-                     bool is_first) {
+                     bool is_first, Prefetch next = {}) {
   const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
+    next.ask(tile, num_tiles);
     const int64_t end = rows * (tile + 1) / num_tiles;
     add_small_tile<kAhead>(end - row, x + row * x_stride, x_stride, w, depth, total + row * kPanel, is_first);
     row = end;
@@ -247,7 +259,10 @@ struct Product {
         std::copy_n(x + (first_row + r) * inputs() + d, depth, x_block.data() + r * kDepth);
       for (int64_t p = 0; p < panels; ++p) {
         const float* w = as_floats(panel_at(first_panel + p) + d * kPanel, depth * kPanel, w_block.data());
-        add_rows<0>(rows, x_block.data(), kDepth, w, depth, total.data() + p * kBlockRows * kPanel, d == 0);
+        const W* next = p + 1 < panels ? panel_at(first_panel + p + 1) + d * kPanel
+                                       : panel_at(first_panel) + (d + kDepth) * kPanel;
+        add_rows<0>(rows, x_block.data(), kDepth, w, depth, total.data() + p * kBlockRows * kPanel, d == 0,
+                    {reinterpret_cast<const char*>(next), depth * kPanel * static_cast<int64_t>(sizeof(W))});
       }
     }
     for (int64_t p = 0; p < panels; ++p)
