@@ -1,14 +1,14 @@
-// The dense operations of a decoder for CPUs: linear layers, RMS norm and gate. Compiled by cpu_build.py on first use and
-// called by cpu_dense.py, which checks every shape before a call: nothing is checked here.
+// Linear layers for CPUs. Compiled by cpu_build.py on first use and called by cpu_dense.py, which checks every shape
+// before a call: nothing is checked here.
 //
 // A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up with
 // zeros, as float, bfloat16, float16, or int8 with one scale per output; outputs of a bfloat16 panel are in the order
 // 0, kLanes, 1, kLanes + 1 ... Activations and arithmetic are float.
 //
-// An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order. Every path here
-// keeps to that, so that a row's result depends on neither its neighbours nor the number of threads. The blocking is
-// that of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies in
-// the L1 cache as floats and a block of rows in L2, while a tile of results stays in registers.
+// An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order. Every path
+// here keeps to that, so that a row's result depends on neither its neighbours nor the number of threads. The blocking
+// is that of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies
+// in the L1 cache as floats and a block of rows in L2, while a tile of results stays in registers.
 
 #include <algorithm>
 #include <cmath>
@@ -16,34 +16,20 @@
 #include <vector>
 
 #include "cpu_threads.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "cpu_vectors.h"
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int kLanes = 16;
-constexpr int kTileRows = 12;
-#else
-constexpr int kLanes = 8;
-constexpr int kTileRows = 6;
-#endif
+using namespace pdserve;
+
+constexpr int kTileRows = kLanes == 16 ? 12 : 6;  // What the registers of AVX-512, and of AVX2, hold.
 constexpr int kPanel = 2 * kLanes;
-constexpr int kDepth = 256;               // Inputs of one block.
-constexpr int kFewRows = 4 * kTileRows;   // Up to here, reading weights takes longer than computing with them.
+constexpr int kDepth = 256;              // Inputs of one block.
+constexpr int kFewRows = 4 * kTileRows;  // Up to here, making floats of weights beforehand does not pay.
 constexpr int kBlockRows = 32 * kTileRows;
 constexpr int kBlockPanels = 16;          // Panels that one block of rows is multiplied with, at most.
 constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while a core waits for its first byte.
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
-
-using Vec = float __attribute__((vector_size(4 * kLanes)));
-using IntVec = int32_t __attribute__((vector_size(4 * kLanes)));
-using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-using UnalignedIntVec = int32_t __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
-using ShortVec = uint16_t __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
-using ByteVec = int8_t __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
 enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8 };
 
@@ -57,44 +43,6 @@ struct Weight {
   const float* bias;    // [num_outputs], or null.
 };
 
-struct BFloat16 {
-  uint16_t bits;
-};
-
-struct Float16 {
-  uint16_t bits;
-};
-
-inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
-inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
-
-// kLanes values as floats. Where the compiler makes poor code of the portable form, the instruction is named.
-inline Vec load(const int8_t* p) {
-#if defined(__AVX512F__)
-  const auto integers = reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(*reinterpret_cast<const __m128i_u*>(p)));
-#elif defined(__AVX2__)
-  const auto integers = reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
-#else
-  const auto integers = __builtin_convertvector(*reinterpret_cast<const ByteVec*>(p), IntVec);
-#endif
-  return __builtin_convertvector(integers, Vec);
-}
-
-inline Vec load(const Float16* p) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<Vec>(_mm512_cvtph_ps(*reinterpret_cast<const __m256i_u*>(p)));
-#elif defined(__F16C__)
-  return reinterpret_cast<Vec>(_mm256_cvtph_ps(*reinterpret_cast<const __m128i_u*>(p)));
-#else
-  // A product brings the exponent to its place in a float, and makes subnormals right.
-  const IntVec half = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), IntVec);
-  const IntVec special = (half & 0x7c00) == 0x7c00;
-  const Vec scaled = reinterpret_cast<Vec>((half & 0x7fff) << 13) * 0x1p112f;
-  const IntVec magnitude = reinterpret_cast<IntVec>(scaled) | (special & 0x7f800000);
-  return reinterpret_cast<Vec>(magnitude | ((half & 0x8000) << 16));
-#endif
-}
-
 // The weights of one input for the outputs of a panel, as floats: first half, second half.
 template <typename W>
 inline void load_panel(const W* p, Vec& low, Vec& high) {
@@ -102,8 +50,8 @@ inline void load_panel(const W* p, Vec& low, Vec& high) {
   high = load(p + kLanes);
 }
 
-// A bfloat16 is the upper half of a float. A weight of the first half lies beside its counterpart of the second, so that
-// a shift makes floats of the one and a mask of the other.
+// A bfloat16 is the upper half of a float. A weight of the first half lies beside its counterpart of the second, so
+// that a shift makes floats of the one and a mask of the other.
 inline void load_panel(const BFloat16* p, Vec& low, Vec& high) {
   const IntVec pairs = reinterpret_cast<const UnalignedIntVec&>(*p);
   low = reinterpret_cast<Vec>(pairs << 16);
@@ -111,7 +59,7 @@ inline void load_panel(const BFloat16* p, Vec& low, Vec& high) {
 }
 
 // Keeps a value in a register: left alone, the compiler reads weights from memory again for every row.
-inline void keep(Vec& x) {
+inline void keep([[maybe_unused]] Vec& x) {
 #if defined(__AVX2__)
   asm("" : "+v"(x));
 #endif
@@ -270,7 +218,7 @@ struct Product {
   }
 
   void operator()() const {
-    pdserve::Team& team = pdserve::Team::get();
+    Team& team = Team::get();
     const bool is_worth_it = num_rows * inputs() * weight.num_outputs >= kSerialWork;
     const int64_t num_threads = is_worth_it ? team.num_threads() : 1;
     const int64_t panels = num_panels();
@@ -317,66 +265,6 @@ void with_kind(int64_t kind, Call call) {
   }
 }
 
-// e^x, relative error under 2e-7; infinite above 88.73, 0 below -104, NaN for NaN. Cody and Waite's reduction to
-// [-ln 2 / 2, ln 2 / 2], then the Taylor series of degree 7.
-inline Vec exp_vec(Vec x) {
-  x = x > 89.0f ? Vec{} + 89.0f : x;
-  x = x < -105.0f ? Vec{} - 105.0f : x;
-  const Vec magic = Vec{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits.
-  const Vec shifted = x * 1.44269504f + magic;
-  const Vec n = shifted - magic;
-  const Vec f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vec y = f * 1.98412698e-4f + 1.38888889e-3f;
-  y = y * f + 8.33333333e-3f;
-  y = y * f + 4.16666667e-2f;
-  y = y * f + 1.66666667e-1f;
-  y = y * f + 0.5f;
-  y = y * f + 1.0f;
-  y = y * f + 1.0f;
-  const IntVec exponent = reinterpret_cast<IntVec>(shifted) - reinterpret_cast<IntVec>(magic);
-  const IntVec half = exponent >> 1;  // Applied in two steps, so that results may overflow and be subnormal.
-  return y * reinterpret_cast<Vec>((half + 127) << 23) * reinterpret_cast<Vec>((exponent - half + 127) << 23);
-}
-
-struct Silu {
-  Vec operator()(Vec x) const { return x / (1.0f + exp_vec(-x)); }
-};
-
-// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^(-2 u)).
-struct GeluTanh {
-  Vec operator()(Vec x) const { return x / (1.0f + exp_vec(x * (x * x * -0.0713548163f - 1.59576912f))); }
-};
-
-template <typename Activation>
-void gate_rows(const float* gate_up, float* out, int64_t num_rows, int64_t width) {
-  const Activation activation;
-  pdserve::Team::get().run(num_rows, num_rows * width * 8 >= kSerialWork, [&](int64_t row) {
-    const float* gate = gate_up + 2 * row * width;
-    const float* up = gate + width;
-    float* to = out + row * width;
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) store(to + i, activation(load(gate + i)) * load(up + i));
-    float rest[kLanes] = {};
-    std::copy(gate + i, gate + width, rest);
-    const Vec last = activation(load(rest));
-    for (int j = 0; i < width; ++i, ++j) to[i] = last[j] * up[i];
-  });
-}
-
-void normalise_row(const float* x, const float* weight, float eps, float* out, int64_t width) {
-  Vec sums[2] = {};
-  int64_t i = 0;
-  for (; i + kPanel <= width; i += kPanel)
-    for (int j = 0; j < 2; ++j) sums[j] += load(x + i + j * kLanes) * load(x + i + j * kLanes);
-  sums[0] += sums[1];
-  float total = 0;
-  for (int j = 0; j < kLanes; ++j) total += sums[0][j];
-  for (; i < width; ++i) total += x[i] * x[i];
-  const float factor = 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
-  for (i = 0; i + kLanes <= width; i += kLanes) store(out + i, load(x + i) * factor * load(weight + i));
-  for (; i < width; ++i) out[i] = x[i] * factor * weight[i];
-}
-
 }  // namespace
 
 extern "C" {
@@ -392,21 +280,5 @@ void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_
 // out[num_ids, num_inputs]: rows of W.
 void dense_rows(const Weight* weight, const int64_t* ids, int64_t num_ids, float* out) {
   with_kind(weight->kind, [&](auto value) { copy_rows<decltype(value)>(*weight, ids, num_ids, out); });
-}
-
-// out[num_rows, width] = x / rms(x) * weight, row by row.
-void dense_rms_normalise(const float* x, const float* weight, float eps, float* out, int64_t num_rows, int64_t width) {
-  pdserve::Team::get().run(num_rows, num_rows * width >= kSerialWork, [&](int64_t row) {
-    normalise_row(x + row * width, weight, eps, out + row * width, width);
-  });
-}
-
-// out[num_rows, width] = activation(gate) * up, where gate_up is [num_rows, 2 * width], gates first.
-void dense_gate_silu(const float* gate_up, float* out, int64_t num_rows, int64_t width) {
-  gate_rows<Silu>(gate_up, out, num_rows, width);
-}
-
-void dense_gate_gelu_tanh(const float* gate_up, float* out, int64_t num_rows, int64_t width) {
-  gate_rows<GeluTanh>(gate_up, out, num_rows, width);
 }
 }

@@ -1,8 +1,8 @@
 """Linear layers, RMS norm and gate in C++, through ctypes: what is not asserted here is not checked on the other side.
 
-Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_dense.cpp. Activations are
-float32; weights stay in the dtype of the checkpoint, or in int8. A row's result depends on neither the other rows nor
-the number of threads (`pdserve.kernels.cpu_threads`).
+Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_dense.cpp and cpu_pointwise.cpp.
+Activations are float32; weights stay in the dtype of the checkpoint, or in int8. A row's result depends on neither the
+other rows nor the number of threads (`pdserve.kernels.cpu_threads`).
 
 Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel, L = W / 2.
 """
@@ -21,7 +21,7 @@ from pdserve.kernels.cpu_build import load_library
 INT8_MAX = 127
 _QUANTISED_ROWS = 1024
 
-# As declared in cpu_dense.cpp.
+# As declared in those.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _GATE = (c_void_p, c_void_p, c_int64, c_int64)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {

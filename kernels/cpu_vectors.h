@@ -1,0 +1,65 @@
+// Vectors of floats as wide as the CPU's registers, in the compiler's portable vector type, and loads that make floats
+// of narrower values.
+
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace pdserve {
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+
+using Vec = float __attribute__((vector_size(4 * kLanes)));
+using IntVec = int32_t __attribute__((vector_size(4 * kLanes)));
+using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+using UnalignedIntVec = int32_t __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
+using ShortVec = uint16_t __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+using ByteVec = int8_t __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+
+// kLanes values as floats. Where the compiler makes poor code of the portable form, the instruction is named.
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+  const auto integers = reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(*reinterpret_cast<const __m128i_u*>(p)));
+#elif defined(__AVX2__)
+  const auto integers = reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+#else
+  const auto integers = __builtin_convertvector(*reinterpret_cast<const ByteVec*>(p), IntVec);
+#endif
+  return __builtin_convertvector(integers, Vec);
+}
+
+inline Vec load(const Float16* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_cvtph_ps(*reinterpret_cast<const __m256i_u*>(p)));
+#elif defined(__F16C__)
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(*reinterpret_cast<const __m128i_u*>(p)));
+#else
+  // A product brings the exponent to its place in a float, and makes subnormals right.
+  const IntVec half = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), IntVec);
+  const IntVec special = (half & 0x7c00) == 0x7c00;
+  const Vec scaled = reinterpret_cast<Vec>((half & 0x7fff) << 13) * 0x1p112f;
+  const IntVec magnitude = reinterpret_cast<IntVec>(scaled) | (special & 0x7f800000);
+  return reinterpret_cast<Vec>(magnitude | ((half & 0x8000) << 16));
+#endif
+}
+
+}  // namespace pdserve
