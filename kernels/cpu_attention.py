@@ -1,7 +1,7 @@
 """Attention kernels in C++, through ctypes: shapes are asserted here, because nothing is checked on the other side.
 
-Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_attention.cpp. Takes float32
-activations over a pool of any dtype. Threads: see `pdserve.kernels.cpu_threads`.
+Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_attention.cpp and cpu_rope.cpp.
+Takes float32 activations over a pool of any dtype. Threads: see `pdserve.kernels.cpu_threads`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, QkNorm
 
 _HEAD_DIM_MULTIPLE = 8
-# As declared in cpu_attention.cpp.
+# As declared in cpu_attention.cpp and cpu_rope.cpp.
 _POOL_AND_BATCH = (c_void_p, c_int64, c_void_p)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "paged_attention": (c_void_p, c_int64, c_void_p, c_int64, c_float, c_int64, c_float, *_POOL_AND_BATCH),

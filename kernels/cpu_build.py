@@ -21,9 +21,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 _SOURCES = tuple(
-    Path(__file__).with_name(f"cpu_{part}.cpp") for part in ("attention", "dense", "pointwise", "sampling", "threads")
+    Path(__file__).with_name(f"cpu_{part}.cpp")
+    for part in ("attention", "dense", "pointwise", "rope", "sampling", "threads")
 )
-_HEADERS = tuple(Path(__file__).with_name(f"cpu_{part}.h") for part in ("threads", "vectors"))
+_HEADERS = tuple(Path(__file__).with_name(f"cpu_{part}.h") for part in ("pool", "threads", "tiles", "vectors"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", "-pthread", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
 

@@ -1,5 +1,6 @@
 // Vectors of floats as wide as the CPU's registers, in the compiler's portable vector type, and loads that make floats
-// of narrower values.
+// of narrower values. Who needs another width defines PDSERVE_LANES first; functions are static, so that sources of
+// different widths can be linked.
 
 #pragma once
 
@@ -9,13 +10,17 @@
 #include <immintrin.h>
 #endif
 
+#ifndef PDSERVE_LANES
+#ifdef __AVX512F__
+#define PDSERVE_LANES 16
+#else
+#define PDSERVE_LANES 8
+#endif
+#endif
+
 namespace pdserve {
 
-#ifdef __AVX512F__
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;
-#endif
+constexpr int kLanes = PDSERVE_LANES;
 
 using Vec = float __attribute__((vector_size(4 * kLanes)));
 using IntVec = int32_t __attribute__((vector_size(4 * kLanes)));
@@ -32,12 +37,12 @@ struct Float16 {
   uint16_t bits;
 };
 
-inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
-inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+static inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+static inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
 
 // kLanes values as floats. Where the compiler makes poor code of the portable form, the instruction is named.
-inline Vec load(const int8_t* p) {
-#if defined(__AVX512F__)
+static inline Vec load(const int8_t* p) {
+#if PDSERVE_LANES == 16
   const auto integers = reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(*reinterpret_cast<const __m128i_u*>(p)));
 #elif defined(__AVX2__)
   const auto integers = reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
@@ -47,8 +52,19 @@ inline Vec load(const int8_t* p) {
   return __builtin_convertvector(integers, Vec);
 }
 
-inline Vec load(const Float16* p) {
-#if defined(__AVX512F__)
+static inline Vec load(const BFloat16* p) {
+#if PDSERVE_LANES == 16
+  const auto bits = reinterpret_cast<IntVec>(_mm512_cvtepu16_epi32(*reinterpret_cast<const __m256i_u*>(p)));
+#elif defined(__AVX2__)
+  const auto bits = reinterpret_cast<IntVec>(_mm256_cvtepu16_epi32(*reinterpret_cast<const __m128i_u*>(p)));
+#else
+  const auto bits = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), IntVec);
+#endif
+  return reinterpret_cast<Vec>(bits << 16);
+}
+
+static inline Vec load(const Float16* p) {
+#if PDSERVE_LANES == 16
   return reinterpret_cast<Vec>(_mm512_cvtph_ps(*reinterpret_cast<const __m256i_u*>(p)));
 #elif defined(__F16C__)
   return reinterpret_cast<Vec>(_mm256_cvtph_ps(*reinterpret_cast<const __m128i_u*>(p)));

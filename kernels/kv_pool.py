@@ -31,7 +31,7 @@ class KvPoolShape(NamedTuple):
 
 
 class PoolStruct(ctypes.Structure):
-    """Mirrors ``struct Pool`` of cpu_attention.cpp."""
+    """Mirrors ``struct Pool`` of cpu_pool.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

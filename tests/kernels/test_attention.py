@@ -26,12 +26,14 @@ def rule_of(batch: PagedBatch, *, window: int = 0, softcap: float = 0.0) -> Atte
     return AttentionRule(scale=batch.kv_pool.shape.head_dim**-0.5, window=window, softcap=softcap)
 
 
-def assert_matches(kernels: DecoderKernels, batch: PagedBatch, rule: AttentionRule | None = None) -> None:
+def assert_matches(
+    kernels: DecoderKernels, batch: PagedBatch, rule: AttentionRule | None = None, tolerance: float = TOLERANCE
+) -> None:
     rule = rule or rule_of(batch)
     o_TND = kernels.paged_attention(batch.queries, batch.kv_pool, LAYER, batch.metadata, rule)
     assert o_TND.dtype == torch.float32
     assert o_TND.is_contiguous()
-    torch.testing.assert_close(o_TND.double(), reference_attention(batch, rule), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(o_TND.double(), reference_attention(batch, rule), atol=tolerance, rtol=tolerance)
 
 
 @both_kernels
@@ -91,7 +93,7 @@ def test_long_context_is_split_and_merged(kernels: DecoderKernels, dtype: torch.
 
 @both_kernels
 def test_sharp_and_huge_scores_stay_finite(kernels: DecoderKernels) -> None:
-    assert_matches(kernels, make_batch((Row(60, 1), Row(0, 33)), spread=100.0))
+    assert_matches(kernels, make_batch((Row(60, 1), Row(0, 33)), spread=100.0), tolerance=1e-4)
 
 
 @both_kernels
@@ -141,6 +143,23 @@ def test_rows_do_not_depend_on_their_neighbours_or_the_thread_count(rule: Attent
         o_TND = CPU_KERNELS.paged_attention(q_TND, batch.kv_pool, LAYER, alone, rule)
         assert torch.equal(o_TND, together[start : start + row.new])
         start += row.new
+
+
+@every_dtype
+@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("window", [0, 50, 700])
+def test_a_token_has_the_same_result_in_any_chunk(dtype: torch.dtype, group: int, window: int) -> None:
+    length = 1100
+    batch = make_batch((Row(0, length),), num_kv_heads=1, group=group, head_dim=16, dtype=dtype)
+    rule = rule_of(batch, window=window)
+    whole = CPU_KERNELS.paged_attention(batch.queries, batch.kv_pool, LAYER, batch.metadata, rule)
+    for cached, new in ((0, 1), (15, 2), (63, 40), (511, 1), (512, 3), (600, 500), (1030, 7), (1099, 1)):
+        metadata = AttentionMetadata.build(
+            [new], [cached], batch.block_tables, num_blocks=batch.kv_pool.shape.num_blocks, block_size=16
+        )
+        q_TND = batch.queries[cached : cached + new]
+        o_TND = CPU_KERNELS.paged_attention(q_TND, batch.kv_pool, LAYER, metadata, rule)
+        assert torch.equal(o_TND, whole[cached : cached + new])
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])

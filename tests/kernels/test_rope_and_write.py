@@ -100,7 +100,16 @@ def test_attention_over_what_was_just_written(kernels: DecoderKernels) -> None:
 def test_int8_of_vectors_that_are_hard_to_scale(kernels: DecoderKernels) -> None:
     """Zeros stay zeros, the smallest numbers stay in range, and what is not finite is NaN as a whole."""
     inf, nan = math.inf, math.nan
-    leading = [(0.0, 0.0), (1e-44, -1e-44), (3e38, -3e38), (inf, 1.0), (1.0, -inf), (nan, 1.0), (1.0, nan), (5.0, -2.5)]
+    leading = [
+        (0.0, 0.0),
+        (1e-44, -2.66e-43),
+        (3e38, -3e38),
+        (inf, 1.0),
+        (1.0, -inf),
+        (nan, 1.0),
+        (1.0, nan),
+        (5.0, -2.5),
+    ]
     values_T1D = torch.zeros(len(leading), 1, 16)
     values_T1D[:, 0, 3:5] = torch.tensor(leading)
     batch = make_batch((Row(0, len(leading)),), num_kv_heads=1, group=1, head_dim=16, dtype=torch.int8)
@@ -148,12 +157,12 @@ def test_every_float16_is_rounded_and_read_as_by_torch(cpu_kernels: DecoderKerne
     values = torch.cat((halves, between, ties, torch.tensor([1e6, -1e6, 65519.0, 65520.0]))).nan_to_num(posinf=1e30)
     values = values[: len(values) // 32 * 32].view(-1, 1, 32)
     num_tokens = len(values)
-    batch = make_batch((Row(0, num_tokens),), num_kv_heads=1, group=1, dtype=torch.float16)
+    batch = make_batch((Row(0, 1),) * num_tokens, num_kv_heads=1, group=1, dtype=torch.float16, block_size=1)
     qkv_TMD = torch.cat((torch.zeros(num_tokens, 2, 32), values), dim=1)
     angles_TC = torch.zeros(num_tokens, 16)
     cpu_kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata)
     for token, block, offset in batch.new_slots():
         assert torch.equal(batch.kv_pool.values[block, 0, LAYER, 1, offset], values[token, 0].half())
-    alone = AttentionRule(scale=1.0, window=1)
-    o_TND = cpu_kernels.paged_attention(qkv_TMD[:, :1], batch.kv_pool, LAYER, batch.metadata, alone)
+    rule = AttentionRule(scale=1.0)
+    o_TND = cpu_kernels.paged_attention(qkv_TMD[:, :1], batch.kv_pool, LAYER, batch.metadata, rule)
     assert torch.equal(o_TND, values.half().float())
