@@ -20,9 +20,9 @@ namespace {
 
 constexpr int kTileRows = 48;  // Rows (token, query head of the group) of one task.
 constexpr int kFewRows = 12;   // Up to here, as in decoding, memory is waited for rather than arithmetic.
-// Keys at a time, in whole pages: about as many at most, and of about as many bytes.
+// Keys at a time, in whole pages: about as many at most, and of about as many numbers.
 constexpr int64_t kTileKeys = 128;
-constexpr int64_t kTileBytes = 1 << 14;
+constexpr int64_t kTileValues = 4096;
 constexpr int64_t kSplitKeys = 512;  // About, in whole tiles. Few rows share the splits of a long context.
 constexpr float kLowest = -1e30f;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -114,8 +114,7 @@ struct Attention {
   int64_t num_heads() const { return pool.num_kv_heads * group; }
   int64_t num_new(int64_t row) const { return batch.query_starts[row + 1] - batch.query_starts[row]; }
   int64_t tile_keys() const {
-    const int64_t fitting = kTileBytes / (dim() * static_cast<int64_t>(sizeof(T)));
-    return std::max<int64_t>(1, std::min(kTileKeys, fitting) / pool.block_size) * pool.block_size;
+    return std::max<int64_t>(1, std::min(kTileKeys, kTileValues / dim()) / pool.block_size) * pool.block_size;
   }
   int64_t split_keys() const { return std::max<int64_t>(1, kSplitKeys / tile_keys()) * tile_keys(); }
   // First key that the token at `position` sees.
