@@ -1,6 +1,7 @@
 """Does memory grow? Mixed load on a whole cluster for a long time, and the memory of each of its processes meanwhile.
 
-    python -m pdserve.bench.soak [--minutes 60] [--shape tiny|half] [--dtype bfloat16] [--json FILE] [--plot FILE]
+    python -m pdserve.bench.soak [--minutes 60] [--clients 8] [--shape tiny|half] [--dtype bfloat16]
+                                 [--json FILE] [--plot FILE]
 
 The load mixes whole and streamed answers, short and long prompts, conversations that go on, several choices, log
 probabilities, refused requests and clients that leave half-way. Memory is the proportional set size (PSS): pages that
@@ -31,7 +32,6 @@ from pdserve.bench.cluster import running_cluster
 from pdserve.bench.shapes import SHAPES
 from pdserve.model.random_checkpoint import write_random_checkpoint
 
-NUM_CLIENTS = 8
 SAMPLE_S = 10.0
 KV_POOL_MIB = 64
 MIB = 2**20
@@ -40,15 +40,18 @@ MIB = 2**20
 class Load:
     """Clients that send one request after the other until told to stop."""
 
-    def __init__(self, url: str, vocab_size: int) -> None:
+    def __init__(self, url: str, vocab_size: int, num_clients: int) -> None:
         self.counts: Counter[str] = Counter()
         self._url = url
         self._vocab_size = vocab_size
+        self._num_clients = num_clients
 
     async def run(self, until_s: float) -> None:
-        limits = httpx.Limits(max_connections=2 * NUM_CLIENTS)
+        limits = httpx.Limits(max_connections=2 * self._num_clients)
         async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as client:
-            await asyncio.gather(*(self._client(client, random.Random(seed), until_s) for seed in range(NUM_CLIENTS)))
+            await asyncio.gather(
+                *(self._client(client, random.Random(seed), until_s) for seed in range(self._num_clients))
+            )
 
     async def _client(self, client: httpx.AsyncClient, rng: random.Random, until_s: float) -> None:
         kinds = (self._whole, self._streamed, self._conversation, self._leaver, self._refused)
@@ -120,16 +123,15 @@ def memory_mib(root: psutil.Process) -> dict[str, float]:
 def _name(process: psutil.Process) -> str:
     words = process.cmdline() or [process.name()]
     for word in words:
-        if (found := re.search(r"ray::(\w+)|pdserve[./](\w+[./]\w+)", word)) is not None:
+        if (found := re.search(r"ray::(\w+)|^pdserve\.([\w.]+)", word)) is not None:
             name: str = found[1] or found[2]
-            return name.replace("/", ".")
+            return name
     return Path(words[0].split()[0]).name
 
 
-async def soak(url: str, root: psutil.Process, vocab_size: int, minutes: float, console: Console) -> dict[str, Any]:
+async def soak(load: Load, root: psutil.Process, minutes: float, console: Console) -> dict[str, Any]:
     """Load for ``minutes`` and sample memory; the first samples come after a minute of warm-up."""
     started_s = time.monotonic()
-    load = Load(url, vocab_size)
     running = asyncio.create_task(load.run(started_s + 60 * minutes))
     samples = []
     while not running.done():
@@ -172,6 +174,7 @@ def plot(samples: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
@@ -188,10 +191,12 @@ def main() -> None:
         model = {"path": str(folder), "dtype": arguments.dtype}
         with running_cluster({"model": model, "prefill": kv_memory, "decode": kv_memory}) as cluster:
             root = psutil.Process(cluster.pid)
-            result = asyncio.run(soak(cluster.url, root, shape["vocab_size"], arguments.minutes, console))
+            load = Load(cluster.url, shape["vocab_size"], arguments.clients)
+            result = asyncio.run(soak(load, root, arguments.minutes, console))
     result = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "minutes": arguments.minutes,
+        "clients": arguments.clients,
         "shape": arguments.shape,
         "dtype": arguments.dtype,
         "weights_mib": round(weights_mib, 1),
