@@ -1,6 +1,6 @@
 """What quantisation costs in quality: perplexity and top-1 agreement on real text, of a model trained on such text.
 
-    python -m pdserve.bench.quantisation [--checkpoint FOLDER] [--json FILE]
+    python -m pdserve.bench.quantisation [--checkpoint FOLDER] [--train-steps 400] [--json FILE]
 
 No checkpoint is downloaded: a Llama of a few million weights is trained for some minutes on nine tenths of the language
 reference that comes with Python (`pydoc_data.topics`), and judged on the rest. ``--checkpoint`` keeps it, or judges one
@@ -38,7 +38,7 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.config import DecoderConfig
 
 VOCAB_SIZE, WINDOW_TOKENS, CHUNK_TOKENS, BLOCK_SIZE, BATCH_WINDOWS = 1024, 256, 64, 16, 8
-TRAIN_STEPS, TRAIN_BATCH, LEARNING_RATE = 400, 16, 2e-3
+TRAIN_BATCH, LEARNING_RATE = 16, 2e-3
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -63,7 +63,7 @@ def language_reference() -> Text:
     return Text("\n".join(part for index, part in enumerate(parts) if index % 10), "\n".join(parts[::10]))
 
 
-def train(folder: Path, text: str, console: Console) -> None:
+def train(folder: Path, text: str, num_steps: int, console: Console) -> None:
     """Write a tokenizer and a trained Llama to ``folder``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,8 +87,8 @@ def train(folder: Path, text: str, console: Console) -> None:
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, TRAIN_STEPS, pct_start=0.05)
-    for step in track(range(TRAIN_STEPS), "training", console=console):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, num_steps, pct_start=0.05)
+    for step in track(range(num_steps), "training", console=console):
         starts = torch.randint(len(tokens) - WINDOW_TOKENS, (TRAIN_BATCH,))
         batch = torch.stack([tokens[start : start + WINDOW_TOKENS] for start in starts.tolist()])
         loss = model(batch, labels=batch).loss
@@ -177,6 +177,7 @@ def compare(folder: Path, text: str, console: Console) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, help="keep the trained checkpoint here, or judge the one there")
+    parser.add_argument("--train-steps", type=int, default=400, help="some seconds for ten of them")
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     console = Console(stderr=True)
@@ -184,13 +185,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folder: Path = arguments.checkpoint or Path(work) / "model"
         if not (folder / "config.json").exists():
-            train(folder, text.train, console)
+            train(folder, text.train, arguments.train_steps, console)
         table = compare(folder, text.held_out, console)
         num_parameters = DecoderConfig.from_folder(folder).shape.num_parameters
     result = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "text": "pydoc_data.topics of Python " + platform.python_version() + ", every tenth topic",
-        "model": {"parameters": num_parameters, "train_steps": TRAIN_STEPS},
+        "model": {"parameters": num_parameters, "train_steps": arguments.train_steps},
         "configurations": table,
     }
     if arguments.json:
