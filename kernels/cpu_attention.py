@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pdserve.kernels.cpu_build import load_library
+from pdserve.kernels.cpu_build import kernel, load_library
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, QkNorm
@@ -103,11 +103,7 @@ def _assert_float32(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 @cache
 def _function(name: str) -> Any:
-    library = load_library()
-    assert library is not None, "the C++ kernels are not available: select_kernels was not asked"
-    function = library[name]
-    function.argtypes, function.restype = _ARGUMENTS[name], None
-    return function
+    return kernel(name, *_ARGUMENTS[name])
 
 
 def _pool_and_batch(kv_pool: KvPool, layer: int, metadata: AttentionMetadata) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 _SOURCES = tuple(
     Path(__file__).with_name(f"cpu_{part}.cpp")
@@ -45,6 +46,15 @@ def load_library() -> ctypes.CDLL | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         _log.warning("the C++ kernels could not be built: models run on plain torch, slower. %s", error)
     return None
+
+
+def kernel(name: str, *argument_types: Any) -> Any:
+    """The compiled function ``name``, which returns nothing; `load_library` must have found the library."""
+    library = load_library()
+    assert library is not None, "the C++ kernels are not available: the selection was not asked"
+    function = library[name]
+    function.argtypes, function.restype = argument_types, None
+    return function
 
 
 def cache_folder() -> Path:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdserve.kernels.cpu_build import load_library
+from pdserve.kernels.cpu_build import kernel
 
 INT8_MAX = 127
 _QUANTISED_ROWS = 1024
@@ -177,8 +177,4 @@ def _assert_float32(tensor: torch.Tensor) -> None:
 
 @cache
 def _function(name: str) -> Any:
-    library = load_library()
-    assert library is not None, "the C++ kernels are not available: select_kernels was not asked"
-    function = library[name]
-    function.argtypes, function.restype = _ARGUMENTS[name], None
-    return function
+    return kernel(name, *_ARGUMENTS[name])

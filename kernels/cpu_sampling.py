@@ -1,7 +1,7 @@
 """Draws and nuclei in C++, through ctypes: a small part of the time of torch operations, and no temporaries.
 
 Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_sampling.cpp. Shapes are
-asserted here, because nothing is checked on the other side. Runs on as many threads as torch does.
+asserted here, because nothing is checked on the other side. Threads: see `pdserve.kernels.cpu_threads`.
 """
 
 from __future__ import annotations

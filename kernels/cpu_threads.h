@@ -37,8 +37,8 @@ class Team {
     for (int i = 0; i < num_cores; ++i) CPU_SET(cores[i], &cores_);
     has_cores_ = num_cores > 0;
     ++placement_;
-    num_threads_ = num_threads;
-    while (static_cast<int>(threads_.size()) < num_threads - 1)
+    num_threads_ = std::min<int>(num_threads, kRound);  // An order has no room for more helpers.
+    while (static_cast<int>(threads_.size()) < num_threads_ - 1)
       threads_.emplace_back(&Team::serve, this, static_cast<uint32_t>(threads_.size()));
   }
 
