@@ -63,7 +63,7 @@ class Reservations:
         before it ends are no more than ``spare_blocks``. Returns how many of those it takes; ``None`` if it waits on.
         """
         sequence, source = self._waiting[0]
-        cached = self._table.pool.match_prefix(sequence.block_hashes(len(sequence.tokens) // sequence.block_size))
+        cached = self._table.pool.match_prefix(sequence.iter_block_hashes(len(sequence.tokens) // sequence.block_size))
         num_taken = sequence.num_blocks_expected() - len(cached) + self._table.pool.num_unreferenced(cached)
         if num_taken > spare_blocks:
             return None

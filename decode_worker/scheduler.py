@@ -25,7 +25,16 @@ from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.planned_step import PlannedStep
-from pdserve.engine.scheduler import Event, PullResult, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
+from pdserve.engine.scheduler import (
+    NO_QUIET_STEPS,
+    Event,
+    PullResult,
+    QuietSteps,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    SchedulerLoad,
+)
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_group import SequenceGroup
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -154,9 +163,7 @@ class DecodeScheduler:
     # Planning
 
     def plan(self, now_s: float) -> StepBatch | None:
-        while (group := self._table.past_deadline(now_s)) is not None:
-            self._end(group, RequestEventKind.FAILED, deadline_message(group))
-        self._prefill.expire_parked(now_s)
+        self._expire(now_s)
         if self._table.must_drain:
             return None
         step = self._table.begin_step()
@@ -164,6 +171,12 @@ class DecodeScheduler:
         if self._has_waiting_work():
             self._plan_new_work(step, now_s)
         return self._table.commit(step)
+
+    def _expire(self, now_s: float) -> None:
+        """End what is past its deadline, and prompts that nobody pulled in time."""
+        while (group := self._table.past_deadline(now_s)) is not None:
+            self._end(group, RequestEventKind.FAILED, deadline_message(group))
+        self._prefill.expire_parked(now_s)
 
     def _has_waiting_work(self) -> bool:
         return bool(self._reservations.num_waiting or self._swapping.num_waiting or not self._prefill.is_idle)
@@ -358,27 +371,54 @@ class DecodeScheduler:
 
     # Simulation
 
-    def quiet_steps(self) -> int:
-        if self._has_waiting_work() or self._table.has_steps_in_flight or not self._running:
-            return 0
-        num_steps = min(sequence.max_length - len(sequence.tokens) for sequence in self._running) - 1
-        # The first number of steps that lacks blocks; one before it does not.
-        return bisect_left(range(1, num_steps + 1), True, key=lambda n: not self._pool.can_allocate(self._growth(n)))
+    def quiet_steps(self, now_s: float) -> QuietSteps:
+        if self._table.has_steps_in_flight or not self.is_decoding_only():
+            return NO_QUIET_STEPS
+        self._expire(now_s)
+        if self._reservations.num_waiting:
+            self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: it reserves, and adds no row
+        if not self._running:
+            return NO_QUIET_STEPS
+        if self._reservations.num_waiting:
+            num_steps = 1
+        else:
+            num_steps = min([sequence.max_length - len(sequence.tokens) for sequence in self._running])
+        if not self._pool.can_allocate(self._growth(num_steps)):
+            # The first number of steps that lacks blocks; one before it does not.
+            lacks_blocks = lambda n: not self._pool.can_allocate(self._growth(n))  # noqa: E731
+            num_steps = bisect_left(range(1, num_steps + 1), True, key=lacks_blocks)
+        num_context_tokens = sum([sequence.num_computed for sequence in self._running])
+        return QuietSteps(num_steps, len(self._running), num_context_tokens)
+
+    def is_decoding_only(self) -> bool:
+        return self._prefill.is_idle and not self._swapping.num_waiting
 
     def _growth(self, num_steps: int) -> int:
         """Blocks that the running sequences need for ``num_steps`` more decode steps."""
-        return sum(self._growth_of(sequence, num_steps) for sequence in self._running)
-
-    def _growth_of(self, sequence: Sequence, num_steps: int) -> int:
-        return max(0, self._pool.num_blocks_for(sequence.num_computed + num_steps) - len(sequence.block_table))
+        block_size = self._pool.block_size
+        missing = [
+            (s.num_computed + num_steps + block_size - 1) // block_size - len(s.block_table) for s in self._running
+        ]
+        return sum([num_blocks for num_blocks in missing if num_blocks > 0])
 
     def advance(self, num_steps: int) -> None:
-        assert 0 <= num_steps <= self.quiet_steps()
         if not num_steps:
             return
+        block_size = self._pool.block_size
+        ended = []
         for sequence in self._running:
-            self._pool.release(sequence.take_copy_source())
-            sequence.skip(num_steps, self._pool.allocate(self._growth_of(sequence, num_steps)))
+            if sequence.copy_source >= 0:
+                self._pool.release(sequence.take_copy_source())
+            sequence.skip(num_steps)
+            num_missing = (sequence.num_computed + block_size - 1) // block_size - len(sequence.block_table)
+            if num_missing > 0:
+                sequence.block_table += self._pool.allocate(num_missing)
+            if len(sequence.tokens) >= sequence.max_length:
+                ended.append(sequence)
+        for sequence in ended:
+            self._table.end_skipped(sequence)
+        if ended:
+            self._running = [sequence for sequence in self._running if not sequence.is_over]
 
 
 def _mismatch(result: PullResult, sequence: Sequence) -> str:

@@ -9,7 +9,7 @@ is written or will be by a planned step; pending tokens are sampled by a planned
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pdserve.contracts.block_hash import block_hash, root_hash
@@ -72,8 +72,6 @@ class Sequence:
     num_pending: int = field(init=False, default=0)
     last_row: int = field(init=False, default=-1)
     """Its row in the step it was planned in last."""
-    has_unknown_tokens: bool = field(init=False, default=False)
-    """Some tokens were counted without values (simulation): its blocks must not be found by content."""
     _hashes: list[bytes] = field(init=False, default_factory=list)
     _has_penalties: bool = field(init=False)
     _min_length: int = field(init=False)
@@ -147,11 +145,16 @@ class Sequence:
 
     def block_hashes(self, num_blocks: int) -> list[bytes]:
         """Hashes of the first ``num_blocks`` full blocks of the known tokens; each is computed once."""
+        return list(self.iter_block_hashes(num_blocks))
+
+    def iter_block_hashes(self, num_blocks: int) -> Iterator[bytes]:
+        """The same, one at a time: who stops early lets the others be."""
         hashes = self._hashes
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
-            hashes.append(block_hash(parent, self.tokens[index * self.block_size : (index + 1) * self.block_size]))
-        return hashes[:num_blocks]
+        for index in range(num_blocks):
+            if index == len(hashes):
+                parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
+                hashes.append(block_hash(parent, self.tokens[index * self.block_size : (index + 1) * self.block_size]))
+            yield hashes[index]
 
     def banned_at(self, position: int) -> tuple[int, ...]:
         """Tokens that must not be sampled at a position, whether or not those before it are known yet."""
@@ -204,14 +207,11 @@ class Sequence:
         assert num_tokens == len(self.tokens), f"KV of {num_tokens} tokens for a prompt of {len(self.tokens)}"
         self.num_computed = self.num_written = num_tokens
 
-    def skip(self, num_tokens: int, new_blocks: Iterable[int]) -> None:
-        """Count ``num_tokens`` decoded tokens without their values."""
-        assert not self.num_in_flight, "a sequence in flight cannot skip"
-        self.block_table.extend(new_blocks)
-        self.tokens.extend([0] * num_tokens)
+    def skip(self, num_tokens: int) -> None:
+        """Count ``num_tokens`` decoded tokens, of value 0, whose blocks it has."""
+        self.tokens += [0] * num_tokens
         self.num_computed += num_tokens
         self.num_written = self.num_computed
-        self.has_unknown_tokens = True
 
     def take_copy_source(self) -> list[int]:
         """The block that is to be copied, with the reference to it, if there is one."""

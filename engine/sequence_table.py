@@ -182,7 +182,7 @@ class SequenceTable:
     def register_written(self, sequence: Sequence) -> None:
         """Tell the prefix cache of every block that is full by now."""
         num_full = sequence.num_written // sequence.block_size
-        if num_full == sequence.num_registered_blocks or sequence.has_unknown_tokens:
+        if num_full == sequence.num_registered_blocks or not self.pool.caches_content:
             return
         hashes = sequence.block_hashes(num_full)
         for index in range(sequence.num_registered_blocks, num_full):
@@ -293,6 +293,14 @@ class SequenceTable:
         forks = fork(group, self.pool, first_tokens) if root.num_choices > 1 else []
         root.append(first_tokens[0].token)
         return RowResult(root, root.choice not in group.open_choices, (), forks)
+
+    def end_skipped(self, sequence: Sequence) -> None:
+        """The last token of an answer was counted, not computed (simulation): tell of it and close the sequence."""
+        self.register_written(sequence)
+        ends_request = self._live[sequence.key].finish(sequence.choice)
+        index = sequence.num_answered - 1
+        self.events.append(TokenEvent(sequence.key, sequence.choice, index, 0, None, FinishReason.LENGTH, ends_request))
+        self.close(sequence)
 
     def fail_step(self, step_id: int) -> list[SequenceGroup]:
         """A step raised: returns the live requests that it computed or copied for, for their scheduler to end. The

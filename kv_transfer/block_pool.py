@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -51,6 +52,11 @@ class BlockPool:
         self._evicted: dict[bytes, None] = {}
 
     @property
+    def caches_content(self) -> bool:
+        """Whether blocks of known content can be found again."""
+        return True
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 
@@ -67,6 +73,11 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that `allocate` could return: free and cached."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def known_hashes(self) -> AbstractSet[bytes]:
+        """Hashes of all content that can be found now: a view, which changes with the pool."""
+        return self._block_by_hash.keys()
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""

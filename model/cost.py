@@ -51,6 +51,7 @@ class CostModel:
         tensor_parallel: int = 1,
         kv_dtype: str = "auto",
         quantization: str = "none",
+        pipeline_parallel: int = 1,
     ) -> None:
         _check_divides(shape, tensor_parallel)
         self.shape = shape
@@ -104,6 +105,14 @@ class CostModel:
             context_tokens: cached tokens of all the sequences together.
         """
         return self._sum_s(batch_size, batch_size, self._decode_attention_s(batch_size, context_tokens))
+
+    def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float]:
+        """Seconds of a step as in `decode_s`, and by how much each step is longer than the one before while the same
+        sequences decode: for a given batch, time grows in proportion to the context."""
+        return (
+            self.decode_s(batch_size, context_tokens),
+            batch_size * max(self._pair_s, self._kv_read_s),
+        )
 
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a step with a prompt's chunk, as in `prefill_s`, beside a decode, as in `decode_s`."""

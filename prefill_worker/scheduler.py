@@ -22,8 +22,10 @@ from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import (
+    NO_QUIET_STEPS,
     Event,
     PullResult,
+    QuietSteps,
     RequestEvent,
     RequestEventKind,
     RequestKey,
@@ -202,7 +204,7 @@ class PrefillScheduler:
         if sequence.wants_prompt_logprobs:
             return []
         num_blocks = (len(sequence.tokens) - 1) // sequence.block_size
-        return self._pool.match_prefix(sequence.block_hashes(num_blocks))
+        return self._pool.match_prefix(sequence.iter_block_hashes(num_blocks))
 
     def _admit(self, sequence: Sequence, index: int, now_s: float) -> None:
         """Move the first waiting prompt to place ``index`` of the admitted ones, with blocks for all of its tokens."""
@@ -322,8 +324,11 @@ class PrefillScheduler:
         """Prompt tokens still to be planned."""
         return self._waiting.num_tokens + sum(sequence.num_uncomputed for sequence in self._admitted)
 
-    def quiet_steps(self) -> int:
-        return 0
+    def quiet_steps(self, now_s: float) -> QuietSteps:
+        return NO_QUIET_STEPS
+
+    def is_decoding_only(self) -> bool:
+        return False
 
     def advance(self, num_steps: int) -> None:
         assert num_steps == 0, "a prefill step always changes something"

@@ -88,9 +88,9 @@ class Attempt:
         """Give the request, of ``num_blocks`` blocks, to the prefill worker, which is expected to find so many of its
         tokens in its cache."""
         request = self._request(now_s)
-        self.prefill.promise_prefill(self.request_id, request.num_known_tokens - num_cached_tokens)
+        self.prefill.promises.prefill(self.request_id, request.num_known_tokens - num_cached_tokens)
         if not self.handoff:
-            self.prefill.promise_decode(self.request_id, request.num_choices, request.num_known_tokens, num_blocks)
+            self.prefill.promises.decode(self.request_id, request.num_choices, request.num_known_tokens, num_blocks)
         submit = worker_pb2.Submit(request=request_to_proto(request))
         self.prefill.session.send(worker_pb2.RouterMessage(submit=submit))
 
@@ -100,7 +100,7 @@ class Attempt:
         request = self._request(now_s)
         self.decode = worker
         self.num_bindings += 1
-        worker.promise_decode(self.request_id, request.num_choices, request.num_known_tokens, num_blocks)
+        worker.promises.decode(self.request_id, request.num_choices, request.num_known_tokens, num_blocks)
         prepare = worker_pb2.Prepare(request=request_to_proto(request), source=source_to_proto(self.source))
         worker.session.send(worker_pb2.RouterMessage(prepare=prepare))
         if self.dropped:
@@ -109,7 +109,7 @@ class Attempt:
     def unbind(self) -> None:
         """The decode worker is done with the attempt, and another may pull the prompt."""
         assert self.decode is not None
-        self.decode.settle(self.request_id)
+        self.decode.promises.settle(self.request_id)
         self.decode = None
 
     def drop(self, choice: int) -> None:
@@ -123,7 +123,7 @@ class Attempt:
     def abandon(self, finisher: Worker | None) -> None:
         """Free what workers hold of it. A ``finisher`` said the last token, and holds nothing unless it parked."""
         for worker in self.workers:
-            worker.settle(self.request_id)
+            worker.promises.settle(self.request_id)
             has_parked = worker is self.prefill and self.handoff
             if worker.is_up and (worker is not finisher or has_parked):
                 self._cancel(worker)

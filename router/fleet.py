@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.engine.frames import ReceivedToken, unpack_tokens
@@ -18,6 +18,7 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.router.generation import ServedModel
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
 from pdserve.router.policy import WorkerSnapshot
+from pdserve.router.promises import Promises
 from pdserve.router.session import Credentials, SessionRefusedError, WorkerSession
 
 log = logging.getLogger(__name__)
@@ -43,15 +44,6 @@ class FleetListener(Protocol):
     def event_received(self, worker: Worker, event: worker_pb2.RequestEvent) -> None: ...
 
 
-class _PromisedDecode(NamedTuple):
-    """What a worker was sent to decode and does not show in its load yet."""
-
-    num_choices: int
-    num_tokens: int
-    """In the contexts of all choices."""
-    num_blocks: int
-
-
 class Worker:
     """One incarnation of a worker, as the router knows it; the `SessionSink` of its session."""
 
@@ -64,8 +56,7 @@ class Worker:
         self.load = worker_pb2.Load()
         self.cached_blocks: set[bytes] = set()
         self.session = WorkerSession(endpoint, self, fleet.credentials)
-        self._prefills: dict[int, int] = {}
-        self._decodes: dict[int, _PromisedDecode] = {}
+        self.promises = Promises()
 
     @property
     def worker_id(self) -> str:
@@ -90,40 +81,19 @@ class Worker:
         """Whether it is up and not draining."""
         return self.is_up and not self.load.draining
 
-    def promise_prefill(self, request_id: int, num_tokens: int) -> None:
-        """A prompt was sent; until its start shows in the load, count its tokens as waiting."""
-        self._prefills[request_id] = num_tokens
-
-    def promise_decode(self, request_id: int, num_choices: int, num_tokens: int, num_blocks: int) -> None:
-        """A prompt was sent to decode ``num_choices`` answers; until its blocks are reserved, count them as taken."""
-        self._decodes[request_id] = _PromisedDecode(num_choices, num_tokens * num_choices, num_blocks)
-
-    def settle(self, request_id: int) -> None:
-        """What was promised shows in the load from now on, or is over."""
-        self._prefills.pop(request_id, None)
-        self._decodes.pop(request_id, None)
-
     def snapshot(self) -> WorkerSnapshot:
-        """For one decision of the policy. Waiting prompts show in the load soon after they are sent and are promised
-        until they start, so the larger of the two numbers counts, not their sum."""
+        """For one decision of the policy."""
         load, welcome = self.load, self.welcome
-        promised = self._decodes.values()
-        return WorkerSnapshot(
+        return self.promises.snapshot(
             worker_id=self.endpoint.worker_id,
             role=self.endpoint.role,
             max_batch_tokens=welcome.max_batch_tokens,
             max_batch_size=welcome.max_batch_size,
-            num_running=load.num_running,
-            num_waiting_tokens=max(load.num_waiting_tokens, sum(self._prefills.values())),
-            num_context_tokens=load.num_context_tokens + sum(promise.num_tokens for promise in promised),
-            num_decoding=load.num_running + max(load.num_waiting, sum(promise.num_choices for promise in promised)),
-            num_free_blocks=load.num_blocks_free
-            + load.num_blocks_cached
-            - sum(promise.num_blocks for promise in promised),
-            prefill_correction=load.prefill_correction or 1.0,
-            decode_correction=load.decode_correction or 1.0,
+            load=load,
             cached_blocks=self.cached_blocks,
             host=self.host,
+            prefill_correction=load.prefill_correction or 1.0,
+            decode_correction=load.decode_correction or 1.0,
         )
 
     # SessionSink
@@ -161,8 +131,7 @@ class Worker:
 
     def session_broken(self, session: WorkerSession, reason: str) -> None:
         self.metrics.up.set(0)
-        self._prefills.clear()
-        self._decodes.clear()
+        self.promises.clear()
         self._fleet.listener.worker_lost(self, reason)
 
 

@@ -337,7 +337,7 @@ class Leg:
             self._owner.leg_over(self)
 
     def _started(self, attempt: Attempt, worker: Worker, event: worker_pb2.RequestEvent) -> None:
-        worker.settle(self.request_id)
+        worker.promises.settle(self.request_id)
         if worker is attempt.decode:
             self._metrics.observe_phase("decode_queue", event.waited_s)
             return

@@ -307,7 +307,8 @@ def test_nothing_is_quiet_while_a_sequence_is_swapped() -> None:
     while worker.in_flight:
         worker.answer()
     assert worker.scheduler.load().num_waiting == 1
-    assert worker.scheduler.quiet_steps() == 0
+    assert worker.scheduler.quiet_steps(0.0).num_steps == 0
+    assert not worker.scheduler.is_decoding_only()
 
 
 class Case(NamedTuple):

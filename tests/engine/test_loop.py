@@ -31,6 +31,7 @@ from pdserve.engine.scheduler import (
     GrantEvent,
     OfferEvent,
     PullResult,
+    QuietSteps,
     RequestEvent,
     RequestEventKind,
     RequestKey,
@@ -132,8 +133,11 @@ class CountingScheduler:
     def load(self) -> SchedulerLoad:
         return SchedulerLoad(num_running=len(self.left))
 
-    def quiet_steps(self) -> int:
-        return 0
+    def quiet_steps(self, now_s: float) -> QuietSteps:
+        raise NotImplementedError
+
+    def is_decoding_only(self) -> bool:
+        raise NotImplementedError
 
     def advance(self, num_steps: int) -> None:
         raise NotImplementedError

@@ -9,6 +9,7 @@ import pytest
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, TokenLogprobs
 from pdserve.engine.scheduler import (
+    NO_QUIET_STEPS,
     Event,
     FirstToken,
     GrantEvent,
@@ -493,7 +494,8 @@ def test_the_load_counts_what_is_to_be_done() -> None:
 
 def test_nothing_can_be_skipped() -> None:
     scheduler = a_scheduler()
-    assert scheduler.quiet_steps() == 0
+    assert scheduler.quiet_steps(0.0) == NO_QUIET_STEPS
+    assert not scheduler.is_decoding_only()
     scheduler.advance(0)
     with pytest.raises(AssertionError):
         scheduler.advance(1)

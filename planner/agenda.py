@@ -1,0 +1,36 @@
+"""The virtual clock: what happens when, in order of time, and of its entry among what happens at once.
+
+Used by the simulator. Knows neither workers nor requests; never reads a real clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+
+class Agenda:
+    """Calls to be made at instants of the simulation."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._entries: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_entered = 0
+
+    def at(self, instant_s: float, call: Callable[[], None]) -> None:
+        """Make ``call`` at ``instant_s``, or now if that has passed."""
+        self._num_entered += 1
+        heappush(self._entries, (instant_s, self._num_entered, call))
+
+    def run(self) -> None:
+        """Until nothing is left, or `stop` is called."""
+        entries = self._entries
+        while entries:
+            instant_s, _, call = heappop(entries)
+            if instant_s > self.now_s:
+                self.now_s = instant_s
+            call()
+
+    def stop(self) -> None:
+        """Forget all that is still to come."""
+        self._entries.clear()

@@ -1,0 +1,108 @@
+"""A placement: which workers there are, on which hardware, parallelised how, and what they are limited to.
+
+What the search varies, the simulator runs and a deployment file is written from. Holds values and counts; decides
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.cost import CostModel
+from pdserve.model.hardware import Hardware
+from pdserve.model.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """The model that is to be served, and how it is held."""
+
+    shape: ModelShape
+    name: str = ""
+    """As its folder or config.json is called."""
+    dtype: str = "bfloat16"
+    kv_dtype: str = "auto"
+    quantization: str = "none"
+    block_size: int = 16
+    max_model_len: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Identical workers of one role."""
+
+    role: WorkerRole
+    replicas: int
+    hardware: Hardware
+    """Of one device; a worker has ``tensor_parallel * pipeline_parallel`` of them."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    max_batch_tokens: int = 2048
+    max_batch_size: int = 256
+    num_kv_blocks: int = 0
+    """Of each worker; 0 takes what the cost model says fits beside the weights."""
+
+    @property
+    def devices_per_worker(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_devices(self) -> int:
+        return self.replicas * self.devices_per_worker
+
+    def cost(self, model: PlannedModel) -> CostModel:
+        """Predicts one worker of the pool.
+
+        Raises:
+            ValueError: the model does not divide so, or the hardware has no figure for its dtype.
+        """
+        return CostModel(
+            model.shape,
+            self.hardware,
+            model.dtype,
+            self.tensor_parallel,
+            model.kv_dtype,
+            model.quantization,
+            pipeline_parallel=self.pipeline_parallel,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Either a prefill and a decode pool, or one of mixed workers: colocated serving."""
+
+    prefill: Pool | None = None
+    decode: Pool | None = None
+    mixed: Pool | None = None
+    same_host: bool = True
+    """Whether KV goes from prefill to decode workers by the links within a host, or by the network."""
+
+    def __post_init__(self) -> None:
+        assert (self.prefill is None) == (self.decode is None), "prefill and decode workers need each other"
+        assert self.prefill is not None or self.mixed is not None, "a layout has workers"
+
+    @property
+    def pools(self) -> Iterator[Pool]:
+        return (pool for pool in (self.prefill, self.decode, self.mixed) if pool is not None)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.prefill is None
+
+    def __str__(self) -> str:
+        """Such as ``2 x P(TP4) + 3 x D(TP2 PP2)``."""
+        return " + ".join(_describe(pool) for pool in self.pools)
+
+
+_LETTERS = {WorkerRole.PREFILL: "P", WorkerRole.DECODE: "D", WorkerRole.MIXED: "M"}
+
+
+def _describe(pool: Pool) -> str:
+    degrees = f"TP{pool.tensor_parallel}" + (f" PP{pool.pipeline_parallel}" if pool.pipeline_parallel > 1 else "")
+    return f"{pool.replicas} x {_LETTERS[pool.role]}({degrees})"

@@ -1,0 +1,275 @@
+"""One worker under the virtual clock: the real scheduler of its phase, stepped as the live step loop would.
+
+Mirrors `pdserve.engine.loop` with an executor of pipeline depth 2: while step N runs, step N + 1 is planned and
+submitted, and what arrives meanwhile is heard when step N ends, in time for step N + 2. A step lasts as long as the
+cost model says.
+
+Most steps of a decode worker change nothing but lengths. As long as `Scheduler.quiet_steps` says so, they are not
+planned: the worker looks ahead to the end of such a *run* and, if something arrives before, cuts it after the step that
+the live loop would have submitted by then. Its scheduler is then one step ahead of the clock, as if it had planned it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from math import ceil, sqrt
+from typing import NamedTuple, Protocol
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
+from pdserve.engine.scheduler import Event, QuietSteps, Scheduler, SchedulerLoad
+from pdserve.model.cost import CostModel
+from pdserve.planner.agenda import Agenda
+
+Message = Callable[[Scheduler, float], None]
+"""What a worker is told: a call on its scheduler, with the time at which it hears of it."""
+
+_TOKEN_0 = SampledToken(0, None)
+
+
+class WorkerListener(Protocol):
+    """Hears what a worker's scheduler says."""
+
+    def heard(self, worker: SimulatedWorker, events: list[Event], said_s: float) -> None:
+        """``events`` happened at ``said_s``, which may lie ahead of the clock by the rest of a step."""
+        ...
+
+
+class _Step(NamedTuple):
+    batch: StepBatch
+    begins_s: float
+    ends_s: float
+
+
+class _Run(NamedTuple):
+    """Decode steps 1, 2, ... of one batch, each a little longer than the one before."""
+
+    steps: QuietSteps
+    begins_s: float
+    first_s: float
+    """Length of the first step."""
+    growth_s: float
+    """By how much each step is longer than the one before."""
+
+    def end_s(self, num_steps: int) -> float:
+        """When step ``num_steps`` ends; of step 0, when the first begins."""
+        return self.begins_s + num_steps * (self.first_s + self.growth_s * (num_steps - 1) / 2)
+
+    def num_ended(self, now_s: float) -> int:
+        """Steps that have ended by ``now_s``, rounded up to the one in progress."""
+        waited_s = now_s - self.begins_s
+        if waited_s <= 0:
+            return 0
+        half_growth_s = self.growth_s / 2
+        linear_s = self.first_s - half_growth_s
+        root = 2 * waited_s / (linear_s + sqrt(linear_s * linear_s + 4 * half_growth_s * waited_s))
+        num_steps = ceil(root)
+        # The root is exact but for rounding.
+        if num_steps and self.end_s(num_steps - 1) >= now_s:
+            return num_steps - 1
+        return num_steps if self.end_s(num_steps) >= now_s else num_steps + 1
+
+
+class Stage:
+    """The first stage of a pipeline: its lanes take turns."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self._free_at_s = 0.0
+
+    def enter(self, from_s: float, step_s: float) -> float:
+        """When a step that could begin at ``from_s`` does."""
+        if self._num_stages == 1:
+            return from_s
+        begins_s = max(from_s, self._free_at_s)
+        self._free_at_s = begins_s + step_s / self._num_stages
+        return begins_s
+
+
+class SimulatedWorker:
+    """A worker, or one lane of a pipeline-parallel one."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: WorkerRole,
+        *,
+        scheduler: Scheduler,
+        cost: CostModel,
+        block_size: int,
+        stage: Stage,
+        agenda: Agenda,
+        listener: WorkerListener,
+    ) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.scheduler = scheduler
+        self.cost = cost
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.gaps: dict[float, int] = {}
+        """Lengths of decode steps, and how many tokens were decoded in steps that long."""
+        self.joined: list[Callable[[float], None]] = []
+        """To be told when the next step that decodes ends: whose second token comes with it."""
+        self._block_size = block_size
+        self._stage = stage
+        self._agenda = agenda
+        self._listener = listener
+        self._inbox: list[Message] = []
+        self._steps: deque[_Step] = deque()
+        self._free_at_s = 0.0
+        """When the last step that was submitted ends."""
+        self._run: _Run | None = None
+        self._run_length = 0
+        self._num_turns_due = 0
+        self._is_idle = True
+        self._is_behind = False
+        """A step is in flight, and the one after it, which the live loop has planned, is not."""
+
+    def tell(self, message: Message) -> None:
+        """Put ``message`` into the inbox, now."""
+        self._inbox.append(message)
+        now_s = self._agenda.now_s
+        if self._is_idle:
+            self._turn_at(now_s)
+        elif self._run is not None:
+            # Heard when the step in progress ends, while the one after it runs already.
+            self._cut_run(self._run.num_ended(now_s) + 1)
+
+    def load(self) -> SchedulerLoad:
+        """As of now."""
+        return self.scheduler.load()
+
+    def num_run_tokens(self) -> int:
+        """Context tokens that the run in progress has added and the scheduler does not know of yet."""
+        if self._run is None:
+            return 0
+        num_ended = min(self._run.num_ended(self._agenda.now_s), self._run_length)
+        return num_ended * self._run.steps.batch_size
+
+    # The loop
+
+    def _turn_at(self, instant_s: float) -> None:
+        """The next turn is at ``instant_s``, whatever was due before."""
+        self._is_idle = False
+        self._num_turns_due += 1
+        number = self._num_turns_due
+        self._agenda.at(instant_s, lambda: self._turn() if number == self._num_turns_due else None)
+
+    def _turn(self) -> None:
+        now_s = self._agenda.now_s
+        if self._run is not None:
+            self._end_run(self._run)
+        while self._steps and self._steps[0].ends_s <= now_s:
+            self._complete(self._steps.popleft())
+        if self._is_behind:
+            # The live loop planned the next step when the one that has just ended began.
+            self._is_behind = False
+            if self._try_run(now_s):
+                if self._inbox:
+                    self._cut_run(1)
+                return
+        inbox, self._inbox = self._inbox, []
+        for message in inbox:
+            message(self.scheduler, now_s)
+        if not self._steps:
+            if self._try_run(now_s):
+                return
+        elif self.scheduler.is_decoding_only():
+            self._is_behind = True  # a run may begin once the steps in flight are over
+            self._turn_at(self._steps[0].ends_s)
+            return
+        self._plan(now_s)
+
+    def _plan(self, now_s: float) -> None:
+        batch = self.scheduler.plan(now_s)
+        self._say(now_s)
+        if batch is not None:
+            before_s = self._free_at_s
+            self._submit(batch, now_s)
+            # With a step in flight before this one the loop waits for it; else it goes on to plan a second one.
+            self._turn_at(max(now_s, before_s))
+        elif self._steps:
+            self._turn_at(self._steps[0].ends_s)
+        else:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nothing can run: wait for a message, or for something to expire."""
+        deadline_s = self.scheduler.next_deadline_s()
+        if deadline_s is not None:
+            self._turn_at(deadline_s)
+        self._is_idle = True
+
+    def _say(self, said_s: float) -> None:
+        events = self.scheduler.take_events()
+        if events:
+            self._listener.heard(self, events, said_s)
+
+    # Steps that were planned
+
+    def _submit(self, batch: StepBatch, now_s: float) -> None:
+        cost = self.cost
+        num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
+        step_s = cost.step_s([(row.num_new_tokens, row.cached_length) for row in batch.rows])
+        if num_copied_blocks:
+            step_s += cost.swap_s(num_copied_blocks * self._block_size)
+        begins_s = self._stage.enter(max(now_s, self._free_at_s), step_s)
+        self._free_at_s = begins_s + step_s
+        self._steps.append(_Step(batch, begins_s, self._free_at_s))
+
+    def _complete(self, step: _Step) -> None:
+        rows = step.batch.rows
+        sampled = [_TOKEN_0 if row.sample is not None else None for row in rows]
+        duration_s = step.ends_s - step.begins_s
+        output = StepOutput(step_id=step.batch.step_id, sampled=sampled, duration_s=duration_s)
+        self.scheduler.complete(output, step.ends_s)
+        num_decoded = sum([row.cached_length >= row.num_prompt_tokens for row in rows])
+        self._count(duration_s, 1, num_decoded)
+        self.num_prefill_tokens += step.batch.num_new_tokens - num_decoded
+        self._say(step.ends_s)
+
+    # Steps that were not
+
+    def _try_run(self, now_s: float) -> bool:
+        """Begin a run if what comes next is one."""
+        quiet = self.scheduler.quiet_steps(now_s)
+        self._say(now_s)
+        if not quiet.num_steps:
+            return False
+        first_s, growth_s = self.cost.decode_run_s(quiet.batch_size, quiet.num_context_tokens)
+        begins_s = self._stage.enter(max(self._agenda.now_s, self._free_at_s), first_s)
+        self._run = _Run(quiet, begins_s, first_s, growth_s)
+        self._run_length = quiet.num_steps
+        self._turn_at(self._run.end_s(quiet.num_steps - 1))
+        return True
+
+    def _cut_run(self, num_steps: int) -> None:
+        """End the run after so many steps, if it is longer."""
+        assert self._run is not None
+        if num_steps < self._run_length:
+            self._run_length = num_steps
+            self._turn_at(self._run.end_s(num_steps - 1))
+
+    def _end_run(self, run: _Run) -> None:
+        num_steps = self._run_length
+        self._run = None
+        self.scheduler.advance(num_steps)
+        self._free_at_s = run.end_s(num_steps)
+        self._count(self._free_at_s - run.begins_s, num_steps, num_steps * run.steps.batch_size)
+        if self.joined:
+            joined, self.joined = self.joined, []
+            for call in joined:
+                call(run.end_s(1))
+        self._say(self._free_at_s)
+
+    def _count(self, duration_s: float, num_steps: int, num_decoded: int) -> None:
+        self.busy_s += duration_s
+        self.num_steps += num_steps
+        self.num_decode_tokens += num_decoded
+        if num_decoded:
+            gap_s = round(duration_s / num_steps, 6)
+            self.gaps[gap_s] = self.gaps.get(gap_s, 0) + num_decoded

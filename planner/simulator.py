@@ -1,0 +1,544 @@
+"""Runs a placement on a workload without a GPU: discrete events, the cluster's own policy and schedulers, virtual time.
+
+`simulate` is what the search, the CLI and the benchmarks call. Real are the router's policy and its view of workers,
+both phases' schedulers, block pools, reservations and prefix caches; modelled are the time of steps and transfers
+(`pdserve.model.cost`) and the few delays of `Overheads`. The same arguments give the same result, to the bit.
+
+Life of a request: it arrives, the policy names a prefill worker, which says STARTED, LAST_CHUNK (the policy names a
+decode worker, whose pull starts once it has reserved blocks) and token 0; the pull ends when the last chunk was granted
+and the wire has carried all; the decode worker says JOINED and, in the end, the last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from math import isnan, nan
+
+import numpy as np
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.step import ModelLimits
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.decode_worker.swapping import swap_space
+from pdserve.engine.pool_size import AUTO_SWAP_SHARE
+from pdserve.engine.scheduler import (
+    Event,
+    GrantEvent,
+    PullResult,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    Scheduler,
+    StartPullEvent,
+    TokenEvent,
+)
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.model.cost import CostModel
+from pdserve.planner.agenda import Agenda
+from pdserve.planner.counted_pool import CountedBlockPool
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.links import Wire, transfer
+from pdserve.planner.prompts import PromptBook, shares_prefixes
+from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulated_worker import SimulatedWorker, Stage
+from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes, Simulation, WorkerUse
+from pdserve.prefill_worker.scheduler import PrefillScheduler
+from pdserve.router.policy import PromptBlocks, WorkerSnapshot, choose_decode, choose_prefill
+from pdserve.router.promises import Promises
+
+MAX_ATTEMPTS = 8
+"""Of a request, as in the router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Seconds of what the cost model does not know of. The defaults are guesses of a cluster on one host."""
+
+    arrival_s: float = 1e-3
+    """From a request's arrival to the worker's inbox: reading it, tokenising, routing."""
+    message_s: float = 3e-4
+    """From a worker to the router, or back."""
+    answer_s: float = 3e-4
+    """From a token's arrival at the router to the client."""
+    pull_s: float = 1e-3
+    """Of a pull, beside the bytes: opening it, verifying, telling both engines."""
+
+
+NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One request under way, and what is known of it in the end."""
+
+    request_id: int
+    request: SimulatedRequest
+    tokens: tuple[int, ...]
+    blocks: PromptBlocks
+    arrived_s: float
+    attempt: int = -1
+    emitted: tuple[int, ...] = ()
+    prefill: _Seat | None = None
+    decode: _Seat | None = None
+    handle: bytes = b""
+    started_s: float = nan
+    first_token_s: float = nan
+    second_token_s: float = nan
+    last_token_s: float = nan
+    num_cached_tokens: int = 0
+    is_rejected: bool = False
+    has_missed: bool = False
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(0, self.request_id, self.attempt)
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """A worker as the simulated router sees it."""
+
+    worker: SimulatedWorker
+    block_pool: BlockPool
+    pool: Pool
+    promises: Promises = field(default_factory=Promises)
+    egress: Wire = field(default_factory=Wire)
+    ingress: Wire = field(default_factory=Wire)
+
+    def snapshot(self) -> WorkerSnapshot:
+        worker = self.worker
+        snapshot = self.promises.snapshot(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            max_batch_tokens=self.pool.max_batch_tokens,
+            max_batch_size=self.pool.max_batch_size,
+            load=worker.load(),
+            cached_blocks=self.block_pool.known_hashes,
+            host="",
+        )
+        num_run_tokens = worker.num_run_tokens()
+        if num_run_tokens:
+            snapshot = snapshot._replace(num_context_tokens=snapshot.num_context_tokens + num_run_tokens)
+        return snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """A decode worker's wish for a prompt's KV."""
+
+    pull_id: int
+    seat: _Seat
+    begins_s: float
+    num_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """A parked prompt that is not pulled yet: who holds it, and which of grant and pull came first."""
+
+    seat: _Seat
+    grant: GrantEvent | None = None
+    """The last one."""
+    pull: _Pull | None = None
+
+
+def simulate(
+    model: PlannedModel,
+    layout: Layout,
+    requests: Sequence[SimulatedRequest],
+    *,
+    slo: SloConfig,
+    overheads: Overheads | None = None,
+    concurrency: int = 0,
+    max_in_flight: int = 1024,
+    max_missed: int | None = None,
+    cost_of: Callable[[Pool], CostModel] | None = None,
+) -> Simulation:
+    """Serve ``requests`` on ``layout``.
+
+    Args:
+        requests: in order of arrival.
+        slo: objectives; the policy and the prefill queue go by them.
+        overheads: ``None`` takes the defaults.
+        concurrency: not 0: a closed loop. Arrival times are ignored; so many requests are under way at any time, and
+            each that ends is followed at once by the next one.
+        max_in_flight: requests that the router takes at once; more are rejected.
+        max_missed: stop as soon as so many requests have missed an objective, for a search that needs no more; the
+            times of those under way are NaN then. ``None`` runs to the end.
+        cost_of: predicts a pool's workers; by default `Pool.cost`.
+
+    Raises:
+        ValueError: the model does not fit, or does not divide as the layout says.
+    """
+    run = _Run(model, layout, requests, slo, overheads or Overheads(), concurrency, max_in_flight, max_missed, cost_of)
+    return run.simulate()
+
+
+class _Run:
+    """One simulation: the router's part, and the transfers."""
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        layout: Layout,
+        requests: Sequence[SimulatedRequest],
+        slo: SloConfig,
+        overheads: Overheads,
+        concurrency: int,
+        max_in_flight: int,
+        max_missed: int | None,
+        cost_of: Callable[[Pool], CostModel] | None,
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._slo = slo
+        self._overheads = overheads
+        self._max_in_flight = max_in_flight
+        self._max_missed = max_missed
+        self._agenda = Agenda()
+        self._book = PromptBook(is_sharing=shares_prefixes(requests))
+        self._ids = count(1)
+        self._handles = count(1)
+        self._flights: list[_Flight] = []
+        self._live: dict[int, _Flight] = {}
+        self._offers: dict[bytes, _Offer] = {}
+        """By handle."""
+        self._num_missed = 0
+        self._ended_s = 0.0
+        self._seats: dict[str, _Seat] = {}
+        for pool in layout.pools:
+            cost = cost_of(pool) if cost_of is not None else pool.cost(model)
+            self._add_pool(pool, cost)
+        self._queue: Iterator[SimulatedRequest] = iter(requests)
+        self._is_closed_loop = concurrency > 0
+        for _ in range(concurrency or 1):
+            self._expect_next()
+
+    def simulate(self) -> Simulation:
+        self._agenda.run()
+        return self._result()
+
+    # The cluster
+
+    def _add_pool(self, pool: Pool, cost: CostModel) -> None:
+        num_blocks = pool.num_kv_blocks or cost.max_kv_blocks(self._model.block_size)
+        num_lanes = pool.pipeline_parallel
+        if num_blocks // num_lanes < 1:
+            raise ValueError(
+                f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "
+                "worker: use more of them, or larger ones"
+            )
+        for replica in range(pool.replicas):
+            stage = Stage(num_lanes)
+            for lane in range(num_lanes):
+                worker_id = f"{pool.role.value}-{replica}" + (f".{lane}" if num_lanes > 1 else "")
+                self._seats[worker_id] = self._seat(worker_id, pool, cost, num_blocks // num_lanes, stage)
+
+    def _seat(self, worker_id: str, pool: Pool, cost: CostModel, num_blocks: int, stage: Stage) -> _Seat:
+        kind = BlockPool if self._book.is_sharing else CountedBlockPool
+        block_pool = kind(num_blocks, self._model.block_size)
+        worker = SimulatedWorker(
+            worker_id,
+            pool.role,
+            scheduler=self._scheduler(pool, cost, block_pool),
+            cost=cost,
+            block_size=self._model.block_size,
+            stage=stage,
+            agenda=self._agenda,
+            listener=self,
+        )
+        return _Seat(worker, block_pool, pool)
+
+    def _scheduler(self, pool: Pool, cost: CostModel, block_pool: BlockPool) -> Scheduler:
+        limits = ModelLimits(max_model_len=self._model.max_model_len, vocab_size=self._model.shape.vocab_size)
+        if pool.role is WorkerRole.PREFILL:
+            return PrefillScheduler(
+                block_pool,
+                limits,
+                mint_handle=self._mint_handle,
+                max_batch_tokens=pool.max_batch_tokens,
+                max_batch_size=pool.max_batch_size,
+            )
+        return DecodeScheduler(
+            block_pool,
+            limits,
+            mint_handle=self._mint_handle,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_size=pool.max_batch_size,
+            swap_space=swap_space(cost, int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
+        )
+
+    def _mint_handle(self) -> bytes:
+        return next(self._handles).to_bytes(16, "big")
+
+    # Arrivals
+
+    def _expect_next(self) -> None:
+        request = next(self._queue, None)
+        if request is not None:
+            arrives_s = self._agenda.now_s if self._is_closed_loop else request.arrived_s
+            self._agenda.at(arrives_s, partial(self._arrive, request, ()))
+
+    def _arrive(self, request: SimulatedRequest, before: tuple[int, ...]) -> None:
+        now_s = self._agenda.now_s
+        is_follow_up = bool(before)
+        if not self._is_closed_loop and not is_follow_up:
+            self._expect_next()
+        tokens = self._book.tokens(request, before)
+        blocks = PromptBlocks(tokens, self._model.block_size, may_use_cache=self._book.is_sharing)
+        flight = _Flight(next(self._ids), request, tokens, blocks, now_s)
+        self._flights.append(flight)
+        if len(self._live) >= self._max_in_flight:
+            self._reject(flight)
+            return
+        self._live[flight.request_id] = flight
+        self._agenda.at(now_s + self._overheads.arrival_s, partial(self._place, flight))
+
+    def _reject(self, flight: _Flight) -> None:
+        flight.is_rejected = True
+        self._live.pop(flight.request_id, None)
+        self._miss(flight)
+        self._after(flight)
+
+    def _miss(self, flight: _Flight) -> None:
+        if not flight.has_missed:
+            flight.has_missed = True
+            self._num_missed += 1
+            if self._max_missed is not None and self._num_missed >= self._max_missed:
+                self._agenda.stop()
+
+    def _after(self, flight: _Flight) -> None:
+        """The request is over, with all of its follow-ups if it was rejected."""
+        self._ended_s = self._agenda.now_s
+        follow_up = flight.request.follow_up
+        if follow_up is not None and not flight.is_rejected:
+            before = flight.tokens + (0,) * flight.request.num_output_tokens
+            think_s = 0.0 if self._is_closed_loop else follow_up.arrived_s
+            self._agenda.at(self._agenda.now_s + think_s, partial(self._arrive, follow_up, before))
+        elif self._is_closed_loop:
+            self._expect_next()
+
+    # The router
+
+    def _snapshots(self) -> list[WorkerSnapshot]:
+        return [seat.snapshot() for seat in self._seats.values()]
+
+    def _place(self, flight: _Flight) -> None:
+        """Name a worker for the prompt, as `pdserve.router.dispatch` does."""
+        flight.attempt += 1
+        if flight.attempt == MAX_ATTEMPTS:
+            self._reject(flight)
+            return
+        now_s, slo = self._agenda.now_s, self._slo
+        cost = next(iter(self._seats.values())).worker.cost
+        choice = choose_prefill(flight.blocks, self._snapshots(), cost, tpot_slo_s=slo.tpot_seconds)
+        assert choice is not None, "workers of a simulation are always up"
+        seat = self._seats[choice.worker_id]
+        flight.prefill, flight.decode = seat, None
+        request = GenerationRequest(
+            request_id=flight.request_id,
+            attempt=flight.attempt,
+            prompt_tokens=flight.tokens,
+            emitted_tokens=flight.emitted,
+            sampling=SamplingParams(max_tokens=flight.request.num_output_tokens),
+            ttft_slo_s=0.0 if flight.emitted else max(flight.arrived_s + slo.ttft_seconds - now_s, 1e-3),
+            handoff=choice.handoff,
+        )
+        seat.promises.prefill(flight.request_id, request.num_known_tokens - choice.num_cached_tokens)
+        if not choice.handoff:
+            seat.promises.decode(flight.request_id, 1, request.num_known_tokens, flight.blocks.num_blocks())
+        key = flight.key
+        seat.worker.tell(lambda scheduler, heard_s: scheduler.add(key, request, heard_s))
+
+    def _bind(self, flight: _Flight) -> None:
+        """Name a decode worker for the parked prompt."""
+        assert flight.prefill is not None
+        cost = self._decode_cost()
+        choice = choose_decode(flight.blocks, self._snapshots(), cost)
+        assert choice is not None
+        seat = flight.decode = self._seats[choice.worker_id]
+        request = GenerationRequest(
+            request_id=flight.request_id,
+            attempt=flight.attempt,
+            prompt_tokens=flight.tokens,
+            emitted_tokens=flight.emitted,
+            sampling=SamplingParams(max_tokens=flight.request.num_output_tokens),
+        )
+        source = KvSource(address=flight.prefill.worker.worker_id, worker_epoch=0, handle=flight.handle)
+        seat.promises.decode(flight.request_id, 1, request.num_known_tokens, flight.blocks.num_blocks())
+        key = flight.key
+        seat.worker.tell(lambda scheduler, heard_s: scheduler.prepare(key, request, source, heard_s))
+
+    def _decode_cost(self) -> CostModel:
+        return next(seat.worker.cost for seat in self._seats.values() if seat.worker.role is WorkerRole.DECODE)
+
+    # What workers say
+
+    def heard(self, worker: SimulatedWorker, events: list[Event], said_s: float) -> None:
+        at = self._agenda.at
+        arrives_s = said_s + self._overheads.message_s
+        for event in events:
+            if isinstance(event, TokenEvent):
+                if event.index < 2 or event.ends_request:
+                    self._heard_token(worker, event, arrives_s)
+            elif isinstance(event, RequestEvent):
+                if event.kind is RequestEventKind.JOINED:
+                    worker.joined.append(partial(self._decoded, self._flight(event.key)))
+                else:
+                    at(arrives_s, partial(self._request_event, worker, event))
+            elif isinstance(event, StartPullEvent):
+                at(said_s, partial(self._start_pull, worker, event))
+            elif isinstance(event, GrantEvent) and event.final:
+                at(said_s, partial(self._granted_whole, worker, event))
+
+    def _flight(self, key: RequestKey) -> _Flight:
+        return self._flights[key.request_id - 1]
+
+    def _heard_token(self, worker: SimulatedWorker, event: TokenEvent, arrives_s: float) -> None:
+        flight = self._flight(event.key)
+        if event.key.attempt != flight.attempt:
+            return
+        seen_s = arrives_s + self._overheads.answer_s
+        if event.index == 0:
+            flight.first_token_s = seen_s
+            flight.emitted = (0,)
+            if seen_s - flight.arrived_s > self._slo.ttft_seconds:
+                self._miss(flight)
+            if worker.role is not WorkerRole.PREFILL and not event.ends_request:
+                worker.joined.append(partial(self._decoded, flight))
+        elif event.index == 1 and isnan(flight.second_token_s):
+            flight.second_token_s = seen_s
+        if event.ends_request:
+            flight.last_token_s = seen_s
+            self._agenda.at(arrives_s, partial(self._finish, flight))
+
+    def _decoded(self, flight: _Flight, said_s: float) -> None:
+        """The first token that a worker decoded for the flight is out."""
+        if isnan(flight.second_token_s):
+            flight.second_token_s = said_s + self._overheads.message_s + self._overheads.answer_s
+
+    def _finish(self, flight: _Flight) -> None:
+        self._live.pop(flight.request_id, None)
+        num_gaps = flight.request.num_output_tokens - 1
+        if num_gaps and (flight.last_token_s - flight.first_token_s) / num_gaps > self._slo.tpot_seconds:
+            self._miss(flight)
+        self._after(flight)
+
+    def _request_event(self, worker: SimulatedWorker, event: RequestEvent) -> None:
+        flight = self._flight(event.key)
+        if event.key.attempt != flight.attempt or flight.request_id not in self._live:
+            return
+        match event.kind:
+            case RequestEventKind.STARTED:
+                self._seats[worker.worker_id].promises.settle(flight.request_id)
+                if flight.prefill is not None and flight.prefill.worker is worker and not flight.emitted:
+                    flight.started_s = self._agenda.now_s
+                    flight.num_cached_tokens = event.num_cached_tokens
+            case RequestEventKind.LAST_CHUNK:
+                flight.handle = event.handle
+                self._bind(flight)
+            case RequestEventKind.KV_UNAVAILABLE:
+                self._abandon(flight)
+                self._place(flight)
+            case RequestEventKind.REJECTED | RequestEventKind.FAILED:
+                self._abandon(flight)
+                self._reject(flight)
+            case _:
+                pass  # of no consequence to anybody else
+
+    def _abandon(self, flight: _Flight) -> None:
+        """Free what workers hold of the attempt."""
+        key = flight.key
+        for seat in (flight.prefill, flight.decode):
+            if seat is not None:
+                seat.promises.settle(flight.request_id)
+                seat.worker.tell(lambda scheduler, heard_s: scheduler.cancel(key, heard_s))
+
+    # Transfers
+
+    def _start_pull(self, worker: SimulatedWorker, event: StartPullEvent) -> None:
+        now_s = self._agenda.now_s
+        pull = _Pull(event.pull_id, self._seats[worker.worker_id], now_s, len(event.block_ids))
+        offer = self._offers.setdefault(event.source.handle, _Offer(self._seats[event.source.address]))
+        handle = event.source.handle
+        offer.seat.worker.tell(lambda scheduler, heard_s: scheduler.lease_opened(handle, heard_s))
+        offer.pull = pull
+        if offer.grant is not None:
+            self._carry(offer, pull, offer.grant)
+
+    def _granted_whole(self, worker: SimulatedWorker, event: GrantEvent) -> None:
+        offer = self._offers.setdefault(event.handle, _Offer(self._seats[worker.worker_id]))
+        offer.grant = event
+        if offer.pull is not None:
+            self._carry(offer, offer.pull, event)
+
+    def _carry(self, offer: _Offer, pull: _Pull, grant: GrantEvent) -> None:
+        """All that is to be pulled is known, now: what was granted before travelled meanwhile."""
+        now_s = self._agenda.now_s
+        del self._offers[grant.handle]
+        block_size, cost = self._model.block_size, pull.seat.worker.cost
+        same_host = self._layout.same_host
+        whole_s = cost.transfer_s(pull.num_blocks * block_size, same_host=same_host)
+        last_s = cost.transfer_s(min(len(grant.block_ids), pull.num_blocks) * block_size, same_host=same_host)
+        begins_s = max(pull.begins_s, now_s + last_s - whole_s)
+        ends_s = transfer(offer.seat.egress, pull.seat.ingress, begins_s, whole_s) + self._overheads.pull_s
+        result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_tokens=grant.first_tokens)
+        self._agenda.at(ends_s, partial(self._pulled, offer.seat.worker, pull.seat.worker, grant.handle, result))
+
+    def _pulled(self, source: SimulatedWorker, target: SimulatedWorker, handle: bytes, result: PullResult) -> None:
+        target.tell(lambda scheduler, heard_s: scheduler.pull_done(result, heard_s))
+        source.tell(lambda scheduler, heard_s: scheduler.released(handle, heard_s))
+
+    # The result
+
+    def _result(self) -> Simulation:
+        flights = self._flights
+
+        def floats(values: Iterator[float]) -> FloatArray:
+            return np.fromiter(values, np.float64, len(flights))
+
+        def integers(values: Iterator[int]) -> IntArray:
+            return np.fromiter(values, np.int64, len(flights))
+
+        times = RequestTimes(
+            arrived_s=floats(flight.arrived_s for flight in flights),
+            started_s=floats(flight.started_s for flight in flights),
+            first_token_s=floats(flight.first_token_s for flight in flights),
+            second_token_s=floats(flight.second_token_s for flight in flights),
+            last_token_s=floats(flight.last_token_s for flight in flights),
+            num_prompt_tokens=integers(flight.request.num_prompt_tokens for flight in flights),
+            num_cached_tokens=integers(flight.num_cached_tokens for flight in flights),
+            num_output_tokens=integers(flight.request.num_output_tokens for flight in flights),
+            is_rejected=np.fromiter((flight.is_rejected for flight in flights), np.bool_, len(flights)),
+        )
+        gaps: dict[float, int] = {}
+        for seat in self._seats.values():
+            for gap_s, num_tokens in seat.worker.gaps.items():
+                gaps[gap_s] = gaps.get(gap_s, 0) + num_tokens
+        lengths = sorted(gaps)
+        return Simulation(
+            times=times,
+            workers=[_use(seat) for seat in self._seats.values()],
+            gap_s=np.array(lengths, np.float64),
+            gap_weights=np.array([gaps[length] for length in lengths], np.float64),
+            ended_s=self._ended_s,
+        )
+
+
+def _use(seat: _Seat) -> WorkerUse:
+    worker = seat.worker
+    return WorkerUse(
+        worker_id=worker.worker_id,
+        role=worker.role,
+        busy_s=worker.busy_s,
+        num_steps=worker.num_steps,
+        num_prefill_tokens=worker.num_prefill_tokens,
+        num_decode_tokens=worker.num_decode_tokens,
+        num_preemptions=worker.load().num_preemptions,
+        num_kv_blocks=seat.block_pool.num_blocks,
+    )

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.engine.scheduler import NO_QUIET_STEPS
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.requests import Segment, SimulatedRequest
+from pdserve.planner.simulation import Simulation
+from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
+
+H100 = hardware("h100-sxm")
+LLAMA_3_8B = PlannedModel(
+    shape=ModelShape(
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    )
+)
+SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
+
+
+def a_pool(role: WorkerRole, replicas: int = 1, num_kv_blocks: int = 0, max_batch_size: int = 256) -> Pool:
+    return Pool(role=role, replicas=replicas, hardware=H100, num_kv_blocks=num_kv_blocks, max_batch_size=max_batch_size)
+
+
+def disaggregated(num_prefill: int = 1, num_decode: int = 1, num_kv_blocks: int = 0) -> Layout:
+    return Layout(
+        prefill=a_pool(WorkerRole.PREFILL, num_prefill, num_kv_blocks),
+        decode=a_pool(WorkerRole.DECODE, num_decode, num_kv_blocks),
+    )
+
+
+def colocated(replicas: int = 1, num_kv_blocks: int = 0) -> Layout:
+    return Layout(mixed=a_pool(WorkerRole.MIXED, replicas, num_kv_blocks))
+
+
+def poisson(rate: float, num_requests: int, *, seed: int = 0, num_output_tokens: int = 100) -> list[SimulatedRequest]:
+    random = np.random.default_rng(seed)
+    arrivals = np.cumsum(random.exponential(1 / rate, num_requests))
+    lengths = random.integers(300, 1500, num_requests)
+    return [
+        SimulatedRequest(float(arrived_s), int(length), num_output_tokens)
+        for arrived_s, length in zip(arrivals, lengths, strict=True)
+    ]
+
+
+def assert_all_are_answered(simulation: Simulation, num_requests: int) -> None:
+    times = simulation.times
+    assert len(times.arrived_s) == num_requests
+    assert not times.is_rejected.any()
+    assert (times.arrived_s < times.first_token_s).all()
+    assert (times.first_token_s <= times.last_token_s).all()
+    has_more = times.num_output_tokens > 1
+    assert (times.first_token_s < times.second_token_s)[has_more].all()
+    assert (times.second_token_s <= times.last_token_s)[has_more].all()
+
+
+def decoded(simulation: Simulation) -> int:
+    return sum(worker.num_decode_tokens for worker in simulation.workers)
+
+
+@pytest.mark.parametrize("layout", [disaggregated(), disaggregated(2, 3), colocated(), colocated(2)], ids=str)
+def test_every_request_is_answered_in_full(layout: Layout) -> None:
+    requests = poisson(8, 200)
+    simulation = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+    assert_all_are_answered(simulation, 200)
+    assert decoded(simulation) == 200 * 99
+    assert sum(worker.num_prefill_tokens for worker in simulation.workers) == sum(
+        request.num_prompt_tokens for request in requests
+    )
+    assert simulation.gap_weights.sum() == decoded(simulation)
+
+
+def test_the_same_arguments_give_the_same_result_to_the_bit() -> None:
+    first, second = (simulate(LLAMA_3_8B, disaggregated(2, 2), poisson(20, 200), slo=SLO) for _ in range(2))
+    np.testing.assert_array_equal(first.times.last_token_s, second.times.last_token_s)
+    assert first.workers == second.workers
+
+
+def test_an_unloaded_request_takes_what_the_cost_model_says() -> None:
+    """A prompt that no decode worker would compute: one prefill step, a transfer, and decode steps one by one."""
+    cost = a_pool(WorkerRole.PREFILL).cost(LLAMA_3_8B)
+    simulation = simulate(
+        LLAMA_3_8B, disaggregated(), [SimulatedRequest(1.0, 2000, 11)], slo=SLO, overheads=NO_OVERHEADS
+    )
+    times = simulation.times
+    assert times.ttft_s == pytest.approx([cost.prefill_s(2000)])
+    decode_s = sum(cost.decode_s(1, 2000 + n) for n in range(10))
+    transfer_s = cost.transfer_s(2000, same_host=True)
+    assert times.last_token_s - times.first_token_s == pytest.approx([transfer_s + decode_s], rel=1e-6)
+    assert times.second_token_s - times.first_token_s == pytest.approx([transfer_s + cost.decode_s(1, 2000)], rel=1e-6)
+
+
+def test_overheads_add_up() -> None:
+    requests = [SimulatedRequest(1.0, 2000, 11)]
+    overheads = Overheads(arrival_s=0.1, message_s=0.02, answer_s=0.003, pull_s=0.5)
+    bare, burdened = (
+        simulate(LLAMA_3_8B, disaggregated(), requests, slo=SLO, overheads=each).times
+        for each in (NO_OVERHEADS, overheads)
+    )
+    assert burdened.ttft_s - bare.ttft_s == pytest.approx([0.123])
+    stalls = [times.second_token_s - times.first_token_s for times in (bare, burdened)]
+    assert stalls[1] - stalls[0] == pytest.approx([0.5 - 0.02], abs=0.03)
+
+
+@pytest.mark.parametrize("layout", [disaggregated(), colocated()], ids=str)
+def test_counting_steps_is_as_good_as_planning_them(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that looks ahead over quiet steps does what one that plans each of them does."""
+    requests = poisson(8, 150)
+    counted = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+    monkeypatch.setattr(DecodeScheduler, "quiet_steps", lambda self, now_s: NO_QUIET_STEPS)
+    monkeypatch.setattr(DecodeScheduler, "is_decoding_only", lambda self: False)
+    planned = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+    step_s = 0.015
+    np.testing.assert_allclose(counted.times.first_token_s, planned.times.first_token_s, atol=2 * step_s)
+    np.testing.assert_allclose(counted.times.second_token_s, planned.times.second_token_s, atol=2 * step_s)
+    for percentile in (50, 90, 99):
+        expected = np.percentile(planned.times.tpot_s, percentile)
+        assert np.percentile(counted.times.tpot_s, percentile) == pytest.approx(expected, rel=0.01)
+        expected = np.percentile(planned.times.ttft_s, percentile)
+        assert np.percentile(counted.times.ttft_s, percentile) == pytest.approx(expected, rel=0.03)
+
+
+def test_scarce_blocks_preempt_and_lose_nothing() -> None:
+    requests = poisson(30, 150, num_output_tokens=400)
+    for layout in (disaggregated(num_kv_blocks=400), colocated(num_kv_blocks=400)):
+        simulation = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+        assert_all_are_answered(simulation, 150)
+        assert sum(worker.num_preemptions for worker in simulation.workers) > 0
+
+
+def test_a_full_router_rejects() -> None:
+    requests = [SimulatedRequest(1.0 + n / 1000, 500, 50) for n in range(20)]
+    times = simulate(LLAMA_3_8B, disaggregated(), requests, slo=SLO, max_in_flight=5).times
+    assert times.is_rejected.sum() == 15
+    assert np.isfinite(times.last_token_s).sum() == 5
+
+
+def test_a_search_may_stop_early() -> None:
+    slo = SloConfig(ttft_seconds=1e-6, tpot_seconds=0.02)
+    simulation = simulate(LLAMA_3_8B, disaggregated(), poisson(8, 200), slo=slo, max_missed=10)
+    assert 10 <= len(simulation.times.arrived_s) < 30
+
+
+def test_a_closed_loop_keeps_its_concurrency() -> None:
+    requests = poisson(1, 100)
+    times = simulate(LLAMA_3_8B, disaggregated(), requests, slo=SLO, concurrency=4, overheads=NO_OVERHEADS).times
+    assert len(times.arrived_s) == 100
+    in_flight = [int(((times.arrived_s <= at) & (times.last_token_s > at)).sum()) for at in times.arrived_s[10:-4]]
+    assert set(in_flight) == {4}
+
+
+def a_conversation(content: int, num_turns: int) -> SimulatedRequest:
+    """Messages of 200 tokens after a system prompt of 600, answered by 50 each."""
+    request: SimulatedRequest | None = None
+    for turn in reversed(range(num_turns)):
+        num_before = 600 + 250 * turn
+        message = Segment(1000 * content + turn, 200)
+        request = SimulatedRequest(
+            3.0 if turn else content * 0.7,
+            num_before + 200,
+            50,
+            (message,) if turn else (Segment(0, 600), message),
+            request,
+        )
+    assert request is not None
+    return request
+
+
+@pytest.mark.parametrize("layout", [disaggregated(), colocated()], ids=str)
+def test_conversations_find_their_earlier_turns(layout: Layout) -> None:
+    times = simulate(LLAMA_3_8B, layout, [a_conversation(n, 4) for n in range(5)], slo=SLO).times
+    assert len(times.arrived_s) == 20
+    assert np.isfinite(times.last_token_s).all()
+    by_length = {length: times.num_cached_tokens[times.num_prompt_tokens == length] for length in (800, 1050, 1550)}
+    assert sorted(by_length[800]) == [0, 592, 592, 592, 592]
+    assert (by_length[1050] >= 784).all()
+    # What was computed on the decode worker is found there, the answer included.
+    assert (by_length[1550] >= 1024).all()
+
+
+def test_segments_of_equal_content_share_and_others_do_not() -> None:
+    first, same, other = (
+        SimulatedRequest(at, 500, 5, (Segment(content, 400), Segment(100 + at, 100)))
+        for at, content in ((1, 7), (2, 7), (3, 8))
+    )
+    times = simulate(LLAMA_3_8B, disaggregated(), [first, same, other], slo=SLO).times
+    assert list(times.num_cached_tokens) == [0, 400, 0]
+
+
+def test_weights_that_leave_no_memory_are_refused() -> None:
+    shape = LLAMA_3_8B.shape
+    huge = PlannedModel(
+        shape=ModelShape(**{name: getattr(shape, name) for name in shape.__slots__} | {"num_layers": 400})
+    )
+    with pytest.raises(ValueError, match="no memory for KV on h100-sxm"):
+        simulate(huge, disaggregated(), poisson(1, 1), slo=SLO)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.floats(0, 3), st.integers(1, 3000), st.integers(1, 60)), min_size=1, max_size=25),
+    num_prefill=st.integers(0, 2),
+    num_decode=st.integers(1, 2),
+    num_kv_blocks=st.sampled_from([0, 260]),
+)
+def test_nothing_is_lost(
+    arrivals: Sequence[tuple[float, int, int]], num_prefill: int, num_decode: int, num_kv_blocks: int
+) -> None:
+    requests = [SimulatedRequest(*arrival) for arrival in sorted(arrivals)]
+    layout = (
+        disaggregated(num_prefill, num_decode, num_kv_blocks) if num_prefill else colocated(num_decode, num_kv_blocks)
+    )
+    simulation = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+    assert_all_are_answered(simulation, len(requests))
+    num_expected = sum(request.num_output_tokens - 1 for request in requests)
+    if not sum(worker.num_preemptions for worker in simulation.workers):
+        assert decoded(simulation) == num_expected
