@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
@@ -275,17 +275,13 @@ class DecodeScheduler:
         return is_hungry and _is_ahead(local, reserving)
 
     def _room(self) -> _Room:
-        """Free places, and available blocks that no sequence in `_holders` is expected to need."""
-        room = _Room(self._max_batch_size, self._pool.num_available)
-        for sequence in self._holders():
-            room.take(max(0, sequence.num_blocks_expected() - sequence.num_blocks_held), sequence.num_seats)
-        return room
-
-    def _holders(self) -> Iterator[Sequence]:
-        """Sequences that hold blocks and decode, now or soon."""
-        yield from self._running
-        yield from self._local_prefills()
-        yield from self._reservations.pulling()
+        """Free places, and available blocks that no sequence that holds blocks and decodes, now or soon, is expected to
+        need."""
+        holders = [*self._running, *self._local_prefills(), *self._reservations.pulling()]
+        missing = [sequence.num_blocks_expected() - sequence.num_blocks_held for sequence in holders]
+        num_seats = sum([sequence.num_choices for sequence in holders])
+        num_spare_blocks = self._pool.num_available - sum([num_blocks for num_blocks in missing if num_blocks > 0])
+        return _Room(self._max_batch_size - num_seats, num_spare_blocks)
 
     def _join(self, sequence: Sequence) -> None:
         sequence.state = RequestState.DECODING
@@ -349,11 +345,15 @@ class DecodeScheduler:
 
     def load(self) -> SchedulerLoad:
         load = self._prefill.load()
-        return replace(
-            load,
+        return SchedulerLoad(
             num_running=load.num_running + len(self._running),
             num_waiting=load.num_waiting + self._reservations.num_waiting + self._swapping.num_waiting,
-            num_context_tokens=load.num_context_tokens + sum(sequence.num_computed for sequence in self._running),
+            num_parked=load.num_parked,
+            num_blocks_free=load.num_blocks_free,
+            num_blocks_cached=load.num_blocks_cached,
+            num_blocks_referenced=load.num_blocks_referenced,
+            num_waiting_tokens=load.num_waiting_tokens,
+            num_context_tokens=load.num_context_tokens + sum([sequence.num_computed for sequence in self._running]),
             num_preemptions=self._num_preemptions,
             num_swap_outs=self._swapping.num_swap_outs,
             num_swap_ins=self._swapping.num_swap_ins,
@@ -371,6 +371,9 @@ class DecodeScheduler:
 
     # Simulation
 
+    def is_decoding_only(self) -> bool:
+        return self._prefill.is_idle and not self._swapping.num_waiting
+
     def quiet_steps(self, now_s: float) -> QuietSteps:
         if self._table.has_steps_in_flight or not self.is_decoding_only():
             return NO_QUIET_STEPS
@@ -383,41 +386,20 @@ class DecodeScheduler:
             num_steps = 1
         else:
             num_steps = min([sequence.max_length - len(sequence.tokens) for sequence in self._running])
-        if not self._pool.can_allocate(self._growth(num_steps)):
-            # The first number of steps that lacks blocks; one before it does not.
-            lacks_blocks = lambda n: not self._pool.can_allocate(self._growth(n))  # noqa: E731
-            num_steps = bisect_left(range(1, num_steps + 1), True, key=lacks_blocks)
+        if not self._has_blocks_for(num_steps):
+            num_steps = bisect_left(range(1, num_steps + 1), True, key=lambda n: not self._has_blocks_for(n))
         num_context_tokens = sum([sequence.num_computed for sequence in self._running])
         return QuietSteps(num_steps, len(self._running), num_context_tokens)
 
-    def is_decoding_only(self) -> bool:
-        return self._prefill.is_idle and not self._swapping.num_waiting
-
-    def _growth(self, num_steps: int) -> int:
-        """Blocks that the running sequences need for ``num_steps`` more decode steps."""
+    def _has_blocks_for(self, num_steps: int) -> bool:
+        """Whether the running sequences can take so many decode steps without anybody's blocks."""
+        num_tokens = num_steps + self._pool.block_size - 1
         block_size = self._pool.block_size
-        missing = [
-            (s.num_computed + num_steps + block_size - 1) // block_size - len(s.block_table) for s in self._running
-        ]
-        return sum([num_blocks for num_blocks in missing if num_blocks > 0])
+        missing = [(s.num_computed + num_tokens) // block_size - len(s.block_table) for s in self._running]
+        return self._pool.can_allocate(sum([num_blocks for num_blocks in missing if num_blocks > 0]))
 
     def advance(self, num_steps: int) -> None:
-        if not num_steps:
-            return
-        block_size = self._pool.block_size
-        ended = []
-        for sequence in self._running:
-            if sequence.copy_source >= 0:
-                self._pool.release(sequence.take_copy_source())
-            sequence.skip(num_steps)
-            num_missing = (sequence.num_computed + block_size - 1) // block_size - len(sequence.block_table)
-            if num_missing > 0:
-                sequence.block_table += self._pool.allocate(num_missing)
-            if len(sequence.tokens) >= sequence.max_length:
-                ended.append(sequence)
-        for sequence in ended:
-            self._table.end_skipped(sequence)
-        if ended:
+        if num_steps and self._table.skip(self._running, num_steps):
             self._running = [sequence for sequence in self._running if not sequence.is_over]
 
 

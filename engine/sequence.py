@@ -130,8 +130,11 @@ class Sequence:
         An answer of n tokens is expected to go on for n more, for `LOOKAHEAD_TOKENS` at least and to its limit at most.
         Never fewer than `num_blocks_with_headroom` and `num_fork_blocks`, which are taken at the start.
         """
-        num_more = max(LOOKAHEAD_TOKENS, self.block_size, self.num_answered)
-        num_blocks = self.num_blocks_for(min(len(self.tokens) + num_more, self.num_kv_tokens_max))
+        num_known, block_size = len(self.tokens), self.block_size
+        num_more = max(LOOKAHEAD_TOKENS, block_size, num_known - self.num_prompt_tokens)
+        num_blocks = (min(num_known + num_more, self.max_length - 1) + block_size - 1) // block_size
+        if self.num_choices == 1:
+            return num_blocks
         return num_blocks + (self.num_choices - 1) * (num_blocks - self._num_shared_blocks)
 
     def num_fork_blocks(self) -> int:
@@ -206,12 +209,6 @@ class Sequence:
         """The KV of all known tokens was pulled."""
         assert num_tokens == len(self.tokens), f"KV of {num_tokens} tokens for a prompt of {len(self.tokens)}"
         self.num_computed = self.num_written = num_tokens
-
-    def skip(self, num_tokens: int) -> None:
-        """Count ``num_tokens`` decoded tokens, of value 0, whose blocks it has."""
-        self.tokens += [0] * num_tokens
-        self.num_computed += num_tokens
-        self.num_written = self.num_computed
 
     def take_copy_source(self) -> list[int]:
         """The block that is to be copied, with the reference to it, if there is one."""

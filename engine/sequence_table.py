@@ -294,13 +294,32 @@ class SequenceTable:
         root.append(first_tokens[0].token)
         return RowResult(root, root.choice not in group.open_choices, (), forks)
 
-    def end_skipped(self, sequence: Sequence) -> None:
-        """The last token of an answer was counted, not computed (simulation): tell of it and close the sequence."""
-        self.register_written(sequence)
-        ends_request = self._live[sequence.key].finish(sequence.choice)
-        index = sequence.num_answered - 1
-        self.events.append(TokenEvent(sequence.key, sequence.choice, index, 0, None, FinishReason.LENGTH, ends_request))
-        self.close(sequence)
+    def skip(self, sequences: Iterable[Sequence], num_steps: int) -> bool:
+        """Count decode steps of ``sequences`` that nobody computes (simulation): every token is 0, and the events tell
+        only of those that end an answer, which are closed. There must be blocks for all. Returns whether any ended."""
+        assert not self._steps, "a sequence in flight cannot skip"
+        block_size = self.pool.block_size
+        zeros = [0] * num_steps
+        ended = []
+        for sequence in sequences:
+            sequence.tokens += zeros
+            num_written = sequence.num_written = sequence.num_computed = sequence.num_computed + num_steps
+            num_missing = (num_written + block_size - 1) // block_size - len(sequence.block_table)
+            if num_missing > 0:
+                sequence.block_table += self.pool.allocate(num_missing)
+            if sequence.copy_source >= 0:
+                self.pool.release(sequence.take_copy_source())
+            if len(sequence.tokens) >= sequence.max_length:
+                ended.append(sequence)
+        for sequence in ended:
+            self.register_written(sequence)
+            ends_request = self._live[sequence.key].finish(sequence.choice)
+            index = sequence.num_answered - 1
+            self.events.append(
+                TokenEvent(sequence.key, sequence.choice, index, 0, None, FinishReason.LENGTH, ends_request)
+            )
+            self.close(sequence)
+        return bool(ended)
 
     def fail_step(self, step_id: int) -> list[SequenceGroup]:
         """A step raised: returns the live requests that it computed or copied for, for their scheduler to end. The
