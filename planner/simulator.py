@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import isnan, nan
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,7 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.links import Wire, transfer
 from pdserve.planner.prompts import PromptBook, shares_prefixes
 from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.sampler import Sampler
 from pdserve.planner.simulated_worker import SimulatedWorker, Stage
 from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes, Simulation, WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
@@ -157,6 +159,7 @@ def simulate(
     concurrency: int = 0,
     max_in_flight: int = 1024,
     max_missed: int | None = None,
+    sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
@@ -170,13 +173,21 @@ def simulate(
         max_in_flight: requests that the router takes at once; more are rejected.
         max_missed: stop as soon as so many requests have missed an objective, for a search that needs no more; the
             times of those under way are NaN then. ``None`` runs to the end.
+        sample_every_s: not 0: fill `Simulation.timelines` at such distances.
         cost_of: predicts a pool's workers; by default `Pool.cost`.
 
     Raises:
         ValueError: the model does not fit, or does not divide as the layout says.
     """
-    run = _Run(model, layout, requests, slo, overheads or Overheads(), concurrency, max_in_flight, max_missed, cost_of)
-    return run.simulate()
+    bounds = _Bounds(concurrency, max_in_flight, max_missed)
+    run = _Run(model, layout, requests, slo, overheads or Overheads(), bounds, cost_of)
+    return run.simulate(sample_every_s)
+
+
+class _Bounds(NamedTuple):
+    concurrency: int
+    max_in_flight: int
+    max_missed: int | None
 
 
 class _Run:
@@ -189,18 +200,16 @@ class _Run:
         requests: Sequence[SimulatedRequest],
         slo: SloConfig,
         overheads: Overheads,
-        concurrency: int,
-        max_in_flight: int,
-        max_missed: int | None,
+        bounds: _Bounds,
         cost_of: Callable[[Pool], CostModel] | None,
     ) -> None:
         self._model = model
         self._layout = layout
         self._slo = slo
         self._overheads = overheads
-        self._max_in_flight = max_in_flight
-        self._max_missed = max_missed
+        self._bounds = bounds
         self._agenda = Agenda()
+        self._sampler = Sampler()
         self._book = PromptBook(is_sharing=shares_prefixes(requests))
         self._ids = count(1)
         self._handles = count(1)
@@ -211,15 +220,20 @@ class _Run:
         self._num_missed = 0
         self._ended_s = 0.0
         self._seats: dict[str, _Seat] = {}
+        self._costs: dict[WorkerRole, CostModel] = {}
         for pool in layout.pools:
-            cost = cost_of(pool) if cost_of is not None else pool.cost(model)
-            self._add_pool(pool, cost)
+            self._costs[pool.role] = cost_of(pool) if cost_of is not None else pool.cost(model)
+            self._add_pool(pool, self._costs[pool.role])
         self._queue: Iterator[SimulatedRequest] = iter(requests)
-        self._is_closed_loop = concurrency > 0
-        for _ in range(concurrency or 1):
+        self._is_closed_loop = bounds.concurrency > 0
+        self._num_expected = 0
+        """Arrivals, of follow-ups too, that the agenda holds."""
+        for _ in range(bounds.concurrency or 1):
             self._expect_next()
 
-    def simulate(self) -> Simulation:
+    def simulate(self, sample_every_s: float) -> Simulation:
+        if sample_every_s:
+            self._agenda.at(0.0, partial(self._sample, sample_every_s))
         self._agenda.run()
         return self._result()
 
@@ -281,19 +295,23 @@ class _Run:
     def _expect_next(self) -> None:
         request = next(self._queue, None)
         if request is not None:
-            arrives_s = self._agenda.now_s if self._is_closed_loop else request.arrived_s
-            self._agenda.at(arrives_s, partial(self._arrive, request, ()))
+            self._expect(request, self._agenda.now_s if self._is_closed_loop else request.arrived_s)
+
+    def _expect(self, request: SimulatedRequest, arrives_s: float, before: tuple[int, ...] = ()) -> None:
+        self._num_expected += 1
+        self._agenda.at(arrives_s, partial(self._arrive, request, before))
 
     def _arrive(self, request: SimulatedRequest, before: tuple[int, ...]) -> None:
         now_s = self._agenda.now_s
         is_follow_up = bool(before)
+        self._num_expected -= 1
         if not self._is_closed_loop and not is_follow_up:
             self._expect_next()
         tokens = self._book.tokens(request, before)
         blocks = PromptBlocks(tokens, self._model.block_size, may_use_cache=self._book.is_sharing)
         flight = _Flight(next(self._ids), request, tokens, blocks, now_s)
         self._flights.append(flight)
-        if len(self._live) >= self._max_in_flight:
+        if len(self._live) >= self._bounds.max_in_flight:
             self._reject(flight)
             return
         self._live[flight.request_id] = flight
@@ -309,7 +327,7 @@ class _Run:
         if not flight.has_missed:
             flight.has_missed = True
             self._num_missed += 1
-            if self._max_missed is not None and self._num_missed >= self._max_missed:
+            if self._num_missed == self._bounds.max_missed:
                 self._agenda.stop()
 
     def _after(self, flight: _Flight) -> None:
@@ -319,7 +337,7 @@ class _Run:
         if follow_up is not None and not flight.is_rejected:
             before = flight.tokens + (0,) * flight.request.num_output_tokens
             think_s = 0.0 if self._is_closed_loop else follow_up.arrived_s
-            self._agenda.at(self._agenda.now_s + think_s, partial(self._arrive, follow_up, before))
+            self._expect(follow_up, self._agenda.now_s + think_s, before)
         elif self._is_closed_loop:
             self._expect_next()
 
@@ -335,8 +353,7 @@ class _Run:
             self._reject(flight)
             return
         now_s, slo = self._agenda.now_s, self._slo
-        cost = next(iter(self._seats.values())).worker.cost
-        choice = choose_prefill(flight.blocks, self._snapshots(), cost, tpot_slo_s=slo.tpot_seconds)
+        choice = choose_prefill(flight.blocks, self._snapshots(), self._costs, tpot_slo_s=slo.tpot_seconds)
         assert choice is not None, "workers of a simulation are always up"
         seat = self._seats[choice.worker_id]
         flight.prefill, flight.decode = seat, None
@@ -358,8 +375,7 @@ class _Run:
     def _bind(self, flight: _Flight) -> None:
         """Name a decode worker for the parked prompt."""
         assert flight.prefill is not None
-        cost = self._decode_cost()
-        choice = choose_decode(flight.blocks, self._snapshots(), cost)
+        choice = choose_decode(flight.blocks, self._snapshots(), self._costs)
         assert choice is not None
         seat = flight.decode = self._seats[choice.worker_id]
         request = GenerationRequest(
@@ -373,9 +389,6 @@ class _Run:
         seat.promises.decode(flight.request_id, 1, request.num_known_tokens, flight.blocks.num_blocks())
         key = flight.key
         seat.worker.tell(lambda scheduler, heard_s: scheduler.prepare(key, request, source, heard_s))
-
-    def _decode_cost(self) -> CostModel:
-        return next(seat.worker.cost for seat in self._seats.values() if seat.worker.role is WorkerRole.DECODE)
 
     # What workers say
 
@@ -496,6 +509,12 @@ class _Run:
 
     # The result
 
+    def _sample(self, every_s: float) -> None:
+        now_s = self._agenda.now_s
+        self._sampler.sample(now_s, ((seat.worker.role, seat.worker.load()) for seat in self._seats.values()))
+        if self._live or self._num_expected:
+            self._agenda.at(now_s + every_s, partial(self._sample, every_s))
+
     def _result(self) -> Simulation:
         flights = self._flights
 
@@ -524,6 +543,7 @@ class _Run:
         return Simulation(
             times=times,
             workers=[_use(seat) for seat in self._seats.values()],
+            timelines=self._sampler.timelines(),
             gap_s=np.array(lengths, np.float64),
             gap_weights=np.array([gaps[length] for length in lengths], np.float64),
             ended_s=self._ended_s,

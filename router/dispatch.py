@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.engine.frames import ReceivedToken
 from pdserve.model.cost import CostModel
@@ -64,7 +65,7 @@ class Dispatcher:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
-        self._cost = cost
+        self._costs = dict.fromkeys(WorkerRole, cost)
         self._metrics = metrics
         self._settings = settings
         self._now_s = now_s
@@ -255,7 +256,7 @@ class Dispatcher:
         choice = choose_prefill(
             blocks,
             snapshots,
-            self._cost,
+            self._costs,
             num_choices=leg.num_choices,
             tpot_slo_s=0.0 if leg.job.is_probe else self._settings.tpot_slo_s,
         )
@@ -280,7 +281,7 @@ class Dispatcher:
         choice = choose_decode(
             blocks,
             self._fleet.snapshots(),
-            self._cost,
+            self._costs,
             self._cut_off_from(prefill),
             num_choices=leg.num_choices,
             source_host=prefill.host,

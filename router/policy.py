@@ -8,7 +8,7 @@ with snapshots of virtual workers. It does no I/O, reads no clock and keeps no s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -87,6 +87,10 @@ class PromptBlocks:
         self._parent = block_hash(self._parent, self._tokens[start : start + self.block_size])
         self._hashes.append(self._parent)
         return self._parent
+
+
+Costs = Mapping[WorkerRole, CostModel]
+"""What predicts the workers of each role, whose hardware and parallelism may differ."""
 
 
 class PrefillChoice(NamedTuple):
@@ -179,7 +183,7 @@ def may_prefill_locally(
 def choose_prefill(
     blocks: PromptBlocks,
     workers: Iterable[WorkerSnapshot],
-    cost: CostModel,
+    costs: Costs,
     *,
     num_choices: int = 1,
     tpot_slo_s: float = 0.0,
@@ -198,13 +202,13 @@ def choose_prefill(
     if any(handoff for _, handoff in candidates):
         for worker in workers:
             if worker.role is WorkerRole.DECODE and may_prefill_locally(
-                blocks, worker, cost, num_choices=num_choices, tpot_slo_s=tpot_slo_s
+                blocks, worker, costs[worker.role], num_choices=num_choices, tpot_slo_s=tpot_slo_s
             ):
                 candidates.append((worker, False))
     choices = []
     for worker, handoff in candidates:
         num_cached = blocks.num_cached_tokens(worker.cached_blocks)
-        ttft_s = predict_ttft_s(worker, blocks.num_tokens, num_cached, cost)
+        ttft_s = predict_ttft_s(worker, blocks.num_tokens, num_cached, costs[worker.role])
         choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
         choices.append((ttft_s, worker.role is WorkerRole.DECODE, choice))
     return min(choices)[-1] if choices else None
@@ -213,7 +217,7 @@ def choose_prefill(
 def choose_decode(
     blocks: PromptBlocks,
     workers: Iterable[WorkerSnapshot],
-    cost: CostModel,
+    costs: Costs,
     cut_off: AbstractSet[str] = frozenset(),
     *,
     num_choices: int = 1,
@@ -232,6 +236,7 @@ def choose_decode(
         source_host: of the prompt's prefill worker.
     """
     choices = []
+    cost = costs[WorkerRole.DECODE]
     for worker in workers:
         if worker.role is not WorkerRole.DECODE:
             continue

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -162,6 +163,28 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
     assert len(times.arrived_s) == 100
     in_flight = [int(((times.arrived_s <= at) & (times.last_token_s > at)).sum()) for at in times.arrived_s[10:-4]]
     assert set(in_flight) == {4}
+
+
+def test_timelines_show_the_pools() -> None:
+    layout = disaggregated(1, 2)
+    simulation = simulate(LLAMA_3_8B, layout, poisson(20, 100), slo=SLO, sample_every_s=0.1)
+    prefill, decode = simulation.timelines
+    assert (prefill.role, decode.role) == (WorkerRole.PREFILL, WorkerRole.DECODE)
+    assert np.diff(decode.sampled_s) == pytest.approx(0.1)
+    assert decode.sampled_s[-1] >= simulation.ended_s
+    assert decode.num_running.max() > 5
+    assert 0 < decode.kv_share.max() < 0.1
+    assert decode.kv_share[-1] == decode.num_running[-1] == 0
+
+
+def test_each_role_is_predicted_by_a_cost_model_of_its_own() -> None:
+    slow = replace(H100, name="slow", memory_bandwidth=H100.memory_bandwidth / 4)
+    layout = disaggregated()
+    assert layout.decode is not None
+    mixed_kinds = replace(layout, decode=replace(layout.decode, hardware=slow))
+    fast, slower = (simulate(LLAMA_3_8B, each, poisson(2, 30), slo=SLO).times for each in (layout, mixed_kinds))
+    assert np.median(slower.tpot_s) > 2.5 * np.median(fast.tpot_s)
+    assert np.median(slower.ttft_s) == pytest.approx(np.median(fast.ttft_s), rel=0.2)
 
 
 def a_conversation(content: int, num_turns: int) -> SimulatedRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ SHAPE = ModelShape(
     vocab_size=32000,
 )
 COST = CostModel(SHAPE, hardware("h100-sxm"), "bfloat16")
+COSTS = dict.fromkeys(WorkerRole, COST)
 
 
 def worker(worker_id: str, role: WorkerRole = WorkerRole.PREFILL, **fields: object) -> WorkerSnapshot:
@@ -78,21 +80,21 @@ def test_candidates_by_what_is_up() -> None:
 
 
 def test_nobody_to_choose() -> None:
-    assert choose_prefill(prompt(8), [], COST) is None
-    assert choose_prefill(prompt(8), [P0], COST) is None
-    assert choose_decode(prompt(8), [P0, M0], COST) is None
+    assert choose_prefill(prompt(8), [], COSTS) is None
+    assert choose_prefill(prompt(8), [P0], COSTS) is None
+    assert choose_decode(prompt(8), [P0, M0], COSTS) is None
 
 
 def test_ties_go_to_the_lowest_id() -> None:
-    prefill = choose_prefill(prompt(8), [P1, P0, D0], COST)
-    decode = choose_decode(prompt(8), [D1, D0], COST)
+    prefill = choose_prefill(prompt(8), [P1, P0, D0], COSTS)
+    decode = choose_decode(prompt(8), [D1, D0], COSTS)
     assert prefill is not None
     assert decode is not None
     assert (prefill.worker_id, decode.worker_id) == ("prefill-0", "decode-0")
 
 
 def test_ttft_of_an_idle_worker_is_the_cost_models() -> None:
-    choice = choose_prefill(prompt(1000), [P0, D0], COST)
+    choice = choose_prefill(prompt(1000), [P0, D0], COSTS)
     assert choice is not None
     assert choice.handoff
     assert choice.ttft_s == COST.prefill_s(1000, 0)
@@ -100,11 +102,11 @@ def test_ttft_of_an_idle_worker_is_the_cost_models() -> None:
 
 def test_a_queue_and_a_slow_machine_cost() -> None:
     queue = P0._replace(num_waiting_tokens=4096)
-    choice = choose_prefill(prompt(1000), [queue, P1, D0], COST)
+    choice = choose_prefill(prompt(1000), [queue, P1, D0], COSTS)
     assert choice is not None
     assert choice.worker_id == "prefill-1"
     slow = P1._replace(prefill_correction=100.0)
-    choice = choose_prefill(prompt(1000), [queue, slow, D0], COST)
+    choice = choose_prefill(prompt(1000), [queue, slow, D0], COSTS)
     assert choice is not None
     assert choice.worker_id == "prefill-0"
     assert choice.ttft_s > COST.prefill_s(1000, 0) + COST.prefill_s(2048, 0)
@@ -114,7 +116,7 @@ def test_a_cached_prefix_outweighs_a_short_queue() -> None:
     tokens = range(8000)
     hashes = frozenset(block_hashes(tokens, BLOCK_SIZE))
     cached = P1._replace(cached_blocks=hashes, num_waiting_tokens=100)
-    choice = choose_prefill(PromptBlocks(tokens, BLOCK_SIZE), [P0, cached, D0], COST)
+    choice = choose_prefill(PromptBlocks(tokens, BLOCK_SIZE), [P0, cached, D0], COSTS)
     assert choice is not None
     assert choice.worker_id == "prefill-1"
     assert choice.num_cached_tokens == 8000 - BLOCK_SIZE
@@ -122,7 +124,7 @@ def test_a_cached_prefix_outweighs_a_short_queue() -> None:
 
 def test_decoding_beside_prefill_costs_a_mixed_worker() -> None:
     busy = M0._replace(num_decoding=64, num_context_tokens=64_000)
-    choice = choose_prefill(prompt(1000), [P0, D0, busy], COST)
+    choice = choose_prefill(prompt(1000), [P0, D0, busy], COSTS)
     assert choice is not None
     assert choice.worker_id == "prefill-0"
 
@@ -136,7 +138,7 @@ OF_HISTORY = frozenset(block_hashes(HISTORY, BLOCK_SIZE))
 
 
 def chosen(blocks: PromptBlocks, *fleet: WorkerSnapshot, tpot_slo_s: float = TPOT_S, num_choices: int = 1) -> str:
-    choice = choose_prefill(blocks, fleet, COST, tpot_slo_s=tpot_slo_s, num_choices=num_choices)
+    choice = choose_prefill(blocks, fleet, COSTS, tpot_slo_s=tpot_slo_s, num_choices=num_choices)
     assert choice is not None
     assert choice.handoff == choice.worker_id.startswith("prefill")
     return choice.worker_id
@@ -145,7 +147,7 @@ def chosen(blocks: PromptBlocks, *fleet: WorkerSnapshot, tpot_slo_s: float = TPO
 def test_a_turn_goes_where_the_history_is() -> None:
     d0 = D0._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000)
     assert chosen(TURN, P0, d0) == "decode-0"
-    choice = choose_prefill(TURN, [P0, d0], COST, tpot_slo_s=TPOT_S)
+    choice = choose_prefill(TURN, [P0, d0], COSTS, tpot_slo_s=TPOT_S)
     assert choice is not None
     assert choice.num_cached_tokens == 6000
     assert choice.ttft_s == COST.prefill_s(100, 6000)
@@ -214,12 +216,12 @@ def test_a_prompt_of_which_all_must_be_computed_is_at_home_nowhere() -> None:
 def test_of_equally_loaded_decode_workers_the_one_with_less_to_pull() -> None:
     d1 = D1._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000, num_decoding=1, num_context_tokens=100)
     d0 = D0._replace(num_free_blocks=2000)
-    choice = choose_decode(TURN, [d0, d1], COST)
+    choice = choose_decode(TURN, [d0, d1], COSTS)
     assert choice is not None
     assert choice.worker_id == "decode-1"
     assert choice.transfer_s == COST.transfer_s(100, same_host=True)
     loaded = d1._replace(num_context_tokens=50_000)
-    choice = choose_decode(TURN, [d0, loaded], COST)
+    choice = choose_decode(TURN, [d0, loaded], COSTS)
     assert choice is not None
     assert choice.worker_id == "decode-0"
 
@@ -227,13 +229,15 @@ def test_of_equally_loaded_decode_workers_the_one_with_less_to_pull() -> None:
 def test_a_decode_worker_on_the_host_of_the_prompt_pulls_faster() -> None:
     far, near = D0._replace(host="10.0.0.2"), D1._replace(host="10.0.0.1")
     for source_host, expected in (("10.0.0.1", "decode-1"), ("10.0.0.2", "decode-0")):
-        choice = choose_decode(prompt(1000), [far, near], COST, source_host=source_host)
+        choice = choose_decode(prompt(1000), [far, near], COSTS, source_host=source_host)
         assert choice is not None
         assert (choice.worker_id, choice.transfer_s) == (expected, COST.transfer_s(1000, same_host=True))
 
 
 def test_every_choice_needs_a_seat_and_a_context() -> None:
-    choice = choose_decode(prompt(100), [D0._replace(num_decoding=6), D1._replace(num_decoding=5)], COST, num_choices=3)
+    choice = choose_decode(
+        prompt(100), [D0._replace(num_decoding=6), D1._replace(num_decoding=5)], COSTS, num_choices=3
+    )
     assert choice is not None
     assert (choice.worker_id, choice.has_room) == ("decode-1", True)
     assert choice.tpot_s == COST.decode_s(8, 300)
@@ -241,7 +245,7 @@ def test_every_choice_needs_a_seat_and_a_context() -> None:
 
 def test_decode_prefers_the_lighter_batch() -> None:
     heavy = D0._replace(num_decoding=4, num_context_tokens=40_000)
-    choice = choose_decode(prompt(100), [heavy, D1], COST)
+    choice = choose_decode(prompt(100), [heavy, D1], COSTS)
     assert choice is not None
     assert choice.worker_id == "decode-1"
     assert choice.tpot_s == COST.decode_s(1, 100)
@@ -252,7 +256,7 @@ def test_decode_prefers_room_over_speed() -> None:
     no_seat = D0._replace(num_decoding=8)
     slow = D1._replace(decode_correction=50.0)
     for other in (full, no_seat):
-        choice = choose_decode(prompt(100), [other, slow], COST)
+        choice = choose_decode(prompt(100), [other, slow], COSTS)
         assert choice is not None
         assert choice.worker_id == "decode-1"
         assert choice.has_room
@@ -264,13 +268,13 @@ def test_a_worker_that_is_cut_off_is_the_last_resort() -> None:
         ([D0, D1._replace(num_free_blocks=3)], "decode-1"),
         ([D0], D0[0]),
     ):
-        choice = choose_decode(prompt(100), workers, COST, {"decode-0"})
+        choice = choose_decode(prompt(100), workers, COSTS, {"decode-0"})
         assert choice is not None
         assert choice.worker_id == expected
 
 
 def test_where_nobody_has_room_the_least_shortfall_wins() -> None:
-    choice = choose_decode(prompt(100), [D0._replace(num_free_blocks=3), D1._replace(num_free_blocks=20)], COST)
+    choice = choose_decode(prompt(100), [D0._replace(num_free_blocks=3), D1._replace(num_free_blocks=20)], COSTS)
     assert choice is not None
     assert choice.worker_id == "decode-1"
     assert not choice.has_room
@@ -324,16 +328,16 @@ def test_choices_do_not_depend_on_order(
     blocks = prompt(num_tokens)
     shuffled = list(fleet)
     rng.shuffle(shuffled)
-    assert choose_prefill(blocks, fleet, COST, tpot_slo_s=tpot_slo_s) == choose_prefill(
-        blocks, shuffled, COST, tpot_slo_s=tpot_slo_s
+    assert choose_prefill(blocks, fleet, COSTS, tpot_slo_s=tpot_slo_s) == choose_prefill(
+        blocks, shuffled, COSTS, tpot_slo_s=tpot_slo_s
     )
-    assert choose_decode(blocks, fleet, COST) == choose_decode(blocks, shuffled, COST)
+    assert choose_decode(blocks, fleet, COSTS) == choose_decode(blocks, shuffled, COSTS)
 
 
 @given(fleets, st.integers(1, 3000))
 def test_the_choice_is_the_best_candidate(fleet: list[WorkerSnapshot], num_tokens: int) -> None:
     blocks = prompt(num_tokens)
-    choice = choose_prefill(blocks, fleet, COST)
+    choice = choose_prefill(blocks, fleet, COSTS)
     candidates = dict(names(fleet))
     assert (choice is None) == (not candidates)
     if choice is not None:
@@ -347,8 +351,8 @@ def test_prefill_on_a_decode_worker_is_faster_and_harmless(
     fleet: list[WorkerSnapshot], num_tokens: int, tpot_slo_s: float
 ) -> None:
     blocks = prompt(num_tokens)
-    usual = choose_prefill(blocks, fleet, COST)
-    choice = choose_prefill(blocks, fleet, COST, tpot_slo_s=tpot_slo_s)
+    usual = choose_prefill(blocks, fleet, COSTS)
+    choice = choose_prefill(blocks, fleet, COSTS, tpot_slo_s=tpot_slo_s)
     if usual is None or choice is None or not any(handoff for _, handoff in names(fleet)):
         assert choice == usual
     elif choice != usual:
@@ -361,7 +365,18 @@ def test_prefill_on_a_decode_worker_is_faster_and_harmless(
 @given(loads.filter(lambda snapshot: snapshot.role is WorkerRole.DECODE), st.integers(1, 3000))
 def test_room_means_blocks_and_a_seat(snapshot: WorkerSnapshot, num_tokens: int) -> None:
     blocks = prompt(num_tokens)
-    choice = choose_decode(blocks, [snapshot], COST)
+    choice = choose_decode(blocks, [snapshot], COSTS)
     assert choice is not None
     has_blocks = snapshot.num_free_blocks >= blocks.num_blocks()
     assert choice.has_room == (has_blocks and snapshot.num_decoding < snapshot.max_batch_size)
+
+
+def test_every_role_has_a_cost_model_of_its_own() -> None:
+    slow = CostModel(SHAPE, replace(hardware("h100-sxm"), memory_bandwidth=1e11), "bfloat16")
+    costs = {**COSTS, WorkerRole.DECODE: slow}
+    choice = choose_decode(prompt(100), [D0], costs)
+    assert choice is not None
+    assert choice.tpot_s == slow.decode_s(D0.num_decoding + 1, D0.num_context_tokens + 100)
+    prefill = choose_prefill(prompt(100), [P0, D0], costs)
+    assert prefill is not None
+    assert prefill.ttft_s == COST.prefill_s(100, 0)
