@@ -30,6 +30,12 @@ REQUEST_BUCKETS_S = (
 TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 """Tokens of a prompt, an answer or a step."""
 
+LENGTH_BUCKETS = (
+    1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
+    16384, 24576, 32768, 65536, 131072,
+)  # fmt: skip
+"""Tokens of a request's prompt or answers, fine enough to plan a placement by."""
+
 BYTES_BUCKETS = tuple(2.0**power for power in range(11, 35, 2))
 """Bytes of one KV transfer: 2 KiB to 8 GiB."""
 
@@ -72,6 +78,12 @@ CACHED_PROMPT_TOKENS = Metric(
     "counter", "pdserve_cached_prompt_tokens", "Prompt tokens whose KV was found in a prefix cache."
 )
 OUTPUT_TOKENS = Metric("counter", "pdserve_output_tokens", "Tokens sent to clients.")
+REQUEST_PROMPT_TOKENS = Metric(
+    "histogram", "pdserve_request_prompt_tokens", "Prompt tokens of each request of a client.", (), LENGTH_BUCKETS
+)
+REQUEST_OUTPUT_TOKENS = Metric(
+    "histogram", "pdserve_request_output_tokens", "Tokens of each finished request's answers.", (), LENGTH_BUCKETS
+)
 REDISPATCHES = Metric("counter", "pdserve_redispatches", "Requests sent to another worker.", ("reason",))
 SLO_REQUESTS = Metric("counter", "pdserve_slo_requests", "Finished requests by SLO verdict.", ("ttft", "tpot"))
 ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to choose workers.", (), ITL_BUCKETS_S)

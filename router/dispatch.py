@@ -130,6 +130,8 @@ class Dispatcher:
         self._num_accepted += 1
         self._metrics.accepted.inc()
         self._metrics.prompt_tokens.inc(len(prompt_tokens))
+        if not is_probe:
+            self._metrics.request_prompt_tokens.observe(len(prompt_tokens))
         flight.begin()
         return flight
 

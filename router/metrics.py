@@ -120,6 +120,8 @@ class RouterMetrics:
         self.prompt_tokens = counter(registry, metrics.PROMPT_TOKENS)
         self.cached_prompt_tokens = counter(registry, metrics.CACHED_PROMPT_TOKENS)
         self.output_tokens = counter(registry, metrics.OUTPUT_TOKENS)
+        self.request_prompt_tokens = histogram(registry, metrics.REQUEST_PROMPT_TOKENS)
+        self.request_output_tokens = histogram(registry, metrics.REQUEST_OUTPUT_TOKENS)
         self.redispatches = counter(registry, metrics.REDISPATCHES)
         self.slo_requests = counter(registry, metrics.SLO_REQUESTS)
         self.route_seconds = histogram(registry, metrics.ROUTE_SECONDS)
@@ -183,6 +185,7 @@ class EdgeMetrics:
     def finished(self, timing: AnswerTiming) -> None:
         """The SLO verdict is ``met`` or ``missed``; ``none`` for the TPOT of a one-token answer."""
         self._metrics.request_seconds.observe(timing.duration_s)
+        self._metrics.request_output_tokens.observe(timing.num_tokens)
         tpot = "none"
         if timing.tpot_s is not None:
             self._metrics.tpot_seconds.observe(timing.tpot_s)

@@ -95,6 +95,8 @@ def test_serves_drains_and_exits(checkpoint: Path, worker: WorkerProcess) -> Non
         assert 'pdserve_request_outcomes_total{outcome="finished"} 2.0' in metrics
         assert 'pdserve_requests_total{code="200",route="/v1/completions"} 1.0' in metrics
         assert "pdserve_ttft_seconds_count 1.0" in metrics
+        assert "pdserve_request_prompt_tokens_count 1.0" in metrics
+        assert "pdserve_request_output_tokens_sum 5.0" in metrics
 
         running: list[httpx.Response] = []
         client = threading.Thread(target=lambda: running.append(router.complete(200)))
