@@ -27,6 +27,7 @@ TORCH_FREE = [
     "pdserve.model.cost",
     "pdserve.model.hardware",
     "pdserve.model.hash_chain",
+    "pdserve.model.step_grid",
     "pdserve.model.weight_files",
 ]
 ENGINE = ["pdserve.contracts*", "pdserve.engine*", "pdserve.kernels*", "pdserve.kv_transfer*", "pdserve.model*"]

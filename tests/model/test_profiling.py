@@ -1,0 +1,128 @@
+"""A profile runs the real executor on real weights or on random ones, and keeps to its budget."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.step import StepBatch, StepHandle, StepOutput
+from pdserve.kernels.cpu_threads import use_threads
+from pdserve.model.config import DecoderConfig
+from pdserve.model.profiling import MIN_REPEATS, ProfiledModel, measure_model, measure_steps, write_random_weights
+from pdserve.model.step_grid import Step, StepKind, StepRow
+from pdserve.model.weight_files import check_weights
+from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
+
+
+def decode(batch: int) -> Step:
+    return Step((StepRow(1, 10),) * batch)
+
+
+class TimedStep:
+    def __init__(self, duration_s: float) -> None:
+        self._duration_s = duration_s
+
+    def result(self) -> StepOutput:
+        return StepOutput(step_id=0, sampled=[], duration_s=self._duration_s)
+
+
+class TimedExecutor:
+    """Lasts ``token_s`` for each new token of a step."""
+
+    pipeline_depth = 1
+
+    def __init__(self, token_s: float) -> None:
+        self.batches: list[StepBatch] = []
+        self._token_s = token_s
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        self.batches.append(batch)
+        duration_s = self._token_s * batch.num_new_tokens
+        time.sleep(duration_s)
+        return TimedStep(duration_s)
+
+    def close(self) -> None: ...
+
+
+def test_what_the_budget_has_no_time_for_is_left_out() -> None:
+    executor = TimedExecutor(token_s=0.01)
+    steps = [decode(1), decode(2), decode(4), decode(32), decode(64)]
+    spent: list[float] = []
+    measured, left_out = measure_steps(executor, steps, 16, 0.8, lambda share, _: spent.append(share))
+    assert [entry.step for entry in measured] == steps[:4]
+    assert left_out == steps[4:]
+    assert [entry.median_s for entry in measured] == pytest.approx([0.01, 0.02, 0.04, 0.32])
+    assert all(entry.num_repeats >= MIN_REPEATS and entry.spread == 0 for entry in measured)
+    assert spent == sorted(spent)
+    assert spent[-1] == 1
+
+
+def test_rounds_go_through_all_steps_in_changing_order() -> None:
+    executor = TimedExecutor(token_s=1e-4)
+    steps = [decode(batch) for batch in range(1, 9)]
+    measured, left_out = measure_steps(executor, steps, 16, 0.3, lambda *_: None)
+    assert not left_out
+    repeats = [entry.num_repeats for entry in measured]
+    assert max(repeats) - min(repeats) <= 1
+    sizes = [len(batch.rows) for batch in executor.batches]
+    assert sizes[:8] == sorted(sizes[:8])
+    assert sorted(sizes[8:16]) == sorted(sizes[16:24]) == sizes[:8]
+    assert sizes[8:16] != sizes[16:24]
+
+
+def test_rows_of_a_step_share_no_block() -> None:
+    executor = TimedExecutor(token_s=0.0)
+    step = Step((StepRow(20, 5), StepRow(1, 31), StepRow(1, 32)))
+    measure_steps(executor, [step], 16, 0.01, lambda *_: None)
+    rows = executor.batches[0].rows
+    tables = [list(row.block_table) for row in rows]
+    assert tables == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [row.num_new_tokens for row in rows] == [20, 1, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_are_of_the_model(family: str, tmp_path: Path) -> None:
+    folder = write_family(tmp_path, family)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    config = DecoderConfig.from_folder(folder)
+    write_random_weights(folder / "model.safetensors", config, "bfloat16")
+    check_weights(folder, config.shape)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
+    folder = write_checkpoint(tmp_path)
+    if not has_weights:
+        (folder / "model.safetensors").unlink()
+    affinity = os.sched_getaffinity(0)
+    model = ProfiledModel(
+        folder=folder,
+        config=DecoderConfig.from_folder(folder),
+        cores=(min(affinity),),
+        kv_memory_bytes=2**22,
+        max_batch_tokens=64,
+        max_batch_size=4,
+        block_size=8,
+    )
+    try:
+        measured = measure_model(model, 2.0, lambda *_: None)
+    finally:
+        os.sched_setaffinity(0, affinity)
+        use_threads(1)
+    assert {entry.step.kind for entry in measured.steps} == set(StepKind)
+    assert all(entry.median_s > 0 and entry.num_repeats >= MIN_REPEATS for entry in measured.steps)
+    assert measured.host_bandwidth > 1e6
+    assert not any(folder.glob("pdserve-profile*"))
+
+
+def test_memory_too_small_for_blocks_is_said(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    model = ProfiledModel(
+        folder=folder, config=DecoderConfig.from_folder(folder), cores=(0,), kv_memory_bytes=10, block_size=8
+    )
+    with pytest.raises(ValueError, match="no two blocks"):
+        model.limits()
