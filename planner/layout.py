@@ -43,6 +43,9 @@ class Pool:
     max_batch_size: int = 256
     num_kv_blocks: int = 0
     """Of each worker; 0 takes what the cost model says fits beside the weights."""
+    pipeline_depth: int = 2
+    """Steps that a worker submits before it takes the first result: 2 on GPUs, 1 where the step loop computes itself,
+    as on CPUs."""
 
     @property
     def devices_per_worker(self) -> int:

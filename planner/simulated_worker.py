@@ -1,8 +1,8 @@
 """One worker under the virtual clock: the real scheduler of its phase, stepped as the live step loop would.
 
-Mirrors `pdserve.engine.loop` with an executor of pipeline depth 2: while step N runs, step N + 1 is planned and
-submitted, and what arrives meanwhile is heard when step N ends, in time for step N + 2. A step lasts as long as the
-cost model says.
+Mirrors `pdserve.engine.loop`. With an executor of pipeline depth 2, step N + 1 is planned and submitted while step N
+runs, and what arrives meanwhile is heard when step N ends, in time for step N + 2. With one of depth 1, step N + 1 is
+planned when step N has ended, and hears it. A step lasts as long as the cost model says.
 
 Most steps of a decode worker change nothing but lengths. As long as `Scheduler.quiet_steps` says so, they are not
 planned: the worker looks ahead to the end of such a *run* and, if something arrives before, cuts it after the step that
@@ -101,7 +101,14 @@ class SimulatedWorker:
         stage: Stage,
         agenda: Agenda,
         listener: WorkerListener,
+        pipeline_depth: int = 2,
+        turn_s: float = 0.0,
     ) -> None:
+        """
+        Args:
+            pipeline_depth: of the executor: 1 or 2.
+            turn_s: seconds that the loop itself takes between two steps at depth 1; at depth 2 they are hidden.
+        """
         self.worker_id = worker_id
         self.role = role
         self.scheduler = scheduler
@@ -116,6 +123,9 @@ class SimulatedWorker:
         """To be told when the next step that decodes ends: whose second token comes with it."""
         self._block_size = block_size
         self._stage = stage
+        self._num_ahead = pipeline_depth - 1
+        """Steps that are planned while one runs."""
+        self._turn_s = 0.0 if self._num_ahead else turn_s
         self._agenda = agenda
         self._listener = listener
         self._inbox: list[Message] = []
@@ -136,8 +146,8 @@ class SimulatedWorker:
         if self._is_idle:
             self._turn_at(now_s)
         elif self._run is not None:
-            # Heard when the step in progress ends, while the one after it runs already.
-            self._cut_run(self._run.num_ended(now_s) + 1)
+            # Heard when the step in progress ends, at depth 2 while the one after it runs already.
+            self._cut_run(max(1, self._run.num_ended(now_s) + self._num_ahead))
 
     def load(self) -> SchedulerLoad:
         """As of now."""
@@ -191,7 +201,7 @@ class SimulatedWorker:
             before_s = self._free_at_s
             self._submit(batch, now_s)
             # With a step in flight before this one the loop waits for it; else it goes on to plan a second one.
-            self._turn_at(max(now_s, before_s))
+            self._turn_at(max(now_s, before_s) if self._num_ahead else self._free_at_s)
         elif self._steps:
             self._turn_at(self._steps[0].ends_s)
         else:
@@ -217,6 +227,7 @@ class SimulatedWorker:
         step_s = cost.step_s([(row.num_new_tokens, row.cached_length) for row in batch.rows])
         if num_copied_blocks:
             step_s += cost.swap_s(num_copied_blocks * self._block_size)
+        step_s += self._turn_s
         begins_s = self._stage.enter(max(now_s, self._free_at_s), step_s)
         self._free_at_s = begins_s + step_s
         self._steps.append(_Step(batch, begins_s, self._free_at_s))
@@ -241,10 +252,11 @@ class SimulatedWorker:
         if not quiet.num_steps:
             return False
         first_s, growth_s = self.cost.decode_run_s(quiet.batch_size, quiet.num_context_tokens)
+        first_s += self._turn_s
         begins_s = self._stage.enter(max(self._agenda.now_s, self._free_at_s), first_s)
         self._run = _Run(quiet, begins_s, first_s, growth_s)
         self._run_length = quiet.num_steps
-        self._turn_at(self._run.end_s(quiet.num_steps - 1))
+        self._turn_at(self._run.end_s(quiet.num_steps - self._num_ahead))
         return True
 
     def _cut_run(self, num_steps: int) -> None:
@@ -252,7 +264,7 @@ class SimulatedWorker:
         assert self._run is not None
         if num_steps < self._run_length:
             self._run_length = num_steps
-            self._turn_at(self._run.end_s(num_steps - 1))
+            self._turn_at(self._run.end_s(num_steps - self._num_ahead))
 
     def _end_run(self, run: _Run) -> None:
         num_steps = self._run_length

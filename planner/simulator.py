@@ -69,9 +69,11 @@ class Overheads:
     """From a token's arrival at the router to the client."""
     pull_s: float = 1e-3
     """Of a pull, beside the bytes: opening it, verifying, telling both engines."""
+    turn_s: float = 3e-4
+    """Of a step loop between two steps, where it computes them itself (`Pool.pipeline_depth` 1)."""
 
 
-NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0)
+NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -265,6 +267,8 @@ class _Run:
             stage=stage,
             agenda=self._agenda,
             listener=self,
+            pipeline_depth=pool.pipeline_depth,
+            turn_s=self._overheads.turn_s,
         )
         return _Seat(worker, block_pool, pool)
 

@@ -118,7 +118,40 @@ def test_overheads_add_up() -> None:
     assert stalls[1] - stalls[0] == pytest.approx([0.5 - 0.02], abs=0.03)
 
 
-@pytest.mark.parametrize("layout", [disaggregated(), colocated()], ids=str)
+def synchronous(layout: Layout) -> Layout:
+    """The same with workers that plan a step when the one before has ended."""
+    prefill, decode, mixed = (
+        replace(pool, pipeline_depth=1) if pool else None for pool in (layout.prefill, layout.decode, layout.mixed)
+    )
+    return replace(layout, prefill=prefill, decode=decode, mixed=mixed)
+
+
+def test_a_synchronous_loop_adds_its_turns_to_its_steps() -> None:
+    cost = a_pool(WorkerRole.PREFILL).cost(LLAMA_3_8B)
+    requests = [SimulatedRequest(1.0, 2000, 11)]
+    overheads = replace(NO_OVERHEADS, turn_s=0.001)
+    times = simulate(LLAMA_3_8B, synchronous(disaggregated()), requests, slo=SLO, overheads=overheads).times
+    assert times.ttft_s == pytest.approx([cost.prefill_s(2000) + 0.001])
+    decode_s = sum(cost.decode_s(1, 2000 + n) + 0.001 for n in range(10))
+    transfer_s = cost.transfer_s(2000, same_host=True)
+    assert times.last_token_s - times.first_token_s == pytest.approx([transfer_s + decode_s], rel=1e-6)
+
+
+def test_a_synchronous_loop_hears_of_a_prompt_one_step_earlier() -> None:
+    """The second prompt arrives in the first of two steps of the first one, and there is room for it in the second."""
+    requests = [SimulatedRequest(1.0, 3500, 1), SimulatedRequest(1.001, 500, 1)]
+    synchronously, ahead = (
+        simulate(LLAMA_3_8B, layout, requests, slo=SLO, overheads=NO_OVERHEADS).times.first_token_s
+        for layout in (synchronous(colocated()), colocated())
+    )
+    cost = a_pool(WorkerRole.MIXED).cost(LLAMA_3_8B)
+    together_s = 1.0 + cost.prefill_s(2048) + cost.step_s([(1452, 2048), (500, 0)])
+    assert synchronously == pytest.approx([together_s, together_s])
+    apart_s = 1.0 + cost.prefill_s(2048) + cost.prefill_s(1452, 2048)
+    assert ahead == pytest.approx([apart_s, apart_s + cost.prefill_s(500)])
+
+
+@pytest.mark.parametrize("layout", [disaggregated(), colocated(), synchronous(disaggregated())], ids=str)
 def test_counting_steps_is_as_good_as_planning_them(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that looks ahead over quiet steps does what one that plans each of them does."""
     requests = poisson(8, 150)
