@@ -58,6 +58,9 @@ class PhaseConfig:
     """New tokens in one step, at most: the chunk budget of prefill."""
     max_batch_size: int = 256
     """Sequences decoded in one step, at most."""
+    lend_cores: bool = True
+    """On CPUs: while these workers have nothing to do others use their cores, and they those of others. Without, steps
+    take as long as a profile says, whatever others do."""
     resources: dict[str, float] = field(default_factory=dict)
     """Ray resources that each worker asks for, such as ``{host_a: 1}``."""
 

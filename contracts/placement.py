@@ -54,7 +54,7 @@ class WorkerConfig:
     core_seat: int = 0
     """This worker's entry in ``core_seats``."""
     core_seats: tuple[tuple[int, ...], ...] = ()
-    """``cpu_cores`` of every worker on the board."""
+    """``cpu_cores`` of every worker on the board, in the order of their seats; nothing for one that lends nothing."""
     transfer_cpu_cores: tuple[int, ...] = ()
     """Cores of the transfer process; empty leaves its affinity alone."""
     emulate: str = ""

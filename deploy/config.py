@@ -26,6 +26,7 @@ _TYPE_NAMES: dict[object, str] = {
     str: "text",
     int: "a whole number",
     float: "a number",
+    bool: "true or false",
     str | int: "auto, 0, or bytes with a unit, such as 4GiB",
 }
 
@@ -202,7 +203,7 @@ def _read_value(expected: type, name: str, value: object) -> object:
             return float(value)
         except OverflowError:
             raise ConfigError(f"{name} is larger than any number that is of use; write a smaller one") from None
-    if not isinstance(value, expected) or isinstance(value, bool):
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise ConfigError(f"{name} is {_describe(value)}; write {_TYPE_NAMES[expected]}")
     return value
 

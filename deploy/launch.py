@@ -62,6 +62,10 @@ def worker_configs(
         core_board: file on which workers with cores of their own lend them; empty lends nothing.
     """
     model = launch.config.model
+    lent_cores = tuple(
+        cores if launch.phase(role).lend_cores else ()
+        for role, cores in zip(launch.roles, split.worker_cores, strict=True)
+    )
     numbers = dict.fromkeys(WorkerRole, 0)
     configs = []
     for seat, (role, cores) in enumerate(zip(launch.roles, split.worker_cores, strict=True)):
@@ -83,9 +87,9 @@ def worker_configs(
                 transport=launch.config.kv_transfer.transport,
                 cluster_token=cluster_token,
                 cpu_cores=cores,
-                core_board=core_board if cores else "",
+                core_board=core_board if cores and phase.lend_cores else "",
                 core_seat=seat,
-                core_seats=split.worker_cores,
+                core_seats=lent_cores,
                 transfer_cpu_cores=split.spare_cores or tuple(all_cores),
                 emulate=launch.emulate,
                 time_scale=launch.time_scale,

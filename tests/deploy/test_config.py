@@ -58,6 +58,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("slo: {ttft: 1}", "did you mean 'ttft_seconds'?"),
         ("prefill: {replicas: two}", "prefill.replicas is 'two' (str); write a whole number"),
         ("prefill: {replicas: true}", "prefill.replicas is True (bool); write a whole number"),
+        ("decode: {lend_cores: 1}", "decode.lend_cores is 1 (int); write true or false"),
         ("prefill: {replicas: 1.5}", "prefill.replicas is 1.5 (float); write a whole number"),
         ("model: {path: 3}", "model.path is 3 (int); write text"),
         ("model: {path: }", "model.path is empty; write text"),

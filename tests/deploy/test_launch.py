@@ -49,6 +49,15 @@ def test_workers_without_cores_of_their_own_lend_nothing() -> None:
     assert (first.core_board, second.core_board) == ("", "")
 
 
+def test_phases_that_lend_no_cores_take_none_either() -> None:
+    launch = Launch(config=parse_deployment({"prefill": {"lend_cores": False}, "decode": {"replicas": 2}}))
+    split = split_cores(range(8), launch.roles)
+    first, second, third = worker_configs(launch, MODEL_PATH, split, range(8), "", BOARD)
+    assert [config.core_board for config in (first, second, third)] == ["", BOARD, BOARD]
+    assert third.core_seats == ((), *split.worker_cores[1:])
+    assert first.cpu_cores == split.worker_cores[0]
+
+
 def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
     launch = Launch()
     split = split_cores([0, 1], launch.roles)
