@@ -12,46 +12,38 @@ and the wire has carried all; the decode worker says JOINED and, in the end, the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from math import isnan, nan
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
-from pdserve.contracts.step import ModelLimits
-from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.decode_worker.swapping import swap_space
-from pdserve.engine.pool_size import AUTO_SWAP_SHARE
+from pdserve.contracts.request import KvSource
 from pdserve.engine.scheduler import (
     Event,
     GrantEvent,
-    PullResult,
     RequestEvent,
     RequestEventKind,
     RequestKey,
-    Scheduler,
     StartPullEvent,
     TokenEvent,
 )
-from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
-from pdserve.planner.counted_pool import CountedBlockPool
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.links import Wire, transfer
 from pdserve.planner.prompts import PromptBook, shares_prefixes
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.sampler import Sampler
-from pdserve.planner.simulated_worker import SimulatedWorker, Stage
-from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes, Simulation, WorkerUse
-from pdserve.prefill_worker.scheduler import PrefillScheduler
+from pdserve.planner.simulated_cluster import ClusterBuilder
+from pdserve.planner.simulated_flight import SimulatedFlight, request_times
+from pdserve.planner.simulated_transfers import SimulatedTransfers
+from pdserve.planner.simulated_worker import SimulatedWorker
+from pdserve.planner.simulation import Simulation
 from pdserve.router.policy import PromptBlocks, WorkerSnapshot, choose_decode, choose_prefill
-from pdserve.router.promises import Promises
 
 MAX_ATTEMPTS = 8
 """Of a request, as in the router."""
@@ -74,81 +66,6 @@ class Overheads:
 
 
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """One request under way, and what is known of it in the end."""
-
-    request_id: int
-    request: SimulatedRequest
-    tokens: tuple[int, ...]
-    blocks: PromptBlocks
-    arrived_s: float
-    attempt: int = -1
-    emitted: tuple[int, ...] = ()
-    prefill: _Seat | None = None
-    decode: _Seat | None = None
-    handle: bytes = b""
-    started_s: float = nan
-    first_token_s: float = nan
-    second_token_s: float = nan
-    last_token_s: float = nan
-    num_cached_tokens: int = 0
-    is_rejected: bool = False
-    has_missed: bool = False
-
-    @property
-    def key(self) -> RequestKey:
-        return RequestKey(0, self.request_id, self.attempt)
-
-
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """A worker as the simulated router sees it."""
-
-    worker: SimulatedWorker
-    block_pool: BlockPool
-    pool: Pool
-    promises: Promises = field(default_factory=Promises)
-    egress: Wire = field(default_factory=Wire)
-    ingress: Wire = field(default_factory=Wire)
-
-    def snapshot(self) -> WorkerSnapshot:
-        worker = self.worker
-        snapshot = self.promises.snapshot(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            max_batch_tokens=self.pool.max_batch_tokens,
-            max_batch_size=self.pool.max_batch_size,
-            load=worker.load(),
-            cached_blocks=self.block_pool.known_hashes,
-            host="",
-        )
-        num_run_tokens = worker.num_run_tokens()
-        if num_run_tokens:
-            snapshot = snapshot._replace(num_context_tokens=snapshot.num_context_tokens + num_run_tokens)
-        return snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class _Pull:
-    """A decode worker's wish for a prompt's KV."""
-
-    pull_id: int
-    seat: _Seat
-    begins_s: float
-    num_blocks: int
-
-
-@dataclass(slots=True, eq=False)
-class _Offer:
-    """A parked prompt that is not pulled yet: who holds it, and which of grant and pull came first."""
-
-    seat: _Seat
-    grant: GrantEvent | None = None
-    """The last one."""
-    pull: _Pull | None = None
 
 
 def simulate(
@@ -206,7 +123,6 @@ class _Run:
         cost_of: Callable[[Pool], CostModel] | None,
     ) -> None:
         self._model = model
-        self._layout = layout
         self._slo = slo
         self._overheads = overheads
         self._bounds = bounds
@@ -214,18 +130,24 @@ class _Run:
         self._sampler = Sampler()
         self._book = PromptBook(is_sharing=shares_prefixes(requests))
         self._ids = count(1)
-        self._handles = count(1)
-        self._flights: list[_Flight] = []
-        self._live: dict[int, _Flight] = {}
-        self._offers: dict[bytes, _Offer] = {}
-        """By handle."""
+        self._flights: list[SimulatedFlight] = []
+        self._live: dict[int, SimulatedFlight] = {}
         self._num_missed = 0
         self._ended_s = 0.0
-        self._seats: dict[str, _Seat] = {}
-        self._costs: dict[WorkerRole, CostModel] = {}
-        for pool in layout.pools:
-            self._costs[pool.role] = cost_of(pool) if cost_of is not None else pool.cost(model)
-            self._add_pool(pool, self._costs[pool.role])
+        predict = cost_of or (lambda pool: pool.cost(model))
+        self._costs = {pool.role: predict(pool) for pool in layout.pools}
+        self._seats = ClusterBuilder(
+            model=model,
+            layout=layout,
+            costs=self._costs,
+            is_sharing=self._book.is_sharing,
+            turn_s=overheads.turn_s,
+            agenda=self._agenda,
+            listener=self,
+        ).seats()
+        self._transfers = SimulatedTransfers(
+            self._agenda, block_size=model.block_size, same_host=layout.same_host, pull_s=overheads.pull_s
+        )
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = bounds.concurrency > 0
         self._num_expected = 0
@@ -238,61 +160,6 @@ class _Run:
             self._agenda.at(0.0, partial(self._sample, sample_every_s))
         self._agenda.run()
         return self._result()
-
-    # The cluster
-
-    def _add_pool(self, pool: Pool, cost: CostModel) -> None:
-        num_blocks = pool.num_kv_blocks or cost.max_kv_blocks(self._model.block_size)
-        num_lanes = pool.pipeline_parallel
-        if num_blocks // num_lanes < 1:
-            raise ValueError(
-                f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "
-                "worker: use more of them, or larger ones"
-            )
-        for replica in range(pool.replicas):
-            stage = Stage(num_lanes)
-            for lane in range(num_lanes):
-                worker_id = f"{pool.role.value}-{replica}" + (f".{lane}" if num_lanes > 1 else "")
-                self._seats[worker_id] = self._seat(worker_id, pool, cost, num_blocks // num_lanes, stage)
-
-    def _seat(self, worker_id: str, pool: Pool, cost: CostModel, num_blocks: int, stage: Stage) -> _Seat:
-        kind = BlockPool if self._book.is_sharing else CountedBlockPool
-        block_pool = kind(num_blocks, self._model.block_size)
-        worker = SimulatedWorker(
-            worker_id,
-            pool.role,
-            scheduler=self._scheduler(pool, cost, block_pool),
-            cost=cost,
-            block_size=self._model.block_size,
-            stage=stage,
-            agenda=self._agenda,
-            listener=self,
-            pipeline_depth=pool.pipeline_depth,
-            turn_s=self._overheads.turn_s,
-        )
-        return _Seat(worker, block_pool, pool)
-
-    def _scheduler(self, pool: Pool, cost: CostModel, block_pool: BlockPool) -> Scheduler:
-        limits = ModelLimits(max_model_len=self._model.max_model_len, vocab_size=self._model.shape.vocab_size)
-        if pool.role is WorkerRole.PREFILL:
-            return PrefillScheduler(
-                block_pool,
-                limits,
-                mint_handle=self._mint_handle,
-                max_batch_tokens=pool.max_batch_tokens,
-                max_batch_size=pool.max_batch_size,
-            )
-        return DecodeScheduler(
-            block_pool,
-            limits,
-            mint_handle=self._mint_handle,
-            max_batch_tokens=pool.max_batch_tokens,
-            max_batch_size=pool.max_batch_size,
-            swap_space=swap_space(cost, int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
-        )
-
-    def _mint_handle(self) -> bytes:
-        return next(self._handles).to_bytes(16, "big")
 
     # Arrivals
 
@@ -313,7 +180,7 @@ class _Run:
             self._expect_next()
         tokens = self._book.tokens(request, before)
         blocks = PromptBlocks(tokens, self._model.block_size, may_use_cache=self._book.is_sharing)
-        flight = _Flight(next(self._ids), request, tokens, blocks, now_s)
+        flight = SimulatedFlight(next(self._ids), request, tokens, blocks, now_s)
         self._flights.append(flight)
         if len(self._live) >= self._bounds.max_in_flight:
             self._reject(flight)
@@ -321,20 +188,20 @@ class _Run:
         self._live[flight.request_id] = flight
         self._agenda.at(now_s + self._overheads.arrival_s, partial(self._place, flight))
 
-    def _reject(self, flight: _Flight) -> None:
+    def _reject(self, flight: SimulatedFlight) -> None:
         flight.is_rejected = True
         self._live.pop(flight.request_id, None)
         self._miss(flight)
         self._after(flight)
 
-    def _miss(self, flight: _Flight) -> None:
+    def _miss(self, flight: SimulatedFlight) -> None:
         if not flight.has_missed:
             flight.has_missed = True
             self._num_missed += 1
             if self._num_missed == self._bounds.max_missed:
                 self._agenda.stop()
 
-    def _after(self, flight: _Flight) -> None:
+    def _after(self, flight: SimulatedFlight) -> None:
         """The request is over, with all of its follow-ups if it was rejected."""
         self._ended_s = self._agenda.now_s
         follow_up = flight.request.follow_up
@@ -350,7 +217,7 @@ class _Run:
     def _snapshots(self) -> list[WorkerSnapshot]:
         return [seat.snapshot() for seat in self._seats.values()]
 
-    def _place(self, flight: _Flight) -> None:
+    def _place(self, flight: SimulatedFlight) -> None:
         """Name a worker for the prompt, as `pdserve.router.dispatch` does."""
         flight.attempt += 1
         if flight.attempt == MAX_ATTEMPTS:
@@ -361,34 +228,21 @@ class _Run:
         assert choice is not None, "workers of a simulation are always up"
         seat = self._seats[choice.worker_id]
         flight.prefill, flight.decode = seat, None
-        request = GenerationRequest(
-            request_id=flight.request_id,
-            attempt=flight.attempt,
-            prompt_tokens=flight.tokens,
-            emitted_tokens=flight.emitted,
-            sampling=SamplingParams(max_tokens=flight.request.num_output_tokens),
-            ttft_slo_s=0.0 if flight.emitted else max(flight.arrived_s + slo.ttft_seconds - now_s, 1e-3),
-            handoff=choice.handoff,
-        )
+        ttft_slo_s = 0.0 if flight.emitted else max(flight.arrived_s + slo.ttft_seconds - now_s, 1e-3)
+        request = flight.attempt_request(ttft_slo_s=ttft_slo_s, handoff=choice.handoff)
         seat.promises.prefill(flight.request_id, request.num_known_tokens - choice.num_cached_tokens)
         if not choice.handoff:
             seat.promises.decode(flight.request_id, 1, request.num_known_tokens, flight.blocks.num_blocks())
         key = flight.key
         seat.worker.tell(lambda scheduler, heard_s: scheduler.add(key, request, heard_s))
 
-    def _bind(self, flight: _Flight) -> None:
+    def _bind(self, flight: SimulatedFlight) -> None:
         """Name a decode worker for the parked prompt."""
         assert flight.prefill is not None
         choice = choose_decode(flight.blocks, self._snapshots(), self._costs)
         assert choice is not None
         seat = flight.decode = self._seats[choice.worker_id]
-        request = GenerationRequest(
-            request_id=flight.request_id,
-            attempt=flight.attempt,
-            prompt_tokens=flight.tokens,
-            emitted_tokens=flight.emitted,
-            sampling=SamplingParams(max_tokens=flight.request.num_output_tokens),
-        )
+        request = flight.attempt_request(ttft_slo_s=0.0, handoff=False)
         source = KvSource(address=flight.prefill.worker.worker_id, worker_epoch=0, handle=flight.handle)
         seat.promises.decode(flight.request_id, 1, request.num_known_tokens, flight.blocks.num_blocks())
         key = flight.key
@@ -409,11 +263,12 @@ class _Run:
                 else:
                     at(arrives_s, partial(self._request_event, worker, event))
             elif isinstance(event, StartPullEvent):
-                at(said_s, partial(self._start_pull, worker, event))
+                source, target = self._seats[event.source.address], self._seats[worker.worker_id]
+                at(said_s, partial(self._transfers.start_pull, source, target, event))
             elif isinstance(event, GrantEvent) and event.final:
-                at(said_s, partial(self._granted_whole, worker, event))
+                at(said_s, partial(self._transfers.granted_whole, self._seats[worker.worker_id], event))
 
-    def _flight(self, key: RequestKey) -> _Flight:
+    def _flight(self, key: RequestKey) -> SimulatedFlight:
         return self._flights[key.request_id - 1]
 
     def _heard_token(self, worker: SimulatedWorker, event: TokenEvent, arrives_s: float) -> None:
@@ -434,12 +289,12 @@ class _Run:
             flight.last_token_s = seen_s
             self._agenda.at(arrives_s, partial(self._finish, flight))
 
-    def _decoded(self, flight: _Flight, said_s: float) -> None:
+    def _decoded(self, flight: SimulatedFlight, said_s: float) -> None:
         """The first token that a worker decoded for the flight is out."""
         if isnan(flight.second_token_s):
             flight.second_token_s = said_s + self._overheads.message_s + self._overheads.answer_s
 
-    def _finish(self, flight: _Flight) -> None:
+    def _finish(self, flight: SimulatedFlight) -> None:
         self._live.pop(flight.request_id, None)
         num_gaps = flight.request.num_output_tokens - 1
         if num_gaps and (flight.last_token_s - flight.first_token_s) / num_gaps > self._slo.tpot_seconds:
@@ -468,48 +323,13 @@ class _Run:
             case _:
                 pass  # of no consequence to anybody else
 
-    def _abandon(self, flight: _Flight) -> None:
+    def _abandon(self, flight: SimulatedFlight) -> None:
         """Free what workers hold of the attempt."""
         key = flight.key
         for seat in (flight.prefill, flight.decode):
             if seat is not None:
                 seat.promises.settle(flight.request_id)
                 seat.worker.tell(lambda scheduler, heard_s: scheduler.cancel(key, heard_s))
-
-    # Transfers
-
-    def _start_pull(self, worker: SimulatedWorker, event: StartPullEvent) -> None:
-        now_s = self._agenda.now_s
-        pull = _Pull(event.pull_id, self._seats[worker.worker_id], now_s, len(event.block_ids))
-        offer = self._offers.setdefault(event.source.handle, _Offer(self._seats[event.source.address]))
-        handle = event.source.handle
-        offer.seat.worker.tell(lambda scheduler, heard_s: scheduler.lease_opened(handle, heard_s))
-        offer.pull = pull
-        if offer.grant is not None:
-            self._carry(offer, pull, offer.grant)
-
-    def _granted_whole(self, worker: SimulatedWorker, event: GrantEvent) -> None:
-        offer = self._offers.setdefault(event.handle, _Offer(self._seats[worker.worker_id]))
-        offer.grant = event
-        if offer.pull is not None:
-            self._carry(offer, offer.pull, event)
-
-    def _carry(self, offer: _Offer, pull: _Pull, grant: GrantEvent) -> None:
-        """All that is to be pulled is known, now: what was granted before travelled meanwhile."""
-        now_s = self._agenda.now_s
-        del self._offers[grant.handle]
-        block_size, cost = self._model.block_size, pull.seat.worker.cost
-        same_host = self._layout.same_host
-        whole_s = cost.transfer_s(pull.num_blocks * block_size, same_host=same_host)
-        last_s = cost.transfer_s(min(len(grant.block_ids), pull.num_blocks) * block_size, same_host=same_host)
-        begins_s = max(pull.begins_s, now_s + last_s - whole_s)
-        ends_s = transfer(offer.seat.egress, pull.seat.ingress, begins_s, whole_s) + self._overheads.pull_s
-        result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_tokens=grant.first_tokens)
-        self._agenda.at(ends_s, partial(self._pulled, offer.seat.worker, pull.seat.worker, grant.handle, result))
-
-    def _pulled(self, source: SimulatedWorker, target: SimulatedWorker, handle: bytes, result: PullResult) -> None:
-        target.tell(lambda scheduler, heard_s: scheduler.pull_done(result, heard_s))
-        source.tell(lambda scheduler, heard_s: scheduler.released(handle, heard_s))
 
     # The result
 
@@ -520,49 +340,16 @@ class _Run:
             self._agenda.at(now_s + every_s, partial(self._sample, every_s))
 
     def _result(self) -> Simulation:
-        flights = self._flights
-
-        def floats(values: Iterator[float]) -> FloatArray:
-            return np.fromiter(values, np.float64, len(flights))
-
-        def integers(values: Iterator[int]) -> IntArray:
-            return np.fromiter(values, np.int64, len(flights))
-
-        times = RequestTimes(
-            arrived_s=floats(flight.arrived_s for flight in flights),
-            started_s=floats(flight.started_s for flight in flights),
-            first_token_s=floats(flight.first_token_s for flight in flights),
-            second_token_s=floats(flight.second_token_s for flight in flights),
-            last_token_s=floats(flight.last_token_s for flight in flights),
-            num_prompt_tokens=integers(flight.request.num_prompt_tokens for flight in flights),
-            num_cached_tokens=integers(flight.num_cached_tokens for flight in flights),
-            num_output_tokens=integers(flight.request.num_output_tokens for flight in flights),
-            is_rejected=np.fromiter((flight.is_rejected for flight in flights), np.bool_, len(flights)),
-        )
         gaps: dict[float, int] = {}
         for seat in self._seats.values():
             for gap_s, num_tokens in seat.worker.gaps.items():
                 gaps[gap_s] = gaps.get(gap_s, 0) + num_tokens
         lengths = sorted(gaps)
         return Simulation(
-            times=times,
-            workers=[_use(seat) for seat in self._seats.values()],
+            times=request_times(self._flights),
+            workers=[seat.use() for seat in self._seats.values()],
             timelines=self._sampler.timelines(),
             gap_s=np.array(lengths, np.float64),
             gap_weights=np.array([gaps[length] for length in lengths], np.float64),
             ended_s=self._ended_s,
         )
-
-
-def _use(seat: _Seat) -> WorkerUse:
-    worker = seat.worker
-    return WorkerUse(
-        worker_id=worker.worker_id,
-        role=worker.role,
-        busy_s=worker.busy_s,
-        num_steps=worker.num_steps,
-        num_prefill_tokens=worker.num_prefill_tokens,
-        num_decode_tokens=worker.num_decode_tokens,
-        num_preemptions=worker.load().num_preemptions,
-        num_kv_blocks=seat.block_pool.num_blocks,
-    )

@@ -220,6 +220,22 @@ def test_each_role_is_predicted_by_a_cost_model_of_its_own() -> None:
     assert np.median(slower.ttft_s) == pytest.approx(np.median(fast.ttft_s), rel=0.2)
 
 
+def test_lanes_of_a_pipeline_work_side_by_side() -> None:
+    """Two stages take two prompts in little more than the time of one, and one prompt as long as without."""
+    alone, together = ([SimulatedRequest(1.0, 2000, 1) for _ in range(num_requests)] for num_requests in (1, 2))
+    layout = disaggregated()
+    assert layout.prefill is not None
+    staged = replace(layout, prefill=replace(layout.prefill, pipeline_parallel=2, max_batch_tokens=2000))
+    ttft_s = {
+        (str(each), len(requests)): simulate(LLAMA_3_8B, each, requests, slo=SLO, overheads=NO_OVERHEADS).times.ttft_s
+        for each in (replace(layout, prefill=replace(layout.prefill, max_batch_tokens=2000)), staged)
+        for requests in (alone, together)
+    }
+    whole, halves = sorted({name for name, _ in ttft_s}, key=len)
+    assert ttft_s[whole, 2].max() == pytest.approx(2 * ttft_s[whole, 1].max(), rel=0.01)
+    assert ttft_s[halves, 2].max() == pytest.approx(1.5 * ttft_s[halves, 1].max(), rel=0.01)
+
+
 def a_conversation(content: int, num_turns: int) -> SimulatedRequest:
     """Messages of 200 tokens after a system prompt of 600, answered by 50 each."""
     request: SimulatedRequest | None = None

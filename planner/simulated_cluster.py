@@ -1,0 +1,165 @@
+"""The workers of a simulated placement: each with its scheduler and block pool, and what a router sees of it.
+
+Built for `pdserve.planner.simulator`. A pipeline-parallel worker is as many *lanes* as it has stages, each with its
+share of blocks and places: while one lane's step is in the second stage, the next lane's is in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.step import ModelLimits
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.decode_worker.swapping import swap_space
+from pdserve.engine.pool_size import AUTO_SWAP_SHARE
+from pdserve.engine.scheduler import Scheduler
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.model.cost import CostModel
+from pdserve.planner.agenda import Agenda
+from pdserve.planner.counted_pool import CountedBlockPool
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.simulated_worker import SimulatedWorker, Stage, WorkerListener
+from pdserve.planner.simulation import WorkerUse
+from pdserve.prefill_worker.scheduler import PrefillScheduler
+from pdserve.router.policy import WorkerSnapshot
+from pdserve.router.promises import Promises
+
+
+@dataclass(slots=True, eq=False)
+class Wire:
+    """One direction of a worker's connection."""
+
+    free_at_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A worker, or a lane of one, as the simulated router sees it."""
+
+    worker: SimulatedWorker
+    block_pool: BlockPool
+    max_batch_tokens: int
+    max_batch_size: int
+    promises: Promises = field(default_factory=Promises)
+    egress: Wire = field(default_factory=Wire)
+    ingress: Wire = field(default_factory=Wire)
+
+    def snapshot(self) -> WorkerSnapshot:
+        """For one decision of the policy."""
+        worker = self.worker
+        snapshot = self.promises.snapshot(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            max_batch_tokens=self.max_batch_tokens,
+            max_batch_size=self.max_batch_size,
+            load=worker.load(),
+            cached_blocks=self.block_pool.known_hashes,
+            host="",
+        )
+        num_run_tokens = worker.num_run_tokens()
+        if num_run_tokens:
+            snapshot = snapshot._replace(num_context_tokens=snapshot.num_context_tokens + num_run_tokens)
+        return snapshot
+
+    def use(self) -> WorkerUse:
+        """How it has spent the simulation."""
+        worker = self.worker
+        return WorkerUse(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            busy_s=worker.busy_s,
+            num_steps=worker.num_steps,
+            num_prefill_tokens=worker.num_prefill_tokens,
+            num_decode_tokens=worker.num_decode_tokens,
+            num_preemptions=worker.load().num_preemptions,
+            num_kv_blocks=self.block_pool.num_blocks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterBuilder:
+    """Builds all workers of a layout."""
+
+    model: PlannedModel
+    layout: Layout
+    costs: Mapping[WorkerRole, CostModel]
+    is_sharing: bool
+    """Whether prompts may begin alike, so that blocks must be known by content."""
+    turn_s: float
+    agenda: Agenda
+    listener: WorkerListener
+
+    def seats(self) -> dict[str, Seat]:
+        """By worker id.
+
+        Raises:
+            ValueError: the weights leave no memory for KV.
+        """
+        mint_handle = _handles()
+        return {
+            seat.worker.worker_id: seat
+            for pool in self.layout.pools
+            for replica in range(pool.replicas)
+            for seat in self._lanes(pool, replica, mint_handle)
+        }
+
+    def _lanes(self, pool: Pool, replica: int, mint_handle: Callable[[], bytes]) -> list[Seat]:
+        num_lanes = pool.pipeline_parallel
+        num_blocks = pool.num_kv_blocks or self.costs[pool.role].max_kv_blocks(self.model.block_size)
+        if num_blocks < num_lanes:
+            raise ValueError(
+                f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "
+                "worker: use more of them, or larger ones"
+            )
+        stage = Stage(num_lanes)
+        names = [f"{pool.role.value}-{replica}" + (f".{lane}" if num_lanes > 1 else "") for lane in range(num_lanes)]
+        return [self._seat(name, pool, num_blocks // num_lanes, stage, mint_handle) for name in names]
+
+    def _seat(
+        self, worker_id: str, pool: Pool, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
+    ) -> Seat:
+        block_pool = (BlockPool if self.is_sharing else CountedBlockPool)(num_blocks, self.model.block_size)
+        max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
+        worker = SimulatedWorker(
+            worker_id,
+            pool.role,
+            scheduler=self._scheduler(pool, block_pool, max_batch_size, mint_handle),
+            cost=self.costs[pool.role],
+            block_size=self.model.block_size,
+            stage=stage,
+            agenda=self.agenda,
+            listener=self.listener,
+            pipeline_depth=pool.pipeline_depth,
+            turn_s=self.turn_s,
+        )
+        return Seat(worker, block_pool, pool.max_batch_tokens, max_batch_size)
+
+    def _scheduler(
+        self, pool: Pool, block_pool: BlockPool, max_batch_size: int, mint_handle: Callable[[], bytes]
+    ) -> Scheduler:
+        limits = ModelLimits(max_model_len=self.model.max_model_len, vocab_size=self.model.shape.vocab_size)
+        if pool.role is WorkerRole.PREFILL:
+            return PrefillScheduler(
+                block_pool,
+                limits,
+                mint_handle=mint_handle,
+                max_batch_tokens=pool.max_batch_tokens,
+                max_batch_size=max_batch_size,
+            )
+        return DecodeScheduler(
+            block_pool,
+            limits,
+            mint_handle=mint_handle,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_size=max_batch_size,
+            swap_space=swap_space(self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
+        )
+
+
+def _handles() -> Callable[[], bytes]:
+    """Distinct handles, in an order that is always the same."""
+    numbers = count(1)
+    return lambda: next(numbers).to_bytes(16, "big")

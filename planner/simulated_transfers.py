@@ -1,0 +1,86 @@
+"""The pulls of a simulated cluster: from a decode worker's wish for a prompt's KV until both engines know of it.
+
+A pull ends when its last chunk was granted and the wire has carried all; what was granted before travels meanwhile. Of
+each worker, one pull after the other has the wire to itself, going out and coming in: so its bandwidth is shared,
+without the partial progress of each. Owned by `pdserve.planner.simulator`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from pdserve.engine.scheduler import GrantEvent, PullResult, StartPullEvent
+from pdserve.planner.agenda import Agenda
+from pdserve.planner.simulated_cluster import Seat
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """A decode worker's wish."""
+
+    pull_id: int
+    seat: Seat
+    begins_s: float
+    num_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """A parked prompt that is not pulled yet: who holds it, and which of grant and pull came first."""
+
+    seat: Seat
+    grant: GrantEvent | None = None
+    """The last one."""
+    pull: _Pull | None = None
+
+
+class SimulatedTransfers:
+    """Offers by handle."""
+
+    def __init__(self, agenda: Agenda, *, block_size: int, same_host: bool, pull_s: float) -> None:
+        """
+        Args:
+            pull_s: seconds of a pull beside those of its bytes.
+        """
+        self._agenda = agenda
+        self._block_size = block_size
+        self._same_host = same_host
+        self._pull_s = pull_s
+        self._offers: dict[bytes, _Offer] = {}
+
+    def start_pull(self, source: Seat, target: Seat, event: StartPullEvent) -> None:
+        """``target`` has reserved its blocks, now."""
+        handle = event.source.handle
+        offer = self._offers.setdefault(handle, _Offer(source))
+        source.worker.tell(lambda scheduler, heard_s: scheduler.lease_opened(handle, heard_s))
+        offer.pull = _Pull(event.pull_id, target, self._agenda.now_s, len(event.block_ids))
+        self._carry(handle, offer)
+
+    def granted_whole(self, source: Seat, event: GrantEvent) -> None:
+        """The last of a prompt's blocks is written, now."""
+        offer = self._offers.setdefault(event.handle, _Offer(source))
+        offer.grant = event
+        self._carry(event.handle, offer)
+
+    def _carry(self, handle: bytes, offer: _Offer) -> None:
+        """Once both are there, all that is to be pulled is known."""
+        pull, grant = offer.pull, offer.grant
+        if pull is None or grant is None:
+            return
+        del self._offers[handle]
+        last_s = self._transfer_s(pull, min(len(grant.block_ids), pull.num_blocks))
+        whole_s = self._transfer_s(pull, pull.num_blocks)
+        begins_s = max(pull.begins_s, self._agenda.now_s + last_s - whole_s)
+        egress, ingress = offer.seat.egress, pull.seat.ingress
+        ends_s = max(begins_s, egress.free_at_s, ingress.free_at_s) + whole_s
+        egress.free_at_s = ingress.free_at_s = ends_s
+        result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_tokens=grant.first_tokens)
+        self._agenda.at(ends_s + self._pull_s, partial(self._pulled, offer.seat, pull.seat, handle, result))
+
+    def _transfer_s(self, pull: _Pull, num_blocks: int) -> float:
+        return pull.seat.worker.cost.transfer_s(num_blocks * self._block_size, same_host=self._same_host)
+
+    def _pulled(self, source: Seat, target: Seat, handle: bytes, result: PullResult) -> None:
+        target.worker.tell(lambda scheduler, heard_s: scheduler.pull_done(result, heard_s))
+        source.worker.tell(lambda scheduler, heard_s: scheduler.released(handle, heard_s))
