@@ -93,7 +93,7 @@ def check_emulation(launch: Launch) -> None:
     """Raises DeployError for a GPU that cannot be emulated, or not in the model's dtype."""
     if launch.emulate:
         try:
-            hardware(launch.emulate).flops(launch.config.model.dtype)
+            hardware(launch.emulate).peak(launch.config.model.dtype)
         except ValueError as error:
             raise DeployError(f"--emulate: {error}") from error
 

@@ -4,7 +4,8 @@ A table of facts, read by `pdserve.model.shape` and `pdserve.model.config`; noth
 asks for an architecture by name. Never imports torch.
 
 Sources: Touvron et al. 2023 (LLaMA); Jiang et al. 2023 (Mistral 7B); Qwen team 2024, 2025 (Qwen2, Qwen3); Gemma team
-2024, 2025 (Gemma 2, Gemma 3); the configuration classes of transformers for defaults.
+2024, 2025 (Gemma to Gemma 3); Zhang et al. 2022 (OPT); Jiang et al. 2024 (Mixtral); the configuration classes of
+transformers for defaults.
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ class Family:
     """Norm weights are stored as their difference from 1."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the square root of the hidden size."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that mean what Llama's key, the first of each pair, means."""
+    gated_mlp: bool = True
+    """The MLP has a gate; without, two matrices."""
+    has_biases: bool = False
+    """Every projection and norm has a bias."""
+    extra_positions: int | None = None
+    """Positions are a learned table, with so many rows beyond ``max_position_embeddings``."""
 
 
 _QWEN_DEFAULTS = {
@@ -112,9 +121,48 @@ FAMILIES = {
 }
 """Every architecture that can be served, by the name that config.json gives it."""
 
+_GEMMA_3_TEXT = {"num_attention_heads": 8, "vocab_size": 262208}
+PLANNED_FAMILIES = {
+    "OPTForCausalLM": Family(
+        defaults={"tie_word_embeddings": True, "do_layer_norm_before": True},
+        renamed={"intermediate_size": "ffn_dim"},
+        gated_mlp=False,
+        has_biases=True,
+        extra_positions=2,
+    ),
+    "GemmaForCausalLM": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
+    "Gemma3ForConditionalGeneration": replace(
+        FAMILIES["Gemma3ForCausalLM"], defaults={**FAMILIES["Gemma3ForCausalLM"].defaults, **_GEMMA_3_TEXT}
+    ),
+    "MixtralForCausalLM": Family(
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        defaults={"num_experts": 60, "num_experts_per_tok": 4},
+        renamed={"intermediate_size": "moe_intermediate_size"},
+        qkv_bias=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        defaults={"num_experts": 128, "num_experts_per_tok": 8},
+        renamed={"intermediate_size": "moe_intermediate_size"},
+        qk_norm=True,
+    ),
+    "Phi3ForCausalLM": Family(),
+}
+"""Architectures that can be planned for and not served yet."""
+
 
 def find_family(config: Mapping[str, object]) -> Family | None:
-    """The family of the first architecture in config.json that is supported."""
+    """The family of the first architecture in config.json that can be served."""
+    return _find(config, FAMILIES)
+
+
+def find_planned_family(config: Mapping[str, object]) -> Family | None:
+    """The family of the first architecture in config.json that can be served or planned for."""
+    return _find(config, {**FAMILIES, **PLANNED_FAMILIES})
+
+
+def _find(config: Mapping[str, object], families: Mapping[str, Family]) -> Family | None:
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    return next((families[name] for name in names if name in families), None)

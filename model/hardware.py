@@ -1,15 +1,40 @@
-"""What a machine can do: peak arithmetic, memory, links, each figure with its source.
+"""What a machine can do: peak arithmetic, memory, links, price, and the shares of the peaks that kernels reach.
 
-Read by the cost model, the planner and emulation. A catalogue, not a probe: looking a name up touches no device.
-Figures are peaks; the efficiencies beside them say how much of a peak good kernels reach.
+Read by the cost model, the planner and emulation. A catalogue, not a probe: looking a name up touches no device. The
+figures of GPUs are in `pdserve.model.hardware_catalogue`; a user's file adds to them (`pdserve.planner.hardware_file`).
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
+
+from pdserve.model.curve import Curve
+from pdserve.model.hardware_catalogue import ALIASES, GPUS, Gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a device's efficiencies were fitted to: predictions beyond it are extrapolated."""
+
+    date: str
+    """As in 2026-11-21."""
+    model: str
+    """Name of the model, with its dtype and quantization, that ran."""
+    step_tokens: tuple[int, int]
+    """Fewest and most new tokens of a step."""
+    batch_size: tuple[int, int]
+    """Fewest and most sequences that decoded together."""
+    context_tokens: tuple[int, int]
+    """Fewest and most cached tokens of one row."""
+    errors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Median relative error of predictions of steps that were held out, by kind of step: ``prefill``, ``decode``."""
+
+    def covers(self, step_tokens: int, batch_size: int, context_tokens: int) -> bool:
+        """Whether a step like this lies within what was measured."""
+        ranges = ((self.step_tokens, step_tokens), (self.batch_size, batch_size), (self.context_tokens, context_tokens))
+        return all(low <= value <= high for (low, high), value in ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,71 +42,111 @@ class Hardware:
     """One device that a worker's rank runs on: a GPU, or some cores of a CPU."""
 
     name: str
-    peak_flops: Mapping[str, float]
-    """Dense floating-point operations per second by dtype, a multiply and an add counting two."""
-    compute_efficiency: float
-    """Share of ``peak_flops`` that large matrix products reach."""
+    peak_flops: Mapping[str, float] = field(hash=False)
+    """Dense operations per second by dtype, without sparsity, a multiply and an add counting two."""
+    compute_efficiency: Curve
+    """Share of ``peak_flops`` that matrix products of so many tokens reach."""
+    prefill_attention_efficiency: Curve
+    """Share of ``peak_flops`` that attention of so many new tokens of one sequence reaches."""
     memory_bytes: int
+    memory_reserve_bytes: int
+    """Of a device, for what is neither weights, activations nor KV: the runtime, buffers of collectives, graphs."""
     memory_bandwidth: float
     """Bytes per second."""
     memory_efficiency: float
-    """Share of ``memory_bandwidth`` that streaming kernels reach."""
+    """Share of ``memory_bandwidth`` at which weights are read."""
+    decode_attention_efficiency: float
+    """Share of ``memory_bandwidth``, or of ``peak_flops`` where those are what limits it, that attention of one new
+    token reaches."""
     link_bandwidth: float
-    """Bytes per second, one direction, between two devices of a host."""
+    """Bytes per second, one direction, between a device and the others of its host, all its links together."""
+    link_latency_s: float
+    """Seconds of one step of a collective between devices of a host, beside the bytes."""
+    link_efficiency: float
+    """Share of ``link_bandwidth``, and of ``network_bandwidth``, that large messages reach."""
     network_bandwidth: float
     """Bytes per second, one direction, between devices of two hosts."""
+    network_latency_s: float
+    """Seconds of one step of a collective, or of a message, between hosts, beside the bytes."""
     host_bandwidth: float
     """Bytes per second, one direction, between the device's memory and its host's."""
+    devices_per_host: int = 8
     step_overhead_s: float
     """Seconds of a step that no kernel accounts for: preparing inputs, sampling, reading results back."""
     layer_overhead_s: float
     """Seconds per layer that arithmetic and memory do not account for: launches, gaps, small kernels."""
-    sources: Mapping[str, str]
+    row_overhead_s: float = 0.0
+    """Seconds of a step per row that samples, beside the output projection."""
+    price_per_hour_usd: float | None = None
+    """On-demand list price of one device; None where none is known."""
+    measured: Measured | None = None
+    """What its efficiencies were fitted to; None for estimates."""
+    sources: Mapping[str, str] = field(hash=False)
     """Where each figure comes from, by field name."""
 
-    def flops(self, dtype: str) -> float:
-        """Operations per second that large products of ``dtype`` reach.
+    def peak(self, dtype: str) -> float:
+        """Dense operations per second in ``dtype``.
 
         Raises:
             ValueError: no figure for the dtype.
         """
         if dtype not in self.peak_flops:
             raise ValueError(f"{self.name} has no figure for {dtype!r}; use one of {', '.join(self.peak_flops)}")
-        return self.peak_flops[dtype] * self.compute_efficiency
+        return self.peak_flops[dtype]
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that streaming kernels reach."""
+        """Bytes per second at which weights are read."""
         return self.memory_bandwidth * self.memory_efficiency
 
 
-_H100_SXM = Hardware(
-    name="h100-sxm",
-    peak_flops=MappingProxyType({"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}),
-    compute_efficiency=0.76,
-    memory_bytes=80 * 10**9,
-    memory_bandwidth=3.35e12,
-    memory_efficiency=0.90,
-    link_bandwidth=450e9,
-    network_bandwidth=50e9,
-    host_bandwidth=64e9,
-    step_overhead_s=300e-6,
-    layer_overhead_s=15e-6,
-    sources=MappingProxyType(
-        {
-            "peak_flops": "NVIDIA H100 datasheet, SXM column, without sparsity",
-            "compute_efficiency": "755 TFLOP/s of cuBLAS bf16 products, published with FlashAttention-3",
-            "memory_bytes": "NVIDIA H100 datasheet, SXM column",
-            "memory_bandwidth": "NVIDIA H100 datasheet, SXM column",
-            "memory_efficiency": "published for streaming kernels by quack and FlashMLA",
-            "link_bandwidth": "NVIDIA H100 datasheet: NVLink 900 GB/s, both directions together",
-            "network_bandwidth": "DGX H100 user guide: one 400 Gb/s adapter per GPU",
-            "host_bandwidth": "NVIDIA H100 datasheet: PCIe Gen5 128 GB/s, both directions together",
-            "step_overhead_s": "estimate, not measured",
-            "layer_overhead_s": "estimate, not measured: about ten kernels of 1.5 us in a CUDA graph",
-        }
-    ),
-)
+_GPU_RESERVE_BYTES = 2 * 10**9
+_NVLINK_STEP_S, _PCIE_STEP_S, _NETWORK_STEP_S = 1e-6, 4e-6, 6e-6
+_LINK_EFFICIENCY = 0.75
+_ESTIMATE = "estimate, not measured"
+
+
+def _gpu(row: Gpu) -> Hardware:
+    """The device of a row of the catalogue."""
+    rates = {"float32": row.float32_tflops, "bfloat16": row.half_tflops, "float16": row.half_tflops}
+    rates |= {"float8": row.float8_tflops, "int8": row.int8_tops}
+    is_pcie = row.link_gb_per_s <= row.host_gb_per_s
+    return Hardware(
+        name=row.name,
+        peak_flops={dtype: tera * 1e12 for dtype, tera in rates.items() if tera},
+        compute_efficiency=Curve(row.kernels.compute),
+        prefill_attention_efficiency=Curve(row.kernels.prefill_attention),
+        memory_bytes=int(row.memory_gb * 1e9),
+        memory_reserve_bytes=_GPU_RESERVE_BYTES,
+        memory_bandwidth=row.memory_gb_per_s * 1e9,
+        memory_efficiency=row.kernels.memory,
+        decode_attention_efficiency=row.kernels.decode_attention,
+        link_bandwidth=row.link_gb_per_s * 1e9,
+        link_latency_s=_PCIE_STEP_S if is_pcie else _NVLINK_STEP_S,
+        link_efficiency=_LINK_EFFICIENCY,
+        network_bandwidth=row.network_gb_per_s * 1e9,
+        network_latency_s=_NETWORK_STEP_S,
+        host_bandwidth=row.host_gb_per_s * 1e9,
+        step_overhead_s=row.kernels.step_overhead_us * 1e-6,
+        layer_overhead_s=row.kernels.layer_overhead_us * 1e-6,
+        price_per_hour_usd=row.price.usd_per_hour,
+        sources={
+            **dict.fromkeys(("peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth"), row.sheet),
+            **row.kernels.sources,
+            "memory_reserve_bytes": f"{_ESTIMATE}: the CUDA context, buffers of NCCL, CUDA graphs",
+            "link_bandwidth": row.link,
+            "link_latency_s": _ESTIMATE,
+            "link_efficiency": f"{_ESTIMATE}: collectives of some 10 MB",
+            "network_bandwidth": row.network,
+            "network_latency_s": _ESTIMATE,
+            "devices_per_host": "assumed: eight, as in most servers",
+            "row_overhead_s": f"{_ESTIMATE}: none",
+            "price_per_hour_usd": row.price.source,
+        },
+    )
+
+
+_GPUS = {name: _gpu(row) for name, row in GPUS.items()}
 
 _CORE_FLOPS = 80e9
 _CORE_BANDWIDTH, _SOCKET_BANDWIDTH = 22e9, 30e9
@@ -92,53 +157,77 @@ def _cpu(num_cores: int) -> Hardware:
     """``num_cores`` cores of a small x86 server without matrix units."""
     return Hardware(
         name="cpu",
-        peak_flops=MappingProxyType(dict.fromkeys(("float32", "bfloat16", "float16"), _CORE_FLOPS * num_cores)),
-        compute_efficiency=1.0,
+        peak_flops=dict.fromkeys(("float32", "bfloat16", "float16"), _CORE_FLOPS * num_cores),
+        compute_efficiency=Curve.constant(1.0),
+        prefill_attention_efficiency=Curve.constant(1.0),
         memory_bytes=num_cores * 6 * 10**9,
+        memory_reserve_bytes=0,
         memory_bandwidth=min(_CORE_BANDWIDTH * num_cores, _SOCKET_BANDWIDTH),
         memory_efficiency=1.0,
+        decode_attention_efficiency=1.0,
         link_bandwidth=9e9,
+        link_latency_s=10e-6,
+        link_efficiency=1.0,
         network_bandwidth=1.25e9,
+        network_latency_s=50e-6,
         host_bandwidth=9e9,
         step_overhead_s=500e-6,
         layer_overhead_s=300e-6,
-        sources=MappingProxyType(
-            {
-                "peak_flops": f"{_CPU_SOURCE}: float32 products of 512 x 4096 x 4096, in which half types compute too",
-                "compute_efficiency": "1: the peak is what was measured",
-                "memory_bytes": f"{_CPU_SOURCE}, and 24 GB",
-                "memory_bandwidth": f"{_CPU_SOURCE}: sum of 256 MB by 1 and 2 threads",
-                "memory_efficiency": "1: the bandwidth is what was measured",
-                "link_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
-                "network_bandwidth": "assumed: 10 Gb/s Ethernet",
-                "host_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
-                "step_overhead_s": f"{_CPU_SOURCE}: decode steps of 2 and 10 layers of width 64 at batch 1",
-                "layer_overhead_s": f"{_CPU_SOURCE}: decode steps of 2 and 10 layers of width 64 at batch 1",
-            }
-        ),
+        sources={
+            "peak_flops": f"{_CPU_SOURCE}: float32 products of 512 x 4096 x 4096, in which half types compute too",
+            "compute_efficiency": "1: the peak is what was measured",
+            "prefill_attention_efficiency": f"{_ESTIMATE}: that of large products",
+            "memory_bytes": f"{_CPU_SOURCE}, and 24 GB",
+            "memory_reserve_bytes": "none: what processes take is counted by who starts them",
+            "memory_bandwidth": f"{_CPU_SOURCE}: sum of 256 MB by 1 and 2 threads",
+            "memory_efficiency": "1: the bandwidth is what was measured",
+            "decode_attention_efficiency": f"{_ESTIMATE}: that of a sum",
+            "link_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
+            "link_latency_s": _ESTIMATE,
+            "link_efficiency": "1: the bandwidth is what was measured",
+            "network_bandwidth": "assumed: 10 Gb/s Ethernet",
+            "network_latency_s": _ESTIMATE,
+            "host_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
+            "devices_per_host": "assumed",
+            "step_overhead_s": f"{_CPU_SOURCE}: decode steps of 2 and 10 layers of width 64 at batch 1",
+            "layer_overhead_s": f"{_CPU_SOURCE}: decode steps of 2 and 10 layers of width 64 at batch 1",
+            "row_overhead_s": f"{_ESTIMATE}: none",
+            "price_per_hour_usd": "no list price known; give one in a hardware file",
+        },
     )
 
 
-_ALIASES = {"h100": "h100-sxm"}
-HARDWARE_NAMES = ("cpu", "h100-sxm")
+HARDWARE_NAMES = tuple(sorted(("cpu", *GPUS)))
 """Names that `hardware` knows, in alphabetical order."""
 
 
-def hardware(name: str, *, num_cores: int = 1) -> Hardware:
-    """Look a device up, in any case of letters; ``h100`` is ``h100-sxm``.
+def hardware(name: str, *, num_cores: int = 1, added: Mapping[str, Hardware] | None = None) -> Hardware:
+    """Look a device up, in any case of letters, by name or alias: ``h100`` is ``h100-sxm``.
 
     Args:
-        name: one of `HARDWARE_NAMES`.
+        name: one of `HARDWARE_NAMES`, or of ``added``.
         num_cores: of the CPU, for ``cpu``; a GPU ignores it.
+        added: a user's devices, by name, which come first.
 
     Raises:
         ValueError: an unknown name; the known ones are listed, the nearest first.
     """
-    key = _ALIASES.get(name.lower(), name.lower())
+    added = added or {}
+    key = name.lower()
+    if key not in added:
+        key = ALIASES.get(key, key)
+    if key in added:
+        return added[key]
     if key == "cpu":
         assert num_cores >= 1
         return _cpu(num_cores)
-    if key == _H100_SXM.name:
-        return _H100_SXM
-    nearest = sorted(HARDWARE_NAMES, key=lambda known: -difflib.SequenceMatcher(None, key, known).ratio())
-    raise ValueError(f"unknown hardware {name!r}; use one of {', '.join(nearest)}")
+    if key in _GPUS:
+        return _GPUS[key]
+    known = sorted({*HARDWARE_NAMES, *added}, key=lambda device: -_likeness(key, device))
+    raise ValueError(f"unknown hardware {name!r}; use one of {', '.join(known)}")
+
+
+def _likeness(name: str, device: str) -> float:
+    """How like the name of a device, or an alias of it, ``name`` is."""
+    labels = [device, *(alias for alias, aliased in ALIASES.items() if aliased == device)]
+    return max(difflib.SequenceMatcher(None, name, label).ratio() for label in labels)

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import pickle
+from dataclasses import fields, replace
 
 import pytest
 
-from pdserve.model.hardware import HARDWARE_NAMES, Hardware, hardware
+from pdserve.model.hardware import HARDWARE_NAMES, Hardware, Measured, hardware
+from pdserve.model.hardware_catalogue import ALIASES
 
 
 @pytest.mark.parametrize("name", HARDWARE_NAMES)
 def test_every_figure_has_a_source(name: str) -> None:
     assert hardware(name).name == name
-    assert set(hardware(name).sources) == {field.name for field in fields(Hardware)} - {"name", "sources"}
+    figures = {field.name for field in fields(Hardware)} - {"name", "sources", "measured"}
+    assert set(hardware(name).sources) == figures
+    assert all(hardware(name).sources.values())
 
 
 @pytest.mark.parametrize("name", HARDWARE_NAMES)
 def test_figures_are_sane(name: str) -> None:
     machine = hardware(name)
-    assert 0 < machine.compute_efficiency <= 1
     assert 0 < machine.memory_efficiency <= 1
+    assert 0 < machine.decode_attention_efficiency <= 1
+    assert 0 < machine.link_efficiency <= 1
     assert 0 < machine.bandwidth <= machine.memory_bandwidth
-    assert 0 < machine.flops("float32") <= machine.peak_flops["float32"]
+    assert machine.peak("float32") <= machine.peak("bfloat16") == machine.peak("float16")
     assert 0 < machine.network_bandwidth < machine.link_bandwidth < machine.memory_bandwidth
+    assert machine.memory_reserve_bytes < machine.memory_bytes / 4
+    assert machine.price_per_hour_usd is None or 0 < machine.price_per_hour_usd < 20
+
+
+def test_figures_of_known_devices() -> None:
+    h100, l4 = hardware("h100"), hardware("l4")
+    assert (h100.peak("bfloat16"), h100.peak("float8"), h100.memory_bytes) == (989e12, 1979e12, 80 * 10**9)
+    assert (h100.memory_bandwidth, h100.link_bandwidth, h100.network_bandwidth) == (3.35e12, 450e9, 50e9)
+    assert (l4.memory_bandwidth, l4.link_bandwidth) == (300e9, 32e9)
+    assert "float8" not in hardware("a100").peak_flops
 
 
 @pytest.mark.parametrize("name", ["h100", "H100", "H100-SXM", "h100-sxm"])
@@ -30,20 +45,47 @@ def test_names_are_taken_in_any_case_and_by_alias(name: str) -> None:
     assert hardware(name).name == "h100-sxm"
 
 
+def test_every_alias_names_a_device() -> None:
+    assert {hardware(alias).name for alias in ALIASES} <= set(HARDWARE_NAMES)
+
+
 def test_an_unknown_name_lists_the_known_ones_nearest_first() -> None:
-    with pytest.raises(ValueError, match=r"unknown hardware 'h10-sxm'; use one of h100-sxm, cpu"):
+    with pytest.raises(ValueError, match=r"unknown hardware 'h10-sxm'; use one of h100-sxm, .*cpu"):
         hardware("h10-sxm")
-    with pytest.raises(ValueError, match=r"use one of cpu, h100-sxm"):
+    with pytest.raises(ValueError, match=r"use one of cpu, "):
         hardware("cpus")
+    with pytest.raises(ValueError, match=r"use one of mine, "):
+        hardware("mined", added={"mine": hardware("l4")})
+
+
+def test_a_users_device_comes_first() -> None:
+    mine = replace(hardware("h100"), memory_bytes=1)
+    assert hardware("H100", added={"h100-sxm": mine}) is mine
+    assert hardware("h100", added={"h100": mine}) is mine
+    assert hardware("h200", added={"h100": mine}) is hardware("h200")
 
 
 def test_cpu_figures_grow_with_cores_until_the_socket_is_full() -> None:
     one, two, four = (hardware("cpu", num_cores=n) for n in (1, 2, 4))
-    assert four.flops("float32") == 4 * one.flops("float32")
+    assert four.peak("float32") == 4 * one.peak("float32")
     assert four.memory_bytes == 4 * one.memory_bytes
     assert one.bandwidth < two.bandwidth == four.bandwidth < 2 * one.bandwidth
 
 
 def test_a_dtype_without_a_figure_is_refused() -> None:
     with pytest.raises(ValueError, match="cpu has no figure for 'int4'; use one of float32"):
-        hardware("cpu").flops("int4")
+        hardware("cpu").peak("int4")
+
+
+def test_a_device_can_be_a_key_and_go_to_another_process() -> None:
+    device = hardware("h100")
+    assert {device: 1}[replace(device)] == 1
+    assert pickle.loads(pickle.dumps(device)) == device
+
+
+def test_what_was_not_measured_is_extrapolated() -> None:
+    measured = Measured(date="2026-11-21", model="a", step_tokens=(1, 512), batch_size=(1, 8), context_tokens=(0, 1000))
+    assert measured.covers(512, 8, 1000)
+    assert not measured.covers(513, 8, 1000)
+    assert not measured.covers(512, 9, 1000)
+    assert not measured.covers(512, 8, 1001)

@@ -1,0 +1,55 @@
+"""A share of a peak that depends on how much there is to do. Used by the hardware catalogue and the cost model.
+
+Few tokens do not fill a device: its matrix products reach their rate with a few hundred only. Never measures anything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import log
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A share of some peak as a function of how much there is to do: straight lines in the logarithm of the count.
+
+    Outside its points it is flat. One point is a constant.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    """(count, share), by rising count."""
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: points out of order, a share outside (0, 1], or one that grows faster than the count: more work
+            would then be done in less time.
+        """
+        if not self.points:
+            raise ValueError("a curve needs a point; write [[1, 0.5]] for a constant share of 0.5")
+        for count, share in self.points:
+            if count < 1 or not 0 < share <= 1:
+                raise ValueError(f"({count}, {share}) is no point; a count is at least 1, a share above 0 and up to 1")
+        for (low, low_share), (high, high_share) in zip(self.points, self.points[1:], strict=False):
+            if high <= low:
+                raise ValueError(f"counts must rise, and {high} follows {low}; sort the points")
+            if high_share - low_share > low_share * log(high / low):
+                raise ValueError(
+                    f"a share of {high_share} at {high} after {low_share} at {low} would do more work in less time; "
+                    "raise the first or lower the second"
+                )
+
+    @classmethod
+    def constant(cls, share: float) -> Curve:
+        return cls(((1, share),))
+
+    def at(self, count: float) -> float:
+        """The share for ``count``."""
+        points = self.points
+        index = bisect_right(points, count, key=lambda point: point[0])
+        if index == 0:
+            return points[0][1]
+        if index == len(points):
+            return points[-1][1]
+        (low, low_share), (high, high_share) = points[index - 1], points[index]
+        return low_share + (high_share - low_share) * log(count / low) / log(high / low)
