@@ -30,8 +30,11 @@ class RunningCluster:
 
 
 @contextmanager
-def running_cluster(deployment: dict[str, Any]) -> Iterator[RunningCluster]:
+def running_cluster(deployment: dict[str, Any], *options: str) -> Iterator[RunningCluster]:
     """`pdserve up` on a free port, stopped with SIGINT.
+
+    Args:
+        options: of the command line, beside the deployment file.
 
     Raises:
         RuntimeError: it did not start; the message is what it printed.
@@ -43,7 +46,7 @@ def running_cluster(deployment: dict[str, Any]) -> Iterator[RunningCluster]:
         started_s = time.perf_counter()
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("pdserve")), "up", str(file)],
+                [str(Path(sys.executable).with_name("pdserve")), "up", str(file), *options],
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

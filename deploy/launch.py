@@ -112,6 +112,7 @@ def router_config(launch: Launch, model_path: Path, split: CoreSplit, cluster_to
         max_queued_requests=router.max_queued_requests,
         cluster_token=cluster_token,
         hardware=launch.emulate or "cpu",
+        time_scale=launch.time_scale if launch.emulate else 1.0,
         cores_per_worker=max(1, *(len(cores) for cores in split.worker_cores)),
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,

@@ -29,6 +29,7 @@ from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.model.hardware import hardware
 from pdserve.model.model_hash import model_hash
+from pdserve.model.slowed_hardware import slowed
 from pdserve.model.weight_files import check_weights
 
 
@@ -103,9 +104,10 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     """A GPU that is not here: its step times, its transfer times and as many blocks as its memory would hold."""
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
+    is_instant = config.time_scale == 0
     cost = CostModel(
         model.shape,
-        hardware(config.emulate),
+        hardware(config.emulate) if is_instant else slowed(hardware(config.emulate), config.time_scale),
         config.dtype,
         kv_dtype=config.kv_dtype,
         quantization=config.quantization,
@@ -137,14 +139,14 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
             vocab_size=limits.vocab_size,
             eos_token_ids=limits.eos_token_ids,
             cost=cost,
-            time_scale=config.time_scale,
+            time_scale=0.0 if is_instant else 1.0,
             num_swap_slots=num_slots,
             # Against the clock the host's time belongs to the steps; the last cached token is checked all the same.
-            check_context=config.time_scale == 0,
+            check_context=is_instant,
         )
 
     def emulated_pull_s(num_blocks: int) -> float:
-        return config.time_scale * cost.transfer_s(num_blocks * config.block_size, same_host=True)
+        return 0.0 if is_instant else cost.transfer_s(num_blocks * config.block_size, same_host=True)
 
     return Backend(
         limits=limits,

@@ -28,6 +28,7 @@ from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
+from pdserve.model.slowed_hardware import slowed
 from pdserve.router.admin import create_admin_app
 from pdserve.router.app import create_app
 from pdserve.router.dispatch import Dispatcher, DispatchSettings
@@ -106,7 +107,7 @@ async def serve(config: RouterProcessConfig) -> int:
 def build_cost_model(config: RouterProcessConfig) -> CostModel:
     """Predictions for the checkpoint in ``config.model_path``."""
     shape = DecoderConfig.from_folder(Path(config.model_path)).shape
-    device = hardware(config.hardware, num_cores=config.cores_per_worker)
+    device = slowed(hardware(config.hardware, num_cores=config.cores_per_worker), config.time_scale)
     return CostModel(shape, device, config.dtype, config.tensor_parallel, config.kv_dtype, config.quantization)
 
 

@@ -35,6 +35,8 @@ class RouterProcessConfig:
     """What a worker's rank runs on: a name of `pdserve.model.hardware`, for predictions."""
     cores_per_worker: int = 1
     """Of a worker on ``cpu``."""
+    time_scale: float = 1.0
+    """Steps of an emulated worker last this many times those of ``hardware``."""
     tensor_parallel: int = 1
     """Ranks of a worker."""
     dtype: str = "float32"

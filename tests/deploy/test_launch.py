@@ -75,6 +75,13 @@ def test_the_router_is_told_what_it_predicts_with() -> None:
     assert config.drain_timeout_s == 3.0
     assert config.cores_per_worker == 3
     assert config.cluster_token == "secret"
+    assert config.time_scale == 1.0
+
+
+def test_the_router_of_an_emulated_cluster_predicts_the_time_that_steps_really_take() -> None:
+    launch = Launch(config=parse_deployment(DOCUMENT), emulate="h100-sxm", time_scale=4.0)
+    config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), "secret")
+    assert (config.hardware, config.time_scale) == ("h100-sxm", 4.0)
 
 
 def test_every_role_has_a_worker_class() -> None:

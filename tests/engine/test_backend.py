@@ -121,3 +121,15 @@ def test_pickles_are_named_before_anything_is_allocated(config: WorkerConfig, tm
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match="are pickles, which can run code"):
         choose_backend(replace(config, model_path=str(tmp_path)))
+
+
+def test_an_emulated_worker_predicts_the_time_that_its_steps_really_take(config: WorkerConfig) -> None:
+    real, slow, instant = (
+        choose_backend(replace(config, emulate="h100-sxm", time_scale=scale)) for scale in (1.0, 8.0, 0.0)
+    )
+    assert slow.cost.decode_s(4, 100) == pytest.approx(8 * real.cost.decode_s(4, 100))
+    assert instant.cost.decode_s(4, 100) == real.cost.decode_s(4, 100)
+    pulls_s = [each.emulated_pull_s(10) if each.emulated_pull_s else -1.0 for each in (real, slow, instant)]
+    assert pulls_s == pytest.approx([pulls_s[0], 8 * pulls_s[0], 0.0])
+    assert pulls_s[0] > 0
+    assert slow.layout == real.layout
