@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from pdserve.model.cost import CostModel
@@ -16,7 +18,7 @@ SHAPE = ModelShape.from_hf_config(LLAMA_31_8B)
 def test_all_that_lasts_lasts_so_many_times_as_long(time_scale: float, tensor_parallel: int) -> None:
     device = hardware("h100-sxm")
     real, slow = (CostModel(SHAPE, each, "bfloat16", tensor_parallel) for each in (device, slowed(device, time_scale)))
-    for seconds in (
+    durations: list[Callable[[CostModel], float]] = [
         lambda cost: cost.step_s([(500, 0), (1, 3000)]),
         lambda cost: cost.prefill_s(2048, 512),
         lambda cost: cost.decode_s(64, 64000),
@@ -25,6 +27,7 @@ def test_all_that_lasts_lasts_so_many_times_as_long(time_scale: float, tensor_pa
         lambda cost: cost.transfer_s(1000, same_host=True),
         lambda cost: cost.transfer_s(1000, same_host=False),
         lambda cost: cost.swap_s(1000),
-    ):
+    ]
+    for seconds in durations:
         assert seconds(slow) == pytest.approx(time_scale * seconds(real))
     assert slow.max_kv_blocks(16) == real.max_kv_blocks(16)
