@@ -223,7 +223,7 @@ def hardware(name: str, *, num_cores: int = 1, added: Mapping[str, Hardware] | N
         return _cpu(num_cores)
     if key in _GPUS:
         return _GPUS[key]
-    known = sorted({*HARDWARE_NAMES, *added}, key=lambda device: -_likeness(key, device))
+    known = sorted(sorted({*HARDWARE_NAMES, *added}), key=lambda device: -_likeness(key, device))
     raise ValueError(f"unknown hardware {name!r}; use one of {', '.join(known)}")
 
 
