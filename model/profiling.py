@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,10 @@ MAX_ROUNDS = 30
 MIN_REPEATS = 3
 _PROBE_SHARE = 0.2
 """Of the budget, for running every step once; steps that this has no time for are left out, the largest first."""
+_SHORT_SHARE = 0.15
+"""Of the budget, for steps of a model of one layer, which tell overhead per layer from overhead per step."""
+_SHORT_EVERY = 4
+_MAX_SHORT_TOKENS = 64
 _COPY_BLOCKS = 64
 _COPY_REPEATS = 20
 _POOL_BYTE = 0x3C
@@ -51,7 +55,10 @@ class MeasuredStep(NamedTuple):
     """How long one step took."""
 
     step: Step
+    num_layers: int
+    """Of the model that ran it."""
     median_s: float
+    fastest_s: float
     spread: float
     """Half the distance between the quartiles of its repeats, as a share of the median: the noise of the machine."""
     num_repeats: int
@@ -72,8 +79,9 @@ class ProfiledModel:
     """What is measured: a model, how it is held, and on which cores."""
 
     folder: Path
-    """With config.json; without safetensors, weights are random."""
     config: DecoderConfig
+    has_weights: bool
+    """The folder holds safetensors; without, weights are random."""
     dtype: str = "float32"
     kv_dtype: str = "auto"
     quantization: str = "none"
@@ -116,8 +124,29 @@ def measure_model(model: ProfiledModel, budget_s: float, progress: Progress) -> 
     progress(0.0, "loading the model")
     with profiled_executor(model, layout) as executor:
         host_bandwidth = _measure_copies(executor, layout)
-        measured, left_out = measure_steps(executor, steps, model.block_size, budget_s, progress)
+        measured, left_out = measure_steps(
+            executor, steps, layout, (1 - _SHORT_SHARE) * budget_s, _part(progress, 0.0, 1 - _SHORT_SHARE)
+        )
+    short = _with_one_layer(model)
+    few = [entry.step for entry in measured if entry.step.num_new <= _MAX_SHORT_TOKENS][::_SHORT_EVERY]
+    layout = short.config.kv_layout(num_blocks, model.block_size, kv_dtype, "profile")
+    with profiled_executor(short, layout) as executor:
+        measured += measure_steps(executor, few, layout, _SHORT_SHARE * budget_s, _part(progress, 1 - _SHORT_SHARE, 1))[
+            0
+        ]
     return Profile(measured, left_out, host_bandwidth)
+
+
+def _part(progress: Progress, begin: float, end: float) -> Progress:
+    """Progress of a part of the work, from ``begin`` to ``end``."""
+    return lambda share, text: progress(begin + share * (end - begin), text)
+
+
+def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
+    """Its first layer, with random weights."""
+    config = model.config
+    shape = replace(config.shape, num_layers=1)
+    return replace(model, has_weights=False, config=replace(config, shape=shape, layers=config.layers[:1]))
 
 
 @contextmanager
@@ -128,7 +157,7 @@ def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Execut
     pool = KvPool(memory, layout.shape, getattr(torch, layout.dtype))
     with tempfile.TemporaryDirectory(prefix="pdserve-profile-") as scratch:
         folder = model.folder
-        if not any(folder.glob("*.safetensors")):
+        if not model.has_weights:
             folder = Path(scratch)
             write_random_weights(folder / "model.safetensors", model.config, model.dtype)
         executor = ModelExecutor(
@@ -166,7 +195,7 @@ def write_random_weights(path: Path, config: DecoderConfig, dtype: str) -> None:
 
 
 def measure_steps(
-    executor: Executor, steps: Sequence[Step], block_size: int, budget_s: float, progress: Progress
+    executor: Executor, steps: Sequence[Step], layout: KvLayout, budget_s: float, progress: Progress
 ) -> tuple[list[MeasuredStep], list[Step]]:
     """Run ``steps`` in rounds, each in another order, until the budget is spent or `MAX_ROUNDS` are done.
 
@@ -177,7 +206,7 @@ def measure_steps(
         What was measured, and which steps were left out.
     """
     started_s = time.perf_counter()
-    batches = [_batch(step, block_size) for step in steps]
+    batches = [_batch(step, layout.block_size) for step in steps]
     kept = list(_probe(executor, batches, budget_s * _PROBE_SHARE))
     order = list(range(len(kept)))
     durations_s: list[list[float]] = [[] for _ in kept]
@@ -190,7 +219,7 @@ def measure_steps(
                 break
             progress(min(1.0, max(spent, number / MAX_ROUNDS)), f"round {number + 1}: {steps[index]}")
             durations_s[index].append(_run_s(executor, kept[index]))
-    measured = [_summary(step, times_s) for step, times_s in zip(steps, durations_s, strict=False)]
+    measured = [_summary(step, layout, times_s) for step, times_s in zip(steps, durations_s, strict=False)]
     return measured, list(steps[len(kept) :])
 
 
@@ -208,10 +237,10 @@ def _run_s(executor: Executor, batch: StepBatch) -> float:
     return executor.submit(batch).result().duration_s
 
 
-def _summary(step: Step, durations_s: list[float]) -> MeasuredStep:
+def _summary(step: Step, layout: KvLayout, durations_s: list[float]) -> MeasuredStep:
     low_s, median_s, high_s = statistics.quantiles(durations_s, n=4, method="inclusive")
     spread = (high_s - low_s) / 2 / median_s if median_s else 0.0
-    return MeasuredStep(step, median_s, spread, len(durations_s))
+    return MeasuredStep(step, layout.num_layers, median_s, min(durations_s), spread, len(durations_s))
 
 
 def _batch(step: Step, block_size: int) -> StepBatch:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import StepBatch, StepHandle, StepOutput
 from pdserve.kernels.cpu_threads import use_threads
 from pdserve.model.config import DecoderConfig
@@ -15,6 +16,10 @@ from pdserve.model.profiling import MIN_REPEATS, ProfiledModel, measure_model, m
 from pdserve.model.step_grid import Step, StepKind, StepRow
 from pdserve.model.weight_files import check_weights
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
+
+LAYOUT = KvLayout(
+    num_blocks=64, num_kv_heads=1, num_layers=3, block_size=16, head_dim=8, dtype="float32", model_hash="profile"
+)
 
 
 def decode(batch: int) -> Step:
@@ -51,7 +56,7 @@ def test_what_the_budget_has_no_time_for_is_left_out() -> None:
     executor = TimedExecutor(token_s=0.01)
     steps = [decode(1), decode(2), decode(4), decode(32), decode(64)]
     spent: list[float] = []
-    measured, left_out = measure_steps(executor, steps, 16, 0.8, lambda share, _: spent.append(share))
+    measured, left_out = measure_steps(executor, steps, LAYOUT, 0.8, lambda share, _: spent.append(share))
     assert [entry.step for entry in measured] == steps[:4]
     assert left_out == steps[4:]
     assert [entry.median_s for entry in measured] == pytest.approx([0.01, 0.02, 0.04, 0.32])
@@ -63,7 +68,7 @@ def test_what_the_budget_has_no_time_for_is_left_out() -> None:
 def test_rounds_go_through_all_steps_in_changing_order() -> None:
     executor = TimedExecutor(token_s=1e-4)
     steps = [decode(batch) for batch in range(1, 9)]
-    measured, left_out = measure_steps(executor, steps, 16, 0.3, lambda *_: None)
+    measured, left_out = measure_steps(executor, steps, LAYOUT, 0.3, lambda *_: None)
     assert not left_out
     repeats = [entry.num_repeats for entry in measured]
     assert max(repeats) - min(repeats) <= 1
@@ -76,7 +81,7 @@ def test_rounds_go_through_all_steps_in_changing_order() -> None:
 def test_rows_of_a_step_share_no_block() -> None:
     executor = TimedExecutor(token_s=0.0)
     step = Step((StepRow(20, 5), StepRow(1, 31), StepRow(1, 32)))
-    measure_steps(executor, [step], 16, 0.01, lambda *_: None)
+    measure_steps(executor, [step], LAYOUT, 0.01, lambda *_: None)
     rows = executor.batches[0].rows
     tables = [list(row.block_table) for row in rows]
     assert tables == [[0, 1], [2, 3], [4, 5, 6]]
@@ -102,6 +107,7 @@ def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
     model = ProfiledModel(
         folder=folder,
         config=DecoderConfig.from_folder(folder),
+        has_weights=has_weights,
         cores=(min(affinity),),
         kv_memory_bytes=2**22,
         max_batch_tokens=64,
@@ -114,6 +120,7 @@ def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
         os.sched_setaffinity(0, affinity)
         use_threads(1)
     assert {entry.step.kind for entry in measured.steps} == set(StepKind)
+    assert {entry.num_layers for entry in measured.steps} == {2, 1}
     assert all(entry.median_s > 0 and entry.num_repeats >= MIN_REPEATS for entry in measured.steps)
     assert measured.host_bandwidth > 1e6
     assert not any(folder.glob("pdserve-profile*"))
@@ -122,7 +129,7 @@ def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
 def test_memory_too_small_for_blocks_is_said(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     model = ProfiledModel(
-        folder=folder, config=DecoderConfig.from_folder(folder), cores=(0,), kv_memory_bytes=10, block_size=8
+        folder=folder, config=DecoderConfig.from_folder(folder), has_weights=True, cores=(0,), kv_memory_bytes=10
     )
     with pytest.raises(ValueError, match="no two blocks"):
         model.limits()

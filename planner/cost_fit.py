@@ -1,0 +1,287 @@
+"""Fits a device's efficiencies to steps that were measured on it, and says how far off predictions of others are.
+
+`pdserve profile` calls `fit_hardware` with what `pdserve.model.profiling` measured. What is varied are figures of
+`pdserve.model.hardware.Hardware` and what predicts is `pdserve.model.cost.CostModel` itself, so that a fit cannot drift
+away from the model that uses it. Some steps of each kind are held out: the errors on them are those of the file.
+
+The squares of log(predicted / measured) are minimised, by the method of Levenberg and Marquardt (Marquardt, 1963), over
+logarithms of the figures: none can become negative. Each is pulled a little towards what the catalogue says, which
+decides where the steps do not. Overhead per step and per layer are told apart by steps of a model of fewer layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.model.cost import CostModel
+from pdserve.model.curve import Curve
+from pdserve.model.hardware import Hardware, Measured
+from pdserve.model.step_grid import Step, StepKind
+from pdserve.planner.layout import PlannedModel
+
+HELD_OUT_EVERY = 4
+"""One step of so many of each kind is held out; never the smallest or the largest, which would be extrapolated."""
+
+_COMPUTE_COUNTS = (1, 8, 32, 128, 512, 2048, 8192)
+_ATTENTION_COUNTS = (2, 16, 128, 1024, 8192)
+_SHARES = ("memory_efficiency", "decode_attention_efficiency")
+_OVERHEADS = ("step_overhead_s", "layer_overhead_s", "row_overhead_s")
+_FIRST_SHARE = 0.8
+_LEAST_OVERHEAD_S = 1e-6
+"""Where a fit begins whose catalogue entry says 0, which has no logarithm."""
+_PULL = 0.03
+"""A figure that is off the catalogue by a factor of e counts as an error of 3 % of one step."""
+_HEADROOM = 1.25
+_NUM_DIGITS = 4
+_CURVE_MARGIN = 1e-3
+"""By which curves stay below the steepest that is allowed, so that rounding passes nothing."""
+_MAX_ITERATIONS = 60
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class TimedStep(NamedTuple):
+    """A step, how long it took, and how many layers the model had."""
+
+    step: Step
+    seconds: float
+    num_layers: int
+
+
+class FittedStep(NamedTuple):
+    """A measured step beside its prediction."""
+
+    step: Step
+    seconds: float
+    num_layers: int
+    predicted_s: float
+    is_held_out: bool
+
+    @property
+    def error(self) -> float:
+        """Relative to what was measured; above 0 where the prediction is too long."""
+        return self.predicted_s / self.seconds - 1
+
+
+class ErrorSummary(NamedTuple):
+    """Sizes of relative errors of several steps."""
+
+    num_steps: int
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostFit:
+    """A device whose figures predict what was measured."""
+
+    hardware: Hardware
+    steps: list[FittedStep]
+
+    def errors(self, kind: StepKind, *, held_out: bool = True) -> ErrorSummary:
+        """Of the steps of a kind, either those that the fit has not seen or those that it has."""
+        return _summary([step for step in self.steps if step.step.kind is kind and step.is_held_out is held_out])
+
+
+def fit_hardware(base: Hardware, model: PlannedModel, steps: Sequence[TimedStep], *, date: str, source: str) -> CostFit:
+    """Fit the efficiencies and overheads of ``base`` to ``steps`` of ``model`` on one device.
+
+    Args:
+        base: peaks, and what to believe where the steps say nothing.
+        steps: a dozen at least.
+        date: of the measurement, as in 2026-11-21.
+        source: what ran on what; becomes part of the sources of what is fitted.
+    """
+    assert len(steps) >= 2 * HELD_OUT_EVERY
+    held_out = _held_out(steps, model.shape.num_layers)
+    seen = [timed for index, timed in enumerate(steps) if index not in held_out]
+    figures = _Figures(_with_headroom(base, model, seen), max(timed.step.num_new for timed in seen))
+    measured_s = np.array([timed.seconds for timed in seen])
+
+    def residuals(logs: FloatArray) -> FloatArray:
+        predicted_s = _predict(figures.hardware(logs), model, seen)
+        return np.concatenate([np.log(predicted_s / measured_s), _PULL * (logs - figures.start)])
+
+    fitted = _rounded(figures.hardware(_minimise(residuals, figures.start)))
+    predicted_s = _predict(fitted, model, steps)
+    results = [
+        FittedStep(*timed, float(predicted), index in held_out)
+        for index, (timed, predicted) in enumerate(zip(steps, predicted_s, strict=True))
+    ]
+    return CostFit(hardware=_with_provenance(fitted, model, results, date, source), steps=results)
+
+
+def _held_out(steps: Sequence[TimedStep], num_layers: int) -> set[int]:
+    """Indices of the steps of the whole model that the fit must not see: spread evenly over each kind."""
+    found: set[int] = set()
+    for kind in StepKind:
+        of_kind = [
+            (timed.step.num_new, timed.step.num_cached, index)
+            for index, timed in enumerate(steps)
+            if timed.step.kind is kind and timed.num_layers == num_layers
+        ]
+        found.update(index for *_, index in sorted(of_kind)[HELD_OUT_EVERY // 2 : -1 : HELD_OUT_EVERY])
+    return found
+
+
+def _cost(hardware: Hardware, model: PlannedModel, num_layers: int) -> CostModel:
+    shape = replace(model.shape, num_layers=num_layers)
+    return CostModel(shape, hardware, model.dtype, 1, model.kv_dtype, model.quantization)
+
+
+def _predict(hardware: Hardware, model: PlannedModel, steps: Sequence[TimedStep]) -> FloatArray:
+    costs = {count: _cost(hardware, model, count) for count in {timed.num_layers for timed in steps}}
+    return np.array([costs[timed.num_layers].step_s(timed.step.rows) for timed in steps])
+
+
+def _with_headroom(base: Hardware, model: PlannedModel, steps: Sequence[TimedStep]) -> Hardware:
+    """``base`` with peaks above what was reached: shares of a peak end at 1, and a CPU may beat the catalogue's."""
+    num_layers = model.shape.num_layers
+    cost = _cost(base, model, num_layers)
+    whole = [timed for timed in steps if timed.num_layers == num_layers]
+    token_flops = 2 * num_layers * model.shape.common_layer_parameters
+    reached_flops = max(token_flops * timed.step.num_new / timed.seconds for timed in whole)
+    reached_bandwidth = max(
+        max(cost.weight_bytes, cost.kv_bytes_per_token * timed.step.num_cached) / timed.seconds for timed in whole
+    )
+    ratio = max(1.0, _HEADROOM * reached_flops / base.peak(model.dtype))
+    return replace(
+        base,
+        peak_flops={dtype: flops * ratio for dtype, flops in base.peak_flops.items()},
+        memory_bandwidth=max(base.memory_bandwidth, _HEADROOM * reached_bandwidth),
+    )
+
+
+class _Figures:
+    """The figures that are varied, as one array of logarithms."""
+
+    def __init__(self, base: Hardware, max_tokens: int) -> None:
+        self._base = base
+        self._compute_counts = [count for count in _COMPUTE_COUNTS if count < 2 * max_tokens]
+        self._attention_counts = [count for count in _ATTENTION_COUNTS if count < 2 * max_tokens]
+        shares = [base.compute_efficiency.at(count) for count in self._compute_counts]
+        shares += [base.prefill_attention_efficiency.at(count) for count in self._attention_counts]
+        shares += [getattr(base, name) for name in _SHARES]
+        overheads = [max(getattr(base, name), _LEAST_OVERHEAD_S) for name in _OVERHEADS]
+        # A share of 1 is at the end of its range, where nothing is learned from a step further.
+        self.start: FloatArray = np.log([*(min(share, _FIRST_SHARE) for share in shares), *overheads])
+
+    def hardware(self, logs: FloatArray) -> Hardware:
+        """The device with these figures, each brought into its range."""
+        values = [exp(value) for value in logs]
+        num_compute, num_attention = len(self._compute_counts), len(self._attention_counts)
+        compute, attention = values[:num_compute], values[num_compute : num_compute + num_attention]
+        memory, decode_attention, step_s, layer_s, row_s = values[num_compute + num_attention :]
+        return replace(
+            self._base,
+            compute_efficiency=_curve(self._compute_counts, compute),
+            prefill_attention_efficiency=_curve(self._attention_counts, attention),
+            memory_efficiency=min(memory, 1.0),
+            decode_attention_efficiency=min(decode_attention, 1.0),
+            step_overhead_s=step_s,
+            layer_overhead_s=layer_s,
+            row_overhead_s=row_s,
+        )
+
+
+def _rounded(device: Hardware) -> Hardware:
+    """With as many digits as somebody who reads the file has use for."""
+
+    def figure(name: str) -> float:
+        return _digits(getattr(device, name))
+
+    return replace(
+        device,
+        peak_flops={dtype: _digits(flops) for dtype, flops in device.peak_flops.items()},
+        memory_bandwidth=figure("memory_bandwidth"),
+        compute_efficiency=_rounded_curve(device.compute_efficiency),
+        prefill_attention_efficiency=_rounded_curve(device.prefill_attention_efficiency),
+        memory_efficiency=figure("memory_efficiency"),
+        decode_attention_efficiency=figure("decode_attention_efficiency"),
+        step_overhead_s=figure("step_overhead_s"),
+        layer_overhead_s=figure("layer_overhead_s"),
+        row_overhead_s=figure("row_overhead_s"),
+    )
+
+
+def _rounded_curve(curve: Curve) -> Curve:
+    return Curve(tuple((count, _digits(share)) for count, share in curve.points))
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.{_NUM_DIGITS}g}")
+
+
+def _curve(counts: Sequence[int], shares: Sequence[float]) -> Curve:
+    """A curve through ``shares``, lowered where more work would take less time (see `Curve`) or a peak be passed."""
+    points: list[tuple[int, float]] = []
+    for count, share in zip(counts, shares, strict=True):
+        most = 1.0
+        if points:
+            before, before_share = points[-1]
+            most = min(most, before_share * (1 + log(count / before)) * (1 - _CURVE_MARGIN))
+        points.append((count, min(share, most)))
+    return Curve(tuple(points))
+
+
+def _minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) -> FloatArray:
+    """Where the sum of squares of ``residuals`` is least, near ``start``."""
+    values, found = start, residuals(start)
+    damping = 1e-2
+    for _ in range(_MAX_ITERATIONS):
+        slopes = _slopes(residuals, values, found)
+        curvature, gradient = slopes.T @ slopes, slopes.T @ found
+        damped = curvature + damping * np.diag(np.diag(curvature) + 1e-9)
+        tried = values - np.linalg.solve(damped, gradient)
+        tried_found = residuals(tried)
+        gain = 1 - (tried_found @ tried_found) / (found @ found)
+        if gain <= 0:
+            damping *= 4
+            if damping > 1e6:
+                break
+            continue
+        values, found, damping = tried, tried_found, damping / 3
+        if gain < 1e-6:
+            break
+    return values
+
+
+def _slopes(residuals: Callable[[FloatArray], FloatArray], values: FloatArray, found: FloatArray) -> FloatArray:
+    """``[residuals, values]``: by how much each residual changes with each value."""
+    by = 1e-4
+    columns = [(residuals(values + by * unit) - found) / by for unit in np.eye(len(values))]
+    return np.stack(columns, axis=1)
+
+
+def _with_provenance(
+    fitted: Hardware, model: PlannedModel, steps: Sequence[FittedStep], date: str, source: str
+) -> Hardware:
+    """``fitted`` with where its figures come from and how far they reach."""
+    held_out = {kind: [step for step in steps if step.step.kind is kind and step.is_held_out] for kind in StepKind}
+    rows = [row for fitted_step in steps for row in fitted_step.step.rows]
+    num_decoding = [sum(row.num_new == 1 for row in fitted_step.step.rows) for fitted_step in steps]
+    num_new = [fitted_step.step.num_new for fitted_step in steps]
+    measured = Measured(
+        date=date,
+        model=f"{model.name} {model.dtype}" + (f" {model.quantization}" if model.quantization != "none" else ""),
+        step_tokens=(min(num_new), max(num_new)),
+        batch_size=(min(filter(None, num_decoding), default=0), max(num_decoding)),
+        context_tokens=(min(row.num_cached for row in rows), max(row.num_cached for row in rows)),
+        errors={kind.value: round(_summary(found).median, 4) for kind, found in held_out.items() if found},
+    )
+    fields = ("compute_efficiency", "prefill_attention_efficiency", *_SHARES, *_OVERHEADS)
+    said = f"fitted {date} to {sum(not step.is_held_out for step in steps)} steps: {source}"
+    return replace(fitted, measured=measured, sources={**fitted.sources, **dict.fromkeys(fields, said)})
+
+
+def _summary(steps: Sequence[FittedStep]) -> ErrorSummary:
+    if not steps:
+        return ErrorSummary(0, 0.0, 0.0)
+    errors = np.abs([step.error for step in steps])
+    return ErrorSummary(len(steps), float(np.median(errors)), float(np.percentile(errors, 90)))
