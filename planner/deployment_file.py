@@ -1,0 +1,173 @@
+"""A placement as a deployment file, and back: what the search found can be served, and what is served simulated.
+
+The file is what `pdserve up` reads, with the planner's predictions beside it as comments. Writes text and builds
+layouts; never touches a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import yaml
+
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.hardware import Hardware
+from pdserve.planner import wording
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.plan import Candidate, Plan
+
+_MIB = 2**20
+_PLANNED_KEYS = (
+    "replicas",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "kv_memory",
+    "max_batch_tokens",
+    "max_batch_size",
+)
+"""Of a pool; the others keep their defaults."""
+_NOT_SERVED_YET = (
+    "pdserve up refuses tensor_parallel and pipeline_parallel above 1 today; pdserve simulate reads this file"
+)
+
+
+def deployment_text(plan: Plan, candidate: Candidate, model_path: str) -> str:
+    """A deployment file for ``candidate``.
+
+    Args:
+        model_path: as the file's reader finds it: absolute, or relative to the file's folder.
+    """
+    config = deployment_of(candidate.layout, plan.question.model, plan.question.slo, model_path)
+    comments = "".join(f"# {line}\n" for line in _predictions(plan, candidate))
+    sections = "".join(f"{name}: {_flow(values)}\n" for name, values in _sections(config))
+    return comments + sections
+
+
+def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_path: str) -> DeploymentConfig:
+    """The deployment that ``layout`` describes."""
+    phases = {pool.role: _phase(pool, model) for pool in layout.pools}
+    none = PhaseConfig(replicas=0)
+    return DeploymentConfig(
+        model=ModelConfig(
+            path=model_path,
+            dtype=model.dtype,
+            kv_dtype=model.kv_dtype,
+            quantization=model.quantization,
+            max_model_len=model.max_model_len,
+            block_size=model.block_size,
+        ),
+        slo=slo,
+        prefill=phases.get(WorkerRole.PREFILL, none),
+        decode=phases.get(WorkerRole.DECODE, none),
+        mixed=phases.get(WorkerRole.MIXED, none),
+    )
+
+
+def has_parallel_workers(layout: Layout) -> bool:
+    """Whether some worker takes several devices, which the engine does not do yet."""
+    return any(pool.devices_per_worker > 1 for pool in layout.pools)
+
+
+class DevicePool(NamedTuple):
+    """What a deployment file does not say of one of its pools."""
+
+    hardware: Hardware
+    kv_bytes: int = 0
+    """Of each worker's KV pool; 0 takes what fits."""
+
+
+def layout_of(
+    config: DeploymentConfig, model: PlannedModel, pools: Mapping[WorkerRole, DevicePool], *, same_host: bool = True
+) -> Layout:
+    """The layout that a deployment describes, on the hardware that is named beside it.
+
+    Raises:
+        ValueError: the model does not divide as the deployment says.
+    """
+    found: dict[str, Pool] = {}
+    for role in WorkerRole:
+        phase: PhaseConfig = getattr(config, role.value)
+        if phase.replicas:
+            found[role.value] = _pool(role, phase, model, pools[role])
+    return Layout(same_host=same_host, **found)
+
+
+def _pool(role: WorkerRole, phase: PhaseConfig, model: PlannedModel, devices: DevicePool) -> Pool:
+    pool = Pool(
+        role=role,
+        replicas=phase.replicas,
+        hardware=devices.hardware,
+        tensor_parallel=phase.tensor_parallel,
+        pipeline_parallel=phase.pipeline_parallel,
+        max_batch_tokens=phase.max_batch_tokens,
+        max_batch_size=phase.max_batch_size,
+    )
+    if not devices.kv_bytes:
+        return pool
+    num_blocks = devices.kv_bytes // _block_bytes(pool, model)
+    if num_blocks < 1:
+        raise ValueError(f"{role.value}.kv_memory of {devices.kv_bytes} bytes holds no KV block: raise it, or say auto")
+    return dataclasses.replace(pool, num_kv_blocks=num_blocks)
+
+
+def _block_bytes(pool: Pool, model: PlannedModel) -> int:
+    return pool.cost(model).kv_bytes_per_token * model.block_size
+
+
+def _phase(pool: Pool, model: PlannedModel) -> PhaseConfig:
+    num_blocks = pool.num_kv_blocks or pool.cost(model).max_kv_blocks(model.block_size)
+    return PhaseConfig(
+        replicas=pool.replicas,
+        tensor_parallel=pool.tensor_parallel,
+        pipeline_parallel=pool.pipeline_parallel,
+        kv_memory=f"{num_blocks * _block_bytes(pool, model) // _MIB}MiB",
+        max_batch_tokens=pool.max_batch_tokens,
+        max_batch_size=pool.max_batch_size,
+    )
+
+
+def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
+    question = plan.question
+    yield f"Planned by pdserve for {question.model.name or 'the model'}: {candidate.layout}"
+    yield ", ".join(
+        f"{wording.ROLE_NAMES[pool.role]} on {pool.num_devices} x {pool.hardware.name}"
+        for pool in candidate.layout.pools
+    )
+    goodput = candidate.goodput
+    if goodput is None:
+        yield f"Estimated goodput, not simulated: {wording.rate(candidate.rate)}"
+    else:
+        low, high = goodput.interval
+        yield (
+            f"Predicted goodput: {wording.rate(goodput.rate)} ({wording.number(low)} to {wording.number(high)} with "
+            f"95 % confidence), at which {wording.share(question.slo.attainment)} of requests meet both objectives"
+        )
+        at_rate = goodput.at_rate
+        if at_rate is not None:
+            yield (
+                f"At that rate: TTFT {wording.seconds(at_rate.ttft.percentile(50))} median, "
+                f"{wording.seconds(at_rate.ttft.percentile(90))} p90; TPOT "
+                f"{wording.seconds(at_rate.tpot.percentile(50))} median, "
+                f"{wording.seconds(at_rate.tpot.percentile(90))} p90"
+            )
+    yield f"What runs out first: {candidate.resource.value}"
+    if has_parallel_workers(candidate.layout):
+        yield _NOT_SERVED_YET
+
+
+def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:
+    yield "model", dataclasses.asdict(dataclasses.replace(config.model, served_name=""))
+    yield "slo", dataclasses.asdict(config.slo)
+    for role in WorkerRole:
+        phase: PhaseConfig = getattr(config, role.value)
+        planned = _PLANNED_KEYS if phase.replicas else ("replicas",)
+        yield role.value, {key: getattr(phase, key) for key in planned}
+
+
+def _flow(values: dict[str, object]) -> str:
+    """On one line, as people write it."""
+    shown = {key: value for key, value in values.items() if value != ""}
+    return yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True).strip()

@@ -1,0 +1,146 @@
+"""A plan's candidates as rows of words, the same in a terminal and on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner import wording
+from pdserve.planner.plan import Candidate, Plan, PoolFigures
+
+
+class Column(NamedTuple):
+    heading: str
+    is_number: bool = True
+
+
+CANDIDATE_COLUMNS = (
+    Column("#"),
+    Column("layout", is_number=False),
+    Column("GPUs"),
+    Column("goodput/s"),
+    Column("95 % interval"),
+    Column("per GPU"),
+    Column("per $"),
+    Column("$/M tokens"),
+    Column("tokens/s"),
+    Column("binds", is_number=False),
+)
+"""Goodput in requests within the SLO; money and tokens are those of answers, at the goodput."""
+
+POOL_COLUMNS = (
+    Column("phase", is_number=False),
+    Column("workers", is_number=False),
+    Column("weights/GPU"),
+    Column("KV/GPU"),
+    Column("memory"),
+    Column("max concurrency"),
+    Column("longest"),
+    Column("busy"),
+    Column("KV used"),
+)
+"""Of each worker: sequences of the workload's mean length, and of ``max_model_len``."""
+
+
+def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
+    """The candidate of a rank, from 1, in the order of `CANDIDATE_COLUMNS`."""
+    candidate = plan.candidates[rank - 1]
+    per_hour = candidate.dollars_per_hour
+    return (
+        str(rank),
+        layout_words(candidate),
+        str(candidate.layout.num_devices),
+        ("~" if candidate.is_estimated else "") + wording.number(candidate.rate),
+        _interval(candidate),
+        wording.number(candidate.rate_per_device),
+        wording.number(candidate.rate * 3600 / per_hour) if per_hour else "-",
+        wording.dollars(candidate.dollars_per_million_tokens(plan.mean_output_tokens)),
+        wording.number(candidate.rate * plan.mean_output_tokens),
+        binds(candidate),
+    )
+
+
+def layout_words(candidate: Candidate) -> str:
+    """The layout, with the kinds of GPU where they differ."""
+    pools = list(candidate.layout.pools)
+    kinds = {pool.hardware.name for pool in pools}
+    where = f" on {' and '.join(pool.hardware.name for pool in pools)}" if len(kinds) > 1 else ""
+    apart = "" if candidate.layout.is_colocated or candidate.layout.same_host else ", across hosts"
+    return f"{candidate.layout}{where}{apart}"
+
+
+def binds(candidate: Candidate) -> str:
+    """The objective that is missed first, and what runs out."""
+    at_rate = candidate.goodput.at_rate if candidate.goodput is not None else None
+    slo = f"{at_rate.binding_slo.upper()}: " if at_rate is not None else ""
+    return slo + candidate.resource.value
+
+
+def pool_cells(candidate: Candidate) -> Iterator[tuple[str, ...]]:
+    """A row for each pool, in the order of `POOL_COLUMNS`."""
+    for figures in candidate.pools:
+        yield _pool_cells(candidate, figures)
+
+
+def _pool_cells(candidate: Candidate, figures: PoolFigures) -> tuple[str, ...]:
+    pool = next(pool for pool in candidate.layout.pools if pool.role is figures.role)
+    degrees = f"{pool.replicas} x TP{pool.tensor_parallel}"
+    if pool.pipeline_parallel > 1:
+        degrees += f" PP{pool.pipeline_parallel}"
+    return (
+        wording.ROLE_NAMES[figures.role],
+        f"{degrees}, {pool.hardware.name}",
+        wording.size(figures.weight_bytes_per_device),
+        wording.size(figures.kv_bytes_per_device),
+        wording.size(figures.memory_bytes_per_device),
+        "-" if figures.role is WorkerRole.PREFILL else f"{figures.max_concurrency:,}",
+        f"{figures.max_long_sequences:,}",
+        wording.share(figures.busy_share),
+        wording.share(figures.kv_share),
+    )
+
+
+def _interval(candidate: Candidate) -> str:
+    if candidate.goodput is None:
+        return "estimated"
+    low, high = candidate.goodput.interval
+    more = "+" if candidate.goodput.is_capped else ""
+    return f"{wording.number(low)} - {wording.number(high)}{more}"
+
+
+def findings(plan: Plan) -> Iterator[str]:
+    """Sentences on the first in rank and those behind it: what binds, what lost, the cliff, what 10 % would change."""
+    best = plan.best
+    yield from best.reasons
+    if best.cliff_rate is not None and best.cliff_distance is not None:
+        yield (
+            f"The cliff: attainment falls to half of its target at {wording.rate(best.cliff_rate)}, "
+            f"{wording.number(best.cliff_distance)} times the goodput."
+        )
+    for each in best.sensitivity:
+        percent = round(abs(each.time_factor - 1) * 100)
+        change = each.rate / best.rate - 1 if best.rate else 0.0
+        yield (
+            f"Were every step and transfer {percent} % {'slower' if each.time_factor > 1 else 'faster'}, the goodput "
+            f"would be {wording.rate(each.rate)} ({change:+.0%})."
+        )
+    for rank, candidate in enumerate(plan.candidates[1:3], start=2):
+        for reason in candidate.reasons:
+            yield f"Number {rank}, {candidate.layout}: {reason}"
+
+
+def screening_words(plan: Plan) -> str:
+    """What was looked at, in a sentence."""
+    it = plan.screening
+    left_out = (
+        (it.num_without_memory, "do not fit"),
+        (it.num_out_of_reach, "miss the SLO even when idle"),
+        (it.num_bounded, "cannot reach what another one does"),
+        (it.num_estimated, "were estimated only"),
+    )
+    told = ", ".join(f"{count} {why}" for count, why in left_out if count)
+    return (
+        f"{it.num_layouts} layouts: {told}{', ' if told else ''}{it.num_simulated} simulated, with "
+        f"{it.num_requests:,} requests in {wording.seconds(plan.elapsed_s)}."
+    )

@@ -1,0 +1,71 @@
+"""Reads the model that is to be planned for: a config.json, or the folder that holds one. No weight is needed.
+
+Called by the command line. Any decoder whose shape is told counts, whether or not the engine could serve it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.model.config_values import positive_int
+from pdserve.model.shape import ModelShape
+from pdserve.planner.layout import PlannedModel
+
+MAX_DEFAULT_LENGTH = 8192
+"""Tokens of a sequence, unless told otherwise: many models could take far more than their users ask for, and every
+layout must hold one such sequence."""
+
+
+def read_planned_model(
+    path: Path,
+    *,
+    dtype: str = "bfloat16",
+    kv_dtype: str = "auto",
+    quantization: str = "none",
+    block_size: int = 16,
+    max_model_len: int = 0,
+) -> PlannedModel:
+    """The model at ``path``, held as told.
+
+    Args:
+        max_model_len: 0 takes the model's own limit, or `MAX_DEFAULT_LENGTH` if that is less.
+
+    Raises:
+        ValueError: there is no such file, or it does not tell the shape of a decoder.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    values = _read_object(file)
+    try:
+        shape = ModelShape.from_hf_config(values)
+        own_limit = positive_int(values, "max_position_embeddings", MAX_DEFAULT_LENGTH)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return PlannedModel(
+        shape=shape,
+        name=_name(file),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        block_size=block_size,
+        max_model_len=max_model_len or min(own_limit, MAX_DEFAULT_LENGTH),
+    )
+
+
+def _name(file: Path) -> str:
+    """What people call it: the folder of a config.json, or the file's own name."""
+    resolved = file.resolve()
+    return resolved.parent.name if resolved.name == "config.json" else resolved.stem
+
+
+def _read_object(file: Path) -> Mapping[str, object]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"no model at {file}; give --model a folder with a config.json, or the file itself") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{file} holds no JSON object; give --model a Hugging Face config.json")
+    return values

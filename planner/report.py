@@ -1,0 +1,126 @@
+"""A plan as one HTML page that needs nothing beside it: no script, no network, light or dark as its reader likes.
+
+Called by the command line. Words and figures come from the plan, charts from `pdserve.planner.report_charts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from pdserve.planner import wording
+from pdserve.planner.attainment import Attainment
+from pdserve.planner.plan import Plan
+from pdserve.planner.plan_rows import (
+    CANDIDATE_COLUMNS,
+    POOL_COLUMNS,
+    Column,
+    candidate_cells,
+    findings,
+    pool_cells,
+    screening_words,
+)
+from pdserve.planner.report_charts import Figure, contenders, figures
+from pdserve.planner.report_style import STYLE
+
+MAX_ROWS = 20
+"""Of the ranked table."""
+_DEFINITIONS = (
+    "Goodput is the rate of requests at which the target share of them meets both objectives, in steady state: the "
+    "warm-up is not counted. TTFT is from arrival to the first token; TPOT is the mean time per token after it, the "
+    "handoff between phases included. Figures are predictions of a simulation that runs the cluster's own router "
+    "policy and schedulers; how long steps and transfers take is a model's estimate."
+)
+
+
+def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]] = ()) -> str:
+    """The page.
+
+    Args:
+        traffic: what was asked of the cluster, in words.
+        curves: see `pdserve.planner.report_charts.contenders`.
+    """
+    title = f"{plan.question.model.name or 'Model'} on {_fleet(plan)}"
+    cards = map(_card, figures(plan, contenders(plan, curves)))
+    body = "".join(
+        (
+            f"<h1>{escape(title)}</h1><p class=soft>{escape(_asked(plan, traffic))}</p>",
+            f"<p class='verdict{'' if plan.verdict.is_clear else ' unclear'}'>{escape(plan.verdict.text)}</p>",
+            f"<div class=tiles>{''.join(_tiles(plan))}</div>",
+            "<h2>Ranked layouts</h2>",
+            _table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank + 1) for rank in range(_num_rows(plan)))),
+            "<h2>Why</h2>",
+            _list(findings(plan)),
+            "<h2>What each worker of the winner holds</h2>",
+            _table(POOL_COLUMNS, pool_cells(plan.best), marks_first=False),
+            f"<h2>In pictures</h2><div class=cards>{''.join(cards)}</div>",
+            "<h2>How this was found</h2>",
+            _list((screening_words(plan), *plan.notes, _DEFINITIONS)),
+        )
+    )
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width,initial-scale=1'>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _fleet(plan: Plan) -> str:
+    return " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in plan.question.fleet)
+
+
+def _asked(plan: Plan, traffic: str) -> str:
+    slo = plan.question.slo
+    return (
+        f"{traffic}. {wording.share(slo.attainment)} of requests within TTFT {wording.seconds(slo.ttft_seconds)} and "
+        f"TPOT {wording.seconds(slo.tpot_seconds)}."
+    )
+
+
+def _num_rows(plan: Plan) -> int:
+    return min(MAX_ROWS, len(plan.candidates))
+
+
+def _tiles(plan: Plan) -> Iterator[str]:
+    best = plan.best
+    at_rate = best.goodput.at_rate if best.goodput is not None else None
+    tiles = [
+        (str(best.layout), "the placement"),
+        (wording.number(best.rate), "requests/s within the SLO"),
+        (wording.number(best.rate_per_device), "requests/s per GPU"),
+        (wording.number(best.rate * plan.mean_output_tokens), "answer tokens/s"),
+        (wording.dollars(best.dollars_per_million_tokens(plan.mean_output_tokens)), "per million answer tokens"),
+    ]
+    if at_rate is not None:
+        tiles.append((wording.seconds(at_rate.ttft.percentile(90)), "TTFT, p90"))
+        tiles.append((wording.seconds(at_rate.tpot.percentile(90)), "TPOT, p90"))
+    if best.cliff_distance is not None:
+        tiles.append((f"{wording.number(best.cliff_distance)} x", "the goodput: the cliff"))
+    return (f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in tiles)
+
+
+def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, marks_first: bool = True) -> str:
+    def cells(tag: str, texts: Iterable[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=n' if column.is_number else ''}>{escape(text)}</{tag}>"
+            for column, text in zip(columns, texts, strict=True)
+        )
+
+    head = cells("th", (column.heading for column in columns))
+    body = "".join(
+        f"<tr{' class=first' if marks_first and not index else ''}>{cells('td', row)}</tr>"
+        for index, row in enumerate(rows)
+    )
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _list(sentences: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+
+
+def _card(figure: Figure) -> str:
+    legend = "".join(f"<span><i class=s{color}></i>{escape(label)}</span>" for color, label in figure.legend)
+    return (
+        f"<div class=card><h3>{escape(figure.title)}</h3><p class=soft>{escape(figure.note)}</p>"
+        f"{figure.svg}<div class=legend>{legend}</div></div>"
+    )

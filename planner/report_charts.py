@@ -1,0 +1,172 @@
+"""The charts of a plan's report: which series of a plan each one draws.
+
+Used by `pdserve.planner.report`; how a chart looks is the business of `pdserve.planner.svg`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from pdserve.planner import wording
+from pdserve.planner.attainment import Attainment, Distribution
+from pdserve.planner.plan import Candidate, Plan
+from pdserve.planner.svg import Axis, Bar, Point, Rule, Series, bars, chart
+
+JOINT, TTFT, TPOT = 0, 1, 2
+"""Colours of the shares that met both objectives, and one."""
+
+
+class Figure(NamedTuple):
+    title: str
+    svg: str
+    legend: tuple[tuple[int, str], ...]
+    """Colours and what they stand for."""
+    note: str = ""
+
+
+class Contender(NamedTuple):
+    """A candidate that is drawn, under a name of its own."""
+
+    name: str
+    candidate: Candidate
+    curve: tuple[Attainment, ...]
+    """What was seen of it, in order of rate."""
+
+
+def contenders(plan: Plan, curves: Sequence[Sequence[Attainment]] = ()) -> list[Contender]:
+    """The winner, the runner-up and the best of the kind that neither of them is, as far as they were simulated.
+
+    Args:
+        curves: rates simulated for the report, of each; by default those at which the search looked.
+    """
+    others = (plan.verdict.best_colocated, plan.verdict.best_disaggregated)
+    chosen: list[tuple[str, Candidate]] = [("Winner", plan.best)]
+    chosen += [("Runner-up", candidate) for candidate in plan.candidates[1:2]]
+    for name, candidate in zip(("Best colocated", "Best disaggregated"), others, strict=True):
+        if candidate is not None and all(candidate.layout != each.layout for _, each in chosen):
+            chosen.append((name, candidate))
+    seen = [(name, candidate) for name, candidate in chosen if candidate.goodput is not None]
+    return [
+        Contender(
+            f"{name}: {candidate.layout}",
+            candidate,
+            tuple(curves[row]) if row < len(curves) else _searched(candidate),
+        )
+        for row, (name, candidate) in enumerate(seen)
+    ]
+
+
+def _searched(candidate: Candidate) -> tuple[Attainment, ...]:
+    return candidate.goodput.points if candidate.goodput is not None else ()
+
+
+def figures(plan: Plan, drawn: Sequence[Contender]) -> Iterator[Figure]:
+    """All charts of the report, in order."""
+    highest = max((point.rate for each in drawn for point in each.curve), default=1.0)
+    for contender in drawn:
+        yield _attainment(plan, contender, highest)
+    slo = plan.question.slo
+    yield _latencies("TTFT at the goodput", drawn, lambda at_rate: at_rate.ttft, slo.ttft_seconds)
+    yield _latencies("TPOT at the goodput", drawn, lambda at_rate: at_rate.tpot, slo.tpot_seconds)
+    if any(not candidate.layout.is_colocated for candidate in plan.candidates):
+        yield _ratios(plan)
+    yield _utilisation(drawn)
+
+
+def _percent(value: float) -> str:
+    return f"{value * 100:.0f} %"
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}"
+
+
+def _attainment(plan: Plan, contender: Contender, highest: float) -> Figure:
+    shares: tuple[tuple[str, int, Callable[[Attainment], float]], ...] = (
+        ("both objectives", JOINT, lambda point: point.share),
+        ("TTFT", TTFT, lambda point: point.ttft_share),
+        ("TPOT", TPOT, lambda point: point.tpot_share),
+    )
+    series = []
+    for label, color, share_of in shares:
+        # A run that was stopped early tells of both objectives how many at most met them, and nothing of each.
+        told = [point for point in contender.curve if color == JOINT or not point.is_partial]
+        points = [_seen(point, share_of(point), label) for point in told]
+        series.append(Series(label=label, points=points, color=color, is_dashed=color != JOINT))
+    target = plan.question.slo.attainment
+    rules = [Rule(f"target {wording.share(target)}", y=target)]
+    if contender.candidate.rate:
+        rules.append(Rule(f"goodput {wording.number(contender.candidate.rate)}", x=contender.candidate.rate))
+    svg = chart(
+        Axis(label="requests/s", format=_plain, high=highest * 1.02),
+        Axis(label="requests within the SLO", format=_percent, high=1.0),
+        series[::-1],
+        rules,
+    )
+    return Figure(contender.name, svg, tuple((color, label) for label, color, _ in shares), "Share within the SLO.")
+
+
+def _seen(point: Attainment, share: float, label: str) -> Point:
+    most = "at most " if point.is_partial else ""
+    return Point(
+        point.rate, share, f"{wording.rate(point.rate)}: {most}{wording.share(share)} within {label}", point.is_partial
+    )
+
+
+def _latencies(
+    title: str, drawn: Sequence[Contender], of: Callable[[Attainment], Distribution], slo_s: float
+) -> Figure:
+    series, legend = [], []
+    for color, contender in enumerate(drawn):
+        at_rate = contender.candidate.goodput.at_rate if contender.candidate.goodput is not None else None
+        if at_rate is None:
+            continue
+        quantiles = of(at_rate).quantile_s
+        points = [Point(latency_s * 1e3, percent / 100) for percent, latency_s in enumerate(quantiles)]
+        series.append(Series(label=contender.name, points=points, color=color, has_dots=False))
+        legend.append((color, contender.name))
+    # What lies far beyond the objective is of no interest, and would hide what is near it.
+    p99_ms = [each.points[99].x for each in series if len(each.points) > 99 and each.points[99].x < float("inf")]
+    high = min(max([*p99_ms, slo_s * 1.3e3]), slo_s * 4e3)
+    svg = chart(
+        Axis(label="ms", format=_plain, high=high),
+        Axis(label="share of requests", format=_percent, high=1.0),
+        series,
+        [Rule(f"objective {wording.seconds(slo_s)}", x=slo_s * 1e3)],
+    )
+    return Figure(title, svg, tuple(legend), "Cumulative share of requests, each layout at its own goodput.")
+
+
+def _ratios(plan: Plan) -> Figure:
+    points: list[Point] = []
+    for candidate in plan.candidates:
+        prefill = candidate.layout.prefill
+        if prefill is None:
+            continue
+        share = prefill.num_devices / candidate.layout.num_devices
+        known = "estimated" if candidate.is_estimated else "simulated"
+        title = f"{candidate.layout}: {wording.number(candidate.rate_per_device)} requests/s per GPU, {known}"
+        points.append(Point(share, candidate.rate_per_device, title, candidate.is_estimated))
+    colocated = plan.verdict.best_colocated
+    rules = []
+    if colocated is not None:
+        rules.append(Rule(f"best colocated: {colocated.layout}", y=colocated.rate_per_device))
+    svg = chart(
+        Axis(label="share of GPUs that prefill", format=_percent, high=1.0),
+        Axis(label="requests/s per GPU", format=_plain),
+        [Series(label="layouts", points=sorted(points), color=0, has_line=False)],
+        rules,
+    )
+    return Figure("Goodput by P:D ratio", svg, ((0, "full: simulated; hollow: estimated"),), "Per GPU, of each layout.")
+
+
+def _utilisation(drawn: Sequence[Contender]) -> Figure:
+    rows = []
+    for color, contender in enumerate(drawn):
+        for pool in contender.candidate.pools:
+            name = wording.ROLE_NAMES[pool.role]
+            rows.append(Bar(f"{name}: busy", pool.busy_share, wording.share(pool.busy_share), color))
+            rows.append(Bar(f"{name}: KV in use", pool.kv_share, wording.share(pool.kv_share), color))
+    legend = tuple((color, contender.name) for color, contender in enumerate(drawn))
+    return Figure("Utilisation by phase", bars(rows), legend, "Of the time and of the KV blocks, at the goodput.")

@@ -1,0 +1,48 @@
+"""A plan in a terminal: the ranked table, what the winner's workers hold, the reasons and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from pdserve.planner.plan import Plan
+from pdserve.planner.plan_rows import (
+    CANDIDATE_COLUMNS,
+    POOL_COLUMNS,
+    Column,
+    candidate_cells,
+    findings,
+    pool_cells,
+    screening_words,
+)
+
+
+def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
+    """Write all that a reader of a terminal needs, the verdict last."""
+    ranks = range(1, min(num_rows, len(plan.candidates)) + 1)
+    console.print(_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks)))
+    _print_heading(console, f"Each worker of {plan.best.layout}")
+    console.print(_table(POOL_COLUMNS, pool_cells(plan.best)))
+    _print_heading(console, "Why")
+    for sentence in (*findings(plan), *plan.notes):
+        console.print(Padding(escape(sentence), (0, 0, 0, 2)), highlight=False)
+    console.print(Padding(screening_words(plan), (0, 0, 0, 2)), style="dim", highlight=False)
+    _print_heading(console, plan.verdict.text)
+
+
+def _print_heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(escape(text), style="bold", highlight=False)
+
+
+def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=column.is_number)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table

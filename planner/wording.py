@@ -1,0 +1,57 @@
+"""Figures as people read them, the same in tables, reports and files."""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+
+from pdserve.contracts.placement import WorkerRole
+
+ROLE_NAMES = {WorkerRole.PREFILL: "prefill", WorkerRole.DECODE: "decode", WorkerRole.MIXED: "colocated"}
+_BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Rounded to so many significant digits, without an exponent: ``12.3``, ``1,230``."""
+    if not isfinite(value):
+        return "never" if value == inf else "-"
+    if value == 0:
+        return "0"
+    magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    if magnitude >= digits:
+        return f"{round(value, digits - magnitude):,.0f}"
+    text = f"{value:.{digits - magnitude}f}" if magnitude else f"{value:.{digits}g}"
+    return f"{float(text):f}".rstrip("0").rstrip(".") if "e" in text else text
+
+
+def seconds(value: float) -> str:
+    """``250 ms``, ``1.2 s``."""
+    if not isfinite(value):
+        return number(value)
+    amount, unit = (value, "s") if abs(value) >= 1 else (value * 1e3, "ms")
+    text = number(amount)
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+
+
+def share(value: float) -> str:
+    """``93.1 %``, ``90 %``."""
+    return f"{value * 100:.1f}".removesuffix(".0") + " %"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes, in decimal units as memory is sold: ``80 GB``."""
+    for unit, name in _BYTE_UNITS:
+        if num_bytes >= unit:
+            return f"{number(num_bytes / unit)} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def dollars(value: float | None) -> str:
+    """``$2.10``; a dash where no price is known."""
+    if value is None or not isfinite(value):
+        return "-"
+    return f"${value:,.2f}" if value >= 0.1 else f"${number(value, 2)}"
+
+
+def rate(value: float) -> str:
+    """``12.3 requests/s``."""
+    return f"{number(value)} requests/s"

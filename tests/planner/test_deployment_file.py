@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.config import ConfigError, kv_memory_bytes, read_deployment
+from pdserve.planner.deployment_file import DevicePool, deployment_of, deployment_text, has_parallel_workers, layout_of
+from pdserve.planner.layout import Layout
+from pdserve.planner.plan import Candidate
+from tests.planner.plans import APART, H100, MODEL, SLO, TOGETHER, WIDE, a_plan
+
+
+def written(candidate: Candidate, tmp_path: Path) -> Path:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(deployment_text(a_plan(), candidate, "/models/llama"))
+    return file
+
+
+def on_h100s(config: DeploymentConfig) -> Layout:
+    pools = {role: DevicePool(H100, kv_memory_bytes(getattr(config, role.value))) for role in WorkerRole}
+    return layout_of(config, MODEL, pools)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_written_can_be_served(tmp_path: Path, rank: int) -> None:
+    candidate = a_plan().candidates[rank]
+    config = read_deployment(written(candidate, tmp_path))
+    assert config == deployment_of(candidate.layout, MODEL, SLO, "/models/llama")
+    assert (config.model.path, config.slo) == ("/models/llama", SLO)
+    assert config.prefill.replicas + config.decode.replicas == (0 if candidate.layout.is_colocated else 2)
+
+
+def test_what_the_engine_does_not_do_is_written_and_said(tmp_path: Path) -> None:
+    file = written(a_plan().candidates[2], tmp_path)
+    assert has_parallel_workers(WIDE)
+    assert not has_parallel_workers(APART)
+    assert "# pdserve up refuses tensor_parallel and pipeline_parallel above 1 today" in file.read_text()
+    with pytest.raises(ConfigError, match=r"prefill.tensor_parallel is 2; only 1 is supported today"):
+        read_deployment(file)
+
+
+def test_predictions_stand_beside_it(tmp_path: Path) -> None:
+    text = written(a_plan().best, tmp_path).read_text()
+    assert "# Predicted goodput: 16.0 requests/s (14.4 to 17.6 with 95 % confidence), at which 90 % of requests" in text
+    assert (
+        "# Estimated goodput, not simulated: 6.00 requests/s" in written(a_plan().candidates[2], tmp_path).read_text()
+    )
+
+
+@pytest.mark.parametrize("layout", [APART, TOGETHER, WIDE])
+def test_a_layout_comes_back_from_its_deployment(layout: Layout) -> None:
+    back = on_h100s(deployment_of(layout, MODEL, SLO, "/models/llama"))
+    for pool, again in zip(layout.pools, back.pools, strict=True):
+        most = pool.cost(MODEL).max_kv_blocks(MODEL.block_size)
+        assert most - 1 <= again.num_kv_blocks <= most, "memory is written in whole MiB"
+        assert replace(again, num_kv_blocks=0) == pool
+
+
+def test_memory_that_is_automatic_takes_what_fits() -> None:
+    layout = on_h100s(DeploymentConfig())
+    assert [pool.num_kv_blocks for pool in layout.pools] == [0, 0]
+
+
+def test_memory_that_holds_no_block_is_named() -> None:
+    config = DeploymentConfig(decode=PhaseConfig(kv_memory="1KiB"))
+    with pytest.raises(ValueError, match=r"decode.kv_memory of 1024 bytes holds no KV block: raise it, or say auto"):
+        on_h100s(config)

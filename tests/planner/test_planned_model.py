@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve.planner.planned_model import MAX_DEFAULT_LENGTH, read_planned_model
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def written(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return folder
+
+
+def test_a_folder_and_its_file_are_the_same_model(tmp_path: Path) -> None:
+    folder = written(tmp_path / "Llama-3-8B")
+    model = read_planned_model(folder, dtype="float16")
+    assert model == read_planned_model(folder / "config.json", dtype="float16")
+    assert (model.name, model.dtype, model.shape.num_kv_heads) == ("Llama-3-8B", "float16", 8)
+
+
+def test_a_file_of_another_name_is_called_by_it(tmp_path: Path) -> None:
+    (written(tmp_path / "models") / "config.json").rename(tmp_path / "opt-13b.json")
+    assert read_planned_model(tmp_path / "opt-13b.json").name == "opt-13b"
+
+
+@pytest.mark.parametrize(
+    ("own_limit", "asked", "planned"), [(131072, 0, MAX_DEFAULT_LENGTH), (2048, 0, 2048), (131072, 65536, 65536)]
+)
+def test_the_length_is_what_is_asked_or_bounded(tmp_path: Path, own_limit: int, asked: int, planned: int) -> None:
+    folder = written(tmp_path / "model", max_position_embeddings=own_limit)
+    assert read_planned_model(folder, max_model_len=asked).max_model_len == planned
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with pytest.raises(ValueError, match=f"no model at {folder}; give --model a folder with a config.json"):
+        read_planned_model(folder)
+    written(folder, num_hidden_layers=-1)
+    with pytest.raises(ValueError, match=r"config.json: .*num_hidden_layers must be a positive integer, not -1"):
+        read_planned_model(folder)
+    for text, problem in (("{", "cannot read"), ("[]", "holds no JSON object"), ("[" * 100_000, "cannot read")):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=problem):
+            read_planned_model(folder)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from pdserve.planner.attainment import Attainment
+from pdserve.planner.plan import Verdict
+from pdserve.planner.report import report_html
+from pdserve.planner.report_charts import contenders, figures
+from tests.planner.plans import APART, TOGETHER, a_plan
+
+
+class Page(HTMLParser):
+    """Checks that elements close in the order in which they opened, and collects text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_is_whole_small_and_needs_nothing_beside_it() -> None:
+    html = report_html(a_plan(), "chat & more")
+    page = Page(html)
+    assert page.open == []
+    assert len(html) < 300_000
+    assert not {name for name, _ in page.attributes} & {"href", "src", "onclick"}
+    assert not re.search(r"<script|@import|url\(|http", html)
+    assert "Llama-3-8B <i> on 4 x h100-sxm" in page.texts, "names are escaped"
+    assert any(text.startswith("chat & more. 90 % of requests within TTFT 250 ms") for text in page.texts)
+
+
+def test_the_page_says_what_the_plan_says() -> None:
+    texts = Page(report_html(a_plan(), "chat")).texts
+    plan = a_plan()
+    assert plan.verdict.text in texts
+    assert {"16.0", "14.4 - 17.6", "~6.00", "estimated", "$2.08", "56.0 GB"} <= set(texts)
+    assert "Were every step and transfer 10 % slower, the goodput would be 12.8 requests/s (-20%)." in texts
+    assert "Number 2, 2 x M(TP1): At most 8.0 requests/s: prefill compute." in texts
+    assert "Prices are of a list." in texts
+
+
+def test_an_unclear_verdict_looks_so() -> None:
+    verdict: Verdict = replace(a_plan().verdict, is_clear=False)
+    assert "class='verdict unclear'" in report_html(replace(a_plan(), verdict=verdict), "chat")
+
+
+def test_winner_and_runner_up_are_drawn_and_nothing_twice() -> None:
+    drawn = contenders(a_plan())
+    assert [each.candidate.layout for each in drawn] == [APART, TOGETHER]
+    titles = [figure.title for figure in figures(a_plan(), drawn)]
+    assert titles[:2] == ["Winner: 1 x P(TP1) + 1 x D(TP1)", "Runner-up: 2 x M(TP1)"]
+    assert titles[2:] == ["TTFT at the goodput", "TPOT at the goodput", "Goodput by P:D ratio", "Utilisation by phase"]
+
+
+def test_the_best_colocated_layout_is_drawn_however_far_behind() -> None:
+    plan = a_plan()
+    plan = replace(plan, candidates=(plan.best, *(plan.candidates[2:] * 2), plan.candidates[1]))
+    assert [each.name for each in contenders(plan)] == [
+        "Winner: 1 x P(TP1) + 1 x D(TP1)",
+        "Best colocated: 2 x M(TP1)",
+    ]
+
+
+def test_points_of_runs_that_were_stopped_are_hollow_and_of_both_objectives_only() -> None:
+    plan = a_plan()
+    assert plan.best.goodput is not None
+    stopped: Attainment = replace(plan.best.goodput.points[0], is_partial=True)
+    whole = next(figures(plan, contenders(plan, [[plan.best.goodput.points[0]]])))
+    svg = next(figures(plan, contenders(plan, [[stopped]]))).svg
+    assert (whole.svg.count("<circle"), svg.count("<circle")) == (3, 1)
+    assert "hollow" in svg
+    assert "at most" in svg

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+from rich.console import Console
+
+from pdserve.planner.plan import Plan
+from pdserve.planner.tables import print_plan
+from tests.planner.plans import a_plan
+
+
+def printed(plan: Plan, num_rows: int = 5) -> str:
+    out = StringIO()
+    print_plan(plan, Console(file=out, width=140), num_rows=num_rows)
+    return out.getvalue()
+
+
+def test_a_plan_reads_from_table_to_verdict() -> None:
+    lines = [" ".join(line.split()) for line in printed(a_plan()).splitlines()]
+    assert "1 1 x P(TP1) + 1 x D(TP1) 2 16.0 14.4 - 17.6 8.00 9,600 $2.08 800 TTFT: prefill compute" in lines
+    assert "3 1 x P(TP2) + 1 x D(TP2) 4 ~6.00 estimated 1.50 - - 300 KV transfer link" in lines
+    assert "decode 1 x TP1, h100-sxm 16.0 GB 56.0 GB 80.0 GB 256 50 70 % 10 %" in lines
+    assert "The cliff: attainment falls to half of its target at 24.0 requests/s, 1.50 times the goodput." in lines
+    assert "5 layouts: 1 do not fit, 1 were estimated only, 3 simulated, with 1,200 requests in 1.5 s." in lines
+    assert lines[-1] == a_plan().verdict.text
+
+
+def test_only_as_many_rows_as_asked() -> None:
+    assert "P(TP2)" not in printed(a_plan(), num_rows=2)
+
+
+def test_words_are_no_markup() -> None:
+    assert "[bold]" in printed(replace(a_plan(), notes=("a [bold] claim",)))
