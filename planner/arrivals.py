@@ -1,0 +1,134 @@
+"""When requests arrive: a pattern that is drawn once, at one arrival a second, and then put at any rate.
+
+Used by `pdserve.planner.workload`. Knows nothing of what arrives. A pattern at twice the rate has the same arrivals in
+half the time, so that rates are compared on the same luck; only `Diurnal` bends it, because a day lasts a day at any
+rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pdserve.planner.simulation import FloatArray
+
+_STREAM = 1
+"""Keeps these random numbers apart from those of lengths, which come from the same seed."""
+
+
+class Arrivals(Protocol):
+    """An arrival process."""
+
+    def unit_times(self, num_arrivals: int, seed: int) -> FloatArray:
+        """Instants in ascending order, one a second on average."""
+        ...
+
+    def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
+        """Where those instants lie, in seconds, at another rate."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RandomGaps:
+    """Gaps of a gamma distribution, each drawn for itself. A Poisson process, unless told otherwise."""
+
+    coefficient_of_variation: float = 1.0
+    """Of the gaps: 0 for equal ones, 1 for Poisson, more for bursts."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.coefficient_of_variation < np.inf:
+            raise ValueError(
+                f"a coefficient of variation of {self.coefficient_of_variation} is not possible: use 0 for equal gaps, "
+                "1 for Poisson arrivals, more for bursts"
+            )
+
+    def unit_times(self, num_arrivals: int, seed: int) -> FloatArray:
+        if self.coefficient_of_variation == 0:
+            return np.arange(1, num_arrivals + 1, dtype=np.float64)
+        shape = self.coefficient_of_variation**-2
+        return np.cumsum(np.random.default_rng((_STREAM, seed)).gamma(shape, 1 / shape, num_arrivals))
+
+    def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
+        return unit_times / arrivals_per_s
+
+
+POISSON = RandomGaps()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diurnal:
+    """A rate that swings around its mean as a sine, beginning there and rising."""
+
+    peak_to_mean: float
+    """The highest rate over the mean: 1 up to 2, where the lowest is 0."""
+    period_s: float = 86400.0
+    gaps: RandomGaps = POISSON
+    """How arrivals are spaced when the swing is taken out."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.peak_to_mean <= 2:
+            raise ValueError(f"peak_to_mean is {self.peak_to_mean}: a sine's peak is from 1 to 2 times its mean")
+        if not 0 < self.period_s < np.inf:
+            raise ValueError(f"a period of {self.period_s} s is not possible: a day has 86400")
+
+    def unit_times(self, num_arrivals: int, seed: int) -> FloatArray:
+        return self.gaps.unit_times(num_arrivals, seed)
+
+    def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
+        """Time is warped so that the expected number of arrivals by an instant is what it was (Çinlar's inversion).
+
+        With the swing ``a`` and ``w = 2 pi / period``, the instants ``t`` solve ``t + a (1 - cos w t) / w = u`` for
+        the instants ``u`` at a steady rate. The left side rises, and ``t`` lies within ``2 a / w`` below ``u``.
+        """
+        steady_s = self.gaps.at_rate(unit_times, arrivals_per_s)
+        swing = self.peak_to_mean - 1
+        pace = 2 * np.pi / self.period_s
+        low, high = steady_s - 2 * swing / pace, steady_s
+        for _ in range(60):  # bisection, down to the precision of a double
+            middle = (low + high) / 2
+            is_early = middle + swing * (1 - np.cos(pace * middle)) / pace < steady_s
+            low, high = np.where(is_early, middle, low), np.where(is_early, high, middle)
+        arrived_s: FloatArray = np.maximum.accumulate(np.maximum(high, 0.0))
+        return arrived_s
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The instants of a trace. At the rate `requests_per_s` they are as recorded."""
+
+    recorded_s: FloatArray
+    """In ascending order."""
+
+    def __post_init__(self) -> None:
+        if len(self.recorded_s) < 2 or self.recorded_s[-1] <= self.recorded_s[0]:
+            raise ValueError("the trace has no times to replay: name an arrival process")
+
+    @property
+    def requests_per_s(self) -> float:
+        """Of the whole trace."""
+        return float((len(self.recorded_s) - 1) / (self.recorded_s[-1] - self.recorded_s[0]))
+
+    def unit_times(self, num_arrivals: int, seed: int) -> FloatArray:
+        """A stretch of the trace, from the row that `first_row` names; time starts with its first arrival."""
+        first = first_row(len(self.recorded_s), num_arrivals, seed)
+        stretch = self.recorded_s[first : first + num_arrivals]
+        unit_times: FloatArray = (stretch - stretch[0]) * self.requests_per_s
+        return unit_times
+
+    def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
+        return unit_times / arrivals_per_s
+
+
+def first_row(num_rows: int, num_wanted: int, seed: int) -> int:
+    """Where a stretch of a trace begins: at its start for seed 0, anywhere it fits for others.
+
+    Raises:
+        ValueError: the trace is shorter than that.
+    """
+    if num_wanted > num_rows:
+        raise ValueError(
+            f"{num_wanted} are asked of a trace of {num_rows}: ask for fewer, or draw from its lengths alone"
+        )
+    return int(np.random.default_rng((_STREAM, seed)).integers(num_rows - num_wanted + 1)) if seed else 0

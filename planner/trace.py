@@ -1,0 +1,170 @@
+"""Recorded requests, whatever file they came from, and how they are drawn from.
+
+Filled by the readers (`pdserve.planner.trace_lines`, `pdserve.planner.trace_sharegpt`) through `TraceBuilder`, which
+also keeps count of what they leave out. Never reads a file.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pdserve.planner.arrivals import first_row
+from pdserve.planner.conversations import Columns, link_turns
+from pdserve.planner.lengths import EmpiricalLengths
+from pdserve.planner.requests import Segment, SimulatedRequest
+from pdserve.planner.simulation import FloatArray, IntArray
+
+MAX_TOKENS = 10_000_000
+"""Of one prompt or answer: more is a mistake in the file."""
+
+_STREAM = 3
+"""Of random numbers for think times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """N requests in order of arrival, or of conversations where the file has no times."""
+
+    name: str
+    arrived_s: FloatArray | None
+    """From the first; None if the file has no times."""
+    num_prompt_tokens: IntArray
+    num_output_tokens: IntArray
+    segments: list[tuple[Segment, ...]]
+    """Of each, what of the prompt others may share; empty if the file does not tell."""
+    turns: IntArray
+    """Of each, how many turns of its conversation went before."""
+    num_malformed: int = 0
+    """Lines skipped, which only lenient reading does."""
+    num_empty: int = 0
+    """Requests left out because they have no prompt or no answer, as failed ones have."""
+    notes: tuple[str, ...] = ()
+    """What whoever uses the trace should be told, in words."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.num_prompt_tokens)
+
+    def lengths(self) -> EmpiricalLengths:
+        """Its pairs of lengths, to be drawn in any number, without times and without what they share."""
+        return EmpiricalLengths(self.num_prompt_tokens, self.num_output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TracePrompts:
+    """A stretch of a trace, in its order: `pdserve.planner.conversations.Contents`.
+
+    Seed 0 begins at the trace's start, others anywhere; with `pdserve.planner.arrivals.Recorded`, at the same row.
+    """
+
+    trace: Trace
+    mean_think_s: float = 0.0
+    """Before follow-up turns, exponentially distributed."""
+
+    def draw(self, num_requests: int, seed: int) -> list[SimulatedRequest]:
+        """Raises:
+        ValueError: the trace has fewer requests.
+        """
+        trace = self.trace
+        first = first_row(trace.num_requests, num_requests, seed)
+        first -= int(trace.turns[first])
+        rows = slice(first, first + num_requests)
+        (begins,) = np.nonzero(trace.turns[rows] == 0)
+        think_s = np.random.default_rng((_STREAM, seed)).exponential(self.mean_think_s, num_requests)
+        columns = Columns(begins, trace.num_prompt_tokens[rows], trace.num_output_tokens[rows], think_s)
+        return link_turns(columns, trace.segments[rows])
+
+
+class TraceRow(NamedTuple):
+    """One request as a reader found it."""
+
+    arrived_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    segments: tuple[Segment, ...] = ()
+    turn: int = 0
+
+
+class TraceBuilder:
+    """Collects rows and counts what is left out."""
+
+    def __init__(self, path: Path, *, lenient: bool) -> None:
+        self._path = path
+        self._lenient = lenient
+        self._arrived_s = array("d")
+        self._num_prompt_tokens = array("q")
+        self._num_output_tokens = array("q")
+        self._turns = array("q")
+        self._segments: list[tuple[Segment, ...]] = []
+        self._num_malformed = 0
+        self._num_empty = 0
+        self._first_malformed = ""
+
+    def add(self, row: TraceRow) -> None:
+        """Take a request in, unless its prompt or answer is empty."""
+        if not row.num_prompt_tokens or not row.num_output_tokens:
+            self._num_empty += 1
+            return
+        self._arrived_s.append(row.arrived_s)
+        self._num_prompt_tokens.append(row.num_prompt_tokens)
+        self._num_output_tokens.append(row.num_output_tokens)
+        self._turns.append(row.turn)
+        if row.segments or self._segments:
+            # Those before it had none.
+            self._segments.extend([()] * (len(self._turns) - 1 - len(self._segments)))
+            self._segments.append(row.segments)
+
+    def skip_empty(self) -> None:
+        """Count a request without a prompt or an answer."""
+        self._num_empty += 1
+
+    def refuse(self, line: int, problem: object) -> None:
+        """Line ``line`` cannot be read.
+
+        Raises:
+            ValueError: reading is not lenient.
+        """
+        message = f"{self._path}:{line}: {problem}"
+        if not self._lenient:
+            raise ValueError(f"{message}: correct the line, or read leniently to skip such lines")
+        self._num_malformed += 1
+        self._first_malformed = self._first_malformed or message
+
+    def build(self, *, has_times: bool = True, notes: tuple[str, ...] = ()) -> Trace:
+        """Raises:
+        ValueError: there is no request in the file.
+        """
+        if not self._turns:
+            raise ValueError(
+                f"{self._path} has no request that can be used ({self._num_malformed} malformed, "
+                f"{self._num_empty} without a prompt or an answer)"
+            )
+        arrived_s = np.array(self._arrived_s)
+        order = np.argsort(arrived_s, kind="stable") if has_times else np.arange(len(arrived_s))
+        segments = self._segments
+        if segments and has_times:
+            segments = [segments[row] for row in order.tolist()]
+        return Trace(
+            name=self._path.stem,
+            arrived_s=arrived_s[order] - arrived_s[order[0]] if has_times else None,
+            num_prompt_tokens=np.array(self._num_prompt_tokens)[order],
+            num_output_tokens=np.array(self._num_output_tokens)[order],
+            segments=segments,
+            turns=np.array(self._turns)[order],
+            num_malformed=self._num_malformed,
+            num_empty=self._num_empty,
+            notes=(*self._counts(), *notes),
+        )
+
+    def _counts(self) -> tuple[str, ...]:
+        counts = []
+        if self._num_malformed:
+            counts.append(f"{self._num_malformed} malformed skipped, the first is {self._first_malformed}")
+        if self._num_empty:
+            counts.append(f"{self._num_empty} without a prompt or an answer left out")
+        return tuple(counts)

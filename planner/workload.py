@@ -1,0 +1,194 @@
+"""Workloads: what is asked, and when. Drawn once for a seed, and then put at any rate.
+
+What the search, the CLI and the benchmarks simulate. Layouts and rates are compared on the same draw (common random
+numbers): they see the same lengths, in the same order, at the same pattern of arrivals. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner.arrivals import POISSON, Arrivals, Recorded
+from pdserve.planner.conversations import Contents
+from pdserve.planner.requests import Segment, SimulatedRequest
+from pdserve.planner.simulation import FloatArray
+from pdserve.planner.trace import Trace, TracePrompts
+from pdserve.planner.workload_statistics import WorkloadStatistics, measure
+
+
+class Clamped(NamedTuple):
+    """What did not fit into the model's length."""
+
+    num_prompts: int = 0
+    """Shortened to leave room for one token."""
+    num_answers: int = 0
+    """Shortened to end with the model's length."""
+    num_turns: int = 0
+    """Left out: what was said before them fills the model's length."""
+
+    def __str__(self) -> str:
+        """Such as ``3 prompts shortened, 1 turn left out``; empty if all fitted."""
+        parts = (
+            (self.num_prompts, "prompt", "shortened"),
+            (self.num_answers, "answer", "shortened"),
+            (self.num_turns, "turn", "left out"),
+        )
+        return ", ".join(f"{count} {what}{'s' * (count > 1)} {done}" for count, what, done in parts if count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSample:
+    """One draw of a workload."""
+
+    conversations: list[SimulatedRequest]
+    """First turns, each with its follow-ups."""
+    unit_times: FloatArray
+    """When they begin, were it one a second."""
+    arrivals: Arrivals
+    clamped: Clamped
+    """Tell it to whoever asked for the workload."""
+
+    @property
+    def num_requests(self) -> int:
+        """Every turn counted."""
+        return sum(1 for _ in self._turns())
+
+    def at_rate(self, requests_per_s: float) -> list[SimulatedRequest]:
+        """The requests to simulate, in order of arrival.
+
+        Args:
+            requests_per_s: every turn counted, so that conversations begin less often than that. Think times stay.
+
+        Raises:
+            ValueError: no such rate.
+        """
+        if not 0 < requests_per_s < np.inf:
+            raise ValueError(f"a rate of {requests_per_s} requests/s is not possible: use a number above 0")
+        conversations_per_s = requests_per_s * len(self.conversations) / self.num_requests
+        arrived_s = self.arrivals.at_rate(self.unit_times, conversations_per_s).tolist()
+        return [
+            SimulatedRequest(at_s, it.num_prompt_tokens, it.num_output_tokens, it.segments, it.follow_up)
+            for at_s, it in zip(arrived_s, self.conversations, strict=True)
+        ]
+
+    def statistics(self) -> WorkloadStatistics:
+        """Of what was drawn."""
+        return measure(self.conversations, self.arrivals.at_rate(self.unit_times, 1.0))
+
+    def _turns(self) -> Iterator[SimulatedRequest]:
+        for conversation in self.conversations:
+            turn: SimulatedRequest | None = conversation
+            while turn is not None:
+                yield turn
+                turn = turn.follow_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A kind of traffic."""
+
+    name: str
+    contents: Contents
+    arrivals: Arrivals = POISSON
+    slo: SloConfig | None = None
+    """The usual one, where there is a usual one."""
+    source: str = ""
+    """Where its figures are from, in a sentence."""
+
+    @property
+    def recorded_requests_per_s(self) -> float | None:
+        """The rate at which arrivals are as a trace recorded them; None if they are no trace's."""
+        return self.arrivals.requests_per_s if isinstance(self.arrivals, Recorded) else None
+
+    def draw(self, num_requests: int, seed: int = 0, *, max_model_len: int = 0) -> WorkloadSample:
+        """The same arguments give the same sample, to the bit.
+
+        Args:
+            num_requests: every turn counted. The last conversation is cut short to make them as many.
+            max_model_len: prompts and answers that do not fit are shortened, and counted; 0 for no limit.
+
+        Raises:
+            ValueError: no such number, or more than a trace has.
+        """
+        if num_requests < 1:
+            raise ValueError(f"{num_requests} requests are no workload: ask for one at least")
+        if max_model_len < 0 or max_model_len == 1:
+            raise ValueError(f"max_model_len {max_model_len} leaves no room for a prompt and an answer")
+        conversations = self.contents.draw(num_requests, seed)
+        clamped = Clamped()
+        if max_model_len:
+            conversations, clamped = _clamp(conversations, max_model_len)
+        return WorkloadSample(
+            conversations=conversations,
+            unit_times=self.arrivals.unit_times(len(conversations), seed),
+            arrivals=self.arrivals,
+            clamped=clamped,
+        )
+
+
+def trace_workload(
+    trace: Trace, *, arrivals: Arrivals | None = None, mean_think_s: float = 0.0, slo: SloConfig | None = None
+) -> Workload:
+    """A trace's requests in their order, at its own times or those of another arrival process.
+
+    Args:
+        arrivals: by default the trace's own, or a Poisson process if it has no times.
+        mean_think_s: before follow-up turns, which no trace tells.
+    """
+    if arrivals is None:
+        arrivals = POISSON if trace.arrived_s is None else Recorded(trace.arrived_s)
+    return Workload(name=trace.name, contents=TracePrompts(trace, mean_think_s), arrivals=arrivals, slo=slo)
+
+
+def _clamp(conversations: list[SimulatedRequest], max_model_len: int) -> tuple[list[SimulatedRequest], Clamped]:
+    fitted, clamped = [], Clamped()
+    for conversation in conversations:
+        turns = _turns_of(conversation)
+        longest = turns[-1]
+        if longest.num_prompt_tokens + longest.num_output_tokens > max_model_len:
+            conversation, its = _clamp_conversation(turns, max_model_len)
+            clamped = Clamped(*(sum(counts) for counts in zip(clamped, its, strict=True)))
+        fitted.append(conversation)
+    return fitted, clamped
+
+
+def _clamp_conversation(turns: list[SimulatedRequest], max_model_len: int) -> tuple[SimulatedRequest, Clamped]:
+    """The turns that fit, the last one shortened if need be: lengths only rise from turn to turn."""
+    kept = [turn for turn in turns[1:] if turn.num_prompt_tokens < max_model_len]
+    kept.insert(0, turns[0])
+    num_left_out = len(turns) - len(kept)
+    last = kept.pop()
+    num_prompt_tokens = min(last.num_prompt_tokens, max_model_len - 1)
+    num_output_tokens = min(last.num_output_tokens, max_model_len - num_prompt_tokens)
+    segments = _cut(last.segments, num_prompt_tokens)
+    turn = SimulatedRequest(last.arrived_s, num_prompt_tokens, num_output_tokens, segments)
+    for before in reversed(kept):
+        turn = SimulatedRequest(
+            before.arrived_s, before.num_prompt_tokens, before.num_output_tokens, before.segments, turn
+        )
+    return turn, Clamped(
+        int(num_prompt_tokens < last.num_prompt_tokens), int(num_output_tokens < last.num_output_tokens), num_left_out
+    )
+
+
+def _turns_of(conversation: SimulatedRequest) -> list[SimulatedRequest]:
+    turns = [conversation]
+    while turns[-1].follow_up is not None:
+        turns.append(turns[-1].follow_up)
+    return turns
+
+
+def _cut(segments: tuple[Segment, ...], num_tokens: int) -> tuple[Segment, ...]:
+    """The first ``num_tokens`` of them. A follow-up's, which are its message alone, are never longer."""
+    kept = []
+    for segment in segments:
+        if num_tokens <= 0:
+            break
+        kept.append(segment._replace(num_tokens=min(segment.num_tokens, num_tokens)))
+        num_tokens -= segment.num_tokens
+    return tuple(kept)

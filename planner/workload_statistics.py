@@ -1,0 +1,102 @@
+"""What a workload is like: lengths, what a cache could save, how bursty arrivals are.
+
+What closed-form bounds of the search and reports are computed from. Made by `pdserve.planner.workload`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdserve.planner.requests import Segment, SimulatedRequest
+from pdserve.planner.simulation import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadStatistics:
+    """Of N requests; arrays have one entry for each, turn after turn of one conversation after the other."""
+
+    num_prompt_tokens: IntArray
+    num_output_tokens: IntArray
+    num_cacheable_tokens: IntArray
+    """Of the prompt: what a cache that never forgets holds of it, when conversations come in their order."""
+    num_conversations: int
+    arrival_variation: float
+    """Standard deviation over mean of the gaps between conversations, at one a second; NaN for fewer than 3."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.num_prompt_tokens)
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        return float(self.num_prompt_tokens.mean())
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return float(self.num_output_tokens.mean())
+
+    @property
+    def mean_computed_tokens(self) -> float:
+        """Of a prompt, with a cache that never forgets."""
+        return float((self.num_prompt_tokens - self.num_cacheable_tokens).mean())
+
+    @property
+    def cacheable_share(self) -> float:
+        """Of all prompt tokens."""
+        return float(self.num_cacheable_tokens.sum() / self.num_prompt_tokens.sum())
+
+    def prompt_percentile(self, percent: float) -> float:
+        return float(np.percentile(self.num_prompt_tokens, percent))
+
+    def output_percentile(self, percent: float) -> float:
+        return float(np.percentile(self.num_output_tokens, percent))
+
+
+def measure(conversations: list[SimulatedRequest], arrived_s: FloatArray) -> WorkloadStatistics:
+    """Statistics of conversations that begin at ``arrived_s``."""
+    prompts: list[int] = []
+    outputs: list[int] = []
+    cacheable: list[int] = []
+    seen = _PromptTree()
+    for conversation in conversations:
+        turn: SimulatedRequest | None = conversation
+        num_cacheable = seen.add(conversation.segments)
+        while turn is not None:
+            prompts.append(turn.num_prompt_tokens)
+            outputs.append(turn.num_output_tokens)
+            cacheable.append(num_cacheable)
+            num_cacheable = turn.num_prompt_tokens + turn.num_output_tokens
+            turn = turn.follow_up
+    gaps_s = np.diff(arrived_s)
+    return WorkloadStatistics(
+        num_prompt_tokens=np.array(prompts),
+        num_output_tokens=np.array(outputs),
+        num_cacheable_tokens=np.array(cacheable),
+        num_conversations=len(conversations),
+        arrival_variation=float(gaps_s.std() / gaps_s.mean()) if len(gaps_s) > 1 else np.nan,
+    )
+
+
+class _PromptTree:
+    """The beginnings of the prompts seen. A node is a number, and stands for the segments that lead to it."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, Segment], int] = {}
+        self._longest: dict[tuple[int, int], int] = {}
+        """Tokens seen of a content after a node."""
+
+    def add(self, segments: tuple[Segment, ...]) -> int:
+        """Take in a prompt; how many of its tokens had been seen."""
+        num_seen, is_known, node = 0, True, 0
+        for segment in segments:
+            place = node, segment.content
+            known = self._longest.get(place, 0)
+            if is_known:
+                num_seen += min(known, segment.num_tokens)
+                is_known = known >= segment.num_tokens
+            if known < segment.num_tokens:
+                self._longest[place] = segment.num_tokens
+            node = self._nodes.setdefault((node, segment), len(self._nodes) + 1)
+        return num_seen

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.planner.arrivals import POISSON, Arrivals, Diurnal, RandomGaps, Recorded, first_row
+
+PROCESSES = [POISSON, RandomGaps(0), RandomGaps(3), Diurnal(peak_to_mean=1.8, period_s=100)]
+
+
+@settings(max_examples=40)
+@given(
+    process=st.sampled_from(PROCESSES),
+    num_arrivals=st.integers(1, 200),
+    seed=st.integers(0, 2**32),
+    rate=st.floats(1e-2, 1e3),
+)
+def test_arrivals_are_as_many_as_asked_and_in_order(
+    process: Arrivals, num_arrivals: int, seed: int, rate: float
+) -> None:
+    unit_times = process.unit_times(num_arrivals, seed)
+    np.testing.assert_array_equal(unit_times, process.unit_times(num_arrivals, seed))
+    arrived_s = process.at_rate(unit_times, rate)
+    assert len(arrived_s) == num_arrivals
+    assert arrived_s[0] >= 0
+    assert (np.diff(arrived_s) >= 0).all()
+
+
+@pytest.mark.parametrize("variation", [0.0, 0.5, 1.0, 4.0])
+def test_gaps_have_the_mean_and_the_variation_asked_for(variation: float) -> None:
+    gaps = np.diff(RandomGaps(variation).unit_times(200_000, seed=1))
+    assert gaps.mean() == pytest.approx(1, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.03, abs=1e-12)
+
+
+def test_twice_the_rate_is_the_same_pattern_in_half_the_time() -> None:
+    for process in (POISSON, RandomGaps(2), Recorded(np.array([5.0, 6, 6, 9]))):
+        unit_times = process.unit_times(4, seed=0)
+        np.testing.assert_array_equal(process.at_rate(unit_times, 4.0) * 2, process.at_rate(unit_times, 2.0))
+
+
+def test_seeds_differ() -> None:
+    assert POISSON.unit_times(1, 0) != POISSON.unit_times(1, 1)
+
+
+def test_a_day_has_its_peak_in_its_second_quarter_and_its_mean_is_the_rate() -> None:
+    diurnal = Diurnal(peak_to_mean=1.5, period_s=1000.0)
+    arrived_s = diurnal.at_rate(diurnal.unit_times(200_000, seed=2), 50.0)
+    whole_days = arrived_s[arrived_s < 4000]
+    assert len(whole_days) == pytest.approx(200_000, rel=0.02)
+    counts, _ = np.histogram(whole_days % 1000, bins=20)
+    rates = counts / 4 / 50 / 50  # days, seconds of a bin, mean rate
+    assert rates.max() == pytest.approx(1.5, rel=0.05)
+    assert rates.argmax() in (4, 5)
+    assert rates.min() == pytest.approx(0.5, rel=0.1)
+    assert rates.argmin() in (14, 15)
+
+
+def test_a_day_without_a_swing_is_steady() -> None:
+    unit_times = POISSON.unit_times(100, 0)
+    np.testing.assert_allclose(Diurnal(peak_to_mean=1).at_rate(unit_times, 3.0), unit_times / 3, rtol=1e-12)
+
+
+def test_the_warp_keeps_the_expected_number_of_arrivals() -> None:
+    diurnal = Diurnal(peak_to_mean=2, period_s=60.0)
+    steady_s = np.linspace(0, 600, 1001)
+    warped_s = diurnal.at_rate(steady_s, 1.0)
+    expected = warped_s + 60 / (2 * np.pi) * (1 - np.cos(2 * np.pi * warped_s / 60))
+    np.testing.assert_allclose(expected, steady_s, atol=1e-9)
+
+
+def test_a_recording_at_its_own_rate_is_as_recorded() -> None:
+    recorded = Recorded(np.array([10.0, 11.0, 13.0, 20.0]))
+    assert recorded.requests_per_s == pytest.approx(0.3)
+    arrived_s = recorded.at_rate(recorded.unit_times(4, seed=0), recorded.requests_per_s)
+    np.testing.assert_allclose(arrived_s, [0, 1, 3, 10])
+
+
+def test_other_seeds_replay_other_stretches() -> None:
+    recorded = Recorded(np.cumsum(np.arange(100.0)))
+    starts = {float(recorded.unit_times(5, seed)[1]) for seed in range(10)}
+    assert len(starts) > 5
+    assert first_row(100, 5, seed=0) == 0
+    assert {first_row(5, 5, seed) for seed in range(10)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RandomGaps(-1), "coefficient of variation of -1"),
+        (lambda: RandomGaps(float("nan")), "coefficient of variation of nan"),
+        (lambda: Diurnal(peak_to_mean=2.5), "peak_to_mean is 2.5"),
+        (lambda: Diurnal(peak_to_mean=1.5, period_s=0), "period of 0"),
+        (lambda: Recorded(np.array([1.0])), "no times to replay"),
+        (lambda: Recorded(np.array([1.0, 1.0])), "no times to replay"),
+        (lambda: first_row(3, 4, 0), "4 are asked of a trace of 3"),
+    ],
+)
+def test_what_is_not_possible_is_refused(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()
