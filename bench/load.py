@@ -87,10 +87,15 @@ class Measurement:
 
 
 class PromptWriter:
-    """Token ids for prompts: equal where the workload says that contents are equal, random everywhere else."""
+    """Token ids for prompts: equal where the workload says that contents are equal, random everywhere else.
 
-    def __init__(self, vocab_size: int) -> None:
+    Args:
+        seed: prompts of two seeds share nothing, so that none is found in a prefix cache that saw the other.
+    """
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
+        self._seed = seed
         self._num_private = 0
 
     def tokens(self, request: SimulatedRequest, before: Sequence[int] = ()) -> list[int]:
@@ -106,7 +111,7 @@ class PromptWriter:
             segments = (Segment(_FIRST_PRIVATE_CONTENT + self._num_private, num_tokens),)
         tokens = list(before)
         for segment in segments:
-            random = np.random.default_rng(segment.content)
+            random = np.random.default_rng((self._seed, segment.content))
             tokens += random.integers(0, self._vocab_size, segment.num_tokens).tolist()
         return tokens
 
@@ -161,7 +166,8 @@ class _Load:
     ) -> None:
         self._client = StreamClient(url)
         self._requests = requests
-        self._writer = PromptWriter(vocab_size)
+        # A server's prefix cache outlives a measurement.
+        self._writer = PromptWriter(vocab_size, seed=time.time_ns())
         self._time_scale = time_scale
         self._timeout_s = timeout_s
         self._progress = progress

@@ -121,7 +121,7 @@ def test_the_next_turn_continues_what_was_answered() -> None:
 
 
 def test_prompts_are_equal_where_their_contents_are() -> None:
-    writer = PromptWriter(50000)
+    writer = PromptWriter(50000, seed=1)
     system, longer = Segment(7, 20), Segment(7, 30)
     first = writer.tokens(SimulatedRequest(0.0, 25, 1, (system, Segment(8, 5))))
     second = writer.tokens(SimulatedRequest(0.0, 30, 1, (longer,)))
@@ -129,6 +129,7 @@ def test_prompts_are_equal_where_their_contents_are() -> None:
     assert first[20:] != second[20:25]
     private = [writer.tokens(SimulatedRequest(0.0, 16, 1)) for _ in range(2)]
     assert private[0] != private[1]
+    assert PromptWriter(50000, seed=2).tokens(SimulatedRequest(0.0, 30, 1, (longer,)))[:20] != first[:20]
     assert all(0 <= token < 50000 for prompt in (first, second, *private) for token in prompt)
 
 
