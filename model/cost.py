@@ -311,7 +311,7 @@ class _Links:
         return sum(num_hops * (latency_s + num_bytes / bandwidth) for num_hops, latency_s, bandwidth in self._hops)
 
 
-_MAX_REMEMBERED = 8192
+_MAX_REMEMBERED = 32768
 
 
 class _Memo(dict[int, float]):

@@ -12,25 +12,8 @@ from pdserve.model.config import parse_config
 from pdserve.model.cost import CostModel, OnlineCorrection, num_experts_touched
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
+from tests.model.planned_configs import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
 
-LLAMA_2_7B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
-LLAMA_3_8B = {**LLAMA_2_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
-LLAMA_3_70B = {
-    **LLAMA_3_8B,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
 H100 = hardware("h100-sxm")
 
 
@@ -39,22 +22,13 @@ def cost_model(config: dict[str, object], tensor_parallel: int = 1, pipeline_par
     return CostModel(shape, H100, "bfloat16", tensor_parallel, pipeline_parallel=pipeline_parallel)
 
 
-@pytest.mark.parametrize(
-    ("config", "num_parameters", "kv_bytes_per_token"),
-    [
-        # Layers 32 * (4 * 4096^2 + 3 * 4096 * 11008), tables 2 * 32000 * 4096, norms 65 * 4096.
-        (LLAMA_2_7B, 6_738_415_616, 2 * 32 * 32 * 128 * 2),
-        # Layers 32 * (2 * 4096^2 + 2 * 4096 * 1024 + 3 * 4096 * 14336), tables 2 * 128256 * 4096, norms 65 * 4096.
-        (LLAMA_3_8B, 8_030_261_248, 2 * 32 * 8 * 128 * 2),
-        # Layers 80 * (2 * 8192^2 + 2 * 8192 * 1024 + 3 * 8192 * 28672), tables 2 * 128256 * 8192, norms 161 * 8192.
-        (LLAMA_3_70B, 70_553_706_496, 2 * 80 * 8 * 128 * 2),
-    ],
-)
-def test_bytes_of_known_models(config: dict[str, object], num_parameters: int, kv_bytes_per_token: int) -> None:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bytes_of_known_models(name: str) -> None:
+    config, num_parameters, kv_bytes_per_token = PUBLISHED[name]
     model = cost_model(config)
     assert model.weight_bytes == 2 * num_parameters
     assert model.kv_bytes_per_token == kv_bytes_per_token
-    assert cost_model(config, 8).weight_bytes == 2 * num_parameters
+    assert cost_model(config, 4).weight_bytes == 2 * num_parameters
 
 
 def test_int8_kv_is_smaller_and_read_faster() -> None:
@@ -89,7 +63,8 @@ def test_tied_embeddings_are_counted_once() -> None:
 
 
 def test_a_checkpoints_configuration_gives_the_same_shape() -> None:
-    assert parse_config(LLAMA_3_8B, {}).shape == ModelShape.from_hf_config(LLAMA_3_8B)
+    config = {**LLAMA_3_8B, "max_position_embeddings": 8192}
+    assert parse_config(config, {}).shape == ModelShape.from_hf_config(LLAMA_3_8B)
 
 
 def test_decode_of_one_sequence_is_the_reading_of_the_weights() -> None:
@@ -217,16 +192,6 @@ def test_tensor_parallelism_divides_the_work_and_adds_the_all_reduces() -> None:
 def test_ranks_of_several_hosts_reduce_over_the_network() -> None:
     sixteen = cost_model(LLAMA_3_70B, 16).parts([(2048, 0)])
     assert sixteen.all_reduce_s == pytest.approx(80 * 2 * 30 * (6e-6 + 2048 * 8192 * 2 / 16 / (0.75 * 50e9)))
-
-
-MIXTRAL_8X7B = {
-    **LLAMA_2_7B,
-    "architectures": ["MixtralForCausalLM"],
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
 
 
 def test_one_token_reads_the_experts_it_is_routed_to() -> None:
