@@ -21,7 +21,7 @@ def test_help_is_quick_and_loads_no_engine() -> None:
     assert run.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "chat", "status"])
+@pytest.mark.parametrize("command", ["up", "chat", "status", "profile"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     run = pdserve(command, "--help")
     assert run.returncode == 0
