@@ -1,4 +1,4 @@
-"""The command line: ``pdserve up``, ``chat``, ``status``, ``profile``.
+"""The command line: ``pdserve up``, ``chat``, ``status``, ``profile``, ``bench``.
 
 Reads arguments and turns every error into one line with the remedy; the work is done by modules that a command imports
 when it runs, so that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from pdserve.contracts.deployment import DeploymentConfig
+from pdserve.deploy import bench_commands
 
 app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
@@ -23,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_commands.app, name="bench")
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """click's class for bad usage: of the package, or of the copy inside newer versions of typer."""
