@@ -32,5 +32,6 @@ class Agenda:
             call()
 
     def stop(self) -> None:
-        """Forget all that is still to come."""
+        """Forget all that is still to come, also what the call in progress goes on to enter."""
         self._entries.clear()
+        self._entries = []  # `run` looks at the list that is empty now

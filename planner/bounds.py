@@ -1,12 +1,49 @@
-"""What can be said of a layout without simulating it.
+"""What can be said of a layout without simulating it: whether it fits, what it cannot exceed, what it may reach.
 
 Used by `pdserve.planner.search` to leave out layouts that cannot win, and to rank the others before they are simulated.
+Asks the cost model only. All figures are of a steady state with a demand's mean lengths (`pdserve.planner.demand`).
+
+- Memory: the weights, and the KV of one sequence of ``max_model_len`` beside them.
+- Reach: of the prompts, those whose TTFT is within the objective on an idle cluster; of the answers, those whose steps
+  are when they decode alone. Too few of either, and no rate meets the SLO.
+- Prefill: a worker computes no more than prompts that fill each step's token budget to the last token.
+- Decode and mixed workers: steps of ``b`` decode rows and ``n`` prompt tokens take ``s(n, b)``, so that a worker
+  decodes ``b / (s g)`` requests of ``g`` gaps a second, and prefills ``n / (s L)`` prompts of ``L`` tokens. ``b`` is
+  limited by the batch and by KV (Little's law), ``n + b`` by the token budget, ``s`` by the objective for TPOT. Decode
+  workers do prefill where the router finds that of use, so that the same holds for both. As ``s`` is convex, but for
+  the growth of efficiency with size, steps that vary around their means do no better than steps that are all alike.
+- Link: what is prefilled elsewhere must cross it, one pull at a time for each worker.
+
+The rate cannot exceed ``min(decoded, prefilled)`` at the best ``(n, b)``. Sources: Little, "A proof for the queuing
+formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and Kingman's exponential tail of it (1961).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import Enum
+from math import ceil, inf
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.model.cost import CostModel
+from pdserve.planner.demand import Demand
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.simulation import FloatArray, IntArray
+from pdserve.planner.simulator import Overheads
+
+_MAX_SAMPLE = 300
+"""Requests of the demand whose times are worked out one by one."""
+_NUM_PACKED_STEPS = 12
+"""Full steps from which a prefill worker's highest rate is taken."""
+_GROWTH = 1.25
+"""From one number of rows or tokens to the next, among those that are tried."""
+_STEADY_SHARE = 0.9
+"""Of a limit on the mean, what is planned for in an estimate: steps and arrivals vary."""
 
 
 class Resource(Enum):
@@ -21,7 +58,7 @@ class Resource(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What can be said of a layout without simulating it: see `pdserve.planner.bounds`."""
+    """Of one layout."""
 
     rate: float
     """No rate above it can be served within the SLO."""
@@ -31,3 +68,285 @@ class Bounds:
     """What sets the bound."""
     is_slo_within_reach: bool = True
     """False: not even an idle cluster would meet the SLO for enough requests."""
+
+
+class _Mix(NamedTuple):
+    """Kinds of steps that a worker may run all the time, and what comes of each; arrays of one entry per kind."""
+
+    step_s: FloatArray
+    decoded_per_s: FloatArray
+    """Requests that a worker decodes."""
+    prefilled_per_s: FloatArray
+    """Prompts that it computes beside them."""
+    batch_size: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerFigures:
+    """Of one worker of a pool."""
+
+    cost: CostModel
+    num_kv_blocks: int
+    max_concurrency: int
+    """Sequences of the demand's mean length whose KV fits, as far as the batch limit lets them decode together."""
+    is_kv_limited: bool
+    """The KV limits them, not the batch."""
+    idle_ttft_s: FloatArray
+    """Of a sample of prompts, on an idle worker."""
+    prefilled_per_s: float
+    """Prompts, if it does nothing else and every step is full."""
+    mix: _Mix
+    tpot_reach: float
+    """Share of answers whose TPOT is within the objective when they decode alone."""
+
+
+def mean_wait_s(rate: float, service_s: FloatArray) -> float:
+    """Mean time in the queue of one server with Poisson arrivals, which takes its customers in order (Pollaczek and
+    Khinchine); infinite where it cannot keep up.
+
+    Args:
+        rate: arrivals per second.
+        service_s: a sample of service times. Of one value: M/D/1.
+    """
+    utilisation = rate * float(service_s.mean())
+    if utilisation >= 1:
+        return inf
+    return rate * float((service_s**2).mean()) / (2 * (1 - utilisation))
+
+
+def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
+    """Whether a worker holds the weights and, in each of its lanes, the KV of one sequence of ``max_model_len``."""
+    num_blocks = pool.num_kv_blocks or cost.max_kv_blocks(model.block_size)
+    return num_blocks // pool.pipeline_parallel >= ceil((model.max_model_len + 1) / model.block_size)
+
+
+class BoundBook:
+    """Bounds of a model's layouts under one demand; what is the same of several layouts is worked out once."""
+
+    def __init__(self, model: PlannedModel, demand: Demand, slo: SloConfig, overheads: Overheads | None = None) -> None:
+        self._model = model
+        self._demand = demand
+        self._slo = slo
+        self._overheads = overheads or Overheads()
+        self._figures: dict[tuple[object, ...], WorkerFigures] = {}
+
+    def figures(self, pool: Pool) -> WorkerFigures:
+        """Of a worker of ``pool``.
+
+        Raises:
+            ValueError: the model does not divide so.
+        """
+        key = (
+            pool.role,
+            pool.hardware.name,
+            pool.tensor_parallel,
+            pool.pipeline_parallel,
+            pool.max_batch_tokens,
+            pool.max_batch_size,
+            pool.num_kv_blocks,
+        )
+        if key not in self._figures:
+            self._figures[key] = self._work_out(pool)
+        return self._figures[key]
+
+    def bounds(self, layout: Layout) -> Bounds:
+        """Of a layout whose workers all fit (`fits`)."""
+        slo = self._slo
+        decode_pool = layout.decode or layout.mixed
+        assert decode_pool is not None
+        decode = self.figures(decode_pool)
+        mix, replicas = decode.mix, decode_pool.replicas
+        prefilled_per_s, idle_ttft_s, is_link_limited = 0.0, decode.idle_ttft_s, False
+        if layout.prefill is not None:
+            prefill = self.figures(layout.prefill)
+            prefilled_per_s = layout.prefill.replicas * prefill.prefilled_per_s
+            idle_ttft_s = np.minimum(prefill.idle_ttft_s, decode.idle_ttft_s)
+            num_wires = min(pool.replicas * pool.pipeline_parallel for pool in (layout.prefill, decode_pool))
+            linked_per_s = num_wires / self._transfer_s(layout, decode)
+            is_link_limited = linked_per_s < prefilled_per_s
+            prefilled_per_s = min(prefilled_per_s, linked_per_s)
+        decoded, prefilled = replicas * mix.decoded_per_s, prefilled_per_s + replicas * mix.prefilled_per_s
+        rates = np.minimum(decoded, prefilled)
+        is_within = mix.step_s <= slo.tpot_seconds
+        rate, allowed = float(rates.max()), np.ones_like(rates)
+        ttft_reach = float((idle_ttft_s <= slo.ttft_seconds).mean())
+        if is_within.any():
+            # Whoever misses the objective may have been decoded in steps of any length.
+            allowed = is_within.astype(np.float64)
+            rate = min(rate, float((rates * allowed).max()) / slo.attainment)
+        served_share = self._demand.served_share
+        reaches = is_within.any() and min(ttft_reach, decode.tpot_reach) * served_share >= slo.attainment
+        return Bounds(
+            rate=rate / served_share if reaches else 0.0,
+            estimate=self._estimate(layout, decode_pool) / served_share if reaches else 0.0,
+            resource=_resource(decode, decoded * allowed, prefilled * allowed, is_link_limited=is_link_limited),
+            is_slo_within_reach=bool(reaches),
+        )
+
+    def _estimate(self, layout: Layout, decode_pool: Pool) -> float:
+        """Goodput, with room for what varies: queues of prompts, and more sequences at times than on average."""
+        slo, mix = self._slo, self.figures(decode_pool).mix
+        prefilled = decode_pool.replicas * mix.prefilled_per_s
+        tpot_s = mix.step_s / _STEADY_SHARE
+        if layout.prefill is not None:
+            prefilled = self._queued_rate(layout.prefill) + prefilled * self._local_share(decode_pool)
+        else:
+            tpot_s = tpot_s + self._stalls_s(decode_pool)
+        decoded = np.where(tpot_s <= slo.tpot_seconds, decode_pool.replicas * mix.decoded_per_s, 0.0)
+        return max(_STEADY_SHARE * float(np.minimum(decoded, prefilled).max()), 1e-3)
+
+    def _stalls_s(self, pool: Pool) -> FloatArray:
+        """By kind of step: how much longer than the mean the TPOT is that is to be met, of answers beside which more
+        prompts arrive than on average. Their number has Poisson's variance, and each stalls an answer for a step."""
+        mix, demand = self.figures(pool).mix, self._demand
+        chunk = min(round(demand.mean_new_tokens), pool.max_batch_tokens)
+        stall_s = self.figures(pool).cost.prefill_s(chunk, 0)
+        per_s = np.minimum(mix.decoded_per_s, mix.prefilled_per_s) * ceil(demand.mean_new_tokens / chunk)
+        num_gaps = max(demand.mean_gaps, 1.0)
+        num_stalls = num_gaps * mix.step_s * per_s
+        longer_s: FloatArray = NormalDist().inv_cdf(self._slo.attainment) * np.sqrt(num_stalls) * stall_s / num_gaps
+        return longer_s
+
+    def _queued_rate(self, pool: Pool) -> float:
+        """Highest rate at which enough prompts, with their time in the queue, meet the objective for TTFT."""
+        figures, slo = self.figures(pool), self._slo
+        capacity = pool.replicas * figures.prefilled_per_s
+        service_s = figures.idle_ttft_s
+        mean_s = float(service_s.mean())
+        low, high = 0.0, 1.0
+        for _ in range(16):
+            utilisation = (low + high) / 2
+            wait_s = mean_wait_s(utilisation / mean_s, service_s)
+            # One prompt in ``utilisation`` waits; with several workers to go to, so many times shorter.
+            tail_s = wait_s / utilisation / pool.replicas
+            spare_s = slo.ttft_seconds - service_s
+            late = np.where(spare_s < 0, 1.0, utilisation * np.exp(-np.maximum(spare_s, 0.0) / tail_s))
+            if 1 - float(late.mean()) >= slo.attainment:
+                low = utilisation
+            else:
+                high = utilisation
+        return low * capacity
+
+    def _local_share(self, pool: Pool) -> float:
+        """Of the prompts' tokens, those in prompts that a decode worker may compute without harm to its steps."""
+        is_short = self.figures(pool).idle_ttft_s <= self._slo.tpot_seconds
+        tokens = self._sample(self._demand.num_new_tokens)
+        return float(tokens[is_short].sum() / tokens.sum())
+
+    def _transfer_s(self, layout: Layout, decode: WorkerFigures) -> float:
+        seconds = decode.cost.transfer_s(round(self._demand.mean_prompt_tokens), same_host=layout.same_host)
+        return max(seconds, 1e-9)
+
+    # One worker
+
+    def _work_out(self, pool: Pool) -> WorkerFigures:
+        cost, demand, num_lanes = pool.cost(self._model), self._demand, pool.pipeline_parallel
+        num_blocks = pool.num_kv_blocks or cost.max_kv_blocks(self._model.block_size)
+        lane_tokens = num_blocks // num_lanes * self._model.block_size
+        num_held = int(lane_tokens // max(demand.mean_decode_context, 1.0))
+        max_batch = max(1, min(pool.max_batch_size, num_held))
+        overheads = self._overheads
+        idle_s = np.array([_idle_prefill_s(pool, cost, *row) for row in self._sampled_prompts()])
+        return WorkerFigures(
+            cost=cost,
+            num_kv_blocks=num_blocks,
+            max_concurrency=max_batch * num_lanes,
+            is_kv_limited=num_held < pool.max_batch_size,
+            idle_ttft_s=idle_s + overheads.arrival_s + overheads.message_s + overheads.answer_s,
+            prefilled_per_s=num_lanes * self._packed_per_s(pool, cost),
+            mix=self._mix(pool, cost, max_batch),
+            tpot_reach=self._tpot_reach(cost),
+        )
+
+    def _sample(self, values: IntArray) -> IntArray:
+        return values[:_MAX_SAMPLE]
+
+    def _sampled_prompts(self) -> list[tuple[int, int]]:
+        """(new, cached) tokens of some prompts."""
+        demand = self._demand
+        new, cached = self._sample(demand.num_new_tokens), self._sample(demand.num_cached_tokens)
+        return list(zip(new.tolist(), cached.tolist(), strict=True))
+
+    def _tpot_reach(self, cost: CostModel) -> float:
+        demand = self._demand
+        outputs = self._sample(demand.num_output_tokens)
+        contexts = self._sample(demand.num_new_tokens + demand.num_cached_tokens) + outputs // 2
+        step_s = np.array([cost.decode_s(1, int(context)) for context in contexts])
+        return float(((step_s <= self._slo.tpot_seconds) | (outputs == 1)).mean())
+
+    def _packed_per_s(self, pool: Pool, cost: CostModel) -> float:
+        """Prompts per second of one lane that always finds enough of them to fill its steps."""
+        prompts = itertools.cycle(self._sampled_prompts())
+        total_s, num_new, num_cached = 0.0, 0, 0
+        for _ in range(_NUM_PACKED_STEPS):
+            rows, num_left = [], pool.max_batch_tokens
+            while num_left:
+                if not num_new:
+                    num_new, num_cached = next(prompts)
+                chunk = min(num_new, num_left)
+                rows.append((chunk, num_cached))
+                num_new, num_cached, num_left = num_new - chunk, num_cached + chunk, num_left - chunk
+            total_s += cost.step_s(rows)
+        num_tokens = _NUM_PACKED_STEPS * pool.max_batch_tokens
+        return num_tokens / total_s / float(self._sample(self._demand.num_new_tokens).mean())
+
+    def _mix(self, pool: Pool, cost: CostModel, max_batch: int) -> _Mix:
+        demand = self._demand
+        context = demand.mean_decode_context
+        new = demand.num_new_tokens
+        prompt = max(1, round(float((new**2).mean() / new.mean())))
+        num_cached = round(float(demand.num_cached_tokens.mean()))
+        steps = []
+        num_lanes = pool.pipeline_parallel
+        for batch in _sizes(max_batch):
+            for num_prompt in (0, *_sizes(max(pool.max_batch_tokens - batch, 0))):
+                step_s = _mixed_step_s(cost, num_prompt, prompt, num_cached, batch, round(batch * context))
+                decoded = num_lanes * batch / (step_s * max(demand.mean_gaps, 1e-9))
+                steps.append((step_s, decoded, num_lanes * num_prompt / (step_s * demand.mean_new_tokens), batch))
+        return _Mix(*(np.array(column, np.float64) for column in zip(*steps, strict=True)))
+
+
+def _idle_prefill_s(pool: Pool, cost: CostModel, num_new: int, num_cached: int) -> float:
+    total_s = 0.0
+    while num_new > 0:
+        chunk = min(num_new, pool.max_batch_tokens)
+        total_s += cost.prefill_s(chunk, num_cached)
+        num_new, num_cached = num_new - chunk, num_cached + chunk
+    return total_s
+
+
+def _mixed_step_s(
+    cost: CostModel, num_prompt: int, prompt: int, num_cached: int, batch: int, context_tokens: int
+) -> float:
+    """Seconds of a step with ``num_prompt`` tokens of prompts of ``prompt`` tokens each, beside a decode batch."""
+    if not num_prompt:
+        return cost.decode_s(batch, context_tokens)
+    if num_prompt <= prompt:
+        # Somewhere within a prompt: its middle.
+        num_before = num_cached + (prompt - num_prompt) // 2
+        return cost.mixed_s(num_prompt, num_before, batch, context_tokens)
+    num_whole, num_rest = divmod(num_prompt, prompt)
+    rows = [(prompt, num_cached)] * num_whole + ([(num_rest, num_cached)] if num_rest else [])
+    more_s = max(0.0, cost.step_s(rows) - cost.prefill_s(prompt, num_cached))
+    return cost.mixed_s(prompt, num_cached, batch, context_tokens) + more_s
+
+
+def _sizes(largest: int) -> list[int]:
+    """From 1 to ``largest``, in steps that grow."""
+    sizes: list[int] = []
+    size = float(largest)
+    while size >= 1:
+        if not sizes or round(size) != sizes[-1]:
+            sizes.append(round(size))
+        size /= _GROWTH
+    return sizes[::-1]
+
+
+def _resource(decode: WorkerFigures, decoded: FloatArray, prefilled: FloatArray, *, is_link_limited: bool) -> Resource:
+    """Of the rates of both phases, by kind of step: more of which would raise the lesser of the two."""
+    if np.minimum(decoded, 1.1 * prefilled).max() > np.minimum(1.1 * decoded, prefilled).max():
+        return Resource.LINK if is_link_limited else Resource.PREFILL_COMPUTE
+    best = int(np.minimum(decoded, prefilled).argmax())
+    if decode.mix.batch_size[best] < decode.mix.batch_size.max():
+        return Resource.DECODE_BANDWIDTH
+    return Resource.KV_MEMORY if decode.is_kv_limited else Resource.BATCH_LIMIT
