@@ -28,6 +28,9 @@ class ModelConfig:
     """Prompt and answer tokens together; 0 takes the checkpoint's own limit."""
     block_size: int = 16
     """Tokens per KV block."""
+    profile: str = ""
+    """Hardware file, as `pdserve profile` writes it, with what steps take on the workers' devices; empty takes the
+    catalogue's figures."""
     served_name: str = ""
     """Name that clients use; empty takes the folder's name."""
 

@@ -59,6 +59,9 @@ class WorkerConfig:
     """Cores of the transfer process; empty leaves its affinity alone."""
     emulate: str = ""
     """Name of a GPU in the hardware catalogue to emulate instead of computing; empty runs the model."""
+    hardware: str = ""
+    """The device that this computes on, or emulates, as JSON (`pdserve.model.hardware_json`); empty looks it up in the
+    catalogue."""
     time_scale: float = 1.0
     """Emulated seconds are stretched by this factor."""
     park_timeout_s: float = 30.0

@@ -93,7 +93,7 @@ def up(
     """Start a cluster and serve until Ctrl-C."""
     from rich.console import Console
 
-    from pdserve.deploy.config import check_deployment, read_deployment
+    from pdserve.deploy.config import check_deployment, read_deployment, read_profile
     from pdserve.deploy.launch import Launch
     from pdserve.deploy.progress import Progress
     from pdserve.deploy.supervisor import Supervisor
@@ -107,6 +107,7 @@ def up(
     check_deployment(config)
     launch = Launch(
         config=config,
+        devices=read_profile(config),
         emulate=emulate,
         time_scale=time_scale,
         ray_address=ray_address,

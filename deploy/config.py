@@ -18,6 +18,8 @@ import yaml
 
 from pdserve.contracts.deployment import QUANTIZATION_SETTINGS, DeploymentConfig, PhaseConfig
 from pdserve.contracts.kv_layout import KV_DTYPE_SETTINGS
+from pdserve.model.hardware import Hardware
+from pdserve.planner.hardware_file import HardwareFileError, read_hardware_file
 
 PHASES = ("prefill", "decode", "mixed")
 MAX_REPLICAS = 64
@@ -36,7 +38,7 @@ class ConfigError(ValueError):
 
 
 def read_deployment(path: Path) -> DeploymentConfig:
-    """Read and check the file at ``path``; a relative ``model.path`` is taken from the file's folder.
+    """Read and check the file at ``path``; relative paths in it are taken from its folder.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or says something that cannot be run.
@@ -53,10 +55,22 @@ def read_deployment(path: Path) -> DeploymentConfig:
         config = parse_deployment(document)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    if config.model.path:
-        model_path = path.parent / Path(config.model.path).expanduser()
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(model_path)))
-    return config
+    model_path, profile = (
+        given and str(path.parent / Path(given).expanduser()) for given in (config.model.path, config.model.profile)
+    )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=model_path, profile=profile))
+
+
+def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
+    """The devices of ``model.profile``, by name; none where it is empty.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        return read_hardware_file(Path(config.model.profile)) if config.model.profile else {}
+    except HardwareFileError as error:
+        raise ConfigError(f"model.profile: {error}") from error
 
 
 def parse_deployment(document: object) -> DeploymentConfig:

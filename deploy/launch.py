@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.actor import DecodeWorker
 from pdserve.deploy.config import kv_memory_bytes, swap_memory_bytes
 from pdserve.deploy.cores import CoreSplit
+from pdserve.model.hardware import Hardware, hardware
+from pdserve.model.hardware_json import hardware_to_json
 from pdserve.prefill_worker.actor import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig
 
@@ -26,6 +28,8 @@ class Launch:
     """What `pdserve up` was asked for: the deployment, and what belongs to this run only."""
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
+    devices: Mapping[str, Hardware] = field(default_factory=dict)
+    """Of ``model.profile``, by name."""
     emulate: str = ""
     """Name of a GPU to emulate instead of computing."""
     time_scale: float = 1.0
@@ -39,6 +43,25 @@ class Launch:
         """The section of the deployment that describes the workers of ``role``."""
         section: PhaseConfig = getattr(self.config, role.value)
         return section
+
+    def device(self, num_cores: int) -> Hardware:
+        """What a worker of so many cores computes on, or emulates.
+
+        Raises:
+            ValueError: neither the profile nor the catalogue has it.
+        """
+        if self.emulate or not self.devices:
+            return hardware(self.emulate or "cpu", num_cores=num_cores, added=self.devices)
+        if f"cpu-{num_cores}" not in self.devices:
+            raise ValueError(
+                f"{self.config.model.profile} has {', '.join(self.devices)}, and a worker has {num_cores} cores; "
+                f"run pdserve profile --cores {num_cores} with it as --output"
+            )
+        return self.devices[f"cpu-{num_cores}"]
+
+    def device_json(self, num_cores: int) -> str:
+        """`device` for a worker's process; empty where there is no profile and the worker looks into the catalogue."""
+        return hardware_to_json(self.device(num_cores)) if self.devices else ""
 
     @property
     def roles(self) -> list[WorkerRole]:
@@ -92,6 +115,7 @@ def worker_configs(
                 core_seats=lent_cores,
                 transfer_cpu_cores=split.spare_cores or tuple(all_cores),
                 emulate=launch.emulate,
+                hardware=launch.device_json(len(cores) or len(all_cores)),
                 time_scale=launch.time_scale,
             )
         )
@@ -99,8 +123,14 @@ def worker_configs(
     return configs
 
 
-def router_config(launch: Launch, model_path: Path, split: CoreSplit, cluster_token: str) -> RouterProcessConfig:
-    """What the router is told."""
+def router_config(
+    launch: Launch, model_path: Path, split: CoreSplit, num_cores: int, cluster_token: str
+) -> RouterProcessConfig:
+    """What the router is told.
+
+    Args:
+        num_cores: usable ones of this machine.
+    """
     model, router = launch.config.model, launch.config.router
     return RouterProcessConfig(
         model_path=str(model_path),
@@ -112,6 +142,11 @@ def router_config(launch: Launch, model_path: Path, split: CoreSplit, cluster_to
         max_queued_requests=router.max_queued_requests,
         cluster_token=cluster_token,
         hardware=launch.emulate or "cpu",
+        devices={
+            role.value: launch.device_json(len(cores) or num_cores)
+            for role, cores in zip(launch.roles, split.worker_cores, strict=True)
+            if launch.devices
+        },
         time_scale=launch.time_scale if launch.emulate else 1.0,
         cores_per_worker=max(1, *(len(cores) for cores in split.worker_cores)),
         dtype=model.dtype,

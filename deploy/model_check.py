@@ -6,6 +6,7 @@ imports torch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,4 +65,6 @@ def _check_emulated(configs: Sequence[WorkerConfig]) -> None:
 def _worker_configs(launch: Launch, folder: Path) -> list[WorkerConfig]:
     """What the workers will be told, but for their cores and secrets."""
     nowhere = CoreSplit(worker_cores=((),) * len(launch.roles), spare_cores=())
+    if not launch.emulate:
+        launch = dataclasses.replace(launch, devices={})
     return worker_configs(launch, folder, nowhere, (), "")

@@ -7,13 +7,13 @@ import os
 import resource
 import shutil
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
 from pdserve.deploy.ports import listen_error, listener_of
 from pdserve.kernels.cpu_build import cache_folder
-from pdserve.model.hardware import hardware
 
 _FILES_BESIDE_CLIENTS = 256
 """Open files that a process needs beside one per client connection."""
@@ -89,13 +89,18 @@ def check_ray_address(launch: Launch) -> None:
         raise DeployError(f"no Ray cluster answers at {launch.ray_address}: {error}; check --ray-address") from error
 
 
-def check_emulation(launch: Launch) -> None:
-    """Raises DeployError for a GPU that cannot be emulated, or not in the model's dtype."""
-    if launch.emulate:
+def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
+    """Raises DeployError for a GPU that cannot be emulated, a profile without the workers' devices, or either without
+    the model's dtype.
+
+    Args:
+        num_cores: of the workers.
+    """
+    for count in num_cores:
         try:
-            hardware(launch.emulate).peak(launch.config.model.dtype)
+            launch.device(count).peak(launch.config.model.dtype)
         except ValueError as error:
-            raise DeployError(f"--emulate: {error}") from error
+            raise DeployError(f"{'--emulate' if launch.emulate else 'model.profile'}: {error}") from error
 
 
 def kernel_warning(launch: Launch) -> str:

@@ -83,7 +83,7 @@ class Supervisor:
         preflight.check_cores(launch, len(self._cores))
         preflight.raise_file_limit(launch)
         preflight.check_ports(launch)
-        preflight.check_emulation(launch)
+        preflight.check_devices(launch, {len(cores) or len(self._cores) for cores in self._split.worker_cores})
         notes = check_model(launch, self._model_path) if launch.config.model.path else []
         self._folder = ClusterFolder()
         self._take_signals()
@@ -215,7 +215,7 @@ class Supervisor:
     # The router
 
     def _start_router(self) -> None:
-        config = router_config(self._launch, self._model_path, self._split, self._cluster_token)
+        config = router_config(self._launch, self._model_path, self._split, len(self._cores), self._cluster_token)
         self._router = RouterProcess(config, self._folder.path / "router.log")
 
     def _tend_router(self, router: RouterProcess, now_s: float) -> None:

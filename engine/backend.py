@@ -27,7 +27,8 @@ from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
-from pdserve.model.hardware import hardware
+from pdserve.model.hardware import Hardware, hardware
+from pdserve.model.hardware_json import hardware_from_json
 from pdserve.model.model_hash import model_hash
 from pdserve.model.slowed_hardware import slowed
 from pdserve.model.weight_files import check_weights
@@ -57,8 +58,9 @@ def _model_backend(config: WorkerConfig) -> Backend:
     folder = Path(config.model_path)
     model = DecoderConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
-    cpu = hardware("cpu", num_cores=_num_threads(config))
-    cost = CostModel(model.shape, cpu, config.dtype, kv_dtype=config.kv_dtype, quantization=config.quantization)
+    cost = CostModel(
+        model.shape, _device(config), config.dtype, kv_dtype=config.kv_dtype, quantization=config.quantization
+    )
     model = model.at_length(limits.max_model_len)
     check_weights(folder, model.shape)
     content_hash = model_hash(folder, f"{model.layers} {config.dtype} {config.quantization}")
@@ -107,7 +109,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     is_instant = config.time_scale == 0
     cost = CostModel(
         model.shape,
-        hardware(config.emulate) if is_instant else slowed(hardware(config.emulate), config.time_scale),
+        _device(config) if is_instant else slowed(_device(config), config.time_scale),
         config.dtype,
         kv_dtype=config.kv_dtype,
         quantization=config.quantization,
@@ -156,6 +158,12 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         build_executor=build_executor,
         emulated_pull_s=emulated_pull_s,
     )
+
+
+def _device(config: WorkerConfig) -> Hardware:
+    if config.hardware:
+        return hardware_from_json(config.hardware)
+    return hardware(config.emulate or "cpu", num_cores=_num_threads(config))
 
 
 def _configure_openmp(config: WorkerConfig) -> None:

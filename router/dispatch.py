@@ -14,10 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.engine.frames import ReceivedToken
-from pdserve.model.cost import CostModel
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.fleet import Fleet, Worker
 from pdserve.router.flight import Flight
@@ -25,7 +23,7 @@ from pdserve.router.generation import GenerationError, ServedModel
 from pdserve.router.job import Job
 from pdserve.router.leg import Leg
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.policy import choose_decode, choose_prefill
+from pdserve.router.policy import Costs, choose_decode, choose_prefill
 
 SWEEP_S = 0.1
 """Period at which deadlines are looked at."""
@@ -59,13 +57,13 @@ class Dispatcher:
     def __init__(
         self,
         fleet: Fleet,
-        cost: CostModel,
+        costs: Costs,
         metrics: RouterMetrics,
         settings: DispatchSettings,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
-        self._costs = dict.fromkeys(WorkerRole, cost)
+        self._costs = costs
         self._metrics = metrics
         self._settings = settings
         self._now_s = now_s

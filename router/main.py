@@ -24,10 +24,12 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from pdserve.contracts.placement import WorkerRole
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
+from pdserve.model.hardware_json import hardware_from_json
 from pdserve.model.slowed_hardware import slowed
 from pdserve.router.admin import create_admin_app
 from pdserve.router.app import create_app
@@ -35,6 +37,7 @@ from pdserve.router.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.http_protocol import BoundedHttpProtocol
 from pdserve.router.metrics import EdgeMetrics, RouterMetrics
+from pdserve.router.policy import Costs
 from pdserve.router.process_config import RouterProcessConfig, config_from_json
 from pdserve.router.session import Credentials
 from pdserve.router.tokenizer import ChatTokenizer
@@ -74,7 +77,7 @@ async def serve(config: RouterProcessConfig) -> int:
     """
     stop = _stop_on_signals()
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path))
-    cost = build_cost_model(config)
+    costs = build_cost_models(config)
     public = listen(config.host, config.port, "router.port")
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
 
@@ -85,7 +88,7 @@ async def serve(config: RouterProcessConfig) -> int:
         ttft_slo_s=config.slo.ttft_seconds,
         tpot_slo_s=config.slo.tpot_seconds,
     )
-    dispatcher = Dispatcher(fleet, cost, metrics, settings)
+    dispatcher = Dispatcher(fleet, costs, metrics, settings)
     app = create_app(dispatcher, tokenizer, served_name=config.served_name, observer=EdgeMetrics(metrics, config.slo))
     servers = [(_server(app), public), (_server(create_admin_app(dispatcher, fleet, metrics)), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
@@ -104,11 +107,18 @@ async def serve(config: RouterProcessConfig) -> int:
     return 0
 
 
-def build_cost_model(config: RouterProcessConfig) -> CostModel:
-    """Predictions for the checkpoint in ``config.model_path``."""
+def build_cost_models(config: RouterProcessConfig) -> Costs:
+    """Predictions for the checkpoint in ``config.model_path`` on workers of each role."""
     shape = DecoderConfig.from_folder(Path(config.model_path)).shape
-    device = slowed(hardware(config.hardware, num_cores=config.cores_per_worker), config.time_scale)
-    return CostModel(shape, device, config.dtype, config.tensor_parallel, config.kv_dtype, config.quantization)
+    catalogued = hardware(config.hardware, num_cores=config.cores_per_worker)
+    costs = {}
+    for role in WorkerRole:
+        measured = config.devices.get(role.value)
+        device = slowed(hardware_from_json(measured) if measured else catalogued, config.time_scale)
+        costs[role] = CostModel(
+            shape, device, config.dtype, config.tensor_parallel, config.kv_dtype, config.quantization
+        )
+    return costs
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:

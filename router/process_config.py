@@ -33,6 +33,8 @@ class RouterProcessConfig:
     """Bearer token that workers ask for."""
     hardware: str = "cpu"
     """What a worker's rank runs on: a name of `pdserve.model.hardware`, for predictions."""
+    devices: dict[str, str] = field(default_factory=dict)
+    """The same by role of the workers, as JSON (`pdserve.model.hardware_json`), where it was measured."""
     cores_per_worker: int = 1
     """Of a worker on ``cpu``."""
     time_scale: float = 1.0

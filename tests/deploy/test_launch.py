@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import parse_deployment
 from pdserve.deploy.cores import split_cores
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
+from pdserve.model.hardware import hardware
+from pdserve.model.hardware_json import hardware_from_json
 
 DOCUMENT = {
     "model": {
@@ -68,7 +71,7 @@ def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
 
 def test_the_router_is_told_what_it_predicts_with() -> None:
     launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0)
-    config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), "secret")
+    config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), 8, "secret")
     assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
     assert (config.hardware, config.dtype) == ("cpu", "bfloat16")
     assert (config.kv_dtype, config.quantization) == ("int8", "int8")
@@ -80,8 +83,29 @@ def test_the_router_is_told_what_it_predicts_with() -> None:
 
 def test_the_router_of_an_emulated_cluster_predicts_the_time_that_steps_really_take() -> None:
     launch = Launch(config=parse_deployment(DOCUMENT), emulate="h100-sxm", time_scale=4.0)
-    config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), "secret")
+    config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), 8, "secret")
     assert (config.hardware, config.time_scale) == ("h100-sxm", 4.0)
+
+
+def test_workers_and_the_router_are_told_of_measured_devices() -> None:
+    devices = {f"cpu-{count}": replace(hardware("cpu", num_cores=count), name=f"cpu-{count}") for count in (1, 2, 3)}
+    launch = Launch(devices=devices)
+    split = split_cores(range(4), launch.roles)
+    prefill, decode = worker_configs(launch, MODEL_PATH, split, range(4), "")
+    assert [hardware_from_json(config.hardware) for config in (prefill, decode)] == [devices["cpu-2"], devices["cpu-1"]]
+    router = router_config(launch, MODEL_PATH, split, 4, "")
+    assert router.devices == {"prefill": prefill.hardware, "decode": decode.hardware}
+    unpinned = split_cores([0], launch.roles)
+    alone, _ = worker_configs(launch, MODEL_PATH, unpinned, [0], "")
+    assert hardware_from_json(alone.hardware).name == "cpu-1"
+    assert router_config(launch, MODEL_PATH, unpinned, 1, "").devices["decode"] == alone.hardware
+
+
+def test_without_a_profile_the_catalogue_is_asked() -> None:
+    launch = Launch(emulate="h100")
+    split = split_cores(range(4), launch.roles)
+    assert {config.hardware for config in worker_configs(launch, MODEL_PATH, split, range(4), "")} == {""}
+    assert router_config(launch, MODEL_PATH, split, 4, "").devices == {}
 
 
 def test_every_role_has_a_worker_class() -> None:

@@ -6,14 +6,16 @@ import os
 import resource
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, RouterConfig
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig
 from pdserve.deploy import preflight
 from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
+from pdserve.model.hardware import hardware
 
 LAUNCH = Launch()
 
@@ -71,10 +73,20 @@ def test_a_host_that_is_not_here_is_named(host: str) -> None:
 
 
 def test_emulation_is_of_a_known_gpu() -> None:
-    preflight.check_emulation(LAUNCH)
-    preflight.check_emulation(Launch(emulate="h100-sxm"))
+    preflight.check_devices(LAUNCH, {1, 2})
+    preflight.check_devices(Launch(emulate="h100-sxm"), {1})
     with pytest.raises(DeployError, match="--emulate: unknown hardware 'h1000'; use one of h100"):
-        preflight.check_emulation(Launch(emulate="h1000"))
+        preflight.check_devices(Launch(emulate="h1000"), {1})
+
+
+def test_a_profile_has_the_workers_devices() -> None:
+    config = DeploymentConfig(model=ModelConfig(profile="hardware.yaml"))
+    launch = Launch(config=config, devices={"cpu-2": hardware("cpu", num_cores=2), "mine": hardware("h100")})
+    preflight.check_devices(launch, {2})
+    with pytest.raises(DeployError, match=r"hardware\.yaml has cpu-2, mine, .* run pdserve profile --cores 1 "):
+        preflight.check_devices(launch, {1, 2})
+    preflight.check_devices(replace(launch, emulate="mine"), {1})
+    preflight.check_devices(replace(launch, emulate="h200"), {1})
 
 
 def test_what_makes_kernels_slow_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

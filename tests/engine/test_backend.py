@@ -14,6 +14,8 @@ from pdserve.engine.backend import choose_backend
 from pdserve.engine.pool_size import AUTO_MEMORY_SHARE
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder_weights import held_bytes as weights_held
+from pdserve.model.hardware import hardware
+from pdserve.model.hardware_json import hardware_to_json
 from pdserve.model.random_checkpoint import write_random_checkpoint
 
 MAX_MODEL_LEN = 64
@@ -133,3 +135,11 @@ def test_an_emulated_worker_predicts_the_time_that_its_steps_really_take(config:
     assert pulls_s == pytest.approx([pulls_s[0], 8 * pulls_s[0], 0.0])
     assert pulls_s[0] > 0
     assert slow.layout == real.layout
+
+
+def test_a_measured_device_predicts_the_worker(config: WorkerConfig) -> None:
+    measured = replace(hardware("cpu"), step_overhead_s=0.25)
+    computed = choose_backend(replace(config, hardware=hardware_to_json(measured)))
+    assert computed.cost.hardware == measured
+    emulated = choose_backend(replace(config, emulate="mine", time_scale=0.0, hardware=hardware_to_json(measured)))
+    assert emulated.cost.hardware == measured

@@ -89,7 +89,7 @@ async def running_rig(
     """A dispatcher with its sweep; every request must have landed when the test leaves."""
     metrics = RouterMetrics()
     fleet = Fleet(metrics, Credentials(router_id="rig", cluster_token=cluster_token, stall_timeout_s=stall_timeout_s))
-    dispatcher = Dispatcher(fleet, COST, metrics, DispatchSettings(**settings))  # type: ignore[arg-type]
+    dispatcher = Dispatcher(fleet, dict.fromkeys(WorkerRole, COST), metrics, DispatchSettings(**settings))  # type: ignore[arg-type]
     sweep = asyncio.create_task(dispatcher.sweep_forever())
     rig = Rig(dispatcher, fleet, metrics)
     try:

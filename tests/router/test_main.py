@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -19,7 +19,10 @@ import pytest
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.engine.worker_config import endpoint_to_fields
+from pdserve.model.hardware import hardware
+from pdserve.model.hardware_json import hardware_to_json
 from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.router.main import build_cost_models
 from pdserve.router.process_config import RouterProcessConfig, config_from_json, config_to_json
 from tests.workers import WorkerProcess, emulated_config, wait_until
 
@@ -152,6 +155,16 @@ def test_what_cannot_be_used_is_named(checkpoint: Path, fields: dict[str, str], 
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
     assert named in result.stderr
+
+
+def test_each_role_is_predicted_by_its_own_device(checkpoint: Path) -> None:
+    slow = replace(hardware("cpu"), step_overhead_s=5.0)
+    config = RouterProcessConfig(
+        model_path=str(checkpoint), served_name="s", cores_per_worker=2, devices={"decode": hardware_to_json(slow)}
+    )
+    costs = build_cost_models(config)
+    assert costs[WorkerRole.DECODE].decode_s(1, 1) > 5.0
+    assert costs[WorkerRole.PREFILL].hardware == hardware("cpu", num_cores=2)
 
 
 def test_the_configuration_survives_json_and_unknown_keys_do_not() -> None:
