@@ -102,7 +102,7 @@ class Hardware:
 
 _GPU_RESERVE_BYTES = 2 * 10**9
 _NVLINK_STEP_S, _PCIE_STEP_S, _NETWORK_STEP_S = 1e-6, 4e-6, 6e-6
-_LINK_EFFICIENCY = 0.75
+_LINK_EFFICIENCY = 0.6
 _ESTIMATE = "estimate, not measured"
 
 
@@ -136,7 +136,7 @@ def _gpu(row: Gpu) -> Hardware:
             "memory_reserve_bytes": f"{_ESTIMATE}: the CUDA context, buffers of NCCL, CUDA graphs",
             "link_bandwidth": row.link,
             "link_latency_s": _ESTIMATE,
-            "link_efficiency": f"{_ESTIMATE}: collectives of some 10 MB",
+            "link_efficiency": f"{_ESTIMATE}: collectives of some 10 MB between eight devices",
             "network_bandwidth": row.network,
             "network_latency_s": _ESTIMATE,
             "devices_per_host": "assumed: eight, as in most servers",

@@ -84,15 +84,15 @@ def test_a_long_prefill_is_the_arithmetic_of_the_layers() -> None:
 
 
 def test_few_tokens_do_not_reach_the_peak() -> None:
-    parts = cost_model(LLAMA_3_8B).parts([(256, 0)])
-    assert parts.layers_s == pytest.approx(2 * 256 * 6_979_321_856 / (0.6 * 989e12))
+    parts = cost_model(LLAMA_3_8B).parts([(512, 0)])
+    assert parts.layers_s == pytest.approx(2 * 512 * 6_979_321_856 / (0.6 * 989e12))
 
 
 def test_transfer_takes_the_kv_bytes_over_the_link() -> None:
     model = cost_model(LLAMA_3_8B)
-    assert model.transfer_s(1000, same_host=True) == pytest.approx(131_072_000 / 450e9 / 0.75)
-    assert model.transfer_s(1000, same_host=False) == pytest.approx(131_072_000 / 50e9 / 0.75)
-    for_each = 131_072_000 / 4 / 50e9 / 0.75
+    assert model.transfer_s(1000, same_host=True) == pytest.approx(131_072_000 / 450e9 / 0.6)
+    assert model.transfer_s(1000, same_host=False) == pytest.approx(131_072_000 / 50e9 / 0.6)
+    for_each = 131_072_000 / 4 / 50e9 / 0.6
     assert cost_model(LLAMA_3_8B, 4).transfer_s(1000, same_host=False) == pytest.approx(for_each)
     assert cost_model(LLAMA_3_8B, 2, 2).transfer_s(1000, same_host=False) == pytest.approx(for_each)
     assert cost_model(LLAMA_3_8B, 2, 2).swap_s(1000) == pytest.approx(131_072_000 / 4 / 64e9)
@@ -126,8 +126,8 @@ def test_a_pipeline_takes_as_long_as_its_stages_and_what_is_sent_between_them() 
     one, four = cost_model(LLAMA_3_70B, 4), cost_model(LLAMA_3_70B, 4, 4)
     # Two stages of four ranks fill a host: of three hops one leaves it.
     message_bytes = 2048 * 8192 * 2
-    inside_s = 1e-6 + message_bytes / (0.75 * 450e9)
-    outside_s = 6e-6 + message_bytes / (0.75 * 50e9)
+    inside_s = 1e-6 + message_bytes / (0.6 * 450e9)
+    outside_s = 6e-6 + message_bytes / (0.6 * 50e9)
     assert four.parts([(2048, 0)]).send_s == pytest.approx(2 * inside_s + outside_s)
     assert four.prefill_s(2048) == pytest.approx(one.prefill_s(2048) + 2 * inside_s + outside_s)
     with pytest.raises(ValueError, match="pipeline_parallel 3 does not divide 80 layers; use a divisor"):
@@ -185,13 +185,13 @@ def test_tensor_parallelism_divides_the_work_and_adds_the_all_reduces() -> None:
     assert four.output_s == pytest.approx(one.output_s / 4)
     assert four.overhead_s == one.overhead_s
     # 80 layers, 2 all-reduces each: 6 steps of 1 us and a fourth of 2048 tokens * 8192 values * 2 bytes, at 450 GB/s.
-    assert four.all_reduce_s == pytest.approx(80 * 2 * 6 * (1e-6 + 2048 * 8192 * 2 / 4 / (0.75 * 450e9)))
+    assert four.all_reduce_s == pytest.approx(80 * 2 * 6 * (1e-6 + 2048 * 8192 * 2 / 4 / (0.6 * 450e9)))
     assert one.all_reduce_s == 0
 
 
 def test_ranks_of_several_hosts_reduce_over_the_network() -> None:
     sixteen = cost_model(LLAMA_3_70B, 16).parts([(2048, 0)])
-    assert sixteen.all_reduce_s == pytest.approx(80 * 2 * 30 * (6e-6 + 2048 * 8192 * 2 / 16 / (0.75 * 50e9)))
+    assert sixteen.all_reduce_s == pytest.approx(80 * 2 * 30 * (6e-6 + 2048 * 8192 * 2 / 16 / (0.6 * 50e9)))
 
 
 def test_one_token_reads_the_experts_it_is_routed_to() -> None:
