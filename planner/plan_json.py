@@ -1,0 +1,151 @@
+"""Plans and simulations as JSON: the figures of the tables and more, for programs.
+
+Seconds, bytes, requests per second, US dollars; ``null`` where there is no figure, or where it is infinite. Called by
+the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import isfinite
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner.attainment import Attainment, Distribution
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.plan import Candidate, Plan, PoolFigures
+from pdserve.planner.plan_rows import findings, screening_words
+
+Json = dict[str, object]
+_PERCENTILES = (50, 90, 95, 99)
+
+
+def plan_json(plan: Plan, traffic: str) -> Json:
+    """The whole plan.
+
+    Args:
+        traffic: what was asked of the cluster, in words.
+    """
+    question, verdict = plan.question, plan.verdict
+    return {
+        "model": model_json(question.model),
+        "traffic": traffic,
+        "mean_prompt_tokens": plan.mean_prompt_tokens,
+        "mean_output_tokens": plan.mean_output_tokens,
+        "slo": slo_json(question.slo),
+        "fleet": [
+            {
+                "hardware": supply.hardware.name,
+                "num_nodes": supply.num_nodes,
+                "devices_per_node": supply.devices_per_node,
+                "dollars_per_hour": _finite(supply.dollars_per_hour),
+            }
+            for supply in question.fleet
+        ],
+        "objective": question.objective.value,
+        "rate": question.rate if question.objective.has_rate else None,
+        "verdict": {
+            "serve_colocated": verdict.serve_colocated,
+            "gain": _finite(verdict.gain),
+            "is_clear": verdict.is_clear,
+            "text": verdict.text,
+        },
+        "findings": list(findings(plan)),
+        "candidates": [_candidate(plan, candidate) for candidate in plan.candidates],
+        "screening": {**dataclasses.asdict(plan.screening), "text": screening_words(plan)},
+        "notes": list(plan.notes),
+        "elapsed_s": plan.elapsed_s,
+    }
+
+
+def model_json(model: PlannedModel) -> Json:
+    """What is served, and how it is held."""
+    return {
+        "name": model.name,
+        "num_parameters": model.shape.num_parameters,
+        "dtype": model.dtype,
+        "kv_dtype": model.kv_dtype,
+        "quantization": model.quantization,
+        "block_size": model.block_size,
+        "max_model_len": model.max_model_len,
+    }
+
+
+def slo_json(slo: SloConfig) -> Json:
+    """The objectives, as the deployment file calls them."""
+    return dataclasses.asdict(slo)
+
+
+def layout_json(layout: Layout) -> Json:
+    """The pools of a layout by role, and all its devices together."""
+    pools = {pool.role.value: _pool(pool) for pool in layout.pools}
+    return {"text": str(layout), "num_devices": layout.num_devices, "same_host": layout.same_host, **pools}
+
+
+def attainment_json(point: Attainment) -> Json:
+    """What a placement made of one rate."""
+    return {
+        "rate": _finite(point.rate),
+        "share": point.share,
+        "share_interval": list(point.interval),
+        "ttft_share": point.ttft_share,
+        "tpot_share": point.tpot_share,
+        "ttft_s": _distribution(point.ttft),
+        "tpot_s": _distribution(point.tpot),
+        "itl_s": _distribution(point.itl),
+        "num_requests": point.num_requests,
+        "num_counted": point.num_counted,
+        "num_rejected": point.num_rejected,
+        "warm_up_s": point.warm_up_s,
+        "mean_residence_s": _finite(point.mean_residence_s),
+        "output_tokens_per_s": point.output_tokens_per_s,
+        "pools": [{**dataclasses.asdict(pool), "role": pool.role.value} for pool in point.pools],
+        "is_partial": point.is_partial,
+    }
+
+
+def _pool(pool: Pool) -> Json:
+    return {
+        "replicas": pool.replicas,
+        "hardware": pool.hardware.name,
+        "tensor_parallel": pool.tensor_parallel,
+        "pipeline_parallel": pool.pipeline_parallel,
+        "max_batch_tokens": pool.max_batch_tokens,
+        "max_batch_size": pool.max_batch_size,
+    }
+
+
+def _candidate(plan: Plan, candidate: Candidate) -> Json:
+    goodput = candidate.goodput
+    return {
+        "layout": layout_json(candidate.layout),
+        "rate": candidate.rate,
+        "rate_per_device": candidate.rate_per_device,
+        "interval": list(map(_finite, goodput.interval)) if goodput is not None else None,
+        "is_estimated": candidate.is_estimated,
+        "is_final": candidate.is_final,
+        "is_capped": goodput is not None and goodput.is_capped,
+        "resource": candidate.resource.value,
+        "bound": _finite(candidate.bounds.rate),
+        "estimate": _finite(candidate.bounds.estimate),
+        "dollars_per_hour": _finite(candidate.dollars_per_hour),
+        "dollars_per_million_tokens": _finite(candidate.dollars_per_million_tokens(plan.mean_output_tokens)),
+        "output_tokens_per_s": candidate.rate * plan.mean_output_tokens,
+        "cliff_rate": _finite(candidate.cliff_rate),
+        "sensitivity": [dataclasses.asdict(each) for each in candidate.sensitivity],
+        "pools": [_figures(figures) for figures in candidate.pools],
+        "reasons": list(candidate.reasons),
+        "at_winners_rate": attainment_json(candidate.at_winners_rate) if candidate.at_winners_rate else None,
+        "points": [attainment_json(point) for point in goodput.points] if goodput is not None else [],
+    }
+
+
+def _figures(figures: PoolFigures) -> Json:
+    return {**dataclasses.asdict(figures), "role": figures.role.value}
+
+
+def _distribution(latency: Distribution) -> Json:
+    return {f"p{percent}": _finite(latency.percentile(percent)) for percent in _PERCENTILES}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
