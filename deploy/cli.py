@@ -1,4 +1,4 @@
-"""The command line: ``pdserve up``, ``chat``, ``status``.
+"""The command line: ``pdserve up``, ``chat``, ``status``, ``simulate``.
 
 Reads arguments and turns every error into one line with the remedy; the work is done by modules that a command imports
 when it runs, so that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from pdserve.contracts.deployment import DeploymentConfig
+from pdserve.deploy.simulate_cli import simulate
 
 app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
@@ -93,7 +94,7 @@ def up(
     """Start a cluster and serve until Ctrl-C."""
     from rich.console import Console
 
-    from pdserve.deploy.config import check_deployment, read_deployment, read_profile
+    from pdserve.deploy.config import check_deployment, override, read_deployment, read_profile
     from pdserve.deploy.launch import Launch
     from pdserve.deploy.progress import Progress
     from pdserve.deploy.supervisor import Supervisor
@@ -101,9 +102,9 @@ def up(
     config = read_deployment(file) if file else DeploymentConfig()
     if model is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(model)))
-    config = _override(config, "router", host=host, port=port)
+    config = override(config, "router", host=host, port=port)
     for section, replicas in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
-        config = _override(config, section, replicas=replicas)
+        config = override(config, section, replicas=replicas)
     check_deployment(config)
     launch = Launch(
         config=config,
@@ -114,12 +115,6 @@ def up(
         drain_timeout_s=drain_timeout,
     )
     return Supervisor(launch, Progress(Console())).run()
-
-
-def _override(config: DeploymentConfig, section: str, **values: Any) -> DeploymentConfig:
-    """``config`` with those of ``values`` that were given."""
-    given = {name: value for name, value in values.items() if value is not None}
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **given)})
 
 
 @app.command(epilog='Example: pdserve chat "Why is decode memory-bound?"')
@@ -152,6 +147,9 @@ def status(
     from pdserve.deploy.status import show_status
 
     return show_status(admin_url or find_cluster().admin_url, Console())
+
+
+app.command(epilog="Example: pdserve simulate --model ./Llama-3.1-8B --gpu h100-sxm --workload chat --rate 4")(simulate)
 
 
 if __name__ == "__main__":

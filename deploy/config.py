@@ -23,6 +23,8 @@ from pdserve.planner.hardware_file import HardwareFileError, read_hardware_file
 
 PHASES = ("prefill", "decode", "mixed")
 MAX_REPLICAS = 64
+MAX_DEGREE = 64
+"""Of tensor or pipeline parallelism."""
 _BYTE_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _TYPE_NAMES: dict[object, str] = {
     str: "text",
@@ -37,8 +39,11 @@ class ConfigError(ValueError):
     """A deployment that cannot be run as written. Its text is one line that names the key and the remedy."""
 
 
-def read_deployment(path: Path) -> DeploymentConfig:
+def read_deployment(path: Path, *, is_served: bool = True) -> DeploymentConfig:
     """Read and check the file at ``path``; relative paths in it are taken from its folder.
+
+    Args:
+        is_served: refuse what cannot be served yet; a deployment that is only simulated may have it.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or says something that cannot be run.
@@ -52,7 +57,7 @@ def read_deployment(path: Path) -> DeploymentConfig:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; a deployment has sections with keys in them") from None
     try:
-        config = parse_deployment(document)
+        config = parse_deployment(document, is_served=is_served)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     model_path, profile = (
@@ -73,15 +78,21 @@ def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
         raise ConfigError(f"model.profile: {error}") from error
 
 
-def parse_deployment(document: object) -> DeploymentConfig:
+def parse_deployment(document: object, *, is_served: bool = True) -> DeploymentConfig:
     """Build and check a deployment from what a YAML document holds; ``None`` (an empty file) is all defaults.
 
     Raises:
         ConfigError: see the module.
     """
     config = typing.cast(DeploymentConfig, _read_section(DeploymentConfig, "the deployment file", document))
-    check_deployment(config)
+    check_deployment(config, is_served=is_served)
     return config
+
+
+def override(config: DeploymentConfig, section: str, **values: str | int | float | None) -> DeploymentConfig:
+    """``config`` with those of ``values`` that are not None in a section. Check it afterwards."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **given)})
 
 
 def parse_bytes(text: str) -> int:
@@ -112,8 +123,11 @@ def swap_memory_bytes(phase: PhaseConfig) -> int | None:
     return parse_bytes(str(phase.swap_memory)) if phase.swap_memory not in (0, "0") else 0
 
 
-def check_deployment(config: DeploymentConfig) -> None:
+def check_deployment(config: DeploymentConfig, *, is_served: bool = True) -> None:
     """Check every value's range and how they fit together. Call it again after overrides.
+
+    Args:
+        is_served: refuse what cannot be served yet.
 
     Raises:
         ConfigError: the first thing found that cannot be run.
@@ -129,7 +143,7 @@ def check_deployment(config: DeploymentConfig) -> None:
     if not 0 < slo.attainment <= 1:
         raise ConfigError(f"slo.attainment is {slo.attainment}; it is a share of requests: write 0.9 for 90 %")
     for name in PHASES:
-        _check_phase(name, getattr(config, name))
+        _check_phase(name, getattr(config, name), is_served=is_served)
     if not config.mixed.replicas and not (config.prefill.replicas and config.decode.replicas):
         raise ConfigError(
             f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
@@ -144,10 +158,13 @@ def check_deployment(config: DeploymentConfig) -> None:
     _supported_once("router.replicas", router.replicas)
 
 
-def _check_phase(name: str, phase: PhaseConfig) -> None:
+def _check_phase(name: str, phase: PhaseConfig, *, is_served: bool) -> None:
     _in_range(f"{name}.replicas", phase.replicas, 0, MAX_REPLICAS)
-    _supported_once(f"{name}.tensor_parallel", phase.tensor_parallel)
-    _supported_once(f"{name}.pipeline_parallel", phase.pipeline_parallel)
+    for degree in ("tensor_parallel", "pipeline_parallel"):
+        key, value = f"{name}.{degree}", getattr(phase, degree)
+        _in_range(key, value, 1, MAX_DEGREE)
+        if is_served:
+            _supported_once(key, value)
     _in_range(f"{name}.max_batch_tokens", phase.max_batch_tokens, 1, 2**20)
     _in_range(f"{name}.max_batch_size", phase.max_batch_size, 1, 2**16)
     try:

@@ -131,7 +131,7 @@ class TraceBuilder:
         """
         message = f"{self._path}:{line}: {problem}"
         if not self._lenient:
-            raise ValueError(f"{message}: correct the line, or read leniently to skip such lines")
+            raise ValueError(f"{message}: correct the line, or read leniently (--lenient) to skip such lines")
         self._num_malformed += 1
         self._first_malformed = self._first_malformed or message
 

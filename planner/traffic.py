@@ -1,0 +1,132 @@
+"""The traffic that a command line names: a preset, a trace file, or fixed lengths; fitted to a model, and in words.
+
+What `pdserve.planner.workload` draws is handed on unchanged, but for what the model's length cuts off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner import wording
+from pdserve.planner.arrivals import RandomGaps, Recorded
+from pdserve.planner.conversations import Conversations
+from pdserve.planner.lengths import FixedLengths
+from pdserve.planner.presets import PRESETS, preset
+from pdserve.planner.trace import Trace
+from pdserve.planner.trace_reading import read_trace
+from pdserve.planner.workload import Workload, WorkloadSample, trace_workload
+
+_NUM_LOOKED_AT = 2000
+"""Requests drawn to describe a workload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """A workload for one model."""
+
+    workload: Workload
+    max_model_len: int
+    max_requests: int | None = None
+    """How many there are; ``None`` where any number can be drawn."""
+    notes: tuple[str, ...] = ()
+    """What its reader left out, say."""
+
+    def draw(self, num_requests: int, seed: int) -> WorkloadSample:
+        """So many requests, none longer than the model takes."""
+        return self.workload.draw(num_requests, seed, max_model_len=self.max_model_len)
+
+    @property
+    def usual_slo(self) -> SloConfig:
+        """Of its kind, where there is a usual one."""
+        return self.workload.slo or SloConfig()
+
+    @property
+    def recorded_rate(self) -> float | None:
+        """Requests per second of a trace's own times; ``None`` where there are none."""
+        return self.workload.recorded_requests_per_s
+
+    def at_most(self, num_requests: int) -> int:
+        """``num_requests``, or all that there are."""
+        return num_requests if self.max_requests is None else min(num_requests, self.max_requests)
+
+    def bursty(self, variation: float) -> Traffic:
+        """The same requests, with random gaps of this coefficient of variation between them.
+
+        Raises:
+            ValueError: no such variation.
+        """
+        return dataclasses.replace(self, workload=dataclasses.replace(self.workload, arrivals=RandomGaps(variation)))
+
+    def described(self) -> tuple[str, tuple[str, ...]]:
+        """What it is, in words, and what a reader should know of it."""
+        sample = self.draw(self.at_most(_NUM_LOOKED_AT), seed=0)
+        statistics = sample.statistics()
+        words = (
+            f"{self.workload.name}: prompts of {statistics.mean_prompt_tokens:,.0f} tokens and answers of "
+            f"{statistics.mean_output_tokens:,.0f} on average, {self._arrivals()}"
+        )
+        if statistics.cacheable_share >= 0.005:
+            words += f"; {statistics.cacheable_share:.0%} of prompt tokens could come from a cache"
+        notes = self.notes
+        if str(sample.clamped):
+            notes += (f"To fit {self.max_model_len} tokens: {sample.clamped}, of {sample.num_requests} requests.",)
+        return words, notes
+
+    def _arrivals(self) -> str:
+        arrivals = self.workload.arrivals
+        if isinstance(arrivals, Recorded):
+            return f"in the pattern of the trace, which has {wording.rate(arrivals.requests_per_s)}"
+        if not isinstance(arrivals, RandomGaps):
+            return "at a rate that swings with the hour"
+        variation = arrivals.coefficient_of_variation
+        return {0.0: "evenly spaced", 1.0: "Poisson arrivals"}.get(variation, f"gaps with a variation of {variation:g}")
+
+
+def named_traffic(name: str, *, max_model_len: int, lenient: bool = False) -> Traffic:
+    """The preset of that name, or the trace in the file of that path.
+
+    Args:
+        lenient: skip lines of a trace that cannot be read, and count them.
+
+    Raises:
+        ValueError: there is neither, or the file is no trace; the text names the nearest preset, or file and line.
+    """
+    path = Path(name).expanduser()
+    if name in PRESETS or not (path.exists() or path.suffix or "/" in name):
+        return Traffic(workload=preset(name), max_model_len=max_model_len)
+    return _of_trace(_read(path, lenient=lenient), max_model_len)
+
+
+def fixed_traffic(num_prompt_tokens: int, num_output_tokens: int, *, max_model_len: int) -> Traffic:
+    """Poisson arrivals of requests that are all alike.
+
+    Raises:
+        ValueError: a length below 1, or more than the model takes.
+    """
+    if num_prompt_tokens + num_output_tokens > max_model_len:
+        raise ValueError(
+            f"{num_prompt_tokens} prompt tokens and {num_output_tokens} of an answer are more than max_model_len "
+            f"{max_model_len}: raise it, or ask for fewer"
+        )
+    lengths = FixedLengths(num_prompt_tokens, num_output_tokens)
+    workload = Workload(name="fixed lengths", contents=Conversations(lengths=lengths))
+    return Traffic(workload=workload, max_model_len=max_model_len)
+
+
+def _read(path: Path, *, lenient: bool) -> Trace:
+    try:
+        return read_trace(path, lenient=lenient)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _of_trace(trace: Trace, max_model_len: int) -> Traffic:
+    return Traffic(
+        workload=trace_workload(trace),
+        max_model_len=max_model_len,
+        max_requests=trace.num_requests,
+        notes=tuple(f"Of the trace: {note}." for note in trace.notes),
+    )

@@ -1,0 +1,145 @@
+"""``pdserve simulate``, most of it in this process: options, deployment files, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.deploy.cli import run
+from tests.planner.test_planned_model import written
+
+BASE = ("simulate", "--gpu", "h100-sxm", "--requests", "50")
+SHORT = ("--input-tokens", "200", "--output-tokens", "5")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(written(tmp_path / "Llama-3-8B"))
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run([*BASE, *arguments, "--json", "-"]) == 0, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_help_and_refusals_load_no_engine() -> None:
+    code = """
+import sys
+from pdserve.deploy.cli import run
+assert run(["simulate", "--help"]) == 0
+assert run(["simulate", "--gpu", "h100-sxm", "--rate", "-1", "--workload", "chat"]) == 2
+assert run(["simulate", "--gpu", "h100-sxm", "--rate", "1", "--workload", "chat", "--model", "/absent"]) == 1
+print("LOADED", *{"torch", "ray", "transformers", "fastapi", "httpx", "numpy"} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1].strip() in ("LOADED", "LOADED numpy")
+
+
+def test_the_default_is_a_worker_for_each_phase(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    result = simulated(capsys, "--model", model, "--rate", "5", *SHORT)
+    assert result["layout"]["text"] == "1 x P(TP1) + 1 x D(TP1)"
+    assert result["model"]["dtype"] == "bfloat16"
+    assert result["attainment"]["num_requests"] == 50
+
+
+def test_options_describe_workers(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    load = ("--model", model, "--rate", "5", *SHORT)
+    workers = ("--prefill", "2", "--prefill-tp", "2", "--decode-pp", "2", "--decode-gpu", "h200")
+    layout = simulated(capsys, *load, *workers, "--max-batch-tokens", "512", "--across-hosts")["layout"]
+    assert layout["text"] == "2 x P(TP2) + 1 x D(TP1 PP2)"
+    assert (layout["prefill"]["hardware"], layout["decode"]["hardware"]) == ("h100-sxm", "h200")
+    assert (layout["prefill"]["max_batch_tokens"], layout["same_host"]) == (512, False)
+    layout = simulated(capsys, *load, "--colocated", "--replicas", "2", "--tensor-parallel", "4")["layout"]
+    assert layout["text"] == "2 x M(TP4)"
+
+
+def test_a_closed_loop_has_no_rate(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    result = simulated(capsys, "--model", model, "--concurrency", "4", *SHORT)
+    assert result["concurrency"] == 4
+    assert result["attainment"]["rate"] > 10
+
+
+def test_a_deployment_file_is_simulated_and_options_change_it(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    file = Path(model).parent / "deployment.yaml"
+    file.write_text(
+        f"model: {{path: {Path(model).name}, max_model_len: 1024}}\n"
+        "slo: {ttft_seconds: 0.5, tpot_seconds: 0.03}\n"
+        "prefill: {replicas: 2, tensor_parallel: 2}\n"
+        "decode: {kv_memory: 1GiB}\n"
+    )
+    result = simulated(capsys, str(file), "--rate", "5", *SHORT, "--decode", "3", "--tpot", "0.04")
+    assert result["layout"]["text"] == "2 x P(TP2) + 3 x D(TP1)"
+    assert result["slo"] == {"ttft_seconds": 0.5, "tpot_seconds": 0.04, "attainment": 0.9}
+    assert (result["model"]["dtype"], result["model"]["max_model_len"]) == ("float32", 1024)
+
+
+def test_a_trace_is_replayed_whole_at_its_own_times(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    file = Path(model).parent / "calls.csv"
+    file.write_text("arrived_s,prompt_tokens,output_tokens\n" + "".join(f"{i * 0.5},300,10\n" for i in range(40)))
+    command = ["simulate", "--gpu", "h100", "--model", model, "--trace", str(file), "--json", "-"]
+    assert run(command) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["attainment"]["num_requests"], result["attainment"]["rate"]) == (40, 2.0)
+    assert run([*command, "--rate", "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["attainment"]["rate"] == 4.0
+
+
+def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    file = Path(model) / "result.json"
+    assert run([*BASE, "--model", model, "--rate", "5", *SHORT, "--json", str(file)]) == 0
+    assert "Both objectives are met by 100 % of requests" in capsys.readouterr().out
+    assert json.loads(file.read_text())["traffic"].startswith("fixed lengths")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--gpu", "h1000", "--rate", "1"], 2, "unknown hardware 'h1000'; use one of h100"),
+        (["--gpu", "h100", "--decode-gpu", "A10000", "--rate", "1"], 2, "unknown hardware 'A10000'; use one of a10"),
+        (["--gpu", "h100", "--rate", "1", "--workload", "chta"], 2, "no preset 'chta': use chat"),
+        (["--gpu", "h100", "--rate", "1", "--workload", "code", *SHORT], 2, "name one kind of traffic"),
+        (["--gpu", "h100"], 2, "no rate is named: give --rate"),
+        (["--gpu", "h100", "--rate", "0"], 2, "--rate is 0.0; write requests per second"),
+        (["--gpu", "h100", "--rate", "nan"], 2, "--rate is nan; write requests per second"),
+        (["--gpu", "h100", "--rate", "1", "--concurrency", "1"], 2, "--rate and --concurrency exclude each other"),
+        (["--gpu", "h100", "--rate", "1", "--ttft", "0"], 2, "slo.ttft_seconds is 0.0; write a number above 0"),
+        (["--gpu", "h100", "--rate", "1", "--dtype", "fp8"], 2, "model.dtype is 'fp8'; write one of float32"),
+        (["--gpu", "h100", "--rate", "1", "--attainment", "90"], 2, "slo.attainment is 90.0; it is a share"),
+        (["--gpu", "h100", "--rate", "1", "--tensor-parallel", "2"], 2, "are of colocated workers: add --colocated"),
+        (["--gpu", "h100", "--rate", "1", "--colocated", "--decode", "2"], 2, "there are no decode workers"),
+        (["--gpu", "h100", "--rate", "1", "--prefill-tp", "3"], 1, "tensor_parallel 3 does not divide 32 heads"),
+        (["--gpu", "h100", "--rate", "1", "--hardware-file", "/absent"], 2, "cannot read /absent: No such file"),
+        (["--gpu", "h100", "--rate", "1", "--burstiness", "-1"], 2, "a coefficient of variation of -1.0"),
+        (["--gpu", "h100", "--rate", "1", "--max-model-len", "100"], 2, "are more than max_model_len 100: raise it"),
+        (["/absent.yaml", "--gpu", "h100", "--rate", "1"], 2, "cannot read /absent.yaml: No such file"),
+        (["--gpu", "h100", "--rate", "1", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
+        (["--gpu", "h100", "--rate", "1", "--json", "/absent/x.json"], 1, "cannot write /absent/x.json: No such file"),
+        (["--rate", "1"], 2, "Missing option '--gpu'"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], model: str, arguments: list[str], status: int, said: str
+) -> None:
+    traffic = () if "--workload" in arguments and "--input-tokens" not in arguments else SHORT
+    assert run(["simulate", "--model", model, "--requests", "5", *traffic, *arguments]) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("pdserve: ")
+    assert error.count("\n") == 1
+
+
+def test_a_model_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    large = str(written(tmp_path / "large", num_hidden_layers=200))
+    assert run([*BASE, "--model", large, "--rate", "1", *SHORT]) == 1
+    assert "the weights leave no memory for KV on h100-sxm with 1 devices a worker" in capsys.readouterr().err
+
+
+def test_without_a_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*BASE, "--rate", "1", *SHORT]) == 2
+    assert "no model is named; give --model a folder with a config.json" in capsys.readouterr().err
