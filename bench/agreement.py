@@ -1,0 +1,98 @@
+"""How far the simulator is from a measurement of the same requests: attainment and percentiles, side by side.
+
+Pure; used by the benchmarks that hold `pdserve.planner.simulator` against real and emulated clusters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner.simulation import FloatArray, RequestTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What counts as agreement."""
+
+    attainment_points: float = 2.0
+    """Percentage points of joint attainment."""
+    relative: float = 0.05
+    """Of each percentile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of one run; all requests count, and one that did not end has met nothing."""
+
+    attainment: float
+    """Share of the requests that met both objectives."""
+    ttft_p50_s: float
+    ttft_p90_s: float
+    tpot_p50_s: float
+    """Of answers of two tokens and more, as the next."""
+    tpot_p90_s: float
+
+    @classmethod
+    def of(cls, times: RequestTimes, slo: SloConfig) -> Figures:
+        meets = (times.ttft_s <= slo.ttft_seconds) & (times.tpot_s <= slo.tpot_seconds)
+        ttft_p50_s, ttft_p90_s = _percentiles(times.ttft_s)
+        tpot_p50_s, tpot_p90_s = _percentiles(times.tpot_s[times.num_output_tokens > 1])
+        return cls(
+            attainment=float(meets.mean()),
+            ttft_p50_s=ttft_p50_s,
+            ttft_p90_s=ttft_p90_s,
+            tpot_p50_s=tpot_p50_s,
+            tpot_p90_s=tpot_p90_s,
+        )
+
+
+PERCENTILES = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """One run, measured and simulated."""
+
+    measured: Figures
+    simulated: Figures
+
+    @property
+    def attainment_points(self) -> float:
+        """Percentage points by which the simulator is above the measurement."""
+        return 100 * (self.simulated.attainment - self.measured.attainment)
+
+    @property
+    def relative_errors(self) -> dict[str, float]:
+        """By percentile; above 0 where the simulator is slower than the measurement."""
+        return {name: getattr(self.simulated, name) / getattr(self.measured, name) - 1 for name in PERCENTILES}
+
+    def failures(self, limits: Limits, *, attainment_only: bool = False) -> list[str]:
+        """Where they do not agree, a line each."""
+        found = []
+        # Not "more than": what was never measured, NaN, agrees with nothing.
+        if not abs(self.attainment_points) <= limits.attainment_points + 1e-9:
+            found.append(f"attainment is {self.attainment_points:+.1f} points off")
+        for name, error in self.relative_errors.items():
+            if not attainment_only and not abs(error) <= limits.relative:
+                found.append(f"{name.removesuffix('_s')} is {error:+.1%} off")
+        return found
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "measured": {name: round(value, 6) for name, value in asdict(self.measured).items()},
+            "simulated": {name: round(value, 6) for name, value in asdict(self.simulated).items()},
+            "attainment_points": round(self.attainment_points, 2),
+            "relative_errors": {name: round(error, 4) for name, error in self.relative_errors.items()},
+        }
+
+
+def _percentiles(seconds: FloatArray) -> tuple[float, float]:
+    known = seconds[~np.isnan(seconds)]
+    if not known.size:
+        return float("nan"), float("nan")
+    p50, p90 = np.percentile(known, (50, 90))
+    return float(p50), float(p90)

@@ -1,0 +1,251 @@
+"""Does the simulator say what a live cluster does? The same requests, simulated and on a cluster of emulated GPUs.
+
+    python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--time-scale 8] [--requests 300]
+                                                   [--json FILE] [--plot FILE]
+
+`pdserve up --emulate` runs every part of a cluster but the arithmetic: steps and transfers last as long as the cost
+model says, times the time scale, which makes the host's own work small beside them. At seven rates up to 0.9 of
+saturation and at two beyond it, an open-loop generator measures at the client; `pdserve.planner.simulator` gets the
+same requests and the same cost model. Up to 0.9, joint attainment must agree within 2 points and p50 / p90 of TTFT and
+TPOT within 5 %; beyond it attainment only. Saturation is what a simulated closed loop with more requests than places
+completes.
+
+What HTTP, gRPC and step loops take is measured once, on a cluster with nothing else to do, and is the simulator's
+`Overheads`. A run fails itself where the router or the generator used more than 70 % of a core, or where the generator
+was late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from pdserve.bench.agreement import Agreement, Figures, Limits
+from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
+from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner.conversations import Conversations
+from pdserve.planner.layout import Layout
+from pdserve.planner.lengths import LogNormalLengths
+from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulation import RequestTimes
+from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.workload import Workload
+
+SHARES_BELOW = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9)
+SHARES_BEYOND = (1.1, 1.3)
+"""Of the rate at saturation."""
+SLO = SloConfig(ttft_seconds=0.1, tpot_seconds=0.01)
+WORKLOAD = Workload(
+    name="lognormal",
+    contents=Conversations(
+        lengths=LogNormalLengths(
+            mean_prompt_tokens=650, mean_output_tokens=110, prompt_variation=0.7, output_variation=0.5
+        )
+    ),
+)
+NUM_PROBES = 16
+PROBE_GAP_S = 0.15
+"""Between requests that find the cluster idle: longer than each takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateResult:
+    """One rate, measured and simulated."""
+
+    rate: float
+    share_of_saturation: float
+    agreement: Agreement
+    cpu_shares: dict[str, float]
+    """Of one core: the generator, the router, the busiest worker of each role."""
+    failures: list[str]
+    """Where the two do not agree."""
+    invalid: list[str]
+    """Why the measurement does not count."""
+
+
+class Comparison:
+    """One cluster and its simulation."""
+
+    def __init__(self, cluster: EmulatedCluster, layout: Layout, time_scale: float) -> None:
+        self._cluster = cluster
+        self._layout = layout
+        self._time_scale = time_scale
+        self.overheads = NO_OVERHEADS
+
+    def measure_overheads(self) -> None:
+        """What a request costs an idle cluster beside steps and transfers, from what it takes and what is simulated."""
+        lengths = np.linspace(50, 1500, NUM_PROBES).astype(int)
+        probes = [SimulatedRequest(PROBE_GAP_S * number, int(length), 3) for number, length in enumerate(lengths)]
+        self._measure(probes)  # code and caches are warm after it
+        self.overheads = overheads_between(self._measure(probes).times, self._simulate(probes))
+
+    def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> RateResult:
+        """Measure and simulate ``requests``, which arrive at ``rate``."""
+        before_s, began_s = self._cluster.cpu_seconds(), time.monotonic()
+        measured = self._measure(requests)
+        lasted_s, after_s = time.monotonic() - began_s, self._cluster.cpu_seconds()
+        cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
+        agreement = Agreement(
+            measured=Figures.of(measured.times, SLO), simulated=Figures.of(self._simulate(requests), SLO)
+        )
+        return RateResult(
+            rate=rate,
+            share_of_saturation=share,
+            agreement=agreement,
+            cpu_shares={"generator": measured.health.cpu_share, **cpu_shares},
+            failures=agreement.failures(Limits(), attainment_only=share > 1),
+            invalid=invalid_reasons(measured, cpu_shares["router"]),
+        )
+
+    def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
+        return measure_load(self._cluster.url, requests, vocab_size=MODEL.shape.vocab_size, time_scale=self._time_scale)
+
+    def _simulate(self, requests: list[SimulatedRequest]) -> RequestTimes:
+        return simulate(MODEL, self._layout, requests, slo=SLO, overheads=self.overheads).times
+
+
+def overheads_between(measured: RequestTimes, simulated: RequestTimes) -> Overheads:
+    """What explains the difference of requests that met nobody, the second simulated without overheads.
+
+    The client sees sums only. Of what TTFT has too much, a sixth each is taken for a message to the router and for the
+    answer's way to the client, as in the defaults of `Overheads`.
+    """
+    ttft_s = float(np.median(measured.ttft_s - simulated.ttft_s))
+    stalls_s = [times.second_token_s - times.first_token_s for times in (measured, simulated)]
+    pull_s = float(np.median(stalls_s[0] - stalls_s[1]))
+    message_s = max(0.0, ttft_s / 6)
+    return Overheads(
+        arrival_s=4 * message_s, message_s=message_s, answer_s=message_s, pull_s=max(0.0, pull_s), turn_s=0.0
+    )
+
+
+def invalid_reasons(measured: Measurement, router_cpu_share: float) -> list[str]:
+    """Why a measurement does not count, a line each."""
+    reasons = measured.health.problems()
+    if router_cpu_share > MAX_CPU_SHARE:
+        reasons.append(f"the router used {router_cpu_share:.0%} of a core: use a larger --time-scale")
+    if measured.errors:
+        reasons.append(f"{measured.errors.total()} requests failed: {next(iter(measured.errors))}")
+    return reasons
+
+
+def saturation(layout: Layout) -> float:
+    """Requests per second that a closed loop with more requests than places completes, once it is under way."""
+    places = sum(pool.replicas * pool.max_batch_size for pool in layout.pools)
+    requests = WORKLOAD.draw(4 * places, max_model_len=MODEL.max_model_len).at_rate(1.0)
+    times = simulate(MODEL, layout, requests, slo=SLO, overheads=NO_OVERHEADS, concurrency=places).times
+    ended_s = np.sort(times.last_token_s)
+    first, last = len(ended_s) // 4, 3 * len(ended_s) // 4
+    return float((last - first) / (ended_s[last] - ended_s[first]))
+
+
+def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[RateResult], dict[str, float]]:
+    """All rates on one cluster, and figures that belong to all of them."""
+    layout = placement(arguments.gpu, arguments.replicas)
+    saturation_rate = saturation(layout)
+    sample = WORKLOAD.draw(arguments.requests * arguments.replicas, arguments.seed, max_model_len=MODEL.max_model_len)
+    shares = [*SHARES_BELOW, *SHARES_BEYOND]
+    expected_s = arguments.time_scale * sample.num_requests / saturation_rate * sum(1 / share for share in shares)
+    console.print(f"{layout}: saturation at {saturation_rate:.1f} requests/s; about {expected_s / 60 + 2:.0f} minutes")
+    results = []
+    with emulated_cluster(layout, SLO, arguments.gpu, arguments.time_scale) as cluster:
+        comparison = Comparison(cluster, layout, arguments.time_scale)
+        comparison.measure_overheads()
+        overheads_s = asdict(comparison.overheads)
+        console.print("overheads, in ms of the emulated clock:", {k: round(v * 1e3, 3) for k, v in overheads_s.items()})
+        for share in shares:
+            rate = share * saturation_rate
+            results.append(comparison.at_rate(rate, share, sample.at_rate(rate)))
+            console.print(_line(results[-1]), highlight=False)
+    return results, {"saturation_rate": saturation_rate, **overheads_s}
+
+
+def _line(result: RateResult) -> str:
+    agreement = result.agreement
+    errors = "  ".join(f"{name.removesuffix('_s')} {error:+.1%}" for name, error in agreement.relative_errors.items())
+    cpu = ", ".join(f"{name} {share:.0%}" for name, share in result.cpu_shares.items())
+    return (
+        f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: attainment "
+        f"{agreement.measured.attainment:.1%} measured, {agreement.simulated.attainment:.1%} simulated; {errors}; "
+        f"cores: {cpu}" + "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
+    )
+
+
+def plot(results: list[RateResult], saturation_rate: float, title: str, file: Path) -> None:
+    from matplotlib import pyplot
+
+    rates = [result.rate for result in results]
+    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True)
+    panels: list[tuple[Any, str, float]] = [
+        (top, "attainment", 100.0),
+        (middle, "ttft_p50_s", 1e3),
+        (middle, "ttft_p90_s", 1e3),
+        (bottom, "tpot_p50_s", 1e3),
+        (bottom, "tpot_p90_s", 1e3),
+    ]
+    for axes, name, factor in panels:
+        label = name.removesuffix("_s").replace("_", " ")
+        simulated = [factor * getattr(result.agreement.simulated, name) for result in results]
+        measured = [factor * getattr(result.agreement.measured, name) for result in results]
+        (line,) = axes.plot(rates, simulated, label=f"{label}, simulated")
+        axes.plot(rates, measured, "o", color=line.get_color(), label=f"{label}, measured")
+    middle.set_yscale("log")
+    top.set(ylabel="requests that meet both objectives, %", ylim=(0, 105), title=title)
+    middle.set(ylabel="ms")
+    bottom.set(ylabel="ms", ylim=(0, None), xlabel="requests per second of the emulated clock")
+    for axes in (top, middle, bottom):
+        axes.axvline(saturation_rate, color="gray", linestyle=":")
+        axes.legend(fontsize="small")
+    figure.savefig(file, bbox_inches="tight", dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
+    parser.add_argument("--time-scale", type=float, default=8.0, help="real seconds of an emulated one")
+    parser.add_argument("--requests", type=int, default=300, help="at each rate, for each replica")
+    parser.add_argument("--gpu", default="h100-sxm")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--plot", type=Path, help="draw attainment and percentiles against the rate")
+    arguments = parser.parse_args()
+    results, figures = compare(arguments, Console(stderr=True))
+    failures = [line for result in results for line in (*result.failures, *result.invalid)]
+    document = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": MODEL.name,
+        "layout": str(placement(arguments.gpu, arguments.replicas)),
+        "gpu": arguments.gpu,
+        "time_scale": arguments.time_scale,
+        "requests": arguments.requests * arguments.replicas,
+        "seed": arguments.seed,
+        "slo": {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds},
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
+        **{name: round(value, 6) for name, value in figures.items()},
+        "rates": [{**asdict(result), "agreement": result.agreement.as_dict()} for result in results],
+        "agrees": not failures,
+    }
+    text = json.dumps(document, indent=1)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+    if arguments.plot:
+        title = f"{MODEL.name} on {document['layout']}, {arguments.gpu} emulated"
+        plot(results, figures["saturation_rate"], title, arguments.plot)
+    sys.stdout.write(text + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
