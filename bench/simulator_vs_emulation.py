@@ -164,11 +164,12 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[RateR
         comparison = Comparison(cluster, layout, arguments.time_scale)
         comparison.measure_overheads()
         overheads_s = asdict(comparison.overheads)
-        console.print("overheads, in ms of the emulated clock:", {k: round(v * 1e3, 3) for k, v in overheads_s.items()})
+        shown = ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.2f}" for name, value in overheads_s.items())
+        console.print(f"overheads, in ms of the emulated clock: {shown}", highlight=False, soft_wrap=True)
         for share in shares:
             rate = share * saturation_rate
             results.append(comparison.at_rate(rate, share, sample.at_rate(rate)))
-            console.print(_line(results[-1]), highlight=False)
+            console.print(_line(results[-1]), highlight=False, soft_wrap=True)
     return results, {"saturation_rate": saturation_rate, **overheads_s}
 
 
