@@ -19,6 +19,9 @@ from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import Fleet, Worker
 from pdserve.router.metrics import RouterMetrics
 
+_LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_batch_size")
+"""Of a worker, as it said when it was connected to."""
+
 
 class Target(BaseModel):
     """A `WorkerEndpoint` in JSON."""
@@ -85,4 +88,6 @@ def _worker_status(worker: Worker) -> dict[str, Any]:
     load = MessageToDict(worker.load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for name in ("num_preemptions", "num_swap_outs", "num_swap_ins"):
         load[name] = getattr(worker.load, name)  # JSON's mapping writes 64-bit numbers as text
-    return {**asdict(worker.endpoint), "up": worker.is_up, "hardware": worker.welcome.hardware, "load": load}
+    welcome = worker.welcome
+    limits = {name: getattr(welcome, name) for name in _LIMITS}
+    return {**asdict(worker.endpoint), "up": worker.is_up, "hardware": welcome.hardware, "limits": limits, "load": load}

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from pdserve.engine.scheduler import RequestEventKind
+from pdserve.planner.running import running_workers
 from pdserve.router.admin import create_admin_app
 from pdserve.router.generation import GenerationError
 from pdserve.router.warmup import keep_proven
@@ -71,6 +72,10 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
         assert status["workers"][1]["load"]["num_blocks_referenced"] == 3
         assert status["workers"][0]["load"]["num_blocks_referenced"] == 0
         assert status["workers"][1]["load"]["num_preemptions"] == 0
+        assert [worker.role.value for worker in running_workers(status)] == ["decode", "prefill"], (
+            "the planner reads it"
+        )
+        assert running_workers(status)[0].max_batch_size == d.welcome["max_batch_size"]
         flight.cancel()
         assert (await client.get("/status")).json()["outcomes"]["cancelled"] == 1
 

@@ -1,0 +1,170 @@
+"""Whether a running cluster should be placed anew: what would be gained, how sure that is, and what the change costs.
+
+Compares a plan for the observed traffic with the placement that runs, both simulated. Proposes only what is better
+beyond doubt and by more than a threshold (hysteresis), so that a cluster is not rebuilt for noise. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner import wording
+from pdserve.planner.attainment import Attainment
+from pdserve.planner.goodput import Goodput
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.plan import Candidate
+from pdserve.planner.running import RunningWorker
+
+DEFAULT_HYSTERESIS = 0.1
+"""Gain in goodput below which a change is not proposed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """The placement that runs, simulated under the observed traffic."""
+
+    layout: Layout
+    goodput: Goodput
+    at_observed: Attainment
+    """What it makes of the observed rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What it takes to go from one placement to another."""
+
+    num_kept: int
+    """Workers that both placements have."""
+    num_stopped: int
+    num_started: int
+    load_s: float
+    """Until the new workers hold their weights, at the least: all devices read theirs from host memory at once."""
+    num_requests: float
+    """Under way on the workers that stop: each is computed again elsewhere."""
+    num_cached_tokens: float
+    """In the pools of workers that stop, whose KV is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The comparison, and the advice."""
+
+    running: Running
+    best: Candidate
+    at_observed: Attainment
+    """What the best makes of the observed rate."""
+    gain: float
+    """Its goodput over that of the running placement, less 1; infinite where that meets the SLO at no rate."""
+    is_clear: bool
+    """Their confidence intervals do not overlap."""
+    hysteresis: float
+    change: Change
+
+    @property
+    def is_proposed(self) -> bool:
+        return self.is_clear and self.gain >= self.hysteresis and bool(self.change.num_started)
+
+
+def compare(
+    running: Running,
+    best: Candidate,
+    at_observed: Attainment,
+    *,
+    model: PlannedModel,
+    workers: Sequence[RunningWorker],
+    hysteresis: float = DEFAULT_HYSTERESIS,
+) -> Proposal:
+    """Weigh the best candidate of a plan against what runs; ``best`` was simulated."""
+    assert best.goodput is not None
+    old, new = running.goodput, best.goodput
+    gain = new.rate / old.rate - 1 if old.rate else float("inf") if new.rate else 0.0
+    return Proposal(
+        running=running,
+        best=best,
+        at_observed=at_observed,
+        gain=gain,
+        is_clear=new.interval.low > old.interval.high,
+        hysteresis=hysteresis,
+        change=change_between(running.layout, best.layout, model, workers),
+    )
+
+
+def change_between(old: Layout, new: Layout, model: PlannedModel, workers: Sequence[RunningWorker]) -> Change:
+    """Workers that differ in role, device, degree or limits are started anew."""
+    old_pools, new_pools = ({pool.role: pool for pool in layout.pools} for layout in (old, new))
+    num_kept = num_stopped = num_started = 0
+    load_s = num_requests = num_cached_tokens = 0.0
+    for role in WorkerRole:
+        before, after = old_pools.get(role), new_pools.get(role)
+        num_before, num_after = before.replicas if before else 0, after.replicas if after else 0
+        kept = min(num_before, num_after) if before and after and _is_alike(before, after) else 0
+        num_kept += kept
+        num_stopped += num_before - kept
+        num_started += num_after - kept
+        if after is not None and num_after > kept:
+            load_s = max(load_s, _load_s(after, model))
+        of_role = [worker for worker in workers if worker.role is role]
+        if of_role:
+            share = (num_before - kept) / num_before
+            num_requests += share * sum(worker.num_requests for worker in of_role)
+            num_cached_tokens += share * sum(worker.num_cached_blocks * worker.block_size for worker in of_role)
+    return Change(
+        num_kept=num_kept,
+        num_stopped=num_stopped,
+        num_started=num_started,
+        load_s=load_s,
+        num_requests=num_requests,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def _is_alike(before: Pool, after: Pool) -> bool:
+    """Whether a worker of one pool can stay in the other. A KV pool of another size does not matter."""
+    return dataclasses.replace(before, replicas=1, num_kv_blocks=0) == dataclasses.replace(
+        after, replicas=1, num_kv_blocks=0
+    )
+
+
+def _load_s(pool: Pool, model: PlannedModel) -> float:
+    return pool.cost(model).weight_bytes / pool.devices_per_worker / pool.hardware.host_bandwidth
+
+
+def sentences(proposal: Proposal) -> Iterator[str]:
+    """The comparison and the advice, in words."""
+    running, best, change = proposal.running, proposal.best, proposal.change
+    observed = wording.rate(running.at_observed.rate)
+    yield (
+        f"Running: {running.layout}, goodput {_with_interval(running.goodput)}; at the observed {observed}, "
+        f"{wording.share(running.at_observed.share)} of requests meet both objectives."
+    )
+    yield (
+        f"Best found: {best.layout}, goodput {_with_interval(best.goodput)}; at the observed {observed}, "
+        f"{wording.share(proposal.at_observed.share)}."
+    )
+    if not change.num_started and not change.num_stopped:
+        yield "Keep the placement: it is the best that was found."
+        return
+    yield (
+        f"The change would stop {change.num_stopped} workers, start {change.num_started} and keep {change.num_kept}; "
+        f"loading weights takes {wording.seconds(change.load_s)} or more; about {change.num_requests:.0f} requests "
+        f"under way would be computed again, and KV of about {change.num_cached_tokens:,.0f} tokens lost."
+    )
+    yield _advice(proposal)
+
+
+def _advice(proposal: Proposal) -> str:
+    gain = f"{proposal.gain:+.0%} goodput" if proposal.gain != float("inf") else "a goodput where there is none now"
+    if proposal.is_proposed:
+        return f"Change the placement: {gain}, beyond the confidence intervals."
+    if not proposal.is_clear:
+        return f"Keep the placement: {gain} is within the confidence intervals."
+    return f"Keep the placement: {gain} is below the {wording.share(proposal.hysteresis)} that a change must gain."
+
+
+def _with_interval(goodput: Goodput | None) -> str:
+    assert goodput is not None
+    low, high = goodput.interval
+    return f"{wording.rate(goodput.rate)} ({wording.number(low)} to {wording.number(high)})"

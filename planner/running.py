@@ -1,0 +1,170 @@
+"""A running cluster as the planner sees it: its workers from the router's status, its traffic as a workload.
+
+Reads what was fetched; fetches nothing. Used by `pdserve plan --live`, with `pdserve.planner.live` and
+`pdserve.planner.replan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.hardware import Hardware
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.live import LiveError, ObservedTraffic
+from pdserve.planner.plan import Supply
+from pdserve.planner.requests import Segment, SimulatedRequest
+from pdserve.planner.traffic import Traffic
+from pdserve.planner.workload import Workload
+
+_MIN_CACHED_SHARE = 0.01
+"""Of prompt tokens: below it, traffic counts as sharing nothing, which is far quicker to simulate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningWorker:
+    """One worker that is up."""
+
+    worker_id: str
+    role: WorkerRole
+    host: str
+    hardware: str
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    max_batch_tokens: int
+    max_batch_size: int
+    num_requests: int
+    """That it computes, holds or has waiting."""
+    num_cached_blocks: int
+
+
+def running_workers(status: Mapping[str, object]) -> list[RunningWorker]:
+    """The workers that are up, from the router's `/status`.
+
+    Raises:
+        LiveError: it is of something else, or no worker is up.
+    """
+    try:
+        workers = status["workers"]
+        assert isinstance(workers, list)
+        found = [_worker(each) for each in workers if each["up"]]
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise LiveError("this is no status of a pdserve router; name its admin address") from error
+    if not found:
+        raise LiveError("no worker of the cluster is up; wait until pdserve status says that it is ready")
+    return found
+
+
+def _worker(status: Mapping[str, object]) -> RunningWorker:
+    limits, load = status["limits"], status["load"]
+    assert isinstance(limits, dict)
+    assert isinstance(load, dict)
+    return RunningWorker(
+        worker_id=str(status["worker_id"]),
+        role=WorkerRole(status["role"]),
+        host=str(status["address"]).rpartition(":")[0],
+        hardware=str(status["hardware"]),
+        max_model_len=int(limits["max_model_len"]),
+        block_size=int(limits["block_size"]),
+        num_kv_blocks=int(limits["num_blocks"]),
+        max_batch_tokens=int(limits["max_batch_tokens"]),
+        max_batch_size=int(limits["max_batch_size"]),
+        num_requests=sum(int(load[name]) for name in ("num_running", "num_waiting", "num_parked")),
+        num_cached_blocks=int(load["num_blocks_cached"]) + int(load["num_blocks_referenced"]),
+    )
+
+
+def running_layout(workers: Sequence[RunningWorker], device: Callable[[str], Hardware]) -> Layout:
+    """How the workers are placed.
+
+    Args:
+        device: looks the name of a worker's hardware up.
+
+    Raises:
+        LiveError: one phase has no workers, or those of one role are not alike.
+        ValueError: unknown hardware.
+    """
+    pools = {role: _pool(role, [each for each in workers if each.role is role], device) for role in WorkerRole}
+    prefill, decode, mixed = pools[WorkerRole.PREFILL], pools[WorkerRole.DECODE], pools[WorkerRole.MIXED]
+    if (prefill is None) != (decode is None):
+        absent = "prefill" if prefill is None else "decode"
+        raise LiveError(f"no {absent} worker is up; wait until pdserve status says that the cluster is ready")
+    same_host = len({each.host for each in workers}) == 1
+    return Layout(prefill=prefill, decode=decode, mixed=mixed, same_host=same_host)
+
+
+def _pool(role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[str], Hardware]) -> Pool | None:
+    if not workers:
+        return None
+    kinds = {(each.hardware, each.max_batch_tokens, each.max_batch_size) for each in workers}
+    if len(kinds) > 1:
+        raise LiveError(
+            f"the {role.value} workers are not alike: {sorted(kinds)}; a placement has one kind of each role"
+        )
+    first = workers[0]
+    return Pool(
+        role=role,
+        replicas=len(workers),
+        hardware=device(first.hardware),
+        max_batch_tokens=first.max_batch_tokens,
+        max_batch_size=first.max_batch_size,
+        num_kv_blocks=min(each.num_kv_blocks for each in workers),
+    )
+
+
+def supplies(layout: Layout, workers: Sequence[RunningWorker]) -> tuple[Supply, ...]:
+    """The devices that the layout takes: what a new one may take, too."""
+    counts: dict[str, tuple[Hardware, int]] = {}
+    for pool in layout.pools:
+        _, num_devices = counts.get(pool.hardware.name, (pool.hardware, 0))
+        counts[pool.hardware.name] = (pool.hardware, num_devices + pool.num_devices)
+    num_hosts = len({each.host for each in workers})
+    return tuple(_supply(hardware, num_devices, num_hosts) for hardware, num_devices in counts.values())
+
+
+def _supply(hardware: Hardware, num_devices: int, num_hosts: int) -> Supply:
+    # Hosts that cannot have as many each are taken for one: the search knows hosts that are alike only.
+    num_nodes = 1 if num_devices % num_hosts else num_hosts
+    return Supply(
+        hardware=hardware,
+        num_nodes=num_nodes,
+        devices_per_node=num_devices // num_nodes,
+        dollars_per_hour=hardware.price_per_hour_usd,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedContents:
+    """Requests as long as those observed: `pdserve.planner.conversations.Contents`.
+
+    What the cluster found in its prefix caches becomes one beginning that all prompts share, in proportion to their
+    length: metrics do not tell who shared what.
+    """
+
+    observed: ObservedTraffic
+
+    def draw(self, num_requests: int, seed: int) -> list[SimulatedRequest]:
+        random = np.random.default_rng(seed)
+        prompts = self.observed.prompt_tokens.draw(num_requests, random).tolist()
+        outputs = self.observed.output_tokens.draw(num_requests, random).tolist()
+        share = self.observed.cached_share if self.observed.cached_share >= _MIN_CACHED_SHARE else 0.0
+        return [
+            SimulatedRequest(0.0, prompt, output, _segments(row, prompt, share) if share else ())
+            for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+
+
+def _segments(row: int, num_tokens: int, share: float) -> tuple[Segment, ...]:
+    num_shared = min(round(num_tokens * share), num_tokens - 1)
+    segments = (Segment(0, num_shared), Segment(row + 1, num_tokens - num_shared))
+    return segments if num_shared else segments[1:]
+
+
+def observed_traffic(observed: ObservedTraffic, model: PlannedModel) -> Traffic:
+    """The traffic to plan for."""
+    workload = Workload(name="observed", contents=ObservedContents(observed))
+    return Traffic(workload=workload, max_model_len=model.max_model_len)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.hardware import hardware
+from pdserve.planner.live import LengthHistogram, LiveError, ObservedTraffic
+from pdserve.planner.running import (
+    RunningWorker,
+    observed_traffic,
+    running_layout,
+    running_workers,
+    supplies,
+)
+from tests.planner.plans import MODEL
+
+OBSERVED = ObservedTraffic(
+    seconds=10.0,
+    num_requests=100,
+    prompt_tokens=LengthHistogram(bounds=(256, 1024), counts=(50, 50), mean=400),
+    output_tokens=LengthHistogram(bounds=(64,), counts=(100,), mean=40),
+    cached_share=0.0,
+    attainment=0.9,
+    num_workers={},
+)
+
+
+def status_of(worker_id: str, role: str, **changes: object) -> dict[str, object]:
+    return {
+        "worker_id": worker_id,
+        "role": role,
+        "address": "10.0.0.1:4000",
+        "epoch": 1,
+        "up": True,
+        "hardware": "h100-sxm",
+        "limits": {
+            "max_model_len": 8192,
+            "block_size": 16,
+            "num_blocks": 1000,
+            "max_batch_tokens": 2048,
+            "max_batch_size": 256,
+        },
+        "load": {
+            "num_running": 3,
+            "num_waiting": 2,
+            "num_parked": 1,
+            "num_blocks_cached": 40,
+            "num_blocks_referenced": 60,
+        },
+        **changes,
+    }
+
+
+def cluster(*workers: dict[str, object]) -> list[RunningWorker]:
+    return running_workers({"ready": True, "workers": list(workers)})
+
+
+def test_workers_that_are_up_are_read() -> None:
+    workers = cluster(status_of("prefill-0", "prefill"), status_of("gone", "decode", up=False))
+    assert workers == [
+        RunningWorker(
+            worker_id="prefill-0",
+            role=WorkerRole.PREFILL,
+            host="10.0.0.1",
+            hardware="h100-sxm",
+            max_model_len=8192,
+            block_size=16,
+            num_kv_blocks=1000,
+            max_batch_tokens=2048,
+            max_batch_size=256,
+            num_requests=6,
+            num_cached_blocks=100,
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "status",
+    [{}, {"workers": 3}, {"workers": [{"up": True}]}, {"workers": [status_of("x", "cook")]}, {"workers": [1]}],
+)
+def test_a_foreign_status_is_refused(status: dict[str, object]) -> None:
+    with pytest.raises(LiveError, match="this is no status of a pdserve router"):
+        running_workers(status)
+
+
+def test_a_cluster_without_workers_is_refused() -> None:
+    with pytest.raises(LiveError, match="no worker of the cluster is up"):
+        cluster(status_of("gone", "decode", up=False))
+
+
+def test_the_layout_is_that_of_the_workers() -> None:
+    workers = cluster(status_of("p", "prefill"), status_of("d-0", "decode"), status_of("d-1", "decode"))
+    workers[2] = replace(workers[2], num_kv_blocks=900)
+    layout = running_layout(workers, hardware)
+    assert str(layout) == "1 x P(TP1) + 2 x D(TP1)"
+    assert layout.decode is not None
+    assert (layout.decode.num_kv_blocks, layout.same_host) == (900, True)
+    (supply,) = supplies(layout, workers)
+    assert (supply.hardware.name, supply.num_nodes, supply.devices_per_node) == ("h100-sxm", 1, 3)
+
+
+def test_workers_of_two_hosts_make_two_nodes() -> None:
+    far = status_of("d", "decode", address="10.0.0.2:4000")
+    workers = cluster(status_of("p", "prefill"), far)
+    layout = running_layout(workers, hardware)
+    assert not layout.same_host
+    assert [(each.num_nodes, each.devices_per_node) for each in supplies(layout, workers)] == [(2, 1)]
+    workers = cluster(status_of("p", "prefill"), status_of("p-1", "prefill"), far)
+    layout = running_layout(workers, hardware)
+    assert [(each.num_nodes, each.devices_per_node) for each in supplies(layout, workers)] == [(1, 3)]
+
+
+def test_a_cluster_that_cannot_be_a_layout_is_refused() -> None:
+    with pytest.raises(LiveError, match="no decode worker is up"):
+        running_layout(cluster(status_of("p", "prefill")), hardware)
+    with pytest.raises(LiveError, match="the prefill workers are not alike"):
+        running_layout(cluster(status_of("p", "prefill"), status_of("q", "prefill", hardware="a10")), hardware)
+    with pytest.raises(ValueError, match="unknown hardware 'abacus'"):
+        running_layout(cluster(status_of("m", "mixed", hardware="abacus")), hardware)
+
+
+def test_observed_requests_are_drawn_again_by_seed() -> None:
+    traffic = observed_traffic(OBSERVED, MODEL)
+    sample = traffic.draw(500, 1)
+    assert sample.conversations == traffic.draw(500, 1).conversations != traffic.draw(500, 2).conversations
+    statistics = sample.statistics()
+    assert statistics.mean_prompt_tokens == pytest.approx(400, rel=0.01)
+    assert statistics.mean_output_tokens == pytest.approx(40, rel=0.02)
+    assert statistics.cacheable_share == 0.0
+    assert not sample.conversations[0].segments
+
+
+def test_what_caches_held_is_shared_again() -> None:
+    sample = observed_traffic(replace(OBSERVED, cached_share=0.5), MODEL).draw(500, 1)
+    assert sample.statistics().cacheable_share == pytest.approx(0.5, abs=0.02)
