@@ -114,7 +114,9 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         kv_dtype=config.kv_dtype,
         quantization=config.quantization,
     )
-    max_blocks = cost.max_kv_blocks(config.block_size)
+    max_blocks = cost.max_kv_blocks(
+        config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
+    )
     if max_blocks == 0:
         raise ValueError(
             f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on one {cost.hardware.name}: "

@@ -116,7 +116,7 @@ def mean_wait_s(rate: float, service_s: FloatArray) -> float:
 
 def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
     """Whether a worker holds the weights and, in each of its lanes, the KV of one sequence of ``max_model_len``."""
-    num_blocks = pool.num_kv_blocks or cost.max_kv_blocks(model.block_size)
+    num_blocks = pool.kv_blocks(model, cost)
     return num_blocks // pool.pipeline_parallel >= ceil((model.max_model_len + 1) / model.block_size)
 
 
@@ -241,7 +241,7 @@ class BoundBook:
 
     def _work_out(self, pool: Pool) -> WorkerFigures:
         cost, demand, num_lanes = pool.cost(self._model), self._demand, pool.pipeline_parallel
-        num_blocks = pool.num_kv_blocks or cost.max_kv_blocks(self._model.block_size)
+        num_blocks = pool.kv_blocks(self._model, cost)
         lane_tokens = num_blocks // num_lanes * self._model.block_size
         num_held = int(lane_tokens // max(demand.mean_decode_context, 1.0))
         max_batch = max(1, min(pool.max_batch_size, num_held))

@@ -118,7 +118,7 @@ def _block_bytes(pool: Pool, model: PlannedModel) -> int:
 
 
 def _phase(pool: Pool, model: PlannedModel) -> PhaseConfig:
-    num_blocks = pool.num_kv_blocks or pool.cost(model).max_kv_blocks(model.block_size)
+    num_blocks = pool.kv_blocks(model, pool.cost(model))
     return PhaseConfig(
         replicas=pool.replicas,
         tensor_parallel=pool.tensor_parallel,

@@ -136,12 +136,7 @@ class _Numbers:
             num_tokens,
             "tokens",
         )
-        num_blocks = cost.max_kv_blocks(
-            block_size,
-            MEMORY_FRACTION,
-            max_batch_tokens=self._pool.max_batch_tokens,
-            max_batch_size=self._pool.max_batch_size,
-        )
+        num_blocks = self._pool.kv_blocks(self._model, cost)
         blocks_each = -(-context_tokens // block_size)
         yield Explanation(
             f"largest batch at {context_tokens} tokens",

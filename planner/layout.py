@@ -71,6 +71,12 @@ class Pool:
             pipeline_parallel=self.pipeline_parallel,
         )
 
+    def kv_blocks(self, model: PlannedModel, cost: CostModel) -> int:
+        """KV blocks of each worker: as many as it was given, or as fit beside the rest; 0 where the rest does not."""
+        return self.num_kv_blocks or cost.max_kv_blocks(
+            model.block_size, max_batch_tokens=self.max_batch_tokens, max_batch_size=self.max_batch_size
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

@@ -108,7 +108,7 @@ class ClusterBuilder:
 
     def _lanes(self, pool: Pool, replica: int, mint_handle: Callable[[], bytes]) -> list[Seat]:
         num_lanes = pool.pipeline_parallel
-        num_blocks = pool.num_kv_blocks or self.costs[pool.role].max_kv_blocks(self.model.block_size)
+        num_blocks = pool.kv_blocks(self.model, self.costs[pool.role])
         if num_blocks < num_lanes:
             raise ValueError(
                 f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "

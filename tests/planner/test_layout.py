@@ -1,0 +1,29 @@
+"""Pools and layouts: what they count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from tests.model.planned_configs import LLAMA_3_8B
+
+MODEL = PlannedModel(shape=ModelShape.from_hf_config(LLAMA_3_8B))
+POOL = Pool(role=WorkerRole.DECODE, replicas=3, hardware=hardware("h100"), tensor_parallel=2, pipeline_parallel=2)
+
+
+def test_devices_are_counted() -> None:
+    layout = Layout(prefill=replace(POOL, role=WorkerRole.PREFILL, replicas=1, pipeline_parallel=1), decode=POOL)
+    assert (POOL.devices_per_worker, POOL.num_devices, layout.num_devices) == (4, 12, 14)
+    assert str(layout) == "1 x P(TP2) + 3 x D(TP2 PP2)"
+
+
+def test_blocks_are_those_given_or_as_many_as_fit_beside_the_largest_step() -> None:
+    cost = POOL.cost(MODEL)
+    fitting = POOL.kv_blocks(MODEL, cost)
+    assert fitting == cost.max_kv_blocks(16, max_batch_tokens=2048, max_batch_size=256)
+    assert replace(POOL, max_batch_tokens=16384).kv_blocks(MODEL, cost) < fitting
+    assert replace(POOL, max_batch_size=2048).kv_blocks(MODEL, cost) < fitting
+    assert replace(POOL, num_kv_blocks=7).kv_blocks(MODEL, cost) == 7
