@@ -69,8 +69,8 @@ class SimulatedTransfers:
         if pull is None or grant is None:
             return
         del self._offers[handle]
-        last_s = self._transfer_s(pull, min(len(grant.block_ids), pull.num_blocks))
-        whole_s = self._transfer_s(pull, pull.num_blocks)
+        last_s = self._transfer_s(offer.seat, pull, min(len(grant.block_ids), pull.num_blocks))
+        whole_s = self._transfer_s(offer.seat, pull, pull.num_blocks)
         begins_s = max(pull.begins_s, self._agenda.now_s + last_s - whole_s)
         egress, ingress = offer.seat.egress, pull.seat.ingress
         ends_s = max(begins_s, egress.free_at_s, ingress.free_at_s) + whole_s
@@ -78,8 +78,11 @@ class SimulatedTransfers:
         result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_tokens=grant.first_tokens)
         self._agenda.at(ends_s + self._pull_s, partial(self._pulled, offer.seat, pull.seat, handle, result))
 
-    def _transfer_s(self, pull: _Pull, num_blocks: int) -> float:
-        return pull.seat.worker.cost.transfer_s(num_blocks * self._block_size, same_host=self._same_host)
+    def _transfer_s(self, source: Seat, pull: _Pull, num_blocks: int) -> float:
+        """As the slower of both says: the one of fewer ranks, or of slower links."""
+        num_tokens = num_blocks * self._block_size
+        sides = (source.worker.cost, pull.seat.worker.cost)
+        return max([cost.transfer_s(num_tokens, same_host=self._same_host) for cost in sides])
 
     def _pulled(self, source: Seat, target: Seat, handle: bytes, result: PullResult) -> None:
         target.worker.tell(lambda scheduler, heard_s: scheduler.pull_done(result, heard_s))

@@ -106,6 +106,19 @@ def test_an_unloaded_request_takes_what_the_cost_model_says() -> None:
     assert times.second_token_s - times.first_token_s == pytest.approx([transfer_s + cost.decode_s(1, 2000)], rel=1e-6)
 
 
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 4), (4, 1)])
+def test_kv_moves_as_fast_as_the_side_of_fewer_ranks(prefill_ranks: int, decode_ranks: int) -> None:
+    prefill = replace(a_pool(WorkerRole.PREFILL), tensor_parallel=prefill_ranks)
+    decode = replace(a_pool(WorkerRole.DECODE), tensor_parallel=decode_ranks)
+    layout = Layout(prefill=prefill, decode=decode, same_host=False)
+    # Whole blocks in one chunk, of which none travels before the last token; no decode worker may compute the prompt.
+    slo = SloConfig(ttft_seconds=0.25, tpot_seconds=1e-4)
+    times = simulate(LLAMA_3_8B, layout, [SimulatedRequest(0.0, 2000, 2)], slo=slo, overheads=NO_OVERHEADS).times
+    moved_s = a_pool(WorkerRole.DECODE).cost(LLAMA_3_8B).transfer_s(2000, same_host=False)
+    stall_s = float(times.second_token_s[0] - times.first_token_s[0])
+    assert moved_s < stall_s < moved_s + decode.cost(LLAMA_3_8B).decode_s(1, 2000) * 1.01
+
+
 def test_overheads_add_up() -> None:
     requests = [SimulatedRequest(1.0, 2000, 11)]
     overheads = Overheads(arrival_s=0.1, message_s=0.02, answer_s=0.003, pull_s=0.5)
