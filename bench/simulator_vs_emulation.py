@@ -36,7 +36,7 @@ from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluste
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.conversations import Conversations
-from pdserve.planner.layout import Layout
+from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.lengths import LogNormalLengths
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import RequestTimes
@@ -141,11 +141,17 @@ def invalid_reasons(measured: Measurement, router_cpu_share: float) -> list[str]
     return reasons
 
 
-def saturation(layout: Layout) -> float:
+def saturation(
+    layout: Layout,
+    model: PlannedModel = MODEL,
+    workload: Workload = WORKLOAD,
+    slo: SloConfig = SLO,
+    overheads: Overheads = NO_OVERHEADS,
+) -> float:
     """Requests per second that a closed loop with more requests than places completes, once it is under way."""
     places = sum(pool.replicas * pool.max_batch_size for pool in layout.pools)
-    requests = WORKLOAD.draw(4 * places, max_model_len=MODEL.max_model_len).at_rate(1.0)
-    times = simulate(MODEL, layout, requests, slo=SLO, overheads=NO_OVERHEADS, concurrency=places).times
+    requests = workload.draw(4 * places, max_model_len=model.max_model_len).at_rate(1.0)
+    times = simulate(model, layout, requests, slo=slo, overheads=overheads, concurrency=places).times
     ended_s = np.sort(times.last_token_s)
     first, last = len(ended_s) // 4, 3 * len(ended_s) // 4
     return float((last - first) / (ended_s[last] - ended_s[first]))

@@ -1,0 +1,270 @@
+"""Does the simulator say what a real model does? Profile this machine, serve a small model on it, and simulate the same.
+
+    python -m pdserve.bench.simulator_vs_cpu [--profile FILE] [--budget 240] [--requests 400]
+                                             [--loads 0.3,0.5,0.7] [--json FILE]
+
+`pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file, which
+`--profile` takes up again. A cluster of one of each then serves the tiny shape of `pdserve.bench.shapes`, and an open
+loop sends Poisson arrivals at three shares of the simulated saturation. `pdserve.planner.simulator` gets the same
+requests and the hardware file. p50 and p90 of TTFT and TPOT must agree within 10 %.
+
+Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
+does, of which neither profile nor simulator know. The generator runs on the cores of no worker. What HTTP, gRPC and the
+step loops take is measured once, one request at a time, and is the simulator's `Overheads`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from pdserve.bench.agreement import Agreement, Figures, Limits
+from pdserve.bench.cluster import running_cluster
+from pdserve.bench.load import Measurement, measure_load
+from pdserve.bench.shapes import SHAPES
+from pdserve.bench.simulator_vs_emulation import overheads_between, saturation
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.hardware import Hardware
+from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.model.shape import ModelShape
+from pdserve.planner.conversations import Conversations
+from pdserve.planner.hardware_file import read_hardware_file
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.lengths import LogNormalLengths
+from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulation import RequestTimes
+from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.workload import Workload
+
+LIMITS = Limits(relative=0.1)
+SLO = SloConfig(ttft_seconds=0.5, tpot_seconds=0.05)
+MAX_BATCH_SIZE = 64
+KV_BYTES = 2**28
+WORKLOAD = Workload(
+    name="lognormal",
+    contents=Conversations(
+        lengths=LogNormalLengths(
+            mean_prompt_tokens=300, mean_output_tokens=60, prompt_variation=0.6, output_variation=0.4
+        )
+    ),
+)
+NUM_PROBES = 24
+PROBE_GAP_S = 0.6
+"""Between requests that find the cluster idle: longer than each takes."""
+PROBE_OUTPUT_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """One load, measured and simulated."""
+
+    rate: float
+    share_of_saturation: float
+    agreement: Agreement
+    generator_cpu_share: float
+    failures: list[str]
+    """Where the two do not agree."""
+    invalid: list[str]
+    """Why the measurement does not count."""
+
+
+class Comparison:
+    """A running cluster and its simulation."""
+
+    def __init__(self, url: str, model: PlannedModel, layout: Layout) -> None:
+        self._url = url
+        self._model = model
+        self._layout = layout
+        self.overheads = NO_OVERHEADS
+
+    def measure_overheads(self) -> None:
+        """What a request costs an idle cluster beside steps and transfers."""
+        lengths = np.linspace(16, 900, NUM_PROBES).astype(int)
+        probes = [
+            SimulatedRequest(PROBE_GAP_S * number, int(length), PROBE_OUTPUT_TOKENS)
+            for number, length in enumerate(lengths)
+        ]
+        self._measure(probes)  # code and caches are warm after it
+        measured = self._measure(probes).times
+        turn_s = turn_between(measured, self._simulate(probes))
+        self.overheads = replace(NO_OVERHEADS, turn_s=turn_s)
+        self.overheads = replace(overheads_between(measured, self._simulate(probes)), turn_s=turn_s)
+
+    def saturation(self) -> float:
+        return saturation(self._layout, self._model, WORKLOAD, SLO, self.overheads)
+
+    def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> LoadResult:
+        """Measure and simulate ``requests``, which arrive at ``rate``."""
+        measured = self._measure(requests)
+        simulated = self._simulate(requests)
+        agreement = Agreement(measured=Figures.of(measured.times, SLO), simulated=Figures.of(simulated, SLO))
+        invalid = measured.health.problems()
+        if measured.errors:
+            invalid.append(f"{measured.errors.total()} requests failed: {next(iter(measured.errors))}")
+        return LoadResult(
+            rate=rate,
+            share_of_saturation=share,
+            agreement=agreement,
+            generator_cpu_share=measured.health.cpu_share,
+            failures=agreement.failures(replace(LIMITS, attainment_points=100.0)),
+            invalid=invalid,
+        )
+
+    def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
+        return measure_load(self._url, requests, vocab_size=self._model.shape.vocab_size)
+
+    def _simulate(self, requests: list[SimulatedRequest]) -> RequestTimes:
+        return simulate(self._model, self._layout, requests, slo=SLO, overheads=self.overheads).times
+
+
+def turn_between(measured: RequestTimes, simulated: RequestTimes) -> float:
+    """Seconds by which steps that follow each other are further apart than simulated without overheads."""
+    num_gaps = measured.num_output_tokens - 2
+    gaps_s = [(times.last_token_s - times.second_token_s) / num_gaps for times in (measured, simulated)]
+    return max(0.0, float(np.median(gaps_s[0] - gaps_s[1])))
+
+
+def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[PlannedModel, Layout]:
+    """What the simulator is told of the cluster: the prefill worker has the most cores, the decode worker the fewest."""
+    config = json.loads((folder / "config.json").read_text())
+    model = PlannedModel(
+        shape=ModelShape.from_hf_config(config),
+        name=folder.name,
+        dtype=dtype,
+        max_model_len=config["max_position_embeddings"],
+    )
+    ordered = sorted(devices.values(), key=num_cores)
+
+    def pool(role: WorkerRole, device: Hardware) -> Pool:
+        bare = Pool(role=role, replicas=1, hardware=device, max_batch_size=MAX_BATCH_SIZE, pipeline_depth=1)
+        return replace(bare, num_kv_blocks=KV_BYTES // (bare.cost(model).kv_bytes_per_token * model.block_size))
+
+    return model, Layout(prefill=pool(WorkerRole.PREFILL, ordered[-1]), decode=pool(WorkerRole.DECODE, ordered[0]))
+
+
+def num_cores(device: Hardware) -> int:
+    """Of a device that `pdserve profile` has named."""
+    return int(device.name.removeprefix("cpu-"))
+
+
+def write_profile(folder: Path, dtype: str, budget_s: float, file: Path) -> None:
+    """`pdserve profile` as a user would run it.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [str(Path(sys.executable).with_name("pdserve")), "profile", "--model", str(folder), "--dtype", dtype]
+    done = subprocess.run([*command, "--budget", str(budget_s), "--output", str(file)], stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`pdserve profile` ended with {done.returncode}")
+
+
+def deployment(folder: Path, dtype: str, profile: Path) -> dict[str, Any]:
+    phase = {"lend_cores": False, "kv_memory": f"{KV_BYTES}B", "max_batch_size": MAX_BATCH_SIZE}
+    return {
+        "model": {"path": str(folder), "dtype": dtype, "profile": str(profile)},
+        "slo": {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds},
+        "prefill": phase,
+        "decode": {**phase, "swap_memory": 0},
+    }
+
+
+@contextmanager
+def beside_workers(layout: Layout) -> Iterator[None]:
+    """This process runs on the cores of no worker, where there are any."""
+    usable = os.sched_getaffinity(0)
+    num_taken = sum(num_cores(pool.hardware) for pool in layout.pools)
+    os.sched_setaffinity(0, set(sorted(usable)[num_taken:]) or usable)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadResult], dict[str, Any]]:
+    """All loads on one cluster, and figures that belong to all of them."""
+    with TemporaryDirectory() as work:
+        folder = Path(work) / "tiny"
+        write_random_checkpoint(folder, **SHAPES["tiny"])
+        profile = arguments.profile.resolve() if arguments.profile else Path(work) / "hardware.yaml"
+        if not profile.exists():
+            write_profile(folder, arguments.dtype, arguments.budget, profile)
+        devices = read_hardware_file(profile)
+        model, layout = served(folder, arguments.dtype, devices)
+        with running_cluster(deployment(folder, arguments.dtype, profile)) as cluster, beside_workers(layout):
+            comparison = Comparison(cluster.url, model, layout)
+            comparison.measure_overheads()
+            overheads_s = asdict(comparison.overheads)
+            console.print("overheads, ms:", {name: round(value * 1e3, 3) for name, value in overheads_s.items()})
+            saturation_rate = comparison.saturation()
+            sample = WORKLOAD.draw(arguments.requests, arguments.seed, max_model_len=model.max_model_len)
+            results = []
+            for share in map(float, arguments.loads.split(",")):
+                rate = share * saturation_rate
+                results.append(comparison.at_rate(rate, share, sample.at_rate(rate)))
+                console.print(_line(results[-1]), highlight=False)
+    return results, {
+        "saturation_rate": round(saturation_rate, 3),
+        "overheads_s": {name: round(value, 6) for name, value in overheads_s.items()},
+        "profile_errors": {name: dict(device.measured.errors) for name, device in devices.items() if device.measured},
+    }
+
+
+def _line(result: LoadResult) -> str:
+    agreement = result.agreement
+    parts = [
+        f"{name.removesuffix('_s')} {getattr(agreement.measured, name) * 1e3:.1f} ms measured, "
+        f"{getattr(agreement.simulated, name) * 1e3:.1f} simulated ({error:+.1%})"
+        for name, error in agreement.relative_errors.items()
+    ]
+    problems = "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
+    return f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: {'; '.join(parts)}{problems}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, help="hardware file; measured first, and kept here, if it is not there")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds of the profile")
+    parser.add_argument("--requests", type=int, default=400, help="at each load")
+    parser.add_argument("--loads", default="0.3,0.5,0.7", help="shares of the rate at saturation")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    given = parser.parse_args(arguments)
+    results, figures = compare(given, Console(stderr=True))
+    failures = [line for result in results for line in (*result.failures, *result.invalid)]
+    document = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "shape": "tiny",
+        "dtype": given.dtype,
+        "requests": given.requests,
+        "seed": given.seed,
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
+        **figures,
+        "loads": [{**asdict(result), "agreement": result.agreement.as_dict()} for result in results],
+        "agrees": not failures,
+    }
+    text = json.dumps(document, indent=1)
+    if given.json:
+        given.json.write_text(text + "\n")
+    sys.stdout.write(text + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
