@@ -1,11 +1,11 @@
-"""Does the simulator say what a real model does? Profile this machine, serve a small model on it, and simulate the same.
+"""Does the simulator say what a real model does? Profiles this machine, serves a small model, and simulates the same.
 
     python -m pdserve.bench.simulator_vs_cpu [--profile FILE] [--budget 240] [--requests 400]
                                              [--loads 0.3,0.5,0.7] [--json FILE]
 
-`pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file, which
-`--profile` takes up again. A cluster of one of each then serves the tiny shape of `pdserve.bench.shapes`, and an open
-loop sends Poisson arrivals at three shares of the simulated saturation. `pdserve.planner.simulator` gets the same
+`pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file,
+which `--profile` takes up again. A cluster of one of each then serves the tiny shape of `pdserve.bench.shapes`, and an
+open loop sends Poisson arrivals at three shares of the simulated saturation. `pdserve.planner.simulator` gets the same
 requests and the hardware file. p50 and p90 of TTFT and TPOT must agree within 10 %.
 
 Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
@@ -48,7 +48,7 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.lengths import LogNormalLengths
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload import Workload
 
 LIMITS = Limits(relative=0.1)
@@ -140,7 +140,7 @@ def turn_between(measured: RequestTimes, simulated: RequestTimes) -> float:
 
 
 def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[PlannedModel, Layout]:
-    """What the simulator is told of the cluster: the prefill worker has the most cores, the decode worker the fewest."""
+    """What the simulator is told of the cluster: prefill has the most cores of a worker, decode the fewest."""
     config = json.loads((folder / "config.json").read_text())
     model = PlannedModel(
         shape=ModelShape.from_hf_config(config),

@@ -1,4 +1,4 @@
-"""The command line: ``pdserve up``, ``chat``, ``status``, ``simulate``.
+"""The command line: ``pdserve up``, ``chat``, ``status``, ``simulate``, ``profile``, ``bench``.
 
 Reads arguments and turns every error into one line with the remedy; the work is done by modules that a command imports
 when it runs, so that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from pdserve.contracts.deployment import DeploymentConfig
+from pdserve.deploy import bench_commands
 from pdserve.deploy.simulate_cli import simulate
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_commands.app, name="bench")
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """click's class for bad usage: of the package, or of the copy inside newer versions of typer."""
@@ -115,6 +117,43 @@ def up(
         drain_timeout_s=drain_timeout,
     )
     return Supervisor(launch, Progress(Console())).run()
+
+
+@app.command(epilog="Example: pdserve profile --model ./Llama-3.2-1B-Instruct --dtype bfloat16 --cores 2 --cores 1")
+def profile(
+    model: Annotated[Path, typer.Option(help="Model folder, or a config.json: weights are random then.")],
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "float32",
+    kv_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto or int8.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Of the layers' weights: none or int8.")] = "none",
+    max_model_len: Annotated[int, typer.Option(min=0, help="Longest sequence; 0 is the model's limit.")] = 0,
+    cores: Annotated[
+        list[int] | None, typer.Option(min=1, help="Cores of a worker; several times for several kinds of workers.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Hardware file; devices of other names in it stay.")] = Path(
+        "hardware.yaml"
+    ),
+    json_output: Annotated[Path | None, typer.Option("--json", help="Every step that was measured.")] = None,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds to measure for.")] = 120.0,
+) -> int:
+    """Measure this machine with a model and fit the cost model to it, for placement and planning."""
+    from rich.console import Console
+
+    from pdserve.contracts.deployment import ModelConfig
+    from pdserve.deploy.config import check_deployment
+    from pdserve.deploy.profile import ProfileRequest, run_profile
+
+    config = ModelConfig(
+        path=str(model), dtype=dtype, kv_dtype=kv_dtype, quantization=quantization, max_model_len=max_model_len
+    )
+    check_deployment(DeploymentConfig(model=config))
+    request = ProfileRequest(
+        model=config,
+        num_cores=tuple(dict.fromkeys(cores or ())),
+        output=output,
+        json_output=json_output,
+        budget_s=budget,
+    )
+    return run_profile(request, Console())
 
 
 @app.command(epilog='Example: pdserve chat "Why is decode memory-bound?"')

@@ -31,7 +31,7 @@ from pdserve.model.model_executor import ModelExecutor
 from pdserve.model.step_grid import GridLimits, Step, step_grid
 from pdserve.model.tensor_names import tensor_shapes
 
-MAX_ROUNDS = 30
+MAX_ROUNDS = 60
 MIN_REPEATS = 3
 _PROBE_SHARE = 0.2
 """Of the budget, for running every step once; steps that this has no time for are left out, the largest first."""
@@ -39,8 +39,9 @@ _SHORT_SHARE = 0.15
 """Of the budget, for steps of a model of one layer, which tell overhead per layer from overhead per step."""
 _SHORT_EVERY = 4
 _MAX_SHORT_TOKENS = 64
-_COPY_BLOCKS = 64
-_COPY_REPEATS = 20
+_COPY_BYTES = 2**27
+"""Blocks of so many bytes together are copied, if the pool has them: more than caches hold."""
+_COPY_REPEATS = 5
 _POOL_BYTE = 0x3C
 """In every byte of the pool: a small number in each dtype. A pool that was never written is one page of zeros to the
 system, which caches hold however large the pool is."""
@@ -78,6 +79,7 @@ class Profile(NamedTuple):
 class ProfiledModel:
     """What is measured: a model, how it is held, and on which cores."""
 
+    name: str
     folder: Path
     config: DecoderConfig
     has_weights: bool
@@ -118,7 +120,7 @@ def measure_model(model: ProfiledModel, budget_s: float, progress: Progress) -> 
     """
     limits = model.limits()
     steps = step_grid(limits)
-    num_blocks = max(_COPY_BLOCKS, *(step.num_blocks(model.block_size) for step in steps))
+    num_blocks = max(step.num_blocks(model.block_size) for step in steps)
     kv_dtype = resolve_kv_dtype(model.kv_dtype, model.dtype)
     layout = model.config.kv_layout(num_blocks, model.block_size, kv_dtype, "profile")
     progress(0.0, "loading the model")
@@ -167,7 +169,7 @@ def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Execut
             pool=pool,
             dtype=model.dtype,
             quantization=model.quantization,
-            num_swap_slots=_COPY_BLOCKS,
+            num_swap_slots=_num_copied_blocks(layout),
         )
     try:
         yield executor
@@ -199,6 +201,8 @@ def measure_steps(
 ) -> tuple[list[MeasuredStep], list[Step]]:
     """Run ``steps`` in rounds, each in another order, until the budget is spent or `MAX_ROUNDS` are done.
 
+    Each step runs `MIN_REPEATS` times, and further rounds leave out those that had their share of the budget.
+
     Args:
         steps: the smallest first: where time does not suffice the last ones are left out.
 
@@ -215,8 +219,8 @@ def measure_steps(
         shuffle(order)
         for index in order:
             spent = (time.perf_counter() - started_s) / budget_s
-            if number >= MIN_REPEATS and spent >= 1:
-                break
+            if number >= MIN_REPEATS and (spent >= 1 or sum(durations_s[index]) > budget_s / len(kept)):
+                continue
             progress(min(1.0, max(spent, number / MAX_ROUNDS)), f"round {number + 1}: {steps[index]}")
             durations_s[index].append(_run_s(executor, kept[index]))
     measured = [_summary(step, layout, times_s) for step, times_s in zip(steps, durations_s, strict=False)]
@@ -264,7 +268,12 @@ def _batch(step: Step, block_size: int) -> StepBatch:
 
 def _measure_copies(executor: Executor, layout: KvLayout) -> float:
     """Bytes per second of copying blocks out and in again."""
-    copies = [BlockCopy(block, block) for block in range(_COPY_BLOCKS)]
+    copies = [BlockCopy(block, block) for block in range(_num_copied_blocks(layout))]
     batch = StepBatch(step_id=0, rows=[], swap_outs=copies, swap_ins=copies)
     _run_s(executor, batch)  # the host gives slots their memory as they are first written
-    return 2 * _COPY_BLOCKS * layout.block_bytes / min(_run_s(executor, batch) for _ in range(_COPY_REPEATS))
+    copied_s = statistics.median(_run_s(executor, batch) for _ in range(_COPY_REPEATS))
+    return 2 * len(copies) * layout.block_bytes / copied_s
+
+
+def _num_copied_blocks(layout: KvLayout) -> int:
+    return min(layout.num_blocks, -(-_COPY_BYTES // layout.block_bytes))

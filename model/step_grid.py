@@ -16,6 +16,8 @@ _CHUNKS_BESIDE_DECODES = (16, 64, 256, 1024)
 _BATCHES_BESIDE_CHUNKS = (1, 8, 64)
 _PROMPTS_TOGETHER = (2, 8)
 _FIRST_CONTEXT = 32
+_CACHED_PER_NEW = 256
+"""Cached tokens that take about as long as one new token; for the order only."""
 
 
 class StepKind(Enum):
@@ -90,7 +92,7 @@ class GridLimits:
 def step_grid(limits: GridLimits) -> list[Step]:
     """Every step that is worth measuring within ``limits``, the smallest first."""
     steps = dict.fromkeys(step for step in _candidates(limits) if limits.allow(step))
-    return sorted(steps, key=lambda step: (step.num_new, step.num_cached, len(step.rows)))
+    return sorted(steps, key=lambda step: (step.num_new + step.num_cached / _CACHED_PER_NEW, step.num_cached))
 
 
 def _candidates(limits: GridLimits) -> Iterator[Step]:

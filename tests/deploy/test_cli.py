@@ -21,9 +21,9 @@ def test_help_is_quick_and_loads_no_engine() -> None:
     assert run.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "chat", "status"])
+@pytest.mark.parametrize("command", ["up", "chat", "status", "profile", "bench serve"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
-    run = pdserve(command, "--help")
+    run = pdserve(*command.split(), "--help")
     assert run.returncode == 0
     assert f"Example: pdserve {command}" in run.stdout
 
@@ -59,6 +59,12 @@ def test_version() -> None:
         ),
         (["chat", "--url", "http://127.0.0.1:9", "Hello"], 1, "no answer from http://127.0.0.1:9"),
         (["status", "--admin-url", "http://127.0.0.1:9"], 1, "no pdserve router answers at http://127.0.0.1:9"),
+        (["bench"], 2, "Missing command"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 does not answer"),
+        (["bench", "serve", "--url", "nonsense"], 1, "nonsense does not answer"),
+        (["bench", "serve", "--workload", "chut"], 2, "use chat"),
+        (["bench", "serve", "--workload", "chat", "--trace", "x"], 2, "exclude each other"),
+        (["bench", "serve", "--trace", "/absent"], 1, "cannot read /absent"),
         (["status", "--admin-url", "nonsense"], 1, "no pdserve router answers at nonsense"),
     ],
 )

@@ -66,7 +66,7 @@ def test_what_the_budget_has_no_time_for_is_left_out() -> None:
 
 
 def test_rounds_go_through_all_steps_in_changing_order() -> None:
-    executor = TimedExecutor(token_s=1e-4)
+    executor = TimedExecutor(token_s=1e-5)
     steps = [decode(batch) for batch in range(1, 9)]
     measured, left_out = measure_steps(executor, steps, LAYOUT, 0.3, lambda *_: None)
     assert not left_out
@@ -105,6 +105,7 @@ def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
         (folder / "model.safetensors").unlink()
     affinity = os.sched_getaffinity(0)
     model = ProfiledModel(
+        name="small",
         folder=folder,
         config=DecoderConfig.from_folder(folder),
         has_weights=has_weights,
@@ -129,7 +130,12 @@ def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
 def test_memory_too_small_for_blocks_is_said(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     model = ProfiledModel(
-        folder=folder, config=DecoderConfig.from_folder(folder), has_weights=True, cores=(0,), kv_memory_bytes=10
+        name="small",
+        folder=folder,
+        config=DecoderConfig.from_folder(folder),
+        has_weights=True,
+        cores=(0,),
+        kv_memory_bytes=10,
     )
     with pytest.raises(ValueError, match="no two blocks"):
         model.limits()

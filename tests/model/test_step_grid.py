@@ -50,7 +50,6 @@ def test_grid_stays_within_limits(
     )
     steps = step_grid(limits)
     assert len(set(steps)) == len(steps)
-    assert [step.num_new for step in steps] == sorted(step.num_new for step in steps)
     for step in steps:
         assert all(row.num_new >= 1 and row.num_cached >= 0 for row in step.rows)
         assert all(row.num_new + row.num_cached <= max_model_len for row in step.rows)
