@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Which tokens belong to which row, and where each row's KV lies. All tensors are int32, on the CPU.
+    """Which tokens belong to which row, and where each row's KV lies. All tensors are int32, on one device.
 
     Row r's new tokens are ``query_starts[r] .. query_starts[r + 1]`` of the flat batch, at positions
     ``kv_lengths[r] - num_new .. kv_lengths[r]`` of its sequence; token at position p has its KV in block
@@ -24,7 +24,8 @@ class AttentionMetadata:
     """
 
     packed: torch.Tensor
-    """``num_rows``, then the four tensors that follow, one behind the other: all that the C++ kernels are told."""
+    """``num_rows``, then the five tensors that follow, one behind the other: all that the C++ kernels are told, and all
+    that is copied to another device."""
     query_starts: torch.Tensor
     """``[num_rows + 1]``, ascending strictly from 0."""
     kv_lengths: torch.Tensor
@@ -35,6 +36,10 @@ class AttentionMetadata:
     """``[total]``: pool blocks of every row in sequence order, one row after the other."""
     positions: torch.Tensor
     """``[num_tokens]``: of every new token in its sequence."""
+    min_new_tokens: int
+    """Of the row that has the fewest."""
+    max_new_tokens: int
+    """Of the row that has the most."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,17 +77,46 @@ class AttentionMetadata:
         assert block_ids.min() >= 0, f"block id {block_ids.min()} is negative"
         assert block_ids.max() < num_blocks, f"block id {block_ids.max()} is outside a pool of {num_blocks} blocks"
         ends = new_tokens.cumsum()
-        packed = _int32(np.concatenate(([num_rows, 0], ends, kv_lengths, [0], table_lengths.cumsum(), block_ids)))
-        query_starts, kv_lengths_R, block_starts, block_ids_B = packed[1:].split_with_sizes(
-            [num_rows + 1, num_rows, num_rows + 1, len(block_ids)]
+        positions = np.arange(ends[-1]) + np.repeat(kv_lengths - ends, new_tokens)
+        parts = ([num_rows, 0], ends, kv_lengths, [0], table_lengths.cumsum(), block_ids, positions)
+        return cls._of_packed(
+            _int32(np.concatenate(parts)),
+            num_rows=num_rows,
+            num_tokens=int(ends[-1]),
+            min_new_tokens=int(new_tokens.min()),
+            max_new_tokens=int(new_tokens.max()),
+        )
+
+    @classmethod
+    def _of_packed(
+        cls, packed: torch.Tensor, *, num_rows: int, num_tokens: int, min_new_tokens: int, max_new_tokens: int
+    ) -> AttentionMetadata:
+        num_block_ids = len(packed) - 1 - 2 * (num_rows + 1) - num_rows - num_tokens
+        query_starts, kv_lengths, block_starts, block_ids, positions = packed[1:].split_with_sizes(
+            [num_rows + 1, num_rows, num_rows + 1, num_block_ids, num_tokens]
         )
         return cls(
             packed=packed,
             query_starts=query_starts,
-            kv_lengths=kv_lengths_R,
+            kv_lengths=kv_lengths,
             block_starts=block_starts,
-            block_ids=block_ids_B,
-            positions=_int32(np.arange(ends[-1]) + np.repeat(kv_lengths - ends, new_tokens)),
+            block_ids=block_ids,
+            positions=positions,
+            min_new_tokens=min_new_tokens,
+            max_new_tokens=max_new_tokens,
+        )
+
+    def to(self, device: torch.device) -> AttentionMetadata:
+        """The same on ``device``, by one copy that the host does not wait for."""
+        if device == self.packed.device:
+            return self
+        pinned = self.packed.pin_memory() if device.type == "cuda" else self.packed
+        return self._of_packed(
+            pinned.to(device, non_blocking=True),
+            num_rows=self.num_rows,
+            num_tokens=self.num_tokens,
+            min_new_tokens=self.min_new_tokens,
+            max_new_tokens=self.max_new_tokens,
         )
 
 

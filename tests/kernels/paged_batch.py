@@ -112,9 +112,23 @@ def make_batch(
 
 def reference_attention(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:
     """``o_TND``: softmax over the keys that each token sees, one row at a time."""
+    return torch.cat(
+        [
+            torch.einsum("nql,lnd->qnd", scores_NQL.softmax(dim=-1), v_LND)
+            for scores_NQL, v_LND in _rows_scores_and_values(batch, rule)
+        ]
+    )
+
+
+def reference_lse(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:
+    """``lse_TN``: of the scores of the keys that each token sees."""
+    return torch.cat([scores_NQL.logsumexp(dim=-1).T for scores_NQL, _ in _rows_scores_and_values(batch, rule)])
+
+
+def _rows_scores_and_values(batch: PagedBatch, rule: AttentionRule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Scores of each row's new tokens, -inf of what they do not see, and the values of its keys."""
     block_size = batch.kv_pool.shape.block_size
     group = batch.queries.shape[1] // batch.kv_pool.shape.num_kv_heads
-    outputs = []
     queries = batch.queries.double().split_with_sizes([row.new for row in batch.rows])
     for row, table, q_QND in zip(batch.rows, batch.block_tables, queries, strict=True):
         first = max(0, row.cached - rule.window + 1) if rule.window else 0
@@ -127,9 +141,7 @@ def reference_attention(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:
             scores_NQL = rule.softcap * torch.tanh(scores_NQL / rule.softcap)
         distance_QL = seen_L[-row.new :, None] - seen_L
         unseen_QL = (distance_QL < 0) | (distance_QL >= (rule.window or math.inf))
-        weights_NQL = scores_NQL.masked_fill(unseen_QL, -math.inf).softmax(dim=-1)
-        outputs.append(torch.einsum("nql,lnd->qnd", weights_NQL, v_LND))
-    return torch.cat(outputs)
+        yield scores_NQL.masked_fill(unseen_QL, -math.inf), v_LND
 
 
 def stored_kv(kv_pool: KvPool, blocks_L: torch.Tensor, side: int, offsets_L: torch.Tensor) -> torch.Tensor:

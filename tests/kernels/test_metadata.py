@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from pdserve.kernels.metadata import AttentionMetadata
 
@@ -23,7 +24,19 @@ def test_ragged_rows_are_laid_end_to_end() -> None:
     assert metadata.block_starts.tolist() == [0, 3, 5]
     assert metadata.block_ids.tolist() == [5, 0, 7, 1, 6]
     assert metadata.positions.tolist() == [2, 3, 4, 4]
-    assert metadata.packed.tolist() == [2, 0, 3, 4, 5, 5, 0, 3, 5, 5, 0, 7, 1, 6]
+    assert metadata.packed.tolist() == [2, 0, 3, 4, 5, 5, 0, 3, 5, 5, 0, 7, 1, 6, 2, 3, 4, 4]
+    assert (metadata.min_new_tokens, metadata.max_new_tokens) == (1, 3)
+
+
+def test_another_device_gets_the_same_layout() -> None:
+    metadata = build([3, 1], [2, 4], [[5, 0, 7], [1, 6]])
+    assert metadata.to(torch.device("cpu")) is metadata
+    moved = metadata.to(torch.device("meta"))
+    for name in ("packed", "query_starts", "kv_lengths", "block_starts", "block_ids", "positions"):
+        there, here = getattr(moved, name), getattr(metadata, name)
+        assert there.is_meta
+        assert (there.shape, there.storage_offset()) == (here.shape, here.storage_offset())
+    assert (moved.min_new_tokens, moved.max_new_tokens) == (1, 3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""What the kernels of Triton become on a GPU that is not here: registers, spills, shared memory, instructions.
+
+``python -m pdserve.bench.kernels_compile`` compiles every launch that serving makes, for sm_90, and prints a line for
+each. The launchers run as they do in serving, on small tensors in host memory; only the launch itself is left out, so
+that what is compiled is what they ask for.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool, KvPoolShape
+from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.operations import AttentionRule
+from pdserve.kernels.triton_prefill_attention import prefill_attention
+
+_TARGET = GPUTarget("cuda", 90, 32)
+MAX_SHARED_BYTES = 227 * 1024
+"""Of one program on Hopper."""
+_BF16, _FP16, _FP32, _INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
+
+
+class Launch(NamedTuple):
+    """One launch that serving makes."""
+
+    name: str
+    run: Callable[[], object]
+    is_wgmma: bool = False
+    """Whether its products are large enough for Hopper's own instruction."""
+
+
+class Compiled(NamedTuple):
+    """What became of a kernel."""
+
+    num_registers: int
+    """Of each thread."""
+    spilled_bytes: int
+    shared_bytes: int
+    has_wgmma: bool
+
+
+class _Target:
+    """Stands for the driver of a GPU."""
+
+    def get_current_target(self) -> GPUTarget:
+        return _TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launch(launch: Launch) -> list[Compiled]:
+    """Compile the kernels of a launch."""
+    with _compiling() as kernels:
+        launch.run()
+    return [_measure(kernel) for kernel in kernels]
+
+
+@contextmanager
+def _compiling() -> Iterator[list[Any]]:
+    """Meanwhile a launch is only compiled, into the list."""
+    kernels = []
+    run, active = JITFunction.run, driver._active
+
+    def only_compile(self: Any, *args: Any, **options: Any) -> None:
+        kernels.append(run(self, *args, **{**options, "warmup": True}))
+
+    driver.set_active(_Target())
+    JITFunction.run = only_compile
+    try:
+        yield kernels
+    finally:
+        JITFunction.run = run
+        driver._active = active
+
+
+def _measure(kernel: Any) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    # What is spilled lies on the stack, and nothing else does.
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[0]) for what in ("REG", "STACK"))
+    return Compiled(registers, stack, kernel.metadata.shared, "wgmma" in kernel.asm["ptx"])
+
+
+def launches() -> list[Launch]:
+    """Every kind of launch of every kernel: dtypes, head dims, and rules that make other code."""
+    attentions = [
+        *(_Attention(dtype, dtype, dim) for dtype in (_BF16, _FP16) for dim in (64, 128)),
+        *(_Attention(_BF16, pool_dtype, dim) for pool_dtype in (_BF16, _INT8) for dim in (80, 256)),
+        _Attention(_BF16, _INT8, 64),
+        _Attention(_BF16, _INT8, 128),
+        *(_Attention(_FP32, _FP32, dim) for dim in (64, 128, 256)),
+        _Attention(_BF16, _BF16, 128, window=4096),
+        _Attention(_BF16, _BF16, 256, window=4096, softcap=50.0),
+    ]
+    return [attention.launch("prefill_attention", prefill_attention) for attention in attentions]
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """Attention of four query heads for each of two KV heads."""
+
+    dtype: torch.dtype
+    pool_dtype: torch.dtype
+    head_dim: int
+    window: int = 0
+    softcap: float = 0.0
+
+    def launch(self, name: str, attend: Callable[..., None]) -> Launch:
+        kv_pool = _pool(self.pool_dtype, self.head_dim)
+        metadata = AttentionMetadata.build([3, 2], [0, 0], [[0], [1]], num_blocks=2, block_size=16)
+        q_TND = torch.zeros(5, 8, self.head_dim, dtype=self.dtype)
+        rule = AttentionRule(scale=0.1, window=self.window, softcap=self.softcap)
+        words = f"{name} {self.dtype} over {self.pool_dtype} D{self.head_dim}".replace("torch.", "")
+        words += " window" * bool(self.window) + " softcap" * bool(self.softcap)
+        run = partial(attend, q_TND, q_TND.clone(), kv_pool, 0, metadata, rule)
+        return Launch(words, run, is_wgmma=self.dtype != _FP32)
+
+
+def _pool(dtype: torch.dtype, head_dim: int) -> KvPool:
+    shape = KvPoolShape(2, 2, 1, 2, 16, head_dim)
+    vector_bytes = head_dim * dtype.itemsize + (SCALE_BYTES if dtype == _INT8 else 0)
+    return KvPool(torch.zeros(2 * 2 * 2 * 16 * vector_bytes, dtype=torch.uint8), shape, dtype)
+
+
+def main() -> None:
+    print(f"{'launch':60} registers  spilled  shared KiB  wgmma")
+    for launch in launches():
+        for kernel in compile_launch(launch):
+            sizes = f"{kernel.num_registers:9}  {kernel.spilled_bytes:7}  {kernel.shared_bytes / 1024:10.1f}"
+            print(f"{launch.name:60} {sizes}  {kernel.has_wgmma}")
+
+
+if __name__ == "__main__":
+    main()

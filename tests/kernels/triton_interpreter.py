@@ -1,0 +1,85 @@
+"""Repairs of Triton's interpreter, for tests that run kernels without a GPU.
+
+Triton 3.6.0 multiplies the bit patterns of bfloat16, truncates where a GPU rounds to the nearest even, and trips over
+numpy 2.4; `install` puts that right, through torch. Installed by the conftest in processes that run with
+``TRITON_INTERPRET=1``, before any kernel is imported. Only what our kernels use is repaired.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+_REPAIRED_VERSION = "3.6.0"
+_TORCH = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
+_cast = interpreter.InterpreterBuilder.cast_impl
+_binary = interpreter.InterpreterBuilder.binary_op
+_dot = interpreter.InterpreterBuilder.create_dot
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def install() -> None:
+    """Repair the interpreter of this process."""
+    assert triton.__version__ == _REPAIRED_VERSION, f"look again at the interpreter of Triton {triton.__version__}"
+    builder = interpreter.InterpreterBuilder
+    builder.cast_impl, builder.binary_op, builder.create_dot = _repaired_cast, _repaired_binary, _repaired_dot
+    builder.create_fp_to_fp = lambda self, source, to, mode: _repaired_cast(self, source, to)
+    builder.get_bf16 = lambda self, value: _convert(_handle(np.array([value], np.float32), tl.float32), tl.bfloat16)
+    interpreter._patch_lang_tensor = _repaired_patch_tensor
+    # A GPU does not tell of infinities and NaN.
+    np.seterr(all="ignore")
+
+
+def _handle(data: np.ndarray, dtype: Any) -> Any:
+    return interpreter.TensorHandle(data, dtype)
+
+
+def _convert(source: Any, to: Any) -> Any:
+    """Floats of another dtype, rounded to the nearest even. numpy has no bfloat16: it is held in 16 bits."""
+    data = np.ascontiguousarray(source.data)
+    is_bf16 = source.dtype.scalar == tl.bfloat16
+    given = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16) if is_bf16 else torch.from_numpy(data)
+    rounded = given.to(_TORCH[to.scalar])
+    values = rounded.view(torch.int16).numpy().view(np.uint16) if to.scalar == tl.bfloat16 else rounded.numpy()
+    return _handle(values.reshape(source.data.shape), to.scalar)
+
+
+def _repaired_cast(self: Any, source: Any, to: Any) -> Any:
+    source_dtype, to_dtype = source.dtype.scalar, to.scalar
+    if source_dtype == to_dtype:
+        return source
+    if source_dtype in _TORCH and to_dtype in _TORCH:
+        return _convert(source, to)
+    if source_dtype == tl.bfloat16:
+        return _cast(self, _convert(source, tl.float32), to)
+    if to_dtype == tl.bfloat16:
+        return _convert(_cast(self, source, tl.float32), to)
+    return _cast(self, source, to)
+
+
+def _repaired_binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
+    if left.dtype.scalar != tl.bfloat16:
+        return _binary(self, left, right, operation)
+    result = operation(_convert(left, tl.float32).data, _convert(right, tl.float32).data)
+    if result.dtype == np.bool_:
+        return _handle(result, tl.int1)
+    return _convert(_handle(result.astype(np.float32), tl.float32), tl.bfloat16)
+
+
+def _repaired_dot(self: Any, left: Any, right: Any, added: Any, precision: Any, max_imprecise: Any) -> Any:
+    def widen(operand: Any) -> Any:
+        # float16 too, whose products numpy computes slowly.
+        return _convert(operand, tl.float32) if operand.dtype.scalar in (tl.bfloat16, tl.float16) else operand
+
+    return _dot(self, widen(left), widen(right), added, precision, max_imprecise)
+
+
+def _repaired_patch_tensor(tensor: Any, scope: Any) -> None:
+    _patch_tensor(tensor, scope)
+    # Bounds of loops are arrays of one element, which numpy 2.4 does not take for integers.
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
