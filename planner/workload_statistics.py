@@ -89,13 +89,12 @@ class _PromptTree:
 
     def add(self, segments: tuple[Segment, ...]) -> int:
         """Take in a prompt; how many of its tokens had been seen."""
-        num_seen, is_known, node = 0, True, 0
+        num_seen, node = 0, 0
         for segment in segments:
+            # A node that is new has nothing after it, so that what follows it counts as not seen.
             place = node, segment.content
             known = self._longest.get(place, 0)
-            if is_known:
-                num_seen += min(known, segment.num_tokens)
-                is_known = known >= segment.num_tokens
+            num_seen += min(known, segment.num_tokens)
             if known < segment.num_tokens:
                 self._longest[place] = segment.num_tokens
             node = self._nodes.setdefault((node, segment), len(self._nodes) + 1)

@@ -92,8 +92,9 @@ def test_odd_conversations_make_sense(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_conversation_is_named_or_leniently_skipped(bad: object, message: str, tmp_path: Path) -> None:
-    text = f"[\n{json.dumps(ONE_TURN)},\n\n{json.dumps(bad)},\n{json.dumps(ONE_TURN)}\n]"
-    with pytest.raises(ValueError, match=r"sg\.json:4: ") as caught:
+    good = json.dumps(ONE_TURN, indent=1)
+    text = f"[\n{good},\n\n{json.dumps(bad)},\n{good}\n]"
+    with pytest.raises(ValueError, match=rf"sg\.json:{len(good.splitlines()) + 3}: ") as caught:
         read(tmp_path, text)
     assert message in str(caught.value)
     trace = read(tmp_path, text, lenient=True)

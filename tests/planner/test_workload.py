@@ -121,6 +121,8 @@ def test_clamping_says_what_it_did() -> None:
     sample = two_turns.draw(5, seed=0, max_model_len=215)
     assert [turn.num_prompt_tokens for turn in turns_of(sample.conversations[0])] == [90, 200]
     assert str(sample.clamped) == "1 answer shortened, 3 turns left out"
+    sample = two_turns.draw(5, seed=0, max_model_len=200)  # where the second turn would have no room to answer
+    assert str(sample.clamped) == "4 turns left out"
     (first,) = (
         Workload(name="w", contents=Conversations(lengths=FixedLengths(90, 20))).draw(1, max_model_len=50).conversations
     )

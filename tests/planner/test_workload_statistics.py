@@ -40,11 +40,12 @@ def test_a_prefix_is_cacheable_as_far_as_it_was_seen_from_the_start() -> None:
         asking((1, 512), (2, 512), (3, 200)),
         asking((1, 512), (3, 200)),  # the block was seen, but never here
         asking((2, 512)),
+        asking((2, 512), (2, 512), (3, 100)),  # and these only after another
         asking((1, 512), (2, 300), (5, 10)),  # after the partly filled one
         asking((1, 512), (2, 300), (5, 10)),
     ]
-    statistics = measure(prompts, np.cumsum(np.ones(7)))
-    assert statistics.num_cacheable_tokens.tolist() == [0, 812, 1124, 512, 0, 812, 822]
+    statistics = measure(prompts, np.cumsum(np.ones(8)))
+    assert statistics.num_cacheable_tokens.tolist() == [0, 812, 1124, 512, 0, 512, 812, 822]
 
 
 def test_system_prompts_and_turns_are_cacheable() -> None:
