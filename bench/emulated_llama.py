@@ -45,13 +45,13 @@ MODEL = PlannedModel(
 )
 
 
-def placement(gpu: str, replicas: int) -> Layout:
-    """As many prefill as decode workers, one device each."""
-    device = hardware(gpu)
-    return Layout(
-        prefill=Pool(role=WorkerRole.PREFILL, replicas=replicas, hardware=device),
-        decode=Pool(role=WorkerRole.DECODE, replicas=replicas, hardware=device),
+def placement(gpu: str, replicas: int, *, is_colocated: bool = False) -> Layout:
+    """As many prefill as decode workers, or that many mixed ones; one device each."""
+    prefill, decode, mixed = (
+        Pool(role=role, replicas=replicas, hardware=hardware(gpu))
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED)
     )
+    return Layout(mixed=mixed) if is_colocated else Layout(prefill=prefill, decode=decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float
         deployment = {
             "model": {"path": str(folder), "dtype": MODEL.dtype, "max_model_len": MODEL.max_model_len},
             "slo": {"ttft_seconds": slo.ttft_seconds * time_scale, "tpot_seconds": slo.tpot_seconds * time_scale},
+            **{role.value: {"replicas": 0} for role in WorkerRole},
             **{pool.role.value: {"replicas": pool.replicas} for pool in layout.pools},
         }
         with running_cluster(deployment, "--emulate", gpu, "--time-scale", str(time_scale)) as cluster:

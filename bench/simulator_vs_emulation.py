@@ -1,6 +1,6 @@
 """Does the simulator say what a live cluster does? The same requests, simulated and on a cluster of emulated GPUs.
 
-    python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--time-scale 8] [--requests 300]
+    python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--time-scale 8] [--requests 300]
                                                    [--json FILE] [--plot FILE]
 
 `pdserve up --emulate` runs every part of a cluster but the arithmetic: steps and transfers last as long as the cost
@@ -149,20 +149,21 @@ def saturation(
     overheads: Overheads = NO_OVERHEADS,
 ) -> float:
     """Requests per second that a closed loop with more requests than places completes, once it is under way."""
-    places = sum(pool.replicas * pool.max_batch_size for pool in layout.pools)
-    requests = workload.draw(4 * places, max_model_len=model.max_model_len).at_rate(1.0)
-    times = simulate(model, layout, requests, slo=slo, overheads=overheads, concurrency=places).times
+    concurrency = 2 * sum(pool.replicas * pool.max_batch_size for pool in layout.pools if pool is not layout.prefill)
+    requests = workload.draw(4 * concurrency, max_model_len=model.max_model_len).at_rate(1.0)
+    times = simulate(model, layout, requests, slo=slo, overheads=overheads, concurrency=concurrency).times
     ended_s = np.sort(times.last_token_s)
     first, last = len(ended_s) // 4, 3 * len(ended_s) // 4
     return float((last - first) / (ended_s[last] - ended_s[first]))
 
 
-def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[RateResult], dict[str, float]]:
+def compare(
+    layout: Layout, arguments: argparse.Namespace, console: Console
+) -> tuple[list[RateResult], dict[str, float]]:
     """All rates on one cluster, and figures that belong to all of them."""
-    layout = placement(arguments.gpu, arguments.replicas)
     saturation_rate = saturation(layout)
     sample = WORKLOAD.draw(arguments.requests * arguments.replicas, arguments.seed, max_model_len=MODEL.max_model_len)
-    shares = [*SHARES_BELOW, *SHARES_BEYOND]
+    shares = arguments.shares
     expected_s = arguments.time_scale * sample.num_requests / saturation_rate * sum(1 / share for share in shares)
     console.print(f"{layout}: saturation at {saturation_rate:.1f} requests/s; about {expected_s / 60 + 2:.0f} minutes")
     results = []
@@ -221,19 +222,29 @@ def plot(results: list[RateResult], saturation_rate: float, title: str, file: Pa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
+    parser.add_argument("--colocated", action="store_true", help="mixed workers instead")
     parser.add_argument("--time-scale", type=float, default=8.0, help="real seconds of an emulated one")
     parser.add_argument("--requests", type=int, default=300, help="at each rate, for each replica")
     parser.add_argument("--gpu", default="h100-sxm")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[*SHARES_BELOW, *SHARES_BEYOND],
+        metavar="SHARE",
+        help="rates, as shares of the one at saturation",
+    )
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="draw attainment and percentiles against the rate")
     arguments = parser.parse_args()
-    results, figures = compare(arguments, Console(stderr=True))
+    layout = placement(arguments.gpu, arguments.replicas, is_colocated=arguments.colocated)
+    results, figures = compare(layout, arguments, Console(stderr=True))
     failures = [line for result in results for line in (*result.failures, *result.invalid)]
     document = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": MODEL.name,
-        "layout": str(placement(arguments.gpu, arguments.replicas)),
+        "layout": str(layout),
         "gpu": arguments.gpu,
         "time_scale": arguments.time_scale,
         "requests": arguments.requests * arguments.replicas,
@@ -248,7 +259,7 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(text + "\n")
     if arguments.plot:
-        title = f"{MODEL.name} on {document['layout']}, {arguments.gpu} emulated"
+        title = f"{MODEL.name} on {layout}, {arguments.gpu} emulated"
         plot(results, figures["saturation_rate"], title, arguments.plot)
     sys.stdout.write(text + "\n")
     return 1 if failures else 0
