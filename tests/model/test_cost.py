@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.model.config import parse_config
 from pdserve.model.cost import CostModel, OnlineCorrection, num_experts_touched
-from pdserve.model.hardware import hardware
+from pdserve.model.curve import Curve
+from pdserve.model.hardware import Hardware, hardware
 from pdserve.model.shape import ModelShape
 from tests.model.planned_configs import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
 
@@ -107,6 +108,22 @@ def test_kv_blocks_fill_the_memory_that_the_rest_leaves() -> None:
     assert cost_model(LLAMA_3_70B, 4).max_kv_blocks(16, 0.9) > 0
 
 
+def test_activations_are_of_the_largest_step() -> None:
+    one, four = (
+        cost_model(MIXTRAL_8X7B, ranks).rank_memory(max_batch_tokens=100, max_batch_size=1) for ranks in (1, 4)
+    )
+    # Of each token three vectors of the width, and three of the two experts' width, which ranks share.
+    logits_bytes = 2 * 4 * 32000
+    assert one.activation_bytes == 100 * 2 * (3 * 4096 + 3 * 2 * 14336) + logits_bytes
+    assert four.activation_bytes == 100 * 2 * (3 * 4096 + 3 * 2 * 14336 / 4) + logits_bytes
+
+
+def test_rows_that_sample_have_an_overhead() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    slower = CostModel(shape, replace(H100, row_overhead_s=1e-3), "bfloat16")
+    assert slower.decode_s(7, 700) == pytest.approx(cost_model(LLAMA_3_8B).decode_s(7, 700) + 7e-3)
+
+
 def test_stages_share_layers_and_the_tables_are_at_the_ends() -> None:
     whole, halves = cost_model(LLAMA_3_8B), cost_model(LLAMA_3_8B, 1, 2)
     table_bytes = 2 * 128256 * 4096
@@ -137,6 +154,7 @@ def test_a_pipeline_takes_as_long_as_its_stages_and_what_is_sent_between_them() 
 ROWS = st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 30_000)), min_size=1, max_size=8)
 
 
+@settings(deadline=None)
 @given(rows=ROWS, row=st.tuples(st.integers(1, 4096), st.integers(0, 30_000)))
 def test_more_work_never_takes_less_time(rows: list[tuple[int, int]], row: tuple[int, int]) -> None:
     model = cost_model(LLAMA_3_8B)
@@ -148,18 +166,24 @@ def test_more_work_never_takes_less_time(rows: list[tuple[int, int]], row: tuple
     assert step_s < model.step_s(rows) + model.step_s([row])  # weights and overhead are shared
 
 
+SLOW_AT_PROMPTS = replace(
+    hardware("cpu"), prefill_attention_efficiency=Curve.constant(0.01), row_overhead_s=1e-4, name="slow"
+)
+
+
+@settings(deadline=None)
 @given(
     contexts=st.lists(st.integers(0, 30_000), max_size=300),
-    num_new=st.integers(1, 9000),
+    num_new=st.integers(1, 9000) | st.integers(1, 2),
     num_cached=st.integers(0, 30_000),
     parallel=st.sampled_from([(1, 1), (4, 1), (2, 4), (8, 2)]),
-    name=st.sampled_from(["h100", "a100", "cpu"]),
+    device=st.sampled_from([H100, hardware("a100"), hardware("cpu"), SLOW_AT_PROMPTS]),
 )
 def test_all_ways_to_ask_for_a_step_agree_to_the_bit(
-    contexts: list[int], num_new: int, num_cached: int, parallel: tuple[int, int], name: str
+    contexts: list[int], num_new: int, num_cached: int, parallel: tuple[int, int], device: Hardware
 ) -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
-    model = CostModel(shape, hardware(name), "bfloat16", parallel[0], pipeline_parallel=parallel[1])
+    model = CostModel(shape, device, "bfloat16", parallel[0], pipeline_parallel=parallel[1])
     decoding = [(1, context) for context in contexts]
     assert model.decode_s(len(contexts), sum(contexts)) == model.step_s(decoding)
     assert model.prefill_s(num_new, num_cached) == model.step_s([(num_new, num_cached)])
@@ -167,6 +191,7 @@ def test_all_ways_to_ask_for_a_step_agree_to_the_bit(
     mixed_s = model.mixed_s(num_new, num_cached, len(contexts), sum(contexts))
     assert mixed_s == model.step_s(mixed)
     assert mixed_s == pytest.approx(sum(model.parts(mixed)))
+    assert model.mixed_s(0, num_cached, len(contexts), sum(contexts)) == model.step_s(decoding)
     if contexts:
         first_s, growth_s = model.decode_run_s(len(contexts), sum(contexts))
         assert first_s == model.step_s(decoding)
@@ -214,6 +239,7 @@ def test_many_tokens_are_multiplied_with_their_own_experts_only() -> None:
     assert cost_model(MIXTRAL_8X7B).parts([(8192, 0)]).layers_s == pytest.approx(expected_s)
 
 
+@settings(deadline=None)
 @given(num_tokens=st.integers(1, 3000))
 def test_more_tokens_touch_more_experts(num_tokens: int) -> None:
     assert 8 <= num_experts_touched(num_tokens, 128, 8) <= min(128, 8 * num_tokens) * (1 + 1e-12)

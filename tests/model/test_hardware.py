@@ -37,6 +37,7 @@ def test_figures_of_known_devices() -> None:
     assert (h100.peak("bfloat16"), h100.peak("float8"), h100.memory_bytes) == (989e12, 1979e12, 80 * 10**9)
     assert (h100.memory_bandwidth, h100.link_bandwidth, h100.network_bandwidth) == (3.35e12, 450e9, 50e9)
     assert (l4.memory_bandwidth, l4.link_bandwidth) == (300e9, 32e9)
+    assert l4.link_latency_s > h100.link_latency_s
     assert "float8" not in hardware("a100").peak_flops
 
 

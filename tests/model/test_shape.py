@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pdserve.model.config import DecoderConfig, parse_config
 from pdserve.model.shape import ModelShape
 from tests.model.checkpoints import FAMILIES, VARIANTS, write_checkpoint
-from tests.model.planned_configs import MIXTRAL_8X7B, PUBLISHED
+from tests.model.planned_configs import MIXTRAL_8X7B, PUBLISHED, QWEN_15_MOE
 from tests.model.published_configs import LLAMA_31_8B, NUM_PARAMETERS
 
 
@@ -78,6 +78,14 @@ def test_experts_are_all_held_and_few_are_used() -> None:
     assert shape.layer_parameters == attention + router + 8 * expert
     assert shape.active_layer_parameters == attention + router + 2 * expert
     assert shape.layer_outputs == 4096 + 2 * 1024 + 4096 + 8 * (2 * 14336 + 4096) + 8
+
+
+def test_an_expert_for_all_tokens_has_a_gate() -> None:
+    shape = ModelShape.from_hf_config(QWEN_15_MOE)
+    attention, expert, shared = 4 * 2048**2, 3 * 2048 * 1408, 3 * 2048 * 5632
+    assert shape.common_layer_parameters == attention + shared + 2048 + 60 * 2048
+    assert shape.active_layer_parameters == shape.common_layer_parameters + 4 * expert
+    assert shape.layer_outputs == 4 * 2048 + 60 * (2 * 1408 + 2048) + 60 + 2 * 5632 + 2048 + 1
 
 
 @pytest.mark.parametrize(
