@@ -31,7 +31,7 @@ from pdserve.model.model_executor import ModelExecutor
 from pdserve.model.step_grid import GridLimits, Step, step_grid
 from pdserve.model.tensor_names import tensor_shapes
 
-MAX_ROUNDS = 60
+MAX_ROUNDS = 25
 MIN_REPEATS = 3
 _PROBE_SHARE = 0.2
 """Of the budget, for running every step once; steps that this has no time for are left out, the largest first."""
