@@ -126,7 +126,7 @@ class Comparison:
         )
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
-        return measure_load(self._url, requests, vocab_size=self._model.shape.vocab_size)
+        return measure_load(self._url, requests, vocab_size=self._model.shape.vocab_size, temperature=1.0)
 
     def _simulate(self, requests: list[SimulatedRequest]) -> RequestTimes:
         return simulate(self._model, self._layout, requests, slo=SLO, overheads=self.overheads).times

@@ -1,0 +1,71 @@
+"""What is simulated is what is served, and overheads are found where they are known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdserve.bench.simulator_vs_cpu import KV_BYTES, SLO, WORKLOAD, deployment, served, turn_between
+from pdserve.bench.simulator_vs_emulation import saturation
+from pdserve.deploy.config import parse_deployment
+from pdserve.model.hardware import hardware
+from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulator import NO_OVERHEADS, simulate
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+DEVICES = {f"cpu-{cores}": replace(hardware("cpu", num_cores=cores), name=f"cpu-{cores}") for cores in (2, 1)}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlannedModel, Layout]:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return served(folder, "float32", DEVICES)
+
+
+def test_the_deployment_is_the_layout_that_is_simulated(cluster: tuple[PlannedModel, Layout], tmp_path: Path) -> None:
+    model, layout = cluster
+    config = parse_deployment(json.loads(json.dumps(deployment(tmp_path, "float32", tmp_path / "hardware.yaml"))))
+    assert (layout.prefill, layout.decode) != (None, None)
+    for pool, phase in zip(layout.pools, (config.prefill, config.decode), strict=True):
+        assert not phase.lend_cores
+        assert (pool.replicas, pool.pipeline_depth) == (phase.replicas, 1)
+        assert (pool.max_batch_tokens, pool.max_batch_size) == (phase.max_batch_tokens, phase.max_batch_size)
+        kv_bytes = pool.num_kv_blocks * pool.cost(model).kv_bytes_per_token * model.block_size
+        assert kv_bytes == pytest.approx(KV_BYTES, rel=0.001)
+    assert (model.block_size, model.dtype) == (config.model.block_size, config.model.dtype)
+    assert (config.slo.ttft_seconds, config.slo.tpot_seconds) == (SLO.ttft_seconds, SLO.tpot_seconds)
+    assert [pool.hardware.name for pool in layout.pools] == ["cpu-2", "cpu-1"]
+
+
+def test_turns_are_found(cluster: tuple[PlannedModel, Layout]) -> None:
+    model, layout = cluster
+    probes = [SimulatedRequest(float(number), 100 * number + 50, 40) for number in range(5)]
+    slow, bare = (
+        simulate(model, layout, probes, slo=SLO, overheads=replace(NO_OVERHEADS, turn_s=turn_s)).times
+        for turn_s in (0.002, 0.0)
+    )
+    assert turn_between(slow, bare) == pytest.approx(0.002)
+    assert turn_between(bare, slow) == 0.0
+
+
+def test_loads_below_saturation_are_kept_up_with(cluster: tuple[PlannedModel, Layout]) -> None:
+    model, layout = cluster
+    rate = saturation(layout, model, WORKLOAD, SLO)
+    times = simulate(model, layout, WORKLOAD.draw(300).at_rate(0.7 * rate), slo=SLO).times
+    residence_s = times.last_token_s - times.arrived_s
+    assert np.median(residence_s[-50:]) < 3 * np.median(residence_s[:100])
