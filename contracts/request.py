@@ -110,6 +110,9 @@ class GenerationRequest:
     """Seconds from the receipt of this message after which the work is worthless and is dropped."""
     ttft_slo_s: float = 0.0
     """Seconds from receipt by which token 0 is wanted, 0 for no objective. Orders the prefill queue."""
+    block_hashes: tuple[bytes, ...] = ()
+    """Of its leading full blocks, where the sender shares the worker's memory and has them: a simulated request. No
+    wire carries them, because a wrong one would serve one prompt's KV to another."""
     handoff: bool = False
     """True: stop after the first new token and park the KV cache for another worker to pull. False: run to the end."""
 

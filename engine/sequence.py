@@ -72,13 +72,14 @@ class Sequence:
     num_pending: int = field(init=False, default=0)
     last_row: int = field(init=False, default=-1)
     """Its row in the step it was planned in last."""
-    _hashes: list[bytes] = field(init=False, default_factory=list)
+    _hashes: list[bytes] = field(init=False)
     _has_penalties: bool = field(init=False)
     _min_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_tokens, *self.request.emitted_tokens]
         self.num_prompt_tokens = len(self.request.prompt_tokens)
+        self._hashes = list(self.request.block_hashes)
         self.sampling = self.request.sampling
         self._has_penalties = self.sampling.has_penalties
         self._min_length = self.num_prompt_tokens + self.sampling.min_tokens

@@ -1,4 +1,4 @@
-"""Token ids for simulated prompts: equal where contents are said to be equal, different everywhere else.
+"""Token ids of simulated prompts and the hashes of their blocks: equal exactly where contents are said to be equal.
 
 Answers are zeros (`pdserve.engine.scheduler.Scheduler.advance`), and so a next turn's prompt has zeros where the answer
 was.
@@ -7,9 +7,11 @@ was.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from pdserve.contracts.block_hash import block_hash, root_hash
 from pdserve.planner.requests import Segment, SimulatedRequest
 
 _FIRST_PRIVATE_CONTENT = 2**31
@@ -22,32 +24,89 @@ def shares_prefixes(requests: Sequence[SimulatedRequest]) -> bool:
     return any(request.segments or request.follow_up is not None for request in requests)
 
 
+class Prompt(NamedTuple):
+    """What is sent to workers."""
+
+    tokens: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+    """Of its full blocks; empty in a workload that shares nothing."""
+
+
+NO_PROMPT = Prompt((), ())
+
+
+class _Written(NamedTuple):
+    """What a segment adds to what stands before it."""
+
+    tokens: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+    """Of the blocks that it completes."""
+
+
 class PromptBook:
     """Writes the prompts of one workload."""
 
-    def __init__(self, *, is_sharing: bool) -> None:
+    def __init__(self, *, is_sharing: bool, block_size: int) -> None:
         self.is_sharing = is_sharing
+        self._block_size = block_size
         self._num_private = 0
+        self._written: dict[tuple[bytes, tuple[int, ...], Segment], _Written] = {}
+        """By the hash of the block before, the tokens after it, and the segment: shared ones are written once."""
 
-    def tokens(self, request: SimulatedRequest, before: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def write(self, request: SimulatedRequest, before: Prompt | None = None) -> Prompt:
         """The prompt of ``request``.
 
         Args:
-            before: of a follow-up, the prompt of the turn before and its answer.
+            before: of a follow-up, the prompt of the turn before with its answer.
         """
         if not self.is_sharing:
-            return (0,) * request.num_prompt_tokens
+            return Prompt((0,) * request.num_prompt_tokens, ())
+        prompt = before or NO_PROMPT
         segments = request.segments
         if not segments:
             self._num_private += 1
-            num_tokens = request.num_prompt_tokens - len(before)
+            num_tokens = request.num_prompt_tokens - len(prompt.tokens)
             segments = (Segment(_FIRST_PRIVATE_CONTENT + self._num_private, num_tokens),)
-        tokens = before + tuple(token for segment in segments for token in _tokens_of(segment))
-        assert len(tokens) == request.num_prompt_tokens, f"{len(tokens)} tokens for {request.num_prompt_tokens}"
-        return tokens
+        for segment in segments:
+            prompt = self._append(prompt, segment)
+        assert len(prompt.tokens) == request.num_prompt_tokens, f"{prompt.tokens} for {request.num_prompt_tokens}"
+        return prompt
+
+    def answered(self, prompt: Prompt, num_output_tokens: int) -> Prompt:
+        """The prompt with its answer, for the next turn."""
+        return self._extend(prompt, (0,) * num_output_tokens)
+
+    def _append(self, prompt: Prompt, segment: Segment) -> Prompt:
+        if segment.content >= _FIRST_PRIVATE_CONTENT:
+            return self._extend(prompt, _tokens_of(segment))
+        key = (prompt.block_hashes[-1] if prompt.block_hashes else b"", self._rest(prompt), segment)
+        written = self._written.get(key)
+        if written is None:
+            tokens = _tokens_of(segment)
+            written = _Written(tokens, self._new_hashes(prompt, tokens))
+            self._written[key] = written
+        return Prompt(prompt.tokens + written.tokens, prompt.block_hashes + written.block_hashes)
+
+    def _extend(self, prompt: Prompt, tokens: tuple[int, ...]) -> Prompt:
+        return Prompt(prompt.tokens + tokens, prompt.block_hashes + self._new_hashes(prompt, tokens))
+
+    def _rest(self, prompt: Prompt) -> tuple[int, ...]:
+        """Tokens behind the last full block."""
+        return prompt.tokens[len(prompt.block_hashes) * self._block_size :]
+
+    def _new_hashes(self, prompt: Prompt, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
+        """Of the blocks that ``tokens`` complete."""
+        block_size = self._block_size
+        pending = self._rest(prompt) + tokens
+        parent = prompt.block_hashes[-1] if prompt.block_hashes else root_hash(b"")
+        hashes = []
+        for start in range(0, len(pending) - block_size + 1, block_size):
+            parent = block_hash(parent, pending[start : start + block_size])
+            hashes.append(parent)
+        return tuple(hashes)
 
 
-def _tokens_of(segment: Segment) -> list[int]:
-    first = segment.content * _STRIDE
-    tokens: list[int] = ((np.arange(first + 1, first + 1 + segment.num_tokens, dtype=np.uint64)) & 0xFFFFFFFF).tolist()
-    return tokens
+def _tokens_of(segment: Segment) -> tuple[int, ...]:
+    first = segment.content * _STRIDE + 1
+    tokens = np.arange(first, first + segment.num_tokens, dtype=np.uint64) & 0xFFFFFFFF
+    return tuple(tokens.tolist())

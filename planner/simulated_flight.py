@@ -13,10 +13,13 @@ import numpy as np
 
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.engine.scheduler import RequestKey
+from pdserve.planner.prompts import NO_PROMPT, Prompt
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulated_cluster import Seat
 from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes
 from pdserve.router.policy import PromptBlocks
+
+_NO_BLOCKS = PromptBlocks((), 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +28,7 @@ class SimulatedFlight:
 
     request_id: int
     request: SimulatedRequest
-    tokens: tuple[int, ...]
+    prompt: Prompt
     blocks: PromptBlocks
     arrived_s: float
     attempt: int = -1
@@ -45,12 +48,18 @@ class SimulatedFlight:
     def key(self) -> RequestKey:
         return RequestKey(0, self.request_id, self.attempt)
 
+    def forget_prompt(self) -> None:
+        """It is over: prompts are most of what a simulation keeps."""
+        self.prompt = NO_PROMPT
+        self.blocks = _NO_BLOCKS
+
     def attempt_request(self, *, ttft_slo_s: float, handoff: bool) -> GenerationRequest:
         """What a worker is sent for the current attempt."""
         return GenerationRequest(
             request_id=self.request_id,
             attempt=self.attempt,
-            prompt_tokens=self.tokens,
+            prompt_tokens=self.prompt.tokens,
+            block_hashes=self.prompt.block_hashes,
             emitted_tokens=self.emitted,
             sampling=SamplingParams(max_tokens=self.request.num_output_tokens),
             ttft_slo_s=ttft_slo_s,

@@ -35,7 +35,7 @@ from pdserve.engine.scheduler import (
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.prompts import PromptBook, shares_prefixes
+from pdserve.planner.prompts import Prompt, PromptBook, shares_prefixes
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.sampler import Sampler
 from pdserve.planner.simulated_cluster import ClusterBuilder
@@ -128,7 +128,7 @@ class _Run:
         self._bounds = bounds
         self._agenda = Agenda()
         self._sampler = Sampler()
-        self._book = PromptBook(is_sharing=shares_prefixes(requests))
+        self._book = PromptBook(is_sharing=shares_prefixes(requests), block_size=model.block_size)
         self._ids = count(1)
         self._flights: list[SimulatedFlight] = []
         self._live: dict[int, SimulatedFlight] = {}
@@ -168,19 +168,24 @@ class _Run:
         if request is not None:
             self._expect(request, self._agenda.now_s if self._is_closed_loop else request.arrived_s)
 
-    def _expect(self, request: SimulatedRequest, arrives_s: float, before: tuple[int, ...] = ()) -> None:
+    def _expect(self, request: SimulatedRequest, arrives_s: float, before: Prompt | None = None) -> None:
         self._num_expected += 1
         self._agenda.at(arrives_s, partial(self._arrive, request, before))
 
-    def _arrive(self, request: SimulatedRequest, before: tuple[int, ...]) -> None:
+    def _arrive(self, request: SimulatedRequest, before: Prompt | None) -> None:
         now_s = self._agenda.now_s
-        is_follow_up = bool(before)
+        is_follow_up = before is not None
         self._num_expected -= 1
         if not self._is_closed_loop and not is_follow_up:
             self._expect_next()
-        tokens = self._book.tokens(request, before)
-        blocks = PromptBlocks(tokens, self._model.block_size, may_use_cache=self._book.is_sharing)
-        flight = SimulatedFlight(next(self._ids), request, tokens, blocks, now_s)
+        prompt = self._book.write(request, before)
+        blocks = PromptBlocks(
+            prompt.tokens,
+            self._model.block_size,
+            may_use_cache=self._book.is_sharing,
+            known_hashes=prompt.block_hashes,
+        )
+        flight = SimulatedFlight(next(self._ids), request, prompt, blocks, now_s)
         self._flights.append(flight)
         if len(self._live) >= self._bounds.max_in_flight:
             self._reject(flight)
@@ -206,11 +211,12 @@ class _Run:
         self._ended_s = self._agenda.now_s
         follow_up = flight.request.follow_up
         if follow_up is not None and not flight.is_rejected:
-            before = flight.tokens + (0,) * flight.request.num_output_tokens
+            before = self._book.answered(flight.prompt, flight.request.num_output_tokens)
             think_s = 0.0 if self._is_closed_loop else follow_up.arrived_s
             self._expect(follow_up, self._agenda.now_s + think_s, before)
         elif self._is_closed_loop:
             self._expect_next()
+        flight.forget_prompt()
 
     # The router
 

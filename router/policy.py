@@ -56,15 +56,25 @@ class PromptBlocks:
     """
 
     def __init__(
-        self, tokens: Sequence[int], block_size: int, cache_salt: bytes = b"", *, may_use_cache: bool = True
+        self,
+        tokens: Sequence[int],
+        block_size: int,
+        cache_salt: bytes = b"",
+        *,
+        may_use_cache: bool = True,
+        known_hashes: Sequence[bytes] = (),
     ) -> None:
-        """``may_use_cache`` False: every token must be computed, whoever caches it."""
+        """
+        Args:
+            may_use_cache: False: every token must be computed, whoever caches it.
+            known_hashes: of its leading full blocks, as far as they were computed before.
+        """
         self.num_tokens = len(tokens)
         self.block_size = block_size
         self._tokens = tokens
-        self._parent = root_hash(cache_salt)
-        self._hashes: list[bytes] = []
         self._num_cacheable = (self.num_tokens - 1) // block_size if may_use_cache else 0
+        self._hashes = list(known_hashes[: self._num_cacheable])
+        self._parent = self._hashes[-1] if self._hashes else root_hash(cache_salt)
 
     def num_blocks(self, num_choices: int = 1) -> int:
         """Blocks that hold the prompt and the next token, the last one once for each choice."""
