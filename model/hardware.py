@@ -77,8 +77,6 @@ class Hardware:
     """Seconds per layer that arithmetic and memory do not account for: launches, gaps, small kernels."""
     row_overhead_s: float = 0.0
     """Seconds of a step per row that samples, beside the output projection."""
-    pipeline_depth: int = 2
-    """Steps that are submitted before the first result is taken: 2 on GPUs, 1 where the step loop computes itself."""
     price_per_hour_usd: float | None = None
     """On-demand list price of one device; None where none is known."""
     measured: Measured | None = None
@@ -142,7 +140,6 @@ def _gpu(row: Gpu) -> Hardware:
             "network_bandwidth": row.network,
             "network_latency_s": _ESTIMATE,
             "devices_per_host": "assumed: eight, as in most servers",
-            "pipeline_depth": "of the executor",
             "row_overhead_s": f"{_ESTIMATE}: none",
             "price_per_hour_usd": row.price.source,
         },
@@ -174,7 +171,6 @@ def _cpu(num_cores: int) -> Hardware:
         network_bandwidth=1.25e9,
         network_latency_s=50e-6,
         host_bandwidth=9e9,
-        pipeline_depth=1,
         step_overhead_s=500e-6,
         layer_overhead_s=300e-6,
         sources={
@@ -193,7 +189,6 @@ def _cpu(num_cores: int) -> Hardware:
             "network_latency_s": _ESTIMATE,
             "host_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
             "devices_per_host": "assumed",
-            "pipeline_depth": "of the executor",
             "step_overhead_s": f"{_CPU_SOURCE}: decode steps of 2 and 10 layers of width 64 at batch 1",
             "layer_overhead_s": f"{_CPU_SOURCE}: decode steps of 2 and 10 layers of width 64 at batch 1",
             "row_overhead_s": f"{_ESTIMATE}: none",

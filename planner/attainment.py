@@ -20,7 +20,7 @@ from pdserve.planner.simulation import FloatArray, RequestTimes, Simulation
 
 WARM_UP_RESIDENCES = 10
 """Mean times in the cluster after which it has forgotten that it began empty; see `warm_up_s`."""
-MAX_WARM_UP_SHARE = 0.3
+MAX_WARM_UP_SHARE = 0.4
 """Of a run's arrivals, by time."""
 NUM_BATCHES = 10
 """Into which each run is cut for the confidence interval."""
@@ -108,7 +108,7 @@ class Attainment:
 
 
 def warm_up_s(arrived_s: FloatArray, mean_residence_s: float) -> float:
-    """How much of a run's beginning is not counted: ten mean residence times, or 30 % of the arrivals if that is less.
+    """How much of a run's beginning is not counted: ten mean residence times, or 40 % of the arrivals if that is less.
 
     A cluster starts empty, and fills to its steady state within a few mean residence times where there is one. Where
     there is none, latencies grow as long as the run lasts, and a fixed share keeps the run's end.

@@ -21,7 +21,7 @@ formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and K
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, inf
 from statistics import NormalDist
@@ -31,19 +31,22 @@ import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost import CostModel
+from pdserve.model.hardware import Hardware
 from pdserve.planner.demand import Demand
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulation import FloatArray, IntArray
 from pdserve.planner.simulator import Overheads
 
-_MAX_SAMPLE = 300
+_MAX_SAMPLE = 200
 """Requests of the demand whose times are worked out one by one."""
-_NUM_PACKED_STEPS = 12
+_NUM_PACKED_STEPS = 8
 """Full steps from which a prefill worker's highest rate is taken."""
-_GROWTH = 1.25
-"""From one number of rows or tokens to the next, among those that are tried."""
+_BATCH_GROWTH, _CHUNK_GROWTH = 1.2, 1.6
+"""From one number of decode rows, or of prompt tokens, to the next, among those that are tried."""
 _STEADY_SHARE = 0.9
 """Of a limit on the mean, what is planned for in an estimate: steps and arrivals vary."""
+_SPARE_SHARE = 0.6
+"""Of the objectives, what the mean request takes where nine of ten are to meet them."""
 
 
 class Resource(Enum):
@@ -96,8 +99,8 @@ class WorkerFigures:
     prefilled_per_s: float
     """Prompts, if it does nothing else and every step is full."""
     mix: _Mix
-    tpot_reach: float
-    """Share of answers whose TPOT is within the objective when they decode alone."""
+    idle_tpot_s: FloatArray
+    """Of a sample of answers that decode alone; 0 of those of one token."""
 
 
 def mean_wait_s(rate: float, service_s: FloatArray) -> float:
@@ -128,7 +131,9 @@ class BoundBook:
         self._demand = demand
         self._slo = slo
         self._overheads = overheads or Overheads()
-        self._figures: dict[tuple[object, ...], WorkerFigures] = {}
+        self._figures: dict[Pool, WorkerFigures] = {}
+        self._costs: dict[tuple[Hardware, int, int], CostModel] = {}
+        self._queued: dict[Pool, float] = {}
 
     def figures(self, pool: Pool) -> WorkerFigures:
         """Of a worker of ``pool``.
@@ -136,18 +141,26 @@ class BoundBook:
         Raises:
             ValueError: the model does not divide so.
         """
-        key = (
-            pool.role,
-            pool.hardware.name,
-            pool.tensor_parallel,
-            pool.pipeline_parallel,
-            pool.max_batch_tokens,
-            pool.max_batch_size,
-            pool.num_kv_blocks,
-        )
+        key = replace(pool, replicas=1)
         if key not in self._figures:
             self._figures[key] = self._work_out(pool)
         return self._figures[key]
+
+    @property
+    def residence_s(self) -> float:
+        """Time of a mean request in a cluster that meets the objectives with a little to spare."""
+        return (self._slo.ttft_seconds + self._demand.mean_gaps * self._slo.tpot_seconds) * _SPARE_SHARE
+
+    def idle_ttft_s(self, layout: Layout, percent: float) -> float:
+        """Percentile of TTFT on an idle cluster."""
+        samples = [self.figures(pool).idle_ttft_s for pool in layout.pools]
+        return float(np.percentile(np.min(samples, axis=0), percent))
+
+    def idle_tpot_s(self, layout: Layout, percent: float) -> float:
+        """Percentile of TPOT on an idle cluster."""
+        pool = layout.decode or layout.mixed
+        assert pool is not None
+        return float(np.percentile(self.figures(pool).idle_tpot_s, percent))
 
     def bounds(self, layout: Layout) -> Bounds:
         """Of a layout whose workers all fit (`fits`)."""
@@ -170,12 +183,13 @@ class BoundBook:
         is_within = mix.step_s <= slo.tpot_seconds
         rate, allowed = float(rates.max()), np.ones_like(rates)
         ttft_reach = float((idle_ttft_s <= slo.ttft_seconds).mean())
+        tpot_reach = float((decode.idle_tpot_s <= slo.tpot_seconds).mean())
         if is_within.any():
             # Whoever misses the objective may have been decoded in steps of any length.
             allowed = is_within.astype(np.float64)
             rate = min(rate, float((rates * allowed).max()) / slo.attainment)
         served_share = self._demand.served_share
-        reaches = is_within.any() and min(ttft_reach, decode.tpot_reach) * served_share >= slo.attainment
+        reaches = is_within.any() and min(ttft_reach, tpot_reach) * served_share >= slo.attainment
         return Bounds(
             rate=rate / served_share if reaches else 0.0,
             estimate=self._estimate(layout, decode_pool) / served_share if reaches else 0.0,
@@ -189,7 +203,9 @@ class BoundBook:
         prefilled = decode_pool.replicas * mix.prefilled_per_s
         tpot_s = mix.step_s / _STEADY_SHARE
         if layout.prefill is not None:
-            prefilled = self._queued_rate(layout.prefill) + prefilled * self._local_share(decode_pool)
+            if layout.prefill not in self._queued:
+                self._queued[layout.prefill] = self._queued_rate(layout.prefill)
+            prefilled = self._queued[layout.prefill] + prefilled * self._local_share(decode_pool)
         else:
             tpot_s = tpot_s + self._stalls_s(decode_pool)
         decoded = np.where(tpot_s <= slo.tpot_seconds, decode_pool.replicas * mix.decoded_per_s, 0.0)
@@ -240,7 +256,7 @@ class BoundBook:
     # One worker
 
     def _work_out(self, pool: Pool) -> WorkerFigures:
-        cost, demand, num_lanes = pool.cost(self._model), self._demand, pool.pipeline_parallel
+        cost, demand, num_lanes = self._cost(pool), self._demand, pool.pipeline_parallel
         num_blocks = pool.kv_blocks(self._model, cost)
         lane_tokens = num_blocks // num_lanes * self._model.block_size
         num_held = int(lane_tokens // max(demand.mean_decode_context, 1.0))
@@ -255,8 +271,14 @@ class BoundBook:
             idle_ttft_s=idle_s + overheads.arrival_s + overheads.message_s + overheads.answer_s,
             prefilled_per_s=num_lanes * self._packed_per_s(pool, cost),
             mix=self._mix(pool, cost, max_batch),
-            tpot_reach=self._tpot_reach(cost),
+            idle_tpot_s=self._idle_tpot_s(cost),
         )
+
+    def _cost(self, pool: Pool) -> CostModel:
+        key = (pool.hardware, pool.tensor_parallel, pool.pipeline_parallel)
+        if key not in self._costs:
+            self._costs[key] = pool.cost(self._model)
+        return self._costs[key]
 
     def _sample(self, values: IntArray) -> IntArray:
         return values[:_MAX_SAMPLE]
@@ -267,12 +289,11 @@ class BoundBook:
         new, cached = self._sample(demand.num_new_tokens), self._sample(demand.num_cached_tokens)
         return list(zip(new.tolist(), cached.tolist(), strict=True))
 
-    def _tpot_reach(self, cost: CostModel) -> float:
+    def _idle_tpot_s(self, cost: CostModel) -> FloatArray:
         demand = self._demand
         outputs = self._sample(demand.num_output_tokens)
         contexts = self._sample(demand.num_new_tokens + demand.num_cached_tokens) + outputs // 2
-        step_s = np.array([cost.decode_s(1, int(context)) for context in contexts])
-        return float(((step_s <= self._slo.tpot_seconds) | (outputs == 1)).mean())
+        return np.where(outputs == 1, 0.0, [cost.decode_s(1, context) for context in contexts.tolist()])
 
     def _packed_per_s(self, pool: Pool, cost: CostModel) -> float:
         """Prompts per second of one lane that always finds enough of them to fill its steps."""
@@ -297,11 +318,11 @@ class BoundBook:
         prompt = max(1, round(float((new**2).mean() / new.mean())))
         num_cached = round(float(demand.num_cached_tokens.mean()))
         steps = []
-        num_lanes = pool.pipeline_parallel
-        for batch in _sizes(max_batch):
-            for num_prompt in (0, *_sizes(max(pool.max_batch_tokens - batch, 0))):
+        num_lanes, num_gaps = pool.pipeline_parallel, max(demand.mean_gaps, 1e-9)
+        for batch in _sizes(max_batch, _BATCH_GROWTH):
+            for num_prompt in (0, *_sizes(max(pool.max_batch_tokens - batch, 0), _CHUNK_GROWTH)):
                 step_s = _mixed_step_s(cost, num_prompt, prompt, num_cached, batch, round(batch * context))
-                decoded = num_lanes * batch / (step_s * max(demand.mean_gaps, 1e-9))
+                decoded = num_lanes * batch / (step_s * num_gaps)
                 steps.append((step_s, decoded, num_lanes * num_prompt / (step_s * demand.mean_new_tokens), batch))
         return _Mix(*(np.array(column, np.float64) for column in zip(*steps, strict=True)))
 
@@ -331,14 +352,14 @@ def _mixed_step_s(
     return cost.mixed_s(prompt, num_cached, batch, context_tokens) + more_s
 
 
-def _sizes(largest: int) -> list[int]:
-    """From 1 to ``largest``, in steps that grow."""
+def _sizes(largest: int, growth: float) -> list[int]:
+    """From 1 to ``largest``, each so many times the one before."""
     sizes: list[int] = []
     size = float(largest)
     while size >= 1:
         if not sizes or round(size) != sizes[-1]:
             sizes.append(round(size))
-        size /= _GROWTH
+        size /= growth
     return sizes[::-1]
 
 

@@ -269,7 +269,7 @@ def _with_provenance(
     num_new = [fitted_step.step.num_new for fitted_step in steps]
     measured = Measured(
         date=date,
-        model=model.held_name,
+        model=f"{model.name} {model.dtype}" + (f" {model.quantization}" if model.quantization != "none" else ""),
         step_tokens=(min(num_new), max(num_new)),
         batch_size=(min(filter(None, num_decoding), default=0), max(num_decoding)),
         context_tokens=(min(row.num_cached for row in rows), max(row.num_cached for row in rows)),

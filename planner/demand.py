@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Demand:
     """Lengths of N requests, every turn of a conversation counted as one; those too long to be served are left out."""
 
@@ -45,24 +46,24 @@ class Demand:
         outputs = np.array([request.num_output_tokens for request, _ in rows], np.int64)
         return cls(prompts - cached, cached, outputs, len(rows) / len(turns))
 
-    @property
+    @cached_property
     def mean_new_tokens(self) -> float:
         return float(self.num_new_tokens.mean())
 
-    @property
+    @cached_property
     def mean_prompt_tokens(self) -> float:
         return float((self.num_new_tokens + self.num_cached_tokens).mean())
 
-    @property
+    @cached_property
     def mean_output_tokens(self) -> float:
         return float(self.num_output_tokens.mean())
 
-    @property
+    @cached_property
     def mean_gaps(self) -> float:
         """Tokens of an answer that are decoded: all but the first."""
         return float((self.num_output_tokens - 1).mean())
 
-    @property
+    @cached_property
     def mean_decode_context(self) -> float:
         """Tokens in the cache before a decode row, over all such rows."""
         num_gaps = self.num_output_tokens - 1

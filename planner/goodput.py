@@ -19,11 +19,12 @@ from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import Simulation
 from pdserve.planner.simulator import Overheads, simulate
+from pdserve.planner.workload import Clamped
 
-_GROWTH = 1.15
+_LEAST_GROWTH = 1.06
 """Of the first step of bracketing; each is twice the one before, in logarithm."""
-_MAX_STEPS = 6
-"""Of bracketing: 1.15 ** (2 ** 6 - 1) is a factor of 6600."""
+_MAX_STEPS = 7
+"""Of bracketing: 1.06 ** (2 ** 7 - 1) is a factor of 1600."""
 _CHANCE_Z = 3.0
 """Standard deviations of missed requests above what the target allows, at which a run is given up."""
 _CLOSE_SHARE = 0.01
@@ -35,6 +36,11 @@ _MARGIN = 0.15
 class DrawnRequests(Protocol):
     """Requests whose rate is still open."""
 
+    @property
+    def clamped(self) -> Clamped:
+        """What did not fit into the model's length."""
+        ...
+
     def at_rate(self, requests_per_s: float) -> Sequence[SimulatedRequest]:
         """The requests, in order of arrival, so many a second."""
         ...
@@ -43,8 +49,8 @@ class DrawnRequests(Protocol):
 class Workload(Protocol):
     """Where requests come from: `pdserve.planner.workload`."""
 
-    def draw(self, num_requests: int, seed: int) -> DrawnRequests:
-        """``num_requests`` requests; equal arguments draw equal ones."""
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int) -> DrawnRequests:
+        """``num_requests`` requests, shortened to ``max_model_len`` tokens; equal arguments draw equal ones."""
         ...
 
 
@@ -126,11 +132,12 @@ def attain(trial: Trial, workload: Workload, rate: float, *, is_whole: bool = Tr
 
 
 def _run(trial: Trial, workload: Workload, rate: float, seed: int, max_missed: int | None) -> Simulation:
+    drawn = workload.draw(trial.num_requests, seed, max_model_len=trial.model.max_model_len)
     num_seats = sum(pool.replicas * pool.pipeline_parallel * pool.max_batch_size for pool in trial.layout.pools)
     return simulate(
         trial.model,
         trial.layout,
-        workload.draw(trial.num_requests, seed).at_rate(rate),
+        drawn.at_rate(rate),
         slo=trial.slo,
         overheads=trial.overheads,
         # Placements are compared, not admission: a queue of any length that still meets the SLO is welcome.
@@ -159,23 +166,25 @@ def find_goodput(
         ValueError: the layout cannot be run.
     """
     assert start_rate > 0
-    return _Bisection(trial, workload, max_rate).find(min(start_rate, max_rate), tolerance)
+    return _Bisection(trial, workload, tolerance, max_rate).find(min(start_rate, max_rate))
 
 
 class _Bisection:
     """The rates of one layout that were tried so far."""
 
-    def __init__(self, trial: Trial, workload: Workload, max_rate: float) -> None:
+    def __init__(self, trial: Trial, workload: Workload, tolerance: float, max_rate: float) -> None:
         self._trial = trial
         self._workload = workload
+        self._tolerance = tolerance
+        self._growth = max(1 + tolerance, _LEAST_GROWTH)
         self._max_rate = max_rate
         self._points: dict[float, Attainment] = {}
         self._num_requests = 0
 
-    def find(self, start_rate: float, tolerance: float) -> Goodput:
+    def find(self, start_rate: float) -> Goodput:
         low, high = self._bracket(start_rate)
         while low:
-            while high / low > 1 + tolerance and not self._is_close(low):
+            while high / low > 1 + self._tolerance + 1e-9 and not self._is_close(low):
                 middle = self._between(low, high)
                 if self._is_met(middle):
                     low = middle
@@ -186,12 +195,12 @@ class _Bisection:
             # What its first run promised, the others did not hold.
             high, low = low, self._highest_met_below(low)
             if not low:
-                low, high = self._bracket(high / _GROWTH)
+                low, high = self._bracket(high / self._growth)
         return self._goodput(low, is_capped=low >= self._max_rate)
 
     def _bracket(self, start_rate: float) -> tuple[float, float]:
         """The highest rate seen to meet the target, 0 for none, and the lowest above it seen to miss it."""
-        rate, factor = start_rate, _GROWTH
+        rate, factor = start_rate, self._growth
         if self._is_met(rate):
             while rate < self._max_rate:
                 higher = min(rate * factor, self._max_rate)

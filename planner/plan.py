@@ -44,7 +44,12 @@ class Supply:
     num_nodes: int = 1
     devices_per_node: int = 8
     dollars_per_hour: float | None = None
-    """Of one device; ``None`` where no price is known."""
+    """Of one device; ``None`` takes the catalogue's price, if it has one."""
+
+    @property
+    def price(self) -> float | None:
+        """Dollars an hour of one device; ``None`` where none is known."""
+        return self.hardware.price_per_hour_usd if self.dollars_per_hour is None else self.dollars_per_hour
 
     @property
     def num_devices(self) -> int:
@@ -73,12 +78,12 @@ class Effort:
     """How much is simulated for the answer."""
 
     screen_requests: int = 400
-    """Of each layout that the bounds leave, at each rate that is tried."""
-    final_requests: int = 3000
-    """Of each finalist, for each seed, at each rate."""
+    """At least, of each layout that is screened, at each rate that is tried: more where many are in flight."""
+    final_requests: int = 1000
+    """At least, of each finalist, for each seed, at each rate."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of the finalists' workloads; all candidates see the same. Screening takes the first."""
-    num_screened: int = 24
+    num_screened: int = 12
     num_finalists: int = 4
     tolerance: float = 0.03
     """Relative distance of rates at which bisection stops, for finalists."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.workload import Clamped
 
 H100 = hardware("h100-sxm")
 LLAMA_3_8B = PlannedModel(
@@ -34,6 +35,7 @@ class UnitRateRequests:
     """Requests that arrive once a second."""
 
     requests: tuple[SimulatedRequest, ...]
+    clamped: Clamped = field(default_factory=Clamped)
 
     def at_rate(self, requests_per_s: float) -> list[SimulatedRequest]:
         return [replace(request, arrived_s=request.arrived_s / requests_per_s) for request in self.requests]
@@ -47,7 +49,7 @@ class PoissonWorkload:
     output_tokens: float = 60
     spread: float = 0.5
 
-    def draw(self, num_requests: int, seed: int) -> UnitRateRequests:
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
         random = np.random.default_rng(seed)
         arrived_s = np.cumsum(random.exponential(1.0, num_requests))
         prompts, outputs = (

@@ -50,7 +50,7 @@ def a_run(
 def test_both_objectives_count_jointly_and_each_on_its_own() -> None:
     run = a_run([0.5, 2.0, 0.5, 0.5, np.nan], [0.05, 0.05, 0.2, 0.05, np.nan])
     judged = measure([run], SLO, 0.1, block_size=16, is_finite=False)
-    # The first two arrived in the warm-up, 30 % of 40 s.
+    # The first two arrived in the warm-up, 40 % of 40 s.
     assert judged.num_counted == 3
     assert judged.share == pytest.approx(1 / 3)
     assert judged.ttft_share == pytest.approx(2 / 3)
@@ -83,7 +83,7 @@ def test_a_run_that_was_stopped_gives_an_upper_bound() -> None:
 def test_the_warm_up_is_ten_residence_times_within_a_share_of_the_run() -> None:
     arrived_s = np.array([5.0, 1005.0])
     assert warm_up_s(arrived_s, 2.0) == pytest.approx(20.0)
-    assert warm_up_s(arrived_s, 200.0) == pytest.approx(300.0)
+    assert warm_up_s(arrived_s, 200.0) == pytest.approx(400.0)
 
 
 def test_use_of_workers_is_told_by_role() -> None:

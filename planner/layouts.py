@@ -1,0 +1,210 @@
+"""Which layouts a question allows: degrees, replicas, kinds of devices and limits, as hosts have room for them.
+
+Used by `pdserve.planner.search`. Judges memory, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.hardware import Hardware
+from pdserve.planner.bounds import fits
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.plan import FitsNowhereError, Objective, Question, Space, Supply
+
+_MAX_REMEDY_DEGREE = 64
+"""Of either kind, when the smallest layout is looked for that would hold the model."""
+
+
+class Enumeration(NamedTuple):
+    """All layouts of a question."""
+
+    layouts: list[Layout]
+    """Those whose workers hold the model."""
+    num_without_memory: int
+    """Others of the same kinds whose workers do not."""
+
+
+def enumerate_layouts(question: Question) -> Enumeration:
+    """Every layout that the question allows.
+
+    Where as much as possible is asked of the fleet, only layouts to which no further worker could be added.
+
+    Raises:
+        FitsNowhereError: none of them holds the model.
+    """
+    layouts, num_without_memory = [], 0
+    for layout, holds in _all(question):
+        if holds:
+            layouts.append(layout)
+        else:
+            num_without_memory += 1
+    if not layouts:
+        raise FitsNowhereError(_remedy(question))
+    return Enumeration(layouts, num_without_memory)
+
+
+def dollars_per_hour(layout: Layout, fleet: Iterable[Supply]) -> float | None:
+    """What the layout's devices cost; ``None`` where a price is not known."""
+    prices = {supply.hardware.name: supply.price for supply in fleet}
+    total = 0.0
+    for pool in layout.pools:
+        price = prices[pool.hardware.name]
+        if price is None:
+            return None
+        total += price * pool.num_devices
+    return total
+
+
+class _Worker(NamedTuple):
+    """One kind of worker; a pool of one."""
+
+    pool: Pool
+    supply: Supply
+    holds: bool
+
+
+def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
+    space, fleet = question.space, question.fleet
+    wants_all = question.objective is Objective.RATE
+    if space.may_colocate:
+        for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens):
+            for (replicas,) in _replicas((worker,), space, wants_all=wants_all):
+                yield Layout(mixed=replace(worker.pool, replicas=replicas)), worker.holds
+    if space.may_disaggregate:
+        prefills = _workers(question, WorkerRole.PREFILL, space.prefill_batch_tokens)
+        decodes = _workers(question, WorkerRole.DECODE, (_DECODE_BATCH_TOKENS,))
+        for prefill, decode in product(prefills, decodes):
+            for num_prefill, num_decode in _replicas((prefill, decode), space, wants_all=wants_all):
+                layout = Layout(
+                    prefill=replace(prefill.pool, replicas=num_prefill),
+                    decode=replace(decode.pool, replicas=num_decode),
+                )
+                yield replace(layout, same_host=_is_one_host(layout, fleet)), prefill.holds and decode.holds
+
+
+_DECODE_BATCH_TOKENS = 2048
+"""Budget of a decode worker's steps, for prompts that it computes itself."""
+
+
+def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> list[_Worker]:
+    space = question.space
+    batch_sizes = (256,) if role is WorkerRole.PREFILL else space.decode_batch_size
+    workers = []
+    for supply in question.fleet:
+        degrees = space.tensor_parallel or _divisors(supply.devices_per_node)
+        for tensor, pipeline, budget, batch_size in product(degrees, space.pipeline_parallel, budgets, batch_sizes):
+            if tensor > supply.devices_per_node or tensor * pipeline > supply.num_devices:
+                continue
+            pool = Pool(
+                role=role,
+                replicas=1,
+                hardware=supply.hardware,
+                tensor_parallel=tensor,
+                pipeline_parallel=pipeline,
+                max_batch_tokens=budget,
+                max_batch_size=batch_size,
+            )
+            holds = _holds(pool, question.model)
+            if holds is not None:
+                workers.append(_Worker(pool, supply, holds))
+    return workers
+
+
+def _holds(pool: Pool, model: PlannedModel) -> bool | None:
+    """Whether a worker has memory for the model; ``None`` if the model does not divide so."""
+    try:
+        cost = pool.cost(model)
+    except ValueError:
+        return None
+    return fits(pool, model, cost)
+
+
+def _divisors(count: int) -> list[int]:
+    return [degree for degree in range(1, count + 1) if count % degree == 0]
+
+
+def _replicas(workers: tuple[_Worker, ...], space: Space, *, wants_all: bool) -> Iterator[tuple[int, ...]]:
+    """Numbers of workers of each pool that hosts have room for."""
+    first, *others = workers
+    for count in range(1, _most((), first, space) + 1):
+        if not others:
+            if not wants_all or count == _most((), first, space):
+                yield (count,)
+            continue
+        (other,) = others
+        most = _most(((first, count),), other, space)
+        for other_count in range(most if wants_all else 1, most + 1):
+            if other_count and not (wants_all and count < _most(((other, other_count),), first, space)):
+                yield count, other_count
+
+
+def _most(placed: tuple[tuple[_Worker, int], ...], worker: _Worker, space: Space) -> int:
+    """The most replicas of ``worker`` beside what is placed already."""
+    pool, supply = worker.pool, worker.supply
+    groups: list[int] = []
+    for other, count in placed:
+        if other.supply is supply:
+            groups += [other.pool.tensor_parallel] * (other.pool.pipeline_parallel * count)
+    most = _room(supply.num_nodes, supply.devices_per_node, tuple(groups), pool.tensor_parallel)
+    most //= pool.pipeline_parallel
+    return min(most, space.max_replicas) if space.max_replicas else most
+
+
+@cache
+def _room(num_nodes: int, devices_per_node: int, groups: tuple[int, ...], tensor_parallel: int) -> int:
+    """Groups of ``tensor_parallel`` devices of one host each that find room beside ``groups``, the largest placed
+    first, each on the first host that has room for it."""
+    free = [devices_per_node] * num_nodes
+    for group in sorted(groups, reverse=True):
+        host = next((host for host, num_free in enumerate(free) if num_free >= group), None)
+        if host is None:
+            return 0
+        free[host] -= group
+    return sum(num_free // tensor_parallel for num_free in free)
+
+
+def _is_one_host(layout: Layout, fleet: Iterable[Supply]) -> bool:
+    """Whether all its workers can be on one host; pairs of larger layouts are taken to be on different ones."""
+    names = {pool.hardware.name for pool in layout.pools}
+    sizes = {supply.hardware.name: supply.devices_per_node for supply in fleet}
+    return len(names) == 1 and layout.num_devices <= sizes[names.pop()]
+
+
+def _remedy(question: Question) -> str:
+    model, fleet = question.model, question.fleet
+    have = " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in fleet)
+    name = model.name or "the model"
+    smallest = [found for supply in fleet if (found := _smallest(supply.hardware, model)) is not None]
+    what = f"{name} in {model.dtype} and one sequence of {model.max_model_len} tokens do not fit {have}"
+    if not smallest:
+        return f"{what}, nor any number of them: use larger devices, a smaller max_model_len, or int8 weights"
+    pool = min(smallest, key=lambda pool: pool.devices_per_worker)
+    return (
+        f"{what}: the smallest worker that would hold them is TP{pool.tensor_parallel} PP{pool.pipeline_parallel}, "
+        f"{pool.devices_per_worker} x {pool.hardware.name}; add devices, or use int8 weights"
+    )
+
+
+def _smallest(hardware: Hardware, model: PlannedModel) -> Pool | None:
+    """The worker of the fewest devices that holds the model, of as little pipelining as possible."""
+    degrees = [2**power for power in range(_MAX_REMEDY_DEGREE.bit_length())]
+    pairs = sorted(product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
+    for tensor, pipeline in pairs:
+        if tensor > hardware.devices_per_host:
+            continue
+        pool = Pool(
+            role=WorkerRole.MIXED,
+            replicas=1,
+            hardware=hardware,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+        )
+        if _holds(pool, model):
+            return pool
+    return None

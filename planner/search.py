@@ -1,0 +1,383 @@
+"""The placement search: from a question and a workload to a ranked plan.
+
+`find_plan` is what the CLI and the live planner call. Three rounds, each with fewer layouts and more requests
+(successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same requests:
+
+1. Bounds and estimates of every layout, in closed form. What is known of one phase's worker is worked out once, and the
+   ratio of prefill to decode workers follows from the demand of each phase, as in DistServe's algorithm 1 (OSDI 2024,
+   section 4.1) but with queues, and with the link and the prompts that decode workers compute.
+2. Screening: short simulations of the best estimates, of both kinds of layout.
+3. Finalists: long simulations with several seeds. Then what the reader wants to know beside the rank: how the losers
+   do at the winner's rate, where the cliff is, and what faster or slower steps would change.
+
+The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pdserve.planner.attainment import Attainment
+from pdserve.planner.bounds import BoundBook, Bounds
+from pdserve.planner.candidates import assemble, verdict_of
+from pdserve.planner.crew import AttainJob, Crew, GoodputJob
+from pdserve.planner.demand import Demand
+from pdserve.planner.goodput import Goodput, Trial, Workload, slowed
+from pdserve.planner.layout import Layout
+from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
+from pdserve.planner.plan import (
+    Candidate,
+    Objective,
+    Plan,
+    Question,
+    RateOutOfReachError,
+    Screening,
+    Sensitivity,
+    SloOutOfReachError,
+)
+from pdserve.planner.wording import rate as rate_words
+from pdserve.planner.wording import seconds, share
+
+Progress = Callable[[float, str], None]
+"""Hears how far the search is, from 0 to 1, and what it does."""
+
+_NUM_SAMPLED = 1000
+"""Requests from which the demand is told."""
+_SCREEN_TOLERANCE = 0.15
+_LONG_RUN = 0.95
+"""What is left of a short run's goodput in a long one, as a first guess: queues have more time to grow."""
+_SCREEN_RESIDENCES, _FINAL_RESIDENCES = 3, 6
+"""Times that a request stays in the cluster, that a run lasts at least: else most of it would be its beginning."""
+_OPTIMISM = 1.2
+"""By how much an estimate may be too low."""
+_TIME_FACTORS = (0.9, 1.1)
+_RATIO_TOLERANCE = 0.04
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of one layout so far."""
+
+    layout: Layout
+    bounds: Bounds
+    dollars_per_hour: float | None
+    screened: Goodput | None = None
+    final: Goodput | None = None
+
+    @property
+    def goodput(self) -> Goodput | None:
+        return self.final or self.screened
+
+    @property
+    def rate(self) -> float:
+        return self.bounds.estimate if self.goodput is None else self.goodput.rate
+
+
+def find_plan(
+    question: Question, workload: Workload, *, num_processes: int = 0, progress: Progress | None = None
+) -> Plan:
+    """Rank what the question allows.
+
+    Args:
+        num_processes: that simulate side by side; 0 takes one for each core that this process may use, 1 stays here.
+
+    Raises:
+        FitsNowhereError: no layout holds the model.
+        SloOutOfReachError: no layout meets the objectives at any rate.
+        RateOutOfReachError: no layout serves the rate that was asked.
+        ValueError: all requests are too long for the model.
+    """
+    started_s = time.perf_counter()
+    tell = progress or (lambda fraction, text: None)
+    tell(0.0, "listing layouts")
+    enumeration = enumerate_layouts(question)
+    model, effort = question.model, question.effort
+    drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
+    demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
+    book = BoundBook(model, demand, question.slo)
+    with Crew(workload, num_processes or len(os.sched_getaffinity(0))) as crew:
+        search = _Search(question, book, crew, tell)
+        search.weigh(enumeration)
+        search.screen()
+        search.finish()
+        candidates = search.candidates()
+    notes = (f"To fit {model.max_model_len} tokens: {drawn.clamped}.",) if str(drawn.clamped) else ()
+    return Plan(
+        question=question,
+        candidates=candidates,
+        verdict=verdict_of(candidates),
+        screening=search.screening(enumeration.num_without_memory),
+        mean_prompt_tokens=demand.mean_prompt_tokens,
+        mean_output_tokens=demand.mean_output_tokens,
+        elapsed_s=time.perf_counter() - started_s,
+        notes=notes + _notes(candidates),
+    )
+
+
+def _notes(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    notes = []
+    if any(not candidate.layout.same_host and not candidate.layout.is_colocated for candidate in candidates):
+        notes.append("KV of layouts that do not fit one host is taken to cross the network.")
+    if candidates[0].dollars_per_hour is None:
+        notes.append("Without a price of each kind of device nothing is said of cost.")
+    return tuple(notes)
+
+
+class _Search:
+    """One search under way."""
+
+    def __init__(self, question: Question, book: BoundBook, crew: Crew, tell: Progress) -> None:
+        self._question = question
+        self._book = book
+        self._crew = crew
+        self._tell = tell
+        self._entries: list[_Entry] = []
+        """In order of enumeration, those that an idle cluster serves within the SLO."""
+        self._num_out_of_reach = 0
+        self._num_requests = 0
+        self._num_in_flight = 0.0
+        """Of the best estimate, by Little's law."""
+
+    # The three rounds
+
+    def weigh(self, enumeration: Enumeration) -> None:
+        """Bounds and estimates of all layouts."""
+        self._tell(0.02, f"weighing {len(enumeration.layouts)} layouts")
+        fleet = self._question.fleet
+        for layout in enumeration.layouts:
+            bounds = self._book.bounds(layout)
+            if bounds.is_slo_within_reach:
+                self._entries.append(_Entry(layout, bounds, dollars_per_hour(layout, fleet)))
+        self._num_out_of_reach = len(enumeration.layouts) - len(self._entries)
+        if not self._entries:
+            raise SloOutOfReachError(self._reach_words(enumeration.layouts))
+        best = self._ranked(self._entries)[0]
+        self._num_in_flight = best.rate * self._book.residence_s
+
+    def screen(self) -> None:
+        """Short simulations of the best estimates, until one does what was asked."""
+        effort = self._question.effort
+        rest = self._ranked(self._entries, _OPTIMISM)
+        while rest:
+            if any(entry.rate and self._serves(entry.rate) for entry in self._simulated()):
+                return
+            chosen = _of_both_kinds(rest, effort.num_screened)
+            rest = [entry for entry in rest if entry not in chosen]
+            jobs = [GoodputJob(self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE) for entry in chosen]
+            for entry, goodput in zip(chosen, self._goodputs(jobs, 0.1, 0.45, "screening"), strict=True):
+                entry.screened = goodput
+            rest = [entry for entry in rest if self._serves(entry.bounds.rate)]
+        if not any(entry.rate for entry in self._simulated()):
+            raise SloOutOfReachError(self._nothing_met_words())
+
+    def finish(self) -> None:
+        """Long simulations of the best that were screened, until one does what was asked."""
+        effort = self._question.effort
+        rest = self._ranked([entry for entry in self._simulated() if entry.rate])
+        while rest and not any(entry.final and self._serves(entry.rate) for entry in self._entries):
+            chosen = _of_both_kinds(rest, effort.num_finalists, num_each=1)
+            rest = [entry for entry in rest if entry not in chosen]
+            jobs = [
+                GoodputJob(self._trial(entry.layout, is_final=True), entry.rate * _LONG_RUN, effort.tolerance)
+                for entry in chosen
+            ]
+            for entry, goodput in zip(chosen, self._goodputs(jobs, 0.45, 0.85, "finalists"), strict=True):
+                entry.final = goodput
+            rest = [entry for entry in rest if self._serves(entry.rate)]
+        finalists = [entry for entry in self._entries if entry.final]
+        if not any(self._serves(entry.rate) for entry in finalists):
+            best = max(finalists, key=lambda entry: entry.rate)
+            raise RateOutOfReachError(
+                f"the fleet serves {rate_words(best.rate)} within the SLO at most, by {best.layout}, not the "
+                f"{rate_words(self._question.rate)} that were asked: add devices, or loosen the SLO"
+            )
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All layouts in order of rank, with what is to be said of them."""
+        finalists = self._ranked([entry for entry in self._entries if entry.final])
+        screened = self._ranked([entry for entry in self._simulated() if not entry.final])
+        estimated = self._ranked([entry for entry in self._entries if entry.goodput is None])
+        winner = finalists[0]
+        others = [entry for entry in finalists if entry.layout.is_colocated != winner.layout.is_colocated]
+        watched = [winner, *others[:1]]
+        asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
+        seen = self._at_rate(finalists[1:], asked_rate)
+        slower = self._with_slower_steps(winner)
+        cliffs = self._cliffs(watched)
+        assembled: list[Candidate] = []
+        for entry in (*finalists, *screened, *estimated):
+            index = finalists.index(entry) if entry.final else -1
+            assembled.append(
+                assemble(
+                    self._question,
+                    self._book,
+                    entry.layout,
+                    entry.bounds,
+                    entry.goodput,
+                    entry.dollars_per_hour,
+                    is_final=entry.final is not None,
+                    at_winners_rate=seen[index - 1] if index > 0 else None,
+                    cliff_rate=next((rate for each, rate in cliffs if each is entry), None),
+                    sensitivity=slower if entry is winner else (),
+                    winner=assembled[0] if assembled else None,
+                )
+            )
+        self._tell(1.0, "done")
+        return tuple(assembled)
+
+    def screening(self, num_without_memory: int) -> Screening:
+        """What became of the layouts."""
+        simulated = self._simulated()
+        best = self._ranked(simulated)[0]
+        others = [entry for entry in self._entries if entry.goodput is None]
+        num_bounded = sum(self._key(entry, entry.bounds.rate) > self._key(best, best.rate) for entry in others)
+        return Screening(
+            num_layouts=len(self._entries) + self._num_out_of_reach + num_without_memory,
+            num_without_memory=num_without_memory,
+            num_out_of_reach=self._num_out_of_reach,
+            num_bounded=num_bounded,
+            num_estimated=len(others) - num_bounded,
+            num_simulated=len(simulated),
+            num_requests=self._num_requests,
+        )
+
+    # What is asked beside the rank, in short runs, of which only the ratio to equally short ones is taken
+
+    def _at_rate(self, entries: Sequence[_Entry], rate: float) -> list[Attainment]:
+        """One long run of each."""
+        jobs = [
+            AttainJob(replace(self._trial(entry.layout, is_final=True), seeds=self._first_seed), rate)
+            for entry in entries
+        ]
+        seen = self._crew.attainments(jobs, self._done(0.85, 0.9, len(jobs), "at the winner's rate"))
+        self._num_requests += sum(each.num_requests for each in seen)
+        return seen
+
+    def _cliffs(self, entries: Sequence[_Entry]) -> list[tuple[_Entry, float]]:
+        """Where attainment falls to half of its target."""
+        slo = self._question.slo
+        halved = replace(slo, attainment=slo.attainment / 2)
+        jobs = [
+            GoodputJob(replace(self._trial(entry.layout), slo=each), _rate(entry.screened) * step, _RATIO_TOLERANCE)
+            for entry in entries
+            for each, step in ((slo, 1.0), (halved, 1.1))
+        ]
+        goodputs = self._goodputs(jobs, 0.95, 1.0, "cliffs")
+        pairs = zip(entries, goodputs[::2], goodputs[1::2], strict=True)
+        return [(entry, entry.rate * max(1.0, cliff.rate / full.rate)) for entry, full, cliff in pairs if full.rate]
+
+    def _with_slower_steps(self, winner: _Entry) -> tuple[Sensitivity, ...]:
+        trial = self._trial(winner.layout)
+        jobs = [
+            GoodputJob(slowed(trial, factor), _rate(winner.screened), _RATIO_TOLERANCE)
+            for factor in (1.0, *_TIME_FACTORS)
+        ]
+        as_predicted, *others = self._goodputs(jobs, 0.9, 0.95, "sensitivity")
+        if not as_predicted.rate:
+            return ()
+        return tuple(
+            Sensitivity(factor, winner.rate * other.rate / factor / as_predicted.rate)
+            for factor, other in zip(_TIME_FACTORS, others, strict=True)
+        )
+
+    # Helpers
+
+    def _trial(self, layout: Layout, *, is_final: bool = False) -> Trial:
+        effort, num_requests = self._question.effort, self._question.effort.screen_requests
+        num_residences = _SCREEN_RESIDENCES
+        if is_final:
+            num_requests, num_residences = effort.final_requests, _FINAL_RESIDENCES
+        if not effort.is_finite:
+            num_requests = max(num_requests, round(num_residences * self._num_in_flight))
+        return Trial(
+            model=self._question.model,
+            layout=layout,
+            slo=self._question.slo,
+            num_requests=num_requests,
+            seeds=effort.seeds if is_final else self._first_seed,
+            is_finite=effort.is_finite,
+        )
+
+    @property
+    def _first_seed(self) -> tuple[int, ...]:
+        return self._question.effort.seeds[:1]
+
+    def _goodputs(self, jobs: Sequence[GoodputJob], low: float, high: float, what: str) -> list[Goodput]:
+        goodputs = self._crew.goodputs(jobs, self._done(low, high, len(jobs), what))
+        self._num_requests += sum(goodput.num_requests for goodput in goodputs)
+        return goodputs
+
+    def _done(self, low: float, high: float, num_jobs: int, what: str) -> Callable[[int], None]:
+        self._tell(low, f"{what}: 0 of {num_jobs}")
+        return lambda num_done: self._tell(
+            low + (high - low) * num_done / num_jobs, f"{what}: {num_done} of {num_jobs}"
+        )
+
+    def _simulated(self) -> list[_Entry]:
+        return [entry for entry in self._entries if entry.goodput is not None]
+
+    def _serves(self, rate: float) -> bool:
+        """Whether a goodput of ``rate`` is what was asked."""
+        return not self._question.objective.has_rate or rate >= self._question.rate
+
+    def _ranked(self, entries: Iterable[_Entry], optimism: float = 1.0) -> list[_Entry]:
+        return sorted(entries, key=lambda entry: self._key(entry, entry.rate * optimism))
+
+    def _key(self, entry: _Entry, rate: float) -> tuple[float, ...]:
+        """The less, the better."""
+        num_devices = entry.layout.num_devices
+        match self._question.objective:
+            case Objective.RATE:
+                return (-rate, num_devices)
+            case Objective.RATE_PER_DEVICE:
+                return (-rate / num_devices, num_devices)
+        if not self._serves(rate):
+            return (1.0, -rate)
+        dollars = entry.dollars_per_hour
+        is_cheapest_asked = self._question.objective is Objective.LEAST_COST and dollars is not None
+        price = dollars if is_cheapest_asked and dollars is not None else float(num_devices)
+        return (0.0, price, -rate)
+
+    def _reach_words(self, layouts: Sequence[Layout]) -> str:
+        """Why no layout meets the SLO, and the best that can be had of it."""
+        slo = self._question.slo
+        percent = 100 * slo.attainment
+        ttft_s = min(self._book.idle_ttft_s(layout, percent) for layout in layouts)
+        tpot_s = min(self._book.idle_tpot_s(layout, percent) for layout in layouts)
+        return (
+            f"not even an idle cluster meets TTFT {seconds(slo.ttft_seconds)} and TPOT {seconds(slo.tpot_seconds)} for "
+            f"{share(slo.attainment)} of these requests: the best here are {seconds(ttft_s)} and {seconds(tpot_s)}; "
+            "loosen the SLO, shorten the prompts, or plan for faster devices"
+        )
+
+    def _nothing_met_words(self) -> str:
+        slo = self._question.slo
+        seen = [(point.share, point.rate, entry) for entry in self._simulated() for point in _points(entry)]
+        best_share, rate, entry = max(seen, key=lambda each: each[0])
+        return (
+            f"no layout meets TTFT {seconds(slo.ttft_seconds)} and TPOT {seconds(slo.tpot_seconds)} for "
+            f"{share(slo.attainment)} of these requests at any rate: the best was {share(best_share)} at "
+            f"{rate_words(rate)}, by {entry.layout}; loosen the SLO, or plan for faster devices"
+        )
+
+
+def _rate(goodput: Goodput | None) -> float:
+    assert goodput is not None
+    return goodput.rate
+
+
+def _points(entry: _Entry) -> Sequence[Attainment]:
+    return () if entry.goodput is None else entry.goodput.points
+
+
+def _of_both_kinds(ranked: Sequence[_Entry], count: int, num_each: int = 0) -> list[_Entry]:
+    """The first ``count``, and instead of the last of them the best of a kind, colocated or not, that has too few."""
+    num_each = num_each or max(1, count // 4)
+    kinds = [[entry for entry in ranked if entry.layout.is_colocated is kind] for kind in (False, True)]
+    assured = [entry for kind in kinds for entry in kind[:num_each]]
+    others = [entry for entry in ranked if entry not in assured]
+    chosen = assured + others[: max(0, count - len(assured))]
+    return [entry for entry in ranked if entry in chosen]

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner.plan import (
+    Effort,
+    Objective,
+    Plan,
+    Question,
+    RateOutOfReachError,
+    SloOutOfReachError,
+    Space,
+    Supply,
+)
+from pdserve.planner.search import find_plan
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload
+
+WORKLOAD = PoissonWorkload(1500, 20)
+LITTLE = Effort(screen_requests=80, final_requests=100, seeds=(0, 1), num_screened=4, num_finalists=2, tolerance=0.1)
+
+
+def a_question(
+    objective: Objective = Objective.RATE, rate: float = 0.0, slo: SloConfig = SLO, num_devices: int = 2
+) -> Question:
+    return Question(
+        model=LLAMA_3_8B,
+        slo=slo,
+        fleet=(Supply(hardware=H100, devices_per_node=num_devices, dollars_per_hour=2.0),),
+        objective=objective,
+        rate=rate,
+        space=Space(pipeline_parallel=(1,), mixed_batch_tokens=(512,)),
+        effort=LITTLE,
+    )
+
+
+@cache
+def a_plan() -> Plan:
+    return find_plan(a_question(), WORKLOAD, num_processes=1)
+
+
+def test_every_layout_is_ranked_and_none_is_dropped() -> None:
+    plan = a_plan()
+    assert sorted(str(candidate.layout) for candidate in plan.candidates) == [
+        "1 x M(TP2)",
+        "1 x P(TP1) + 1 x D(TP1)",
+        "2 x M(TP1)",
+    ]
+    finals = [candidate for candidate in plan.candidates if candidate.is_final]
+    assert plan.candidates[: len(finals)] == tuple(finals)
+    assert [candidate.rate for candidate in finals] == sorted((candidate.rate for candidate in finals), reverse=True)
+    assert plan.screening.num_layouts == 3
+    assert plan.screening.num_simulated + plan.screening.num_bounded + plan.screening.num_estimated == 3
+    assert plan.screening.num_requests > 0
+
+
+def test_the_winner_is_told_in_full() -> None:
+    plan, best = a_plan(), a_plan().best
+    assert best.goodput is not None
+    assert best.goodput.at_rate is not None
+    assert best.goodput.at_rate.share >= 0.9
+    assert best.cliff_distance is not None
+    assert best.cliff_distance >= 1
+    faster, slower = best.sensitivity
+    assert (faster.time_factor, slower.time_factor) == (0.9, 1.1)
+    assert faster.rate > slower.rate
+    assert best.dollars_per_hour == 4.0
+    assert best.dollars_per_million_tokens(20) == pytest.approx(4.0 / 3600 / (best.rate * 20) * 1e6)
+    assert plan.mean_output_tokens == pytest.approx(20, rel=0.1)
+    for pool in best.pools:
+        assert pool.weight_bytes_per_device + pool.kv_bytes_per_device < pool.memory_bytes_per_device
+        assert 0 < pool.max_long_sequences < pool.num_kv_blocks
+        assert 0 < pool.busy_share <= 1
+
+
+def test_losers_say_why() -> None:
+    plan = a_plan()
+    runner_up = plan.candidates[1]
+    assert runner_up.at_winners_rate is not None
+    assert runner_up.at_winners_rate.rate == plan.best.rate
+    assert "binds: at" in plan.best.reasons[0]
+    assert f"it meets both objectives for {runner_up.at_winners_rate.share * 100:.0f}"[:40] in runner_up.reasons[1]
+
+
+def test_the_verdict_weighs_both_kinds() -> None:
+    verdict = a_plan().verdict
+    assert verdict.best_colocated is not None
+    assert verdict.best_disaggregated is not None
+    assert verdict.gain is not None
+    ratio = verdict.best_disaggregated.rate_per_device / verdict.best_colocated.rate_per_device
+    assert verdict.gain == pytest.approx(ratio - 1)
+    assert verdict.serve_colocated == (ratio < 1)
+    assert verdict.text.startswith("Serve colocated" if ratio < 1 else "Disaggregate")
+
+
+def test_the_number_of_processes_changes_nothing() -> None:
+    parallel = find_plan(a_question(), WORKLOAD, num_processes=2)
+    assert parallel == a_plan()
+
+
+def test_the_fewest_devices_for_a_rate() -> None:
+    one = find_plan(a_question(Objective.FEWEST_DEVICES, rate=5.0), WORKLOAD, num_processes=1)
+    assert one.best.layout.num_devices == 1
+    assert one.best.rate >= 5.0
+    two = find_plan(a_question(Objective.LEAST_COST, rate=a_plan().best.rate * 0.8), WORKLOAD, num_processes=1)
+    assert two.best.layout.num_devices == 2
+
+
+def test_a_rate_beyond_the_fleet_names_what_it_can_serve() -> None:
+    with pytest.raises(RateOutOfReachError, match=r"requests/s within the SLO at most, by .* add devices"):
+        find_plan(a_question(Objective.FEWEST_DEVICES, rate=10 * a_plan().best.rate), WORKLOAD, num_processes=1)
+
+
+def test_an_impossible_slo_names_the_best_that_can_be_had() -> None:
+    slo = SloConfig(ttft_seconds=0.001, tpot_seconds=0.02)
+    with pytest.raises(SloOutOfReachError, match=r"not even an idle cluster meets TTFT 1 ms .* the best here are"):
+        find_plan(a_question(slo=slo), WORKLOAD, num_processes=1)
+
+
+def test_progress_rises_from_nothing_to_all() -> None:
+    heard: list[tuple[float, str]] = []
+    find_plan(a_question(num_devices=1), WORKLOAD, num_processes=1, progress=lambda *news: heard.append(news))
+    fractions = [fraction for fraction, _ in heard]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+
+
+_SCRIPT = """
+from tests.planner.test_search import a_question, WORKLOAD
+from pdserve.planner.search import find_plan
+if __name__ == "__main__":
+    find_plan(a_question(num_devices=8), WORKLOAD, num_processes=2, progress=lambda *news: print(*news, flush=True))
+"""
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "plan_for_long.py"
+    script.write_text(_SCRIPT)
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "screening: 1 of" not in process.stdout.readline():
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    deadline_s = time.monotonic() + 30
+    while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not [child for child in children if child.is_running()]
