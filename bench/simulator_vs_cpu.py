@@ -33,10 +33,10 @@ import numpy as np
 from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, Figures, Limits
+from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Measurement, measure_load
 from pdserve.bench.shapes import SHAPES
-from pdserve.bench.simulator_vs_emulation import overheads_between, saturation
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import Hardware
@@ -106,7 +106,7 @@ class Comparison:
         self.overheads = replace(overheads_between(measured, self._simulate(probes)), turn_s=turn_s)
 
     def saturation(self) -> float:
-        return saturation(self._layout, self._model, WORKLOAD, SLO, self.overheads)
+        return saturation(self._model, self._layout, WORKLOAD, SLO, self.overheads)
 
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> LoadResult:
         """Measure and simulate ``requests``, which arrive at ``rate``."""

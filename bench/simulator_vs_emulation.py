@@ -32,15 +32,16 @@ import numpy as np
 from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, Figures, Limits
+from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.conversations import Conversations
-from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.layout import Layout
 from pdserve.planner.lengths import LogNormalLengths
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload import Workload
 
 SHARES_BELOW = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9)
@@ -117,21 +118,6 @@ class Comparison:
         return simulate(MODEL, self._layout, requests, slo=SLO, overheads=self.overheads).times
 
 
-def overheads_between(measured: RequestTimes, simulated: RequestTimes) -> Overheads:
-    """What explains the difference of requests that met nobody, the second simulated without overheads.
-
-    The client sees sums only. Of what TTFT has too much, a sixth each is taken for a message to the router and for the
-    answer's way to the client, as in the defaults of `Overheads`.
-    """
-    ttft_s = float(np.median(measured.ttft_s - simulated.ttft_s))
-    stalls_s = [times.second_token_s - times.first_token_s for times in (measured, simulated)]
-    pull_s = float(np.median(stalls_s[0] - stalls_s[1]))
-    message_s = max(0.0, ttft_s / 6)
-    return Overheads(
-        arrival_s=4 * message_s, message_s=message_s, answer_s=message_s, pull_s=max(0.0, pull_s), turn_s=0.0
-    )
-
-
 def invalid_reasons(measured: Measurement, router_cpu_share: float) -> list[str]:
     """Why a measurement does not count, a line each."""
     reasons = measured.health.problems()
@@ -142,27 +128,11 @@ def invalid_reasons(measured: Measurement, router_cpu_share: float) -> list[str]
     return reasons
 
 
-def saturation(
-    layout: Layout,
-    model: PlannedModel = MODEL,
-    workload: Workload = WORKLOAD,
-    slo: SloConfig = SLO,
-    overheads: Overheads = NO_OVERHEADS,
-) -> float:
-    """Requests per second that a closed loop with more requests than places completes, once it is under way."""
-    concurrency = 2 * sum(pool.replicas * pool.max_batch_size for pool in layout.pools if pool is not layout.prefill)
-    requests = workload.draw(4 * concurrency, max_model_len=model.max_model_len).at_rate(1.0)
-    times = simulate(model, layout, requests, slo=slo, overheads=overheads, concurrency=concurrency).times
-    ended_s = np.sort(times.last_token_s)
-    first, last = len(ended_s) // 4, 3 * len(ended_s) // 4
-    return float((last - first) / (ended_s[last] - ended_s[first]))
-
-
 def compare(
     layout: Layout, arguments: argparse.Namespace, console: Console
 ) -> tuple[list[RateResult], dict[str, float]]:
     """All rates on one cluster, and figures that belong to all of them."""
-    saturation_rate = saturation(layout)
+    saturation_rate = saturation(MODEL, layout, WORKLOAD, SLO)
     sample = WORKLOAD.draw(arguments.requests * arguments.replicas, arguments.seed, max_model_len=MODEL.max_model_len)
     shares = arguments.shares
     expected_s = arguments.time_scale * sample.num_requests / saturation_rate * sum(1 / share for share in shares)

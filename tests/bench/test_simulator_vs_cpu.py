@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pdserve.bench.calibration import saturation
 from pdserve.bench.simulator_vs_cpu import KV_BYTES, SLO, WORKLOAD, deployment, served, turn_between
-from pdserve.bench.simulator_vs_emulation import saturation
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
@@ -65,7 +65,7 @@ def test_turns_are_found(cluster: tuple[PlannedModel, Layout]) -> None:
 
 def test_loads_below_saturation_are_kept_up_with(cluster: tuple[PlannedModel, Layout]) -> None:
     model, layout = cluster
-    rate = saturation(layout, model, WORKLOAD, SLO)
+    rate = saturation(model, layout, WORKLOAD, SLO)
     times = simulate(model, layout, WORKLOAD.draw(300).at_rate(0.7 * rate), slo=SLO).times
     residence_s = times.last_token_s - times.arrived_s
     assert np.median(residence_s[-50:]) < 3 * np.median(residence_s[:100])

@@ -4,36 +4,12 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
-from pdserve.bench.emulated_llama import MODEL, placement
 from pdserve.bench.load import GeneratorHealth, Measurement
-from pdserve.bench.simulator_vs_emulation import SLO, WORKLOAD, invalid_reasons, overheads_between, saturation
-from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from pdserve.bench.simulator_vs_emulation import invalid_reasons
 from tests.bench.test_agreement import some_times
 
-LAYOUT = placement("h100-sxm", 1)
 HEALTHY = GeneratorHealth(cpu_share=0.1, send_late_p99_s=0.001, send_late_max_s=0.002, loop_late_p99_s=0.001)
-PROBES = [SimulatedRequest(0.15 * number, 100 + 80 * number, 3) for number in range(10)]
-
-
-def test_overheads_explain_what_simulated_requests_lack() -> None:
-    """Measured here is another simulation, so that the truth is known."""
-    bare = simulate(MODEL, LAYOUT, PROBES, slo=SLO, overheads=NO_OVERHEADS).times
-    late = replace(
-        bare,
-        **{
-            name: getattr(bare, name) + delay_s
-            for name, delay_s in (("first_token_s", 0.006), ("second_token_s", 0.016), ("last_token_s", 0.016))
-        },
-    )
-    found = overheads_between(late, bare)
-    assert (found.arrival_s, found.message_s, found.answer_s) == pytest.approx((0.004, 0.001, 0.001))
-    assert found.pull_s == pytest.approx(0.01)
-    again = simulate(MODEL, LAYOUT, PROBES, slo=SLO, overheads=found).times
-    assert again.ttft_s == pytest.approx(late.ttft_s)
-    assert np.median(again.second_token_s - late.second_token_s) == pytest.approx(0, abs=0.002)
 
 
 def test_measurements_that_do_not_count() -> None:
@@ -43,13 +19,3 @@ def test_measurements_that_do_not_count() -> None:
     assert len(invalid_reasons(good, 0.71)) == 1
     assert len(invalid_reasons(replace(good, errors=Counter({"gone": 2})), 0.1)) == 1
     assert len(invalid_reasons(replace(good, health=replace(HEALTHY, cpu_share=0.71)), 0.1)) == 1
-
-
-def test_a_cluster_keeps_up_below_saturation_and_not_beyond() -> None:
-    rate = saturation(LAYOUT)
-    sample = WORKLOAD.draw(1500)
-    for share, keeps_up in ((0.9, True), (1.2, False)):
-        times = simulate(MODEL, LAYOUT, sample.at_rate(share * rate), slo=SLO).times
-        residence_s = times.last_token_s - times.arrived_s
-        early, late = np.median(residence_s[300:600]), np.median(residence_s[-300:])
-        assert (late < 1.2 * early) == keeps_up

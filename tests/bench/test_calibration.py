@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pdserve.bench.calibration import overheads_between, saturation
+from pdserve.bench.emulated_llama import MODEL, placement
+from pdserve.bench.simulator_vs_emulation import SLO, WORKLOAD
+from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulator import NO_OVERHEADS, simulate
+
+LAYOUT = placement("h100-sxm", 1)
+PROBES = [SimulatedRequest(0.15 * number, 100 + 80 * number, 3) for number in range(10)]
+
+
+def test_overheads_explain_what_simulated_requests_lack() -> None:
+    """Measured here is another simulation, so that the truth is known."""
+    bare = simulate(MODEL, LAYOUT, PROBES, slo=SLO, overheads=NO_OVERHEADS).times
+    late = replace(
+        bare,
+        **{
+            name: getattr(bare, name) + delay_s
+            for name, delay_s in (("first_token_s", 0.006), ("second_token_s", 0.016), ("last_token_s", 0.016))
+        },
+    )
+    found = overheads_between(late, bare)
+    assert (found.arrival_s, found.message_s, found.answer_s) == pytest.approx((0.004, 0.001, 0.001))
+    assert found.pull_s == pytest.approx(0.01)
+    again = simulate(MODEL, LAYOUT, PROBES, slo=SLO, overheads=found).times
+    assert again.ttft_s == pytest.approx(late.ttft_s)
+    assert np.median(again.second_token_s - late.second_token_s) == pytest.approx(0, abs=0.002)
+
+
+def test_a_cluster_keeps_up_below_saturation_and_not_beyond() -> None:
+    rate = saturation(MODEL, LAYOUT, WORKLOAD, SLO)
+    sample = WORKLOAD.draw(1500)
+    for share, keeps_up in ((0.9, True), (1.2, False)):
+        times = simulate(MODEL, LAYOUT, sample.at_rate(share * rate), slo=SLO).times
+        residence_s = times.last_token_s - times.arrived_s
+        early, late = np.median(residence_s[300:600]), np.median(residence_s[-300:])
+        assert (late < 1.2 * early) == keeps_up
