@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool, KvPoolShape
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
+from pdserve.kernels.triton_decode_attention import decode_attention
 from pdserve.kernels.triton_prefill_attention import prefill_attention
 
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -115,7 +116,11 @@ def launches() -> list[Launch]:
         _Attention(_BF16, _BF16, 128, window=4096),
         _Attention(_BF16, _BF16, 256, window=4096, softcap=50.0),
     ]
-    return [attention.launch("prefill_attention", prefill_attention) for attention in attentions]
+    kernels = {
+        "prefill_attention": prefill_attention,
+        "decode_attention": decode_attention,
+    }
+    return [attention.launch(name, attend) for name, attend in kernels.items() for attention in attentions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ class _Attention:
         words = f"{name} {self.dtype} over {self.pool_dtype} D{self.head_dim}".replace("torch.", "")
         words += " window" * bool(self.window) + " softcap" * bool(self.softcap)
         run = partial(attend, q_TND, q_TND.clone(), kv_pool, 0, metadata, rule)
-        return Launch(words, run, is_wgmma=self.dtype != _FP32)
+        return Launch(words, run, is_wgmma=self.dtype != _FP32 and attend is prefill_attention)
 
 
 def _pool(dtype: torch.dtype, head_dim: int) -> KvPool:

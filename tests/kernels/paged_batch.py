@@ -110,6 +110,33 @@ def make_batch(
     return PagedBatch(rows, q_TND, kv_pool, block_tables, metadata)
 
 
+def far_batch(near: PagedBatch) -> PagedBatch:
+    """The same in a pool of more than 2^31 elements, in its last blocks. Only pages that are touched take memory."""
+    dtype, size = near.kv_pool.dtype, near.kv_pool.shape.block_size
+    shape = near.kv_pool.shape._replace(num_layers=40000)
+    vector_bytes = shape.head_dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0)
+    block_bytes = shape.num_kv_heads * shape.num_layers * 2 * size * vector_bytes
+    needed = [block for table in near.block_tables for block in table]
+    num_blocks = 2**31 * dtype.itemsize // block_bytes + 2 + len(needed)
+    kv_pool = KvPool(
+        torch.empty(num_blocks * block_bytes, dtype=torch.uint8), shape._replace(num_blocks=num_blocks), dtype
+    )
+    moved = {block: num_blocks - 1 - index for index, block in enumerate(needed)}
+    for source, target in moved.items():
+        kv_pool.values[target, :, LAYER] = near.kv_pool.values[source, :, LAYER]
+        if kv_pool.scales is not None and near.kv_pool.scales is not None:
+            kv_pool.scales[target, :, LAYER] = near.kv_pool.scales[source, :, LAYER]
+    tables = [[moved[block] for block in table] for table in near.block_tables]
+    metadata = AttentionMetadata.build(
+        [row.new for row in near.rows],
+        [row.cached for row in near.rows],
+        tables,
+        num_blocks=num_blocks,
+        block_size=size,
+    )
+    return PagedBatch(near.rows, near.queries, kv_pool, tables, metadata)
+
+
 def reference_attention(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:
     """``o_TND``: softmax over the keys that each token sees, one row at a time."""
     return torch.cat(

@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton_configs import AttentionTile
 from pdserve.kernels.triton_prefill_attention import prefill_attention
-from tests.kernels.paged_batch import LAYER, PagedBatch, Row, make_batch, reference_attention, reference_lse
+from tests.kernels.paged_batch import LAYER, PagedBatch, Row, far_batch, make_batch, reference_attention, reference_lse
 
 TILE = AttentionTile(rows=16, keys=16, num_warps=4, num_stages=1)
 MIXED = (Row(0, 15), Row(16, 1), Row(0, 16), Row(15, 1), Row(0, 17), Row(32, 5), Row(0, 1))
@@ -160,18 +159,6 @@ def test_more_rows_than_are_looked_through_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
 def test_blocks_beyond_32_bits(dtype: torch.dtype) -> None:
-    """Only the pages that are touched take memory."""
     near = make_batch((Row(20, 5),), num_kv_heads=1, head_dim=16, dtype=dtype)
-    shape = near.kv_pool.shape._replace(num_layers=40000)
-    head_bytes = shape.num_layers * 2 * shape.block_size * (16 * dtype.itemsize + (4 if dtype == torch.int8 else 0))
-    num_blocks = 2**31 * dtype.itemsize // head_bytes + 3
-    memory = torch.empty(num_blocks * head_bytes, dtype=torch.uint8)
-    far_pool = KvPool(memory, shape._replace(num_blocks=num_blocks), dtype)
-    tables = [[num_blocks - 1 - index for index in range(len(near.block_tables[0]))]]
-    for block, source in zip(tables[0], near.block_tables[0], strict=True):
-        far_pool.values[block, :, LAYER] = near.kv_pool.values[source, :, LAYER]
-        if far_pool.scales is not None and near.kv_pool.scales is not None:
-            far_pool.scales[block, :, LAYER] = near.kv_pool.scales[source, :, LAYER]
-    metadata = AttentionMetadata.build([5], [20], tables, num_blocks=num_blocks, block_size=16)
-    far = PagedBatch(near.rows, near.queries, far_pool, tables, metadata)
+    far = far_batch(near)
     assert torch.equal(attend(far, rule_of(far)), attend(near, rule_of(near)))
