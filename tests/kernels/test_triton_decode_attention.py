@@ -110,7 +110,7 @@ def test_any_number_of_chunks(num_chunks: int) -> None:
 
 
 def test_more_chunks_than_are_merged_at_once() -> None:
-    batch = make_batch(singles((300,)), num_kv_heads=1, group=1, head_dim=16)
+    batch = make_batch(singles((300,)), num_kv_heads=1, group=8, head_dim=16, spread=3.0)
     assert_matches(batch, split=KvSplit(1, chunk_tokens=16, is_fixed=True))
 
 
