@@ -116,7 +116,7 @@ def launches() -> list[Launch]:
         _Attention(_BF16, _BF16, 128, window=4096),
         _Attention(_BF16, _BF16, 256, window=4096, softcap=50.0),
     ]
-    kernels = {
+    kernels: dict[str, Callable[..., None]] = {
         "prefill_attention": prefill_attention,
         "decode_attention": decode_attention,
     }
