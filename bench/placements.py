@@ -1,0 +1,194 @@
+"""Where disaggregation wins and where it loses: the planner's answers on the settings of DistServe and on today's.
+
+    python -m pdserve.bench.placements [--only NAME] [--quick] [--json FILE]
+
+DistServe's settings (OSDI 2024, table 1: OPT on A100-80GB with ShareGPT, HumanEval and LongBench lengths), and Llama-3
+and Qwen3 on H100 with the presets' traffic and objectives. For each, on one host of 8 devices: the best disaggregated
+placement beside the best colocated one with chunked prefill, both planned by the same search on the same requests, and
+judged by what they sustain. Links and step times are the catalogue's: no card was used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+from pdserve.planner.layout import PlannedModel
+from pdserve.planner.plan import Candidate, Effort, Plan, Question, SloOutOfReachError, Supply
+from pdserve.planner.presets import preset
+from pdserve.planner.search import find_plan
+
+QUICK = Effort(screen_requests=300, final_requests=1000, seeds=(0,), num_screened=12, num_finalists=2)
+
+
+def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> PlannedModel:
+    config = {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "ffn_dim": 4 * hidden_size,
+        "num_attention_heads": num_heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": hidden_size,
+        "do_layer_norm_before": True,
+        "tie_word_embeddings": True,
+    }
+    shape = ModelShape.from_hf_config(config)
+    return PlannedModel(shape=shape, name=name, dtype="float16", max_model_len=2048)
+
+
+def _dense(
+    name: str,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    *,
+    qk_norm: bool = False,
+) -> PlannedModel:
+    shape = ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        qk_norm=qk_norm,
+    )
+    return PlannedModel(shape=shape, name=name, max_model_len=16384)
+
+
+OPT_13B = _opt("OPT-13B", 40, 5120, 40)
+OPT_66B = _opt("OPT-66B", 64, 9216, 72)
+OPT_175B = _opt("OPT-175B", 96, 12288, 96)
+LLAMA_8B = _dense("Llama-3-8B", 32, 4096, 14336, 32, 128, 128256)
+LLAMA_70B = _dense("Llama-3-70B", 80, 8192, 28672, 64, 128, 128256)
+QWEN_32B = _dense("Qwen3-32B", 64, 5120, 25600, 64, 128, 151936, qk_norm=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    model: PlannedModel
+    device: str
+    workload: str
+    ttft_s: float
+    tpot_s: float
+    num_nodes: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name} {self.workload}"
+
+    def question(self, effort: Effort) -> Question:
+        return Question(
+            model=self.model,
+            slo=SloConfig(ttft_seconds=self.ttft_s, tpot_seconds=self.tpot_s, attainment=0.9),
+            fleet=(Supply(hardware=hardware(self.device), num_nodes=self.num_nodes, devices_per_node=8),),
+            effort=effort,
+        )
+
+
+def settings() -> Iterator[Setting]:
+    """DistServe's, then today's: the objectives of its table 1, and those of the presets."""
+    yield Setting(OPT_13B, "a100-80gb", "sharegpt-synthetic", 0.25, 0.1)
+    yield Setting(OPT_66B, "a100-80gb", "sharegpt-synthetic", 2.5, 0.15)
+    yield Setting(OPT_66B, "a100-80gb", "humaneval-synthetic", 0.125, 0.2)
+    yield Setting(OPT_66B, "a100-80gb", "longbench-synthetic", 15.0, 0.15)
+    yield Setting(OPT_175B, "a100-80gb", "sharegpt-synthetic", 4.0, 0.2, num_nodes=2)
+    for model in (LLAMA_8B, QWEN_32B, LLAMA_70B):
+        for name in ("chat", "code", "summarisation", "agent"):
+            slo = preset(name).slo
+            assert slo is not None
+            yield Setting(model, "h100-sxm", name, slo.ttft_seconds, slo.tpot_seconds)
+
+
+def plan(setting: Setting, effort: Effort) -> Plan | str:
+    """The plan, or why there is none."""
+    with Progress(transient=True) as progress:
+        task = progress.add_task(setting.name, total=1.0)
+        try:
+            return find_plan(
+                setting.question(effort),
+                preset(setting.workload),
+                progress=lambda fraction, text: progress.update(task, completed=fraction),
+            )
+        except SloOutOfReachError as error:
+            return str(error)
+
+
+def _words(candidate: Candidate | None) -> str:
+    if candidate is None:
+        return "-"
+    estimated = " (estimated)" if candidate.is_estimated else ""
+    return f"{candidate.layout}: {candidate.rate_per_device:.2f}{estimated}"
+
+
+def _record(setting: Setting, answer: Plan | str) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "setting": setting.name,
+        "device": setting.device,
+        "devices": 8 * setting.num_nodes,
+        "slo": {"ttft_s": setting.ttft_s, "tpot_s": setting.tpot_s},
+    }
+    if isinstance(answer, str):
+        return record | {"out_of_reach": answer}
+    verdict = answer.verdict
+    for kind, candidate in (("disaggregated", verdict.best_disaggregated), ("colocated", verdict.best_colocated)):
+        if candidate is not None:
+            record[kind] = {
+                "layout": str(candidate.layout),
+                "devices": candidate.layout.num_devices,
+                "requests_per_s_per_device": round(candidate.rate_per_device, 3),
+                "is_estimated": candidate.is_estimated,
+                "reasons": candidate.reasons,
+            }
+    return record | {"gain": verdict.gain, "is_clear": verdict.is_clear, "seconds": round(answer.elapsed_s, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="shorter simulations, one seed")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    arguments = parser.parse_args()
+    table = Table("setting", "TTFT / TPOT", "disaggregated, requests/s per device", "colocated", "gain", box=None)
+    records = []
+    for setting in settings():
+        if arguments.only.lower() not in setting.name.lower():
+            continue
+        answer = plan(setting, QUICK if arguments.quick else Effort())
+        records.append(_record(setting, answer))
+        objectives = f"{setting.ttft_s:g} / {setting.tpot_s:g} s"
+        if isinstance(answer, str):
+            table.add_row(setting.name, objectives, answer)
+            continue
+        verdict = answer.verdict
+        gain = "" if verdict.gain is None else f"{verdict.gain:+.0%}" + ("" if verdict.is_clear else " (not clear)")
+        table.add_row(
+            setting.name, objectives, _words(verdict.best_disaggregated), _words(verdict.best_colocated), gain
+        )
+    Console().print(table)
+    if arguments.json:
+        result = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), "settings": records}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
