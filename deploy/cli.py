@@ -1,4 +1,4 @@
-"""The command line: ``pdserve up``, ``chat``, ``status``, ``simulate``, ``profile``, ``bench``.
+"""The command line: ``pdserve up``, ``chat``, ``status``, ``plan``, ``simulate``, ``profile``, ``bench``.
 
 Reads arguments and turns every error into one line with the remedy; the work is done by modules that a command imports
 when it runs, so that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1
@@ -17,6 +17,7 @@ import typer
 
 from pdserve.contracts.deployment import DeploymentConfig
 from pdserve.deploy import bench_commands
+from pdserve.deploy.plan_cli import plan
 from pdserve.deploy.simulate_cli import simulate
 
 app = typer.Typer(
@@ -188,6 +189,7 @@ def status(
     return show_status(admin_url or find_cluster().admin_url, Console())
 
 
+app.command(epilog="Example: pdserve plan --model ./Llama-3.1-8B --gpu h100-sxm --nodes 2 --workload chat")(plan)
 app.command(epilog="Example: pdserve simulate --model ./Llama-3.1-8B --gpu h100-sxm --workload chat --rate 4")(simulate)
 
 

@@ -7,10 +7,12 @@ makes no sense is bad usage (`ConfigError`); what is wrong with the model or the
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -19,6 +21,8 @@ from pdserve.deploy.config import ConfigError, check_deployment, override
 from pdserve.deploy.errors import DeployError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pdserve.model.hardware import Hardware
     from pdserve.planner.layout import PlannedModel
     from pdserve.planner.traffic import Traffic
@@ -52,6 +56,8 @@ BurstinessOption = Annotated[
 ]
 LenientOption = Annotated[bool, typer.Option("--lenient", help="Skip malformed lines of a trace, and count them.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
+
+_FILE_WIDTH = 160
 
 
 @contextmanager
@@ -109,6 +115,15 @@ def device(name: str, added: Mapping[str, Hardware]) -> Hardware:
         return hardware(name, added=added)
 
 
+def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[int, int] | None:
+    """Tokens of every prompt and every answer; ``None`` where neither is named."""
+    if input_tokens is None and output_tokens is None:
+        return None
+    if input_tokens is None or output_tokens is None:
+        raise ConfigError("--input-tokens and --output-tokens need each other: give both")
+    return input_tokens, output_tokens
+
+
 def traffic(
     named: str | tuple[int, int], *, max_model_len: int, lenient: bool = False, burstiness: float | None = None
 ) -> Traffic:
@@ -123,11 +138,38 @@ def traffic(
         return found if burstiness is None else found.bursty(burstiness)
 
 
-def objectives(usual: SloConfig, ttft: float | None, tpot: float | None, attainment: float | None) -> SloConfig:
+class Objectives(NamedTuple):
+    """As options give them; ``None`` for the usual."""
+
+    ttft: float | None
+    tpot: float | None
+    attainment: float | None
+
+
+def objectives(usual: SloConfig, asked: Objectives) -> SloConfig:
     """What was asked, and else what is usual."""
-    asked = override(DeploymentConfig(slo=usual), "slo", ttft_seconds=ttft, tpot_seconds=tpot, attainment=attainment)
-    check_deployment(asked)
-    return asked.slo
+    config = override(
+        DeploymentConfig(slo=usual),
+        "slo",
+        ttft_seconds=asked.ttft,
+        tpot_seconds=asked.tpot,
+        attainment=asked.attainment,
+    )
+    check_deployment(config)
+    return config.slo
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def console() -> Console:
+    """Standard output: as wide as its terminal, and wide enough for any table where it is a file or a pipe."""
+    from rich.console import Console
+
+    is_given = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_given else _FILE_WIDTH)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -113,7 +113,7 @@ def simulate(
         model=planned,
         layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, same_host=not across_hosts)),
         traffic=traffic,
-        slo=options.objectives(usual, ttft, tpot, attainment),
+        slo=options.objectives(usual, options.Objectives(ttft, tpot, attainment)),
         num_requests=requests or traffic.max_requests or DEFAULT_REQUESTS,
         rate=0.0 if concurrency else _rate(rate, traffic),
         concurrency=concurrency or 0,
@@ -168,14 +168,10 @@ def _named_traffic(
     workload: str, trace: str, input_tokens: int | None, output_tokens: int | None
 ) -> str | tuple[int, int]:
     """The one kind of traffic that was named: a preset or a file, or the tokens of a prompt and of an answer."""
-    has_lengths = input_tokens is not None or output_tokens is not None
-    if (bool(workload), bool(trace), has_lengths).count(True) != 1:
+    lengths = options.named_lengths(input_tokens, output_tokens)
+    if (bool(workload), bool(trace), lengths is not None).count(True) != 1:
         raise ConfigError(f"name one kind of traffic: {_TRAFFIC_HELP}")
-    if not has_lengths:
-        return workload or trace
-    if input_tokens is None or output_tokens is None:
-        raise ConfigError("--input-tokens and --output-tokens need each other: give both")
-    return input_tokens, output_tokens
+    return lengths or workload or trace
 
 
 def _rate(rate: float | None, traffic: Traffic) -> float:
@@ -200,8 +196,6 @@ def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) 
 
 
 def _report(run: Run, json: Path | None) -> int:
-    from rich.console import Console
-
     from pdserve.planner.run_tables import print_run, run_json
     from pdserve.planner.simulated_run import carry_out
 
@@ -209,7 +203,7 @@ def _report(run: Run, json: Path | None) -> int:
         words, notes = run.traffic.described()
         result = carry_out(run)
     if json is None or str(json) != "-":
-        print_run(result, Console(), words, notes)
+        print_run(result, options.console(), words, notes)
     if json is not None:
         options.write_json(json, run_json(result, words, notes))
     return 0

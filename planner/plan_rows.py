@@ -13,6 +13,8 @@ from pdserve.planner.plan import Candidate, Plan, PoolFigures
 class Column(NamedTuple):
     heading: str
     is_number: bool = True
+    is_detail: bool = False
+    """Left out where there is little room."""
 
 
 CANDIDATE_COLUMNS = (
@@ -22,10 +24,10 @@ CANDIDATE_COLUMNS = (
     Column("goodput/s"),
     Column("95 % interval"),
     Column("per GPU"),
-    Column("per $"),
+    Column("per $", is_detail=True),
     Column("$/M tokens"),
-    Column("tokens/s"),
-    Column("binds", is_number=False),
+    Column("tokens/s", is_detail=True),
+    Column("binds", is_number=False, is_detail=True),
 )
 """Goodput in requests within the SLO; money and tokens are those of answers, at the goodput."""
 
@@ -34,13 +36,13 @@ POOL_COLUMNS = (
     Column("workers", is_number=False),
     Column("weights/GPU"),
     Column("KV/GPU"),
-    Column("memory"),
-    Column("max concurrency"),
-    Column("longest"),
+    Column("memory", is_detail=True),
+    Column("concurrent"),
+    Column("longest", is_detail=True),
     Column("busy"),
     Column("KV used"),
 )
-"""Of each worker: sequences of the workload's mean length, and of ``max_model_len``."""
+"""Of each worker; at once, sequences of the workload's mean length at most, and of ``max_model_len``."""
 
 
 def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
@@ -62,12 +64,13 @@ def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
 
 
 def layout_words(candidate: Candidate) -> str:
-    """The layout, with the kinds of GPU where they differ."""
+    """The layout, with the chunk budget of colocated workers, and with the kinds of GPU where they differ."""
     pools = list(candidate.layout.pools)
+    chunk = f", chunk {candidate.layout.mixed.max_batch_tokens}" if candidate.layout.mixed is not None else ""
     kinds = {pool.hardware.name for pool in pools}
     where = f" on {' and '.join(pool.hardware.name for pool in pools)}" if len(kinds) > 1 else ""
     apart = "" if candidate.layout.is_colocated or candidate.layout.same_host else ", across hosts"
-    return f"{candidate.layout}{where}{apart}"
+    return f"{candidate.layout}{chunk}{where}{apart}"
 
 
 def binds(candidate: Candidate) -> str:

@@ -9,17 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import Goodput
+from pdserve.planner.crew import AttainJob, Crew, GoodputJob
+from pdserve.planner.goodput import Goodput, Trial, Workload
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.plan import Candidate
+from pdserve.planner.plan import Candidate, Plan
+from pdserve.planner.plan_json import Json, attainment_json, layout_json, plan_json
 from pdserve.planner.running import RunningWorker
 
 DEFAULT_HYSTERESIS = 0.1
 """Gain in goodput below which a change is not proposed."""
+_HIGHEST = 4.0
+"""Times what the best layout can serve: no other layout of the same devices is looked at beyond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,50 @@ class Proposal:
     @property
     def is_proposed(self) -> bool:
         return self.is_clear and self.gain >= self.hysteresis and bool(self.change.num_started)
+
+
+def propose(
+    plan: Plan,
+    layout: Layout,
+    workers: Sequence[RunningWorker],
+    workload: Workload,
+    *,
+    observed_rate: float,
+    hysteresis: float = DEFAULT_HYSTERESIS,
+    num_processes: int = 1,
+) -> Proposal:
+    """Simulate what runs as the plan's best was simulated, and both at the observed rate; then weigh them.
+
+    Args:
+        plan: for the observed traffic, on the devices that the running layout has.
+        layout: that runs.
+        num_processes: that simulate side by side.
+
+    Raises:
+        ValueError: the running layout cannot be simulated.
+    """
+    question, best = plan.question, plan.best
+    effort = question.effort
+    runs, found = (
+        Trial(
+            model=question.model,
+            layout=each,
+            slo=question.slo,
+            num_requests=effort.final_requests,
+            seeds=effort.seeds,
+        )
+        for each in (layout, best.layout)
+    )
+    with Crew(workload, num_processes) as crew:
+        limit = _HIGHEST * best.bounds.rate
+        (goodput,) = crew.goodputs([GoodputJob(runs, best.rate, effort.tolerance, limit)], _unheard)
+        running_at, best_at = crew.attainments([AttainJob(each, observed_rate) for each in (runs, found)], _unheard)
+    running = Running(layout=layout, goodput=goodput, at_observed=running_at)
+    return compare(running, best, best_at, model=question.model, workers=workers, hysteresis=hysteresis)
+
+
+def _unheard(num_done: int) -> None:
+    """Nobody watches: there is little to wait for."""
 
 
 def compare(
@@ -168,3 +217,23 @@ def _with_interval(goodput: Goodput | None) -> str:
     assert goodput is not None
     low, high = goodput.interval
     return f"{wording.rate(goodput.rate)} ({wording.number(low)} to {wording.number(high)})"
+
+
+def proposal_json(proposal: Proposal, plan: Plan) -> Json:
+    """The same for programs, with the plan that it comes from."""
+    running = proposal.running
+    return {
+        "is_proposed": proposal.is_proposed,
+        "gain": proposal.gain if isfinite(proposal.gain) else None,
+        "is_clear": proposal.is_clear,
+        "hysteresis": proposal.hysteresis,
+        "running": {
+            "layout": layout_json(running.layout),
+            "rate": running.goodput.rate,
+            "interval": list(running.goodput.interval),
+            "at_observed": attainment_json(running.at_observed),
+        },
+        "best_at_observed": attainment_json(proposal.at_observed),
+        "change": dataclasses.asdict(proposal.change),
+        "plan": plan_json(plan, "observed"),
+    }

@@ -85,7 +85,6 @@ def _tiles(plan: Plan) -> Iterator[str]:
     best = plan.best
     at_rate = best.goodput.at_rate if best.goodput is not None else None
     tiles = [
-        (str(best.layout), "the placement"),
         (wording.number(best.rate), "requests/s within the SLO"),
         (wording.number(best.rate_per_device), "requests/s per GPU"),
         (wording.number(best.rate * plan.mean_output_tokens), "answer tokens/s"),

@@ -158,7 +158,8 @@ def _rule(frame: _Frame, rule: Rule) -> str:
         at = frame.x(rule.x)
         is_right = at > WIDTH * 0.7
         anchor, shift = ("end", -5) if is_right else ("", 5)
-        text = f'<text x="{at + shift:.1f}" y="{_TOP + 9}" class="{anchor} label">{escape(rule.label)}</text>'
+        place = f'x="{at + shift:.1f}" y="{HEIGHT - _BOTTOM - 8}"'
+        text = f'<text {place} class="{anchor} label">{escape(rule.label)}</text>'
         return f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" class="rule"/>{text}'
     assert rule.y is not None
     at = frame.y(rule.y)

@@ -20,13 +20,16 @@ from pdserve.planner.plan_rows import (
     screening_words,
 )
 
+_WIDE = 120
+"""Columns of a terminal that has room for details."""
+
 
 def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
     """Write all that a reader of a terminal needs, the verdict last."""
     ranks = range(1, min(num_rows, len(plan.candidates)) + 1)
-    console.print(_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks)))
+    console.print(_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks), console.width))
     _print_heading(console, f"Each worker of {plan.best.layout}")
-    console.print(_table(POOL_COLUMNS, pool_cells(plan.best)))
+    console.print(_table(POOL_COLUMNS, pool_cells(plan.best), console.width))
     _print_heading(console, "Why")
     for sentence in (*findings(plan), *plan.notes):
         console.print(Padding(escape(sentence), (0, 0, 0, 2)), highlight=False)
@@ -39,10 +42,13 @@ def _print_heading(console: Console, text: str) -> None:
     console.print(escape(text), style="bold", highlight=False)
 
 
-def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Table:
+def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> Table:
+    """Without details where they would not fit on a line."""
+    shown = [index for index, column in enumerate(columns) if width >= _WIDE or not column.is_detail]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=column.is_number)
+    for index in shown:
+        column = columns[index]
+        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(row[index]) for index in shown))
     return table

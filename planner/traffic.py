@@ -29,8 +29,8 @@ class Traffic:
 
     workload: Workload
     max_model_len: int
-    max_requests: int | None = None
-    """How many there are; ``None`` where any number can be drawn."""
+    trace: Trace | None = None
+    """Where its requests are from, if they are recorded ones."""
     notes: tuple[str, ...] = ()
     """What its reader left out, say."""
 
@@ -48,6 +48,11 @@ class Traffic:
         """Requests per second of a trace's own times; ``None`` where there are none."""
         return self.workload.recorded_requests_per_s
 
+    @property
+    def max_requests(self) -> int | None:
+        """How many there are; ``None`` where any number can be drawn."""
+        return None if self.trace is None else self.trace.num_requests
+
     def at_most(self, num_requests: int) -> int:
         """``num_requests``, or all that there are."""
         return num_requests if self.max_requests is None else min(num_requests, self.max_requests)
@@ -59,6 +64,20 @@ class Traffic:
             ValueError: no such variation.
         """
         return dataclasses.replace(self, workload=dataclasses.replace(self.workload, arrivals=RandomGaps(variation)))
+
+    def with_at_least(self, num_requests: int) -> Traffic:
+        """Itself, or of a trace with fewer requests, any number with lengths like those recorded.
+
+        These arrive at random and share nothing: a short trace cannot tell more.
+        """
+        if self.trace is None or self.trace.num_requests >= num_requests:
+            return self
+        workload = Workload(name=self.workload.name, contents=Conversations(lengths=self.trace.lengths()))
+        note = (
+            f"The trace has {self.trace.num_requests} requests, too few to plan by: its lengths are drawn again and "
+            "again, with Poisson arrivals and nothing shared."
+        )
+        return dataclasses.replace(self, workload=workload, trace=None, notes=(*self.notes, note))
 
     def described(self) -> tuple[str, tuple[str, ...]]:
         """What it is, in words, and what a reader should know of it."""
@@ -127,6 +146,6 @@ def _of_trace(trace: Trace, max_model_len: int) -> Traffic:
     return Traffic(
         workload=trace_workload(trace),
         max_model_len=max_model_len,
-        max_requests=trace.num_requests,
+        trace=trace,
         notes=tuple(f"Of the trace: {note}." for note in trace.notes),
     )

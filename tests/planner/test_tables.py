@@ -10,9 +10,9 @@ from pdserve.planner.tables import print_plan
 from tests.planner.plans import a_plan
 
 
-def printed(plan: Plan, num_rows: int = 5) -> str:
+def printed(plan: Plan, num_rows: int = 5, width: int = 140) -> str:
     out = StringIO()
-    print_plan(plan, Console(file=out, width=140), num_rows=num_rows)
+    print_plan(plan, Console(file=out, width=width), num_rows=num_rows)
     return out.getvalue()
 
 
@@ -28,6 +28,12 @@ def test_a_plan_reads_from_table_to_verdict() -> None:
 
 def test_only_as_many_rows_as_asked() -> None:
     assert "P(TP2)" not in printed(a_plan(), num_rows=2)
+
+
+def test_a_narrow_terminal_is_spared_the_details() -> None:
+    lines = [" ".join(line.split()) for line in printed(a_plan(), width=80).splitlines()]
+    assert "1 1 x P(TP1) + 1 x D(TP1) 2 16.0 14.4 - 17.6 8.00 $2.08" in lines
+    assert "decode 1 x TP1, h100-sxm 16.0 GB 56.0 GB 256 70 % 10 %" in lines
 
 
 def test_words_are_no_markup() -> None:

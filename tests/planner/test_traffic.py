@@ -84,3 +84,14 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="4000 prompt tokens and 97 of an answer are more than max_model_len 4096"):
         fixed_traffic(4000, 97, max_model_len=4096)
     assert fixed_traffic(4000, 96, max_model_len=4096).draw(1, 0).num_requests == 1
+
+
+def test_a_short_trace_lends_its_lengths(tmp_path: Path) -> None:
+    traffic = named_traffic(str(a_trace(tmp_path, "0,100,10", "1,200,20", "2.5,300,30")), max_model_len=4096)
+    assert traffic.with_at_least(3) is traffic
+    many = traffic.with_at_least(100)
+    lengths = {(each.num_prompt_tokens, each.num_output_tokens) for each in many.draw(100, 0).conversations}
+    assert lengths == {(100, 10), (200, 20), (300, 30)}
+    words, (note,) = many.described()
+    assert "Poisson arrivals" in words
+    assert note.startswith("The trace has 3 requests, too few to plan by")

@@ -1,0 +1,103 @@
+"""Answers a planning question for ``pdserve plan``: searches with a progress bar, prints, and writes files.
+
+What is in the files is the business of `pdserve.planner`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.deploy import plan_options as options
+
+if TYPE_CHECKING:
+    from pdserve.planner.plan import Plan, Question
+    from pdserve.planner.traffic import Traffic
+
+
+class Outputs(NamedTuple):
+    """What to write, and how."""
+
+    deployment: Path | None
+    report: Path | None
+    json: Path | None
+    """``-`` writes it to standard output, and nothing else there."""
+    num_rows: int
+    """Of the table."""
+    num_processes: int
+    """That simulate side by side; 0 takes one for each core."""
+    model: Path | None
+    """As it was named; a deployment points to it."""
+
+    @property
+    def is_json_alone(self) -> bool:
+        return str(self.json) == "-"
+
+
+def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
+    """Find the plan, print it, and write what was asked for; returns the exit status."""
+    from pdserve.planner.plan_json import plan_json
+    from pdserve.planner.tables import print_plan
+
+    words, notes = traffic.described()
+    found = search(question, traffic, num_processes=outputs.num_processes)
+    if not outputs.is_json_alone:
+        console = options.console()
+        for line in (words, *traffic.notes, ""):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_plan(found, console, num_rows=outputs.num_rows)
+    if outputs.json is not None:
+        options.write_json(outputs.json, {**plan_json(found, words), "traffic_notes": list(notes)})
+    write_files(found, traffic, words, outputs)
+    return 0
+
+
+def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
+    """The plan, with a bar on the terminal while it is looked for.
+
+    Raises:
+        DeployError: there is none; the text says why, and what would help.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from pdserve.planner.search import find_plan
+
+    terminal = Console(stderr=True)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
+    with options.failure(), bar as progress:
+        task = progress.add_task("searching", total=1.0)
+        return find_plan(
+            question,
+            traffic.workload,
+            num_processes=num_processes,
+            progress=lambda fraction, text: progress.update(task, completed=fraction, description=text),
+        )
+
+
+def write_files(plan: Plan, traffic: Traffic, words: str, outputs: Outputs) -> None:
+    """The deployment and the report, if they were asked for."""
+    if outputs.deployment is not None:
+        _write_deployment(plan, outputs.deployment, outputs.model)
+    if outputs.report is not None:
+        _write_report(plan, traffic, words, outputs.report, outputs.num_processes or options.num_cores())
+
+
+def _write_deployment(plan: Plan, path: Path, model: Path | None) -> None:
+    from pdserve.planner.deployment_file import deployment_text
+
+    # A deployment names a folder; its config.json may have been named here.
+    folder = "" if model is None else str((model if model.is_dir() else model.parent).resolve())
+    options.write_text(path, deployment_text(plan, plan.best, folder))
+
+
+def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_processes: int) -> None:
+    from pdserve.planner.curves import attainment_curves
+    from pdserve.planner.report import report_html
+    from pdserve.planner.report_charts import contenders
+
+    drawn = [contender.candidate for contender in contenders(plan)]
+    with options.failure():
+        curves = attainment_curves(plan.question, drawn, traffic.workload, num_processes=num_processes)
+    options.write_text(path, report_html(plan, words, curves))

@@ -1,0 +1,169 @@
+"""``pdserve plan``: the best placement for some traffic on given GPUs, or the fewest GPUs for a rate.
+
+Turns options into a question for `pdserve.deploy.plan_answer`; with ``--live`` the question comes from a running
+cluster instead (`pdserve.deploy.plan_live`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
+from pdserve.deploy import plan_options as options
+from pdserve.deploy.config import ConfigError, check_deployment, override
+from pdserve.deploy.plan_answer import Outputs, answer
+from pdserve.deploy.plan_options import Objectives
+
+if TYPE_CHECKING:
+    from pdserve.model.hardware import Hardware
+    from pdserve.planner.plan import Effort, Objective, Supply
+
+DEFAULT_WORKLOAD = "chat"
+DEFAULT_REQUESTS = 1000
+MIN_REQUESTS = 100
+"""Fewer can meet an objective however fast they come."""
+_LOOKED_AT = 1000
+"""Requests by which the search judges a workload."""
+
+
+def plan(
+    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; no weights are needed.")] = None,
+    gpu: Annotated[str, typer.Option(metavar="KIND", help="GPU, such as h100-sxm; a wrong name lists all.")] = "",
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts that have them.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each host.")] = 8,
+    decode_gpu: Annotated[str, typer.Option(metavar="KIND", help="A second kind of GPU, each phase on either.")] = "",
+    decode_nodes: Annotated[int | None, typer.Option(min=1, help="Hosts that have those; else --nodes.")] = None,
+    hardware_file: options.HardwareFileOption = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars an hour of a GPU; else its list price.")] = None,
+    dtype: options.DtypeOption = None,
+    kv_dtype: options.KvDtypeOption = None,
+    quantization: options.QuantizationOption = None,
+    max_model_len: options.MaxModelLenOption = None,
+    workload: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Preset (chat, code, summarisation, agent) or a trace.")
+    ] = "",
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt, for no workload.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer, for no workload.")] = None,
+    burstiness: options.BurstinessOption = None,
+    lenient: options.LenientOption = False,
+    ttft: options.TtftOption = None,
+    tpot: options.TpotOption = None,
+    attainment: options.AttainmentOption = None,
+    rate: Annotated[float | None, typer.Option(help="Find the fewest GPUs for so many requests per second.")] = None,
+    objective: Annotated[
+        str, typer.Option(help="rate, rate-per-device, and with --rate fewest-devices or least-cost.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option(help="Write the best as a deployment file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a report: one HTML file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write JSON to this file; - writes it alone, to the output.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 5,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that simulate; 0 is one for each core.")] = 0,
+    requests: Annotated[
+        int, typer.Option(min=MIN_REQUESTS, help="Of each simulation of a finalist: more are surer, and take longer.")
+    ] = DEFAULT_REQUESTS,
+    seed: options.SeedOption = 0,
+    live: Annotated[
+        str, typer.Option(metavar="URL", help="Watch the cluster with this admin address, and compare its placement.")
+    ] = "",
+    window: Annotated[float, typer.Option(min=0.1, help="Seconds to watch it.")] = 60.0,
+    hysteresis: Annotated[float, typer.Option(min=0, help="Gain in goodput that is worth a change.")] = 0.1,
+) -> int:
+    """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
+    held = _held(
+        ModelConfig(path=str(model or ""), dtype="float32" if live else "bfloat16"),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+    )
+    named = options.named_lengths(input_tokens, output_tokens)
+    if named and workload:
+        raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
+    if live and (named or workload or rate or decode_gpu):
+        raise ConfigError(f"traffic and GPUs are those of {live}: leave out --workload, --rate and --decode-gpu")
+    asked = _objective(objective, rate)
+    objectives = Objectives(ttft, tpot, attainment)
+    outputs = Outputs(output, report, json, num_rows=top, num_processes=jobs, model=model)
+    effort = _effort(requests, seed)
+    if live:
+        from pdserve.deploy.plan_live import Watch, plan_live
+
+        watch = Watch(live, window, hysteresis, gpu, hardware_file)
+        return plan_live(watch, held, objectives, effort, outputs)
+    if not gpu:
+        raise ConfigError("no GPU is named; give --gpu, such as --gpu h100-sxm")
+
+    from pdserve.planner.plan import Question
+
+    added = options.added_hardware(hardware_file)
+    fleet = [_supply(gpu, nodes, gpus_per_node, added, price)]
+    if decode_gpu:
+        fleet.append(_supply(decode_gpu, decode_nodes or nodes, gpus_per_node, added, price))
+    planned = options.planned_model(held)
+    traffic = options.traffic(
+        named or workload or DEFAULT_WORKLOAD,
+        max_model_len=planned.max_model_len,
+        lenient=lenient,
+        burstiness=burstiness,
+    ).with_at_least(max(requests, _LOOKED_AT))
+    question = Question(
+        model=planned,
+        slo=options.objectives(traffic.usual_slo, objectives),
+        fleet=tuple(fleet),
+        objective=asked,
+        rate=rate or 0.0,
+        effort=effort,
+    )
+    return answer(question, traffic, outputs)
+
+
+def _held(held: ModelConfig, **values: str | int | None) -> ModelConfig:
+    """``held`` with what options say of it, checked."""
+    config = override(DeploymentConfig(model=held), "model", **values)
+    check_deployment(config)
+    return config.model
+
+
+def _effort(num_requests: int, seed: int) -> Effort:
+    from pdserve.planner.plan import Effort
+
+    usual = Effort()
+    return Effort(
+        final_requests=num_requests,
+        screen_requests=min(num_requests, usual.screen_requests),
+        seeds=tuple(seed + index for index in range(len(usual.seeds))),
+    )
+
+
+def _objective(name: str, rate: float | None) -> Objective:
+    """What is looked for; with a rate, the fewest GPUs unless told otherwise."""
+    from pdserve.planner.plan import Objective
+
+    if rate is not None and not 0 < rate < float("inf"):
+        raise ConfigError(f"--rate is {rate}; write requests per second, a number above 0")
+    name = name or (Objective.RATE if rate is None else Objective.FEWEST_DEVICES).value
+    found = {objective.value: objective for objective in Objective}.get(name)
+    if found is None:
+        raise ConfigError(f"--objective is {name!r}; write one of {', '.join(each.value for each in Objective)}")
+    if found.has_rate != (rate is not None):
+        problem = "needs a rate: add --rate" if found.has_rate else "takes no rate: leave out --rate"
+        raise ConfigError(f"--objective {name} {problem}")
+    return found
+
+
+def _supply(kind: str, nodes: int, gpus_per_node: int, added: Mapping[str, Hardware], price: float | None) -> Supply:
+    from pdserve.planner.plan import Supply
+
+    hardware = options.device(kind, added)
+    return Supply(
+        hardware=hardware,
+        num_nodes=nodes,
+        devices_per_node=gpus_per_node,
+        dollars_per_hour=hardware.price_per_hour_usd if price is None else price,
+    )

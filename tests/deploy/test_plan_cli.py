@@ -1,0 +1,152 @@
+"""``pdserve plan``, most of it in this process: a small plan and its files, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pdserve.deploy.cli import run
+from pdserve.deploy.config import read_deployment
+from tests.planner.test_planned_model import written
+
+SMALL = ("--gpus-per-node", "2", "--requests", "100", "--jobs", "1")
+SMALLEST = ("--gpus-per-node", "1", "--requests", "100", "--jobs", "1")
+SHORT = ("--input-tokens", "1000", "--output-tokens", "3")
+
+
+class Planned(NamedTuple):
+    folder: Path
+    printed: str
+    plan: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """Two GPUs, short requests, and every file that can be asked for."""
+    folder = tmp_path_factory.mktemp("plan")
+    model = written(folder / "Llama-3-8B")
+    command = [sys.executable, "-m", "pdserve.deploy.cli", "plan", "--model", str(model / "config.json")]
+    command += ["--gpu", "h100", *SMALL, *SHORT, "--price", "3", "--top", "2"]
+    for option, name in (("--output", "deployment.yaml"), ("--report", "plan.html"), ("--json", "plan.json")):
+        command += [option, str(folder / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return Planned(folder, done.stdout, json.loads((folder / "plan.json").read_text()))
+
+
+def test_help_and_refusals_load_no_engine() -> None:
+    code = """
+import sys
+from pdserve.deploy.cli import run
+assert run(["plan", "--help"]) == 0
+assert run(["plan", "--gpu", "h1000", "--model", "/absent"]) == 2
+assert run(["plan", "--gpu", "h100", "--model", "/absent"]) == 1
+print("LOADED", *{"torch", "ray", "transformers", "fastapi", "httpx"} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1].strip() == "LOADED"
+
+
+def test_the_best_layouts_are_ranked_with_reasons_and_a_verdict(planned: Planned) -> None:
+    candidates, printed = planned.plan["candidates"], planned.printed
+    assert {"prefill", "mixed"} <= {role for each in candidates for role in each["layout"]}
+    assert candidates[0]["is_final"]
+    assert candidates[0]["layout"]["num_devices"] <= 2
+    assert candidates[0]["dollars_per_hour"] == 3 * candidates[0]["layout"]["num_devices"]
+    lines = printed.splitlines()
+    assert lines[0].startswith("fixed lengths: prompts of 1,000 tokens and answers of 3 on average, Poisson arrivals")
+    assert [line[0] for line in lines if line[:3] in ("1  ", "2  ", "3  ")] == ["1", "2"]
+    for said in ("The cliff: attainment falls to half", "Were every step and transfer 10 % slower", "Number 2, "):
+        assert said in printed
+    assert planned.plan["verdict"]["text"] in " ".join(printed.split())
+
+
+def test_what_is_written_is_what_was_found(planned: Planned) -> None:
+    best = planned.plan["candidates"][0]["layout"]
+    path = planned.folder / "deployment.yaml"
+    config = read_deployment(path, is_served=False)
+    assert config.model.path == str(planned.folder / "Llama-3-8B")
+    replicas = {role: getattr(config, role).replicas for role in ("prefill", "decode", "mixed")}
+    assert replicas == {role: best.get(role, {}).get("replicas", 0) for role in replicas}
+    html = (planned.folder / "plan.html").read_text()
+    assert "Llama-3-8B on 2 x h100-sxm" in html
+    assert html.count("<svg") >= 5
+    assert len(html) < 300_000
+
+
+def test_the_deployment_that_was_written_can_be_simulated(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+    best = planned.plan["candidates"][0]
+    command = ["simulate", str(planned.folder / "deployment.yaml"), "--gpu", "h100", *SHORT, "--requests", "100"]
+    assert run([*command, "--rate", str(best["rate"] * 0.5), "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["layout"]["text"] == best["layout"]["text"]
+    assert result["attainment"]["share"] > 0.9
+
+
+def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = written(tmp_path / "Llama-3-8B")
+    assert run(["plan", "--model", str(model), "--gpu", "h100", *SMALLEST, *SHORT, "--rate", "5", "--json", "-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["objective"], plan["rate"]) == ("fewest-devices", 5.0)
+    assert plan["candidates"][0]["layout"]["text"] == "1 x M(TP1)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "no GPU is named; give --gpu, such as --gpu h100-sxm"),
+        (["--gpu", "h1000"], 2, "unknown hardware 'h1000'; use one of h100"),
+        (["--gpu", "h100", "--decode-gpu", "l40"], 2, "unknown hardware 'l40'; use one of l40s"),
+        (["--gpu", "h100", "--workload", "chta"], 2, "no preset 'chta': use chat"),
+        (["--gpu", "h100", "--workload", "/absent.csv"], 2, "cannot read /absent.csv: No such file"),
+        (["--gpu", "h100", "--workload", "chat", *SHORT], 2, "--workload and --input-tokens exclude each other"),
+        (["--gpu", "h100", "--input-tokens", "5"], 2, "--input-tokens and --output-tokens need each other"),
+        (["--gpu", "h100", "--rate", "-5"], 2, "--rate is -5.0; write requests per second, a number above 0"),
+        (["--gpu", "h100", "--objective", "best"], 2, "--objective is 'best'; write one of rate, rate-per-device"),
+        (["--gpu", "h100", "--objective", "least-cost"], 2, "--objective least-cost needs a rate: add --rate"),
+        (["--gpu", "h100", "--objective", "rate", "--rate", "5"], 2, "--objective rate takes no rate"),
+        (["--gpu", "h100", "--tpot", "0"], 2, "slo.tpot_seconds is 0.0; write a number above 0"),
+        (["--gpu", "h100", "--kv-dtype", "fp4"], 2, "model.kv_dtype is 'fp4'; write one of auto, int8"),
+        (["--gpu", "h100", "--nodes", "0"], 2, "--nodes"),
+        (["--gpu", "h100", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
+        (["--gpu", "h100", "--max-model-len", "200", *SHORT], 2, "are more than max_model_len 200: raise it"),
+        (["--gpu", "h100", *SMALLEST, *SHORT, "--rate", "1e6"], 1, "the fleet serves "),
+        (["--gpu", "h100", *SMALLEST, *SHORT, "--tpot", "0.0001"], 1, "the best here are "),
+        (["--live", "http://127.0.0.1:9"], 1, "no pdserve router answers at http://127.0.0.1:9"),
+        (["--live", "http://127.0.0.1:9", "--workload", "chat"], 2, "traffic and GPUs are those of http://127.0.0.1:9"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], status: int, said: str
+) -> None:
+    model = str(written(tmp_path / "Llama-3-8B"))
+    assert run(["plan", "--model", model, *arguments]) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("pdserve: ")
+    assert error.count("\n") == 1
+
+
+def test_a_model_that_fits_nowhere_hears_of_what_would_hold_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    large = str(written(tmp_path / "large", num_hidden_layers=400))
+    assert run(["plan", "--model", large, "--gpu", "l4", *SMALL, *SHORT]) == 1
+    error = capsys.readouterr().err
+    assert "the smallest worker that would hold them is TP" in error
+    assert error.count("\n") == 1
+
+
+def test_a_malformed_line_of_a_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = str(written(tmp_path / "Llama-3-8B"))
+    trace = tmp_path / "calls.csv"
+    trace.write_text("arrived_s,prompt_tokens,output_tokens\n0,100,5\n9,many,5\n")
+    assert run(["plan", "--model", model, "--gpu", "h100", *SMALL, "--workload", str(trace)]) == 2
+    error = capsys.readouterr().err
+    assert f"{trace}:3: " in error
+    assert "(--lenient)" in error
