@@ -1,7 +1,11 @@
-"""``pdserve chat``: a conversation over the OpenAI API, with the speed of each answer."""
+"""``pdserve chat``: a conversation over the OpenAI API, with the speed of each answer.
+
+Called by the command line. Keeps the messages of one conversation; the server keeps none.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -16,6 +20,8 @@ from pdserve.deploy.errors import DeployError
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0
+_NEW = "/new"
+_HELP = f"Ctrl-C stops an answer, {_NEW} forgets what was said, Ctrl-D ends."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,10 @@ class Conversation:
         self._parameters = {"max_tokens": max_tokens, "temperature": temperature}
         self._console = console
         self._messages: list[dict[str, str]] = []
+
+    def start_anew(self) -> None:
+        """Forget what was said."""
+        self._messages.clear()
 
     def say(self, message: str) -> None:
         """Send ``message``, print the answer as it comes, then its speed. Ctrl-C stops the answer and keeps what came.
@@ -108,13 +118,21 @@ def converse(conversation: Conversation, message: str) -> int:
     if message:
         conversation.say(message)
         return 0
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives input() a line editor and a history)
     console = Console(stderr=True)
+    console.print(_HELP, style="dim", highlight=False)
     while True:
         try:
             line = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return 0
-        if line:
+        except KeyboardInterrupt:  # perhaps meant for an answer that has just ended
+            console.print()
+            continue
+        if line == _NEW:
+            conversation.start_anew()
+        elif line:
             try:
                 conversation.say(line)
             except DeployError as error:

@@ -162,7 +162,7 @@ def chat(
     message: Annotated[str, typer.Argument(help="What to say; without it, a conversation is opened.")] = "",
     url: Annotated[str, typer.Option(help="Address of the API; by default that of the cluster that runs here.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the most likely token.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the most likely token.")] = 0.0,
 ) -> int:
     """Talk to the model that is served; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     from rich.console import Console

@@ -1,0 +1,120 @@
+"""The corpus: endless conversations of many turns, the same for the same seed.
+
+Every turn is of a task, drawn by weight; some refer to the turn before. Called by the training, row by row, and by the
+measurement of accuracy, which draws what training never shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from pdserve.bench.demo.facts import draw_fact, draw_unknown
+from pdserve.bench.demo.number_tasks import (
+    MAX_OPERAND,
+    draw_comparison,
+    draw_difference,
+    draw_sum,
+    draw_weekday,
+    follow_number,
+)
+from pdserve.bench.demo.turns import Draw, Turn, draw_held_out, draw_trained
+from pdserve.bench.demo.word_tasks import draw_count, draw_object, draw_reverse, draw_spell, follow_word
+
+FOLLOW_UP_SHARE = 0.3
+"""Of the turns after one that can be referred to."""
+
+SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer briefly.", "You are the demo model of pdserve.")
+
+
+class Task(NamedTuple):
+    """What the model is to learn."""
+
+    name: str
+    draw: Draw
+    first_weight: float
+    """How often it is trained at first, relative to the others."""
+    weight: float
+    """And later, when arithmetic is what takes longest."""
+
+
+FIRST_STEPS = 600
+TASKS: tuple[Task, ...] = (
+    Task("sums", draw_sum, 3.0, 9.0),
+    Task("differences", draw_difference, 3.0, 9.0),
+    Task("comparing numbers", draw_comparison, 1.0, 2.0),
+    Task("weekdays", draw_weekday, 1.0, 2.5),
+    Task("reversing words", draw_reverse, 2.0, 2.0),
+    Task("spelling words", draw_spell, 0.6, 0.7),
+    Task("counting letters", draw_count, 1.2, 2.0),
+    Task("JSON objects", draw_object, 0.6, 0.8),
+    Task("facts", draw_fact, 1.4, 1.2),
+    Task("saying that it does not know", draw_unknown, 1.0, 1.0),
+)
+
+
+def can_follow(turn: Turn) -> bool:
+    """Whether a next question may refer to this one."""
+    if turn.task in ("spelling words", "counting letters"):
+        return True
+    return bool(turn.subject) and turn.subject.isdigit() and int(turn.subject) <= MAX_OPERAND
+
+
+def follow(turn: Turn, random: random.Random) -> Turn:
+    """A question that refers to ``turn``."""
+    subject = turn.subject
+    return follow_number(random, int(subject)) if subject.isdigit() else follow_word(random, subject)
+
+
+def conversation(random: random.Random, num_turns: int, step: int = FIRST_STEPS) -> list[Turn]:
+    """A conversation that training may show at ``step``."""
+    turns: list[Turn] = []
+    weights = [task.first_weight if step < FIRST_STEPS else task.weight for task in TASKS]
+    while len(turns) < num_turns:
+        if turns and can_follow(turns[-1]) and random.random() < FOLLOW_UP_SHARE:
+            turns.append(draw_trained(partial(follow, turns[-1]), random))
+        else:
+            turns.append(draw_trained(random.choices(TASKS, weights)[0].draw, random))
+    return turns
+
+
+def system_message(random: random.Random) -> str:
+    """Usually none."""
+    return random.choice(SYSTEM_MESSAGES) if random.random() < 0.1 else ""
+
+
+def messages(turns: Sequence[Turn], system: str = "") -> list[dict[str, str]]:
+    """``turns`` as the API takes them, the last answer included."""
+    said = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        said += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+    return said
+
+
+class Examined(NamedTuple):
+    """A question that training never shows, at the end of a conversation that it might."""
+
+    messages: list[dict[str, str]]
+    """Ends with the question."""
+    answer: str
+
+
+def examine(task: str, index: int) -> Examined:
+    """Question ``index`` of ``task`` (or of follow-up questions): every other one opens the conversation."""
+    drawn = random.Random(f"examine {task} {index}")
+    history = conversation(drawn, index % 2 * drawn.randint(1, 4))
+    if task == FOLLOW_UP:
+        turn = None
+        while turn is None or not turn.is_held_out:
+            history = conversation(drawn, drawn.randint(1, 4))
+            turn = follow(history[-1], drawn) if can_follow(history[-1]) else None
+    else:
+        turn = draw_held_out(next(known.draw for known in TASKS if known.name == task), drawn)
+    return Examined(messages([*history, turn])[:-1], turn.answer)
+
+
+FOLLOW_UP = "follow-up questions"
+EXAMINED = (*(task.name for task in TASKS), FOLLOW_UP)
+"""The tasks of the accuracy table."""
