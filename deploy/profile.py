@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 _KV_MEMORY_SHARE, _MAX_KV_BYTES = 0.25, 2**31
 """Of what is available, for the pool that is measured in, and at most."""
-_MIN_STEPS = 24
+_MIN_STEPS = 16
 """Fewer say too little about the figures that are fitted."""
+_MUCH_NOISE = 0.1
 _SHOWN_STEPS = 6
 """Of the held-out steps of each kind."""
 
@@ -75,7 +76,7 @@ def run_profile(request: ProfileRequest, console: Console) -> int:
         model = _profiled_model(request.model, tuple(cores[:count]))
         fit, measured = _profile(model, count, budget_s, console)
         devices[fit.hardware.name] = fit.hardware
-        _show(fit, measured, console)
+        show(fit, measured, console)
         results.append(_as_json(fit, measured))
     try:
         write_hardware_file(request.output, devices.values())
@@ -201,10 +202,17 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _show(fit: CostFit, measured: Sequence[MeasuredStep], console: Console) -> None:
+def show(fit: CostFit, measured: Sequence[MeasuredStep], console: Console) -> None:
+    """What was measured, what was fitted, how far off it is and how far it reaches."""
     console.print(_errors_table(fit, measured))
     console.print(_steps_table(fit))
     console.print(_figures_table(fit.hardware))
+    noise = _noise(measured)
+    if noise > _MUCH_NOISE:
+        console.print(
+            f"[yellow]Repeats of a step differed by ± {noise:.0%}: something else ran here. Profile again when it is "
+            "quiet, or with a larger --budget[/]"
+        )
     reach = fit.hardware.measured
     assert reach is not None
     console.print(
@@ -222,11 +230,17 @@ def _errors_table(fit: CostFit, measured: Sequence[MeasuredStep]) -> Table:
         if not of_kind:
             continue
         times_s = sorted(entry.median_s for entry in of_kind)
-        noise = sorted(entry.spread for entry in of_kind)[len(of_kind) // 2]
         errors = fit.errors(kind)
         held_out = [str(errors.num_steps), f"{errors.median:.1%}", f"{errors.p90:.1%}"] if errors.num_steps else ["0"]
-        table.add_row(kind.value, str(len(of_kind)), _ms(times_s[0]), _ms(times_s[-1]), f"± {noise:.1%}", *held_out)
+        table.add_row(
+            kind.value, str(len(of_kind)), _ms(times_s[0]), _ms(times_s[-1]), f"± {_noise(of_kind):.1%}", *held_out
+        )
     return table
+
+
+def _noise(measured: Sequence[MeasuredStep]) -> float:
+    """Half of the distance between the quartiles of a step's repeats, of the median step."""
+    return sorted(entry.spread for entry in measured)[len(measured) // 2]
 
 
 def _steps_table(fit: CostFit) -> Table:
