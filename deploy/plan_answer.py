@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.deploy import plan_options as options
+from pdserve.deploy.errors import DeployError
 
 if TYPE_CHECKING:
+    from pdserve.model.hardware import Hardware
+    from pdserve.planner.layout import PlannedModel, Pool
     from pdserve.planner.plan import Plan, Question
     from pdserve.planner.traffic import Traffic
+
+
+_NUM_EXPLAINED = 1000
+"""Requests from which mean lengths are taken."""
 
 
 class Outputs(NamedTuple):
@@ -50,6 +57,43 @@ def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
         options.write_json(outputs.json, {**plan_json(found, words), "traffic_notes": list(notes)})
     write_files(found, traffic, words, outputs)
     return 0
+
+
+def show_formulas(question: Question, traffic: Traffic, outputs: Outputs) -> int:
+    """How memory and times come about, of a worker of as few GPUs of each kind as hold the model."""
+    from pdserve.planner.explain import explain
+    from pdserve.planner.tables import print_explanations
+
+    statistics = traffic.draw(traffic.at_most(_NUM_EXPLAINED), 0).statistics()
+    found = {}
+    for supply in question.fleet:
+        pool = _smallest_worker(supply.hardware, question.model)
+        worker = f"{pool.hardware.name}, TP{pool.tensor_parallel} PP{pool.pipeline_parallel}"
+        found[worker] = explain(
+            question.model,
+            pool,
+            prompt_tokens=round(statistics.mean_prompt_tokens),
+            context_tokens=round(statistics.mean_prompt_tokens + statistics.mean_output_tokens / 2),
+        )
+    if not outputs.is_json_alone:
+        for worker, lines in found.items():
+            print_explanations(f"{question.model.name} on {worker}", lines, options.console())
+    if outputs.json is not None:
+        document = {worker: [line._asdict() for line in lines] for worker, lines in found.items()}
+        options.write_json(outputs.json, document)
+    return 0
+
+
+def _smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool:
+    from pdserve.planner.layouts import smallest_worker
+
+    pool = smallest_worker(hardware, model)
+    if pool is None:
+        raise DeployError(
+            f"no number of {hardware.name} holds {model.name or 'the model'} and one sequence of {model.max_model_len} "
+            "tokens: use larger devices, a smaller --max-model-len, or --quantization int8"
+        )
+    return pool
 
 
 def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:

@@ -15,7 +15,7 @@ import typer
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.deploy import plan_options as options
 from pdserve.deploy.config import ConfigError, check_deployment, override
-from pdserve.deploy.plan_answer import Outputs, answer
+from pdserve.deploy.plan_answer import Outputs, answer, show_formulas
 from pdserve.deploy.plan_options import Objectives
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ def plan(
         int, typer.Option(min=MIN_REQUESTS, help="Of each simulation of a finalist: more are surer, and take longer.")
     ] = DEFAULT_REQUESTS,
     seed: options.SeedOption = 0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show how memory and times of a worker come about; search nothing.")
+    ] = False,
     live: Annotated[
         str, typer.Option(metavar="URL", help="Watch the cluster with this admin address, and compare its placement.")
     ] = "",
@@ -120,7 +123,7 @@ def plan(
         rate=rate or 0.0,
         effort=effort,
     )
-    return answer(question, traffic, outputs)
+    return show_formulas(question, traffic, outputs) if explain else answer(question, traffic, outputs)
 
 
 def _held(held: ModelConfig, **values: str | int | None) -> ModelConfig:

@@ -180,7 +180,7 @@ def _remedy(question: Question) -> str:
     model, fleet = question.model, question.fleet
     have = " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in fleet)
     name = model.name or "the model"
-    smallest = [found for supply in fleet if (found := _smallest(supply.hardware, model)) is not None]
+    smallest = [found for supply in fleet if (found := smallest_worker(supply.hardware, model)) is not None]
     what = f"{name} in {model.dtype} and one sequence of {model.max_model_len} tokens do not fit {have}"
     if not smallest:
         return f"{what}, nor any number of them: use larger devices, a smaller max_model_len, or int8 weights"
@@ -191,7 +191,7 @@ def _remedy(question: Question) -> str:
     )
 
 
-def _smallest(hardware: Hardware, model: PlannedModel) -> Pool | None:
+def smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool | None:
     """The worker of the fewest devices that holds the model, of as little pipelining as possible."""
     degrees = [2**power for power in range(_MAX_REMEDY_DEGREE.bit_length())]
     pairs = sorted(product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))

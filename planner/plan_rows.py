@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
+from pdserve.planner.explain import Explanation
 from pdserve.planner.plan import Candidate, Plan, PoolFigures
 
 
@@ -131,6 +132,15 @@ def findings(plan: Plan) -> Iterator[str]:
     for rank, candidate in enumerate(plan.candidates[1:3], start=2):
         for reason in candidate.reasons:
             yield f"Number {rank}, {candidate.layout}: {reason}"
+
+
+def result_words(explanation: Explanation) -> str:
+    """Such as ``131,072 bytes (131 kB)``."""
+    result, unit = explanation.result, explanation.unit
+    if unit == "bytes":
+        return f"{result:,.0f} bytes ({wording.size(result)})"
+    whole = f"{result:,.0f}" if float(result).is_integer() or result >= 1000 else wording.number(result)
+    return f"{whole} {unit}".rstrip()
 
 
 def screening_words(plan: Plan) -> str:

@@ -10,6 +10,8 @@ from html import escape
 
 from pdserve.planner import wording
 from pdserve.planner.attainment import Attainment
+from pdserve.planner.explain import explain
+from pdserve.planner.layout import Pool
 from pdserve.planner.plan import Plan
 from pdserve.planner.plan_rows import (
     CANDIDATE_COLUMNS,
@@ -18,6 +20,7 @@ from pdserve.planner.plan_rows import (
     candidate_cells,
     findings,
     pool_cells,
+    result_words,
     screening_words,
 )
 from pdserve.planner.report_charts import Figure, contenders, figures
@@ -54,6 +57,8 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
             "<h2>What each worker of the winner holds</h2>",
             _table(POOL_COLUMNS, pool_cells(plan.best), marks_first=False),
             f"<h2>In pictures</h2><div class=cards>{''.join(cards)}</div>",
+            "<h2>Where the numbers come from</h2>",
+            *(_explanation(plan, pool) for pool in plan.best.layout.pools),
             "<h2>How this was found</h2>",
             _list((screening_words(plan), *plan.notes, _DEFINITIONS)),
         )
@@ -115,6 +120,24 @@ def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, marks_fi
 
 def _list(sentences: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+
+
+def _explanation(plan: Plan, pool: Pool) -> str:
+    """Folded until it is asked for."""
+    lines = explain(
+        plan.question.model,
+        pool,
+        prompt_tokens=max(1, round(plan.mean_prompt_tokens)),
+        context_tokens=max(1, round(plan.mean_prompt_tokens + plan.mean_output_tokens / 2)),
+        same_host=plan.best.layout.same_host,
+    )
+    rows = "".join(
+        f"<dt>{escape(line.name)}: <b>{escape(result_words(line))}</b></dt>"
+        f"<dd>{escape(line.formula)}<br><code>{escape(line.numbers)}</code></dd>"
+        for line in lines
+    )
+    name = f"{wording.ROLE_NAMES[pool.role]} worker, TP{pool.tensor_parallel} PP{pool.pipeline_parallel}"
+    return f"<details><summary>A {name} on {escape(pool.hardware.name)}</summary><dl>{rows}</dl></details>"
 
 
 def _card(figure: Figure) -> str:

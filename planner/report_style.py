@@ -31,6 +31,10 @@ tr.first td{font-weight:600}
 li{margin:4px 0}
 ul{padding-left:20px;margin:0}
 code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,monospace}
+details{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 16px;margin:0 0 8px}
+summary{cursor:pointer}
+dt{margin-top:12px}
+dd{margin:0;color:var(--soft);font-size:14px;overflow-wrap:anywhere}
 svg{display:block;width:100%;height:auto;margin-top:8px}
 svg text{fill:var(--soft);font-size:12px}
 svg .end{text-anchor:end}svg .mid{text-anchor:middle}svg .label{font-weight:500}

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from pdserve.planner.explain import Explanation
 from pdserve.planner.plan import Plan
 from pdserve.planner.plan_rows import (
     CANDIDATE_COLUMNS,
@@ -17,6 +18,7 @@ from pdserve.planner.plan_rows import (
     candidate_cells,
     findings,
     pool_cells,
+    result_words,
     screening_words,
 )
 
@@ -35,6 +37,16 @@ def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
         console.print(Padding(escape(sentence), (0, 0, 0, 2)), highlight=False)
     console.print(Padding(screening_words(plan), (0, 0, 0, 2)), style="dim", highlight=False)
     _print_heading(console, plan.verdict.text)
+
+
+def print_explanations(title: str, explanations: Iterable[Explanation], console: Console) -> None:
+    """Results with the formulas and the numbers that give them."""
+    console.print(escape(title), style="bold", highlight=False, soft_wrap=True)
+    for each in explanations:
+        console.print()
+        console.print(f"{escape(each.name)}: [bold]{result_words(each)}[/]", highlight=False, soft_wrap=True)
+        for line in (each.formula, each.numbers):
+            console.print(f"  {escape(line)}", style="dim", highlight=False, soft_wrap=True)
 
 
 def _print_heading(console: Console, text: str) -> None:

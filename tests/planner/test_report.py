@@ -24,7 +24,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += attrs
-        if tag != "meta":
+        if tag not in ("meta", "br"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -56,6 +56,13 @@ def test_the_page_says_what_the_plan_says() -> None:
     assert "Were every step and transfer 10 % slower, the goodput would be 12.8 requests/s (-20%)." in texts
     assert "Number 2, 2 x M(TP1): At most 8.0 requests/s: prefill compute." in texts
     assert "Prices are of a list." in texts
+
+
+def test_the_winners_workers_are_explained_in_folds() -> None:
+    html = report_html(a_plan(), "chat")
+    assert html.count("<details>") == 2
+    assert "KV of a token: <b>131,072 bytes (131 kB)</b>" in html
+    assert "a prompt of 500 tokens" in html
 
 
 def test_an_unclear_verdict_looks_so() -> None:
