@@ -25,9 +25,12 @@ from triton.runtime.jit import JITFunction
 
 from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool, KvPoolShape
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.operations import AttentionRule
+from pdserve.kernels.operations import AttentionRule, QkNorm
 from pdserve.kernels.triton_decode_attention import decode_attention
+from pdserve.kernels.triton_gate import gate
+from pdserve.kernels.triton_norm import rms_normalise
 from pdserve.kernels.triton_prefill_attention import prefill_attention
+from pdserve.kernels.triton_rope import rope_and_write_kv
 
 _TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
@@ -120,7 +123,13 @@ def launches() -> list[Launch]:
         "prefill_attention": prefill_attention,
         "decode_attention": decode_attention,
     }
-    return [attention.launch(name, attend) for name, attend in kernels.items() for attention in attentions]
+    return [
+        *(attention.launch(name, attend) for name, attend in kernels.items() for attention in attentions),
+        *(_pointwise_launch(dtype) for dtype in (_BF16, _FP16, _FP32)),
+        *(_rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, _INT8)),
+        _rope_launch(_FP16, _FP16, 64),
+        _rope_launch(_FP32, _FP32, 256),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,36 @@ class _Attention:
         words += " window" * bool(self.window) + " softcap" * bool(self.softcap)
         run = partial(attend, q_TND, q_TND.clone(), kv_pool, 0, metadata, rule)
         return Launch(words, run, is_wgmma=self.dtype != _FP32 and attend is prefill_attention)
+
+
+def _pointwise_launch(dtype: torch.dtype) -> Launch:
+    """The norm and both gates, of 8192 features."""
+
+    def run() -> None:
+        x_TF = torch.zeros(2, 8192, dtype=dtype)
+        rms_normalise(x_TF, x_TF[0], 1e-5)
+        gate(x_TF, "silu")
+        gate(x_TF, "gelu_tanh")
+
+    return Launch(f"rms_normalise and gates {dtype}".replace("torch.", ""), run)
+
+
+def _rope_launch(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> Launch:
+    """The rotary write with norms."""
+    metadata = AttentionMetadata.build([3, 2], [0, 0], [[0], [1]], num_blocks=2, block_size=16)
+    weight_D = torch.zeros(head_dim, dtype=dtype)
+    angles_TC = torch.zeros(5, head_dim // 2)
+    run = partial(
+        rope_and_write_kv,
+        torch.zeros(5, 12, head_dim, dtype=dtype),
+        angles_TC,
+        angles_TC,
+        _pool(pool_dtype, head_dim),
+        0,
+        metadata,
+        QkNorm(weight_D, weight_D, 1e-5),
+    )
+    return Launch(f"rope_and_write_kv {dtype} over {pool_dtype} D{head_dim}".replace("torch.", ""), run)
 
 
 def _pool(dtype: torch.dtype, head_dim: int) -> KvPool:

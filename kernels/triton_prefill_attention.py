@@ -13,6 +13,8 @@ Shape suffixes: T new tokens of the batch, N query heads, H KV heads, D head dim
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -78,6 +80,9 @@ def prefill_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+_LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit(do_not_specialize=["num_rows", "min_new_tokens", "window"])
@@ -186,7 +191,7 @@ def _prefill_kernel(
     o_MD = acc_MD / sum_M[:, None]
     tl.store(o_ptr + head_out_M[:, None] * HEAD_DIM + dim_D[None, :], o_MD.to(q_MD.dtype), mask=is_element_MD)
     if lse_ptr is not None:
-        tl.store(lse_ptr + head_out_M, (max_M + tl.log2(sum_M)) * 0.6931471805599453, mask=is_row_M)
+        tl.store(lse_ptr + head_out_M, (max_M + tl.log2(sum_M)) * _LN_2, mask=is_row_M)
 
 
 @triton.jit

@@ -10,46 +10,12 @@ import pytest
 import torch
 
 from pdserve.kernels import cpu_attention, cpu_build
-from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, QkNorm
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
-from tests.kernels.paged_batch import (
-    LAYER,
-    PagedBatch,
-    Row,
-    make_batch,
-    reference_attention,
-    reference_qk_norm,
-    reference_rotation,
-    stored_kv,
-)
-
-NUM_KV_HEADS = 2
+from tests.kernels.paged_batch import LAYER, Row, make_batch, reference_attention, reference_qk_norm, reference_rotation
+from tests.kernels.rotation import NUM_KV_HEADS, assert_rotates_and_writes, assert_scales_what_is_hard, random_qkv
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
-
-
-def random_qkv(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heads of every new token, and angles."""
-    num_tokens, num_heads, head_dim = batch.queries.shape
-    qkv_TMD = torch.randn(num_tokens, num_heads + 2 * NUM_KV_HEADS, head_dim)
-    return qkv_TMD, torch.randn(num_tokens, head_dim // 2)
-
-
-def random_norm(head_dim: int) -> QkNorm:
-    return QkNorm(torch.randn(head_dim), torch.randn(head_dim), eps=0.1)
-
-
-def assert_stored(kv_pool: KvPool, kv_H2D: torch.Tensor, block: int, offset: int) -> None:
-    """A slot holds ``kv_H2D`` as closely as the pool's dtype can."""
-    values = kv_pool.values[block, :, LAYER, :, offset]
-    if kv_pool.scales is None:
-        assert torch.equal(values, kv_H2D.to(kv_pool.dtype))
-    else:
-        scales = kv_pool.scales[block, :, LAYER, :, offset].double()
-        torch.testing.assert_close(scales, kv_H2D.abs().amax(dim=-1).double() / 127)
-        error = (values * scales[..., None] - kv_H2D).abs()
-        assert (error <= 0.5001 * scales[..., None]).all()
 
 
 @both_kernels
@@ -59,29 +25,7 @@ def assert_stored(kv_pool: KvPool, kv_H2D: torch.Tensor, block: int, offset: int
 def test_rotates_in_place_and_touches_no_other_slot(
     kernels: DecoderKernels, has_norm: bool, dtype: torch.dtype, head_dim: int
 ) -> None:
-    batch = make_batch((Row(15, 3), Row(0, 5), Row(16, 1)), dtype=dtype, group=3, head_dim=head_dim)
-    qkv_TMD, angles_TC = random_qkv(batch)
-    given = qkv_TMD.clone()
-    norm = random_norm(head_dim) if has_norm else None
-    before = KvPool(batch.kv_pool.blocks.flatten().clone(), batch.kv_pool.shape, dtype)
-    kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata, norm)
-
-    expected = given[:, :-NUM_KV_HEADS]
-    if norm is not None:
-        expected = reference_qk_norm(expected, NUM_KV_HEADS, norm)
-    expected = reference_rotation(expected, angles_TC)
-    torch.testing.assert_close(qkv_TMD[:, :-NUM_KV_HEADS].double(), expected, atol=2e-6, rtol=2e-6)
-    assert torch.equal(qkv_TMD[:, -NUM_KV_HEADS:], given[:, -NUM_KV_HEADS:])
-
-    num_heads = batch.queries.shape[1]
-    for token, block, offset in batch.new_slots():
-        kv_H2D = qkv_TMD[token, num_heads:].view(2, NUM_KV_HEADS, head_dim).transpose(0, 1)
-        assert_stored(batch.kv_pool, kv_H2D, block, offset)
-        for pool in (batch.kv_pool, before):
-            pool.values[block, :, LAYER, :, offset] = 0
-            if pool.scales is not None:
-                pool.scales[block, :, LAYER, :, offset] = 0
-    assert torch.equal(batch.kv_pool.blocks, before.blocks)
+    assert_rotates_and_writes(kernels.rope_and_write_kv, has_norm=has_norm, dtype=dtype, head_dim=head_dim)
 
 
 @both_kernels
@@ -98,31 +42,7 @@ def test_attention_over_what_was_just_written(kernels: DecoderKernels) -> None:
 
 @both_kernels
 def test_int8_of_vectors_that_are_hard_to_scale(kernels: DecoderKernels) -> None:
-    """Zeros stay zeros, the smallest numbers stay in range, and what is not finite is NaN as a whole."""
-    inf, nan = math.inf, math.nan
-    leading = [
-        (0.0, 0.0),
-        (1e-44, -2.66e-43),
-        (3e38, -3e38),
-        (inf, 1.0),
-        (1.0, -inf),
-        (nan, 1.0),
-        (1.0, nan),
-        (5.0, -2.5),
-    ]
-    values_T1D = torch.zeros(len(leading), 1, 16)
-    values_T1D[:, 0, 3:5] = torch.tensor(leading)
-    batch = make_batch((Row(0, len(leading)),), num_kv_heads=1, group=1, head_dim=16, dtype=torch.int8)
-    qkv_TMD = torch.cat((torch.zeros(len(leading), 2, 16), values_T1D), dim=1)
-    angles_TC = torch.zeros(len(leading), 8)
-    kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata)
-    written = list(batch.new_slots())
-    blocks, offsets = torch.tensor([slot.block for slot in written]), torch.tensor([slot.offset for slot in written])
-    v_TD = stored_kv(batch.kv_pool, blocks, 1, offsets)[:, 0]
-    assert v_TD[3:7].isnan().all()
-    finite = [0, 1, 2, 7]
-    torch.testing.assert_close(v_TD[finite], values_T1D[finite, 0].double(), atol=1e-43, rtol=0.01)
-    assert not stored_kv(batch.kv_pool, blocks, 0, offsets).any()
+    assert_scales_what_is_hard(kernels.rope_and_write_kv)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
