@@ -50,11 +50,13 @@ _SCREEN_TOLERANCE = 0.15
 _LONG_RUN = 0.95
 """What is left of a short run's goodput in a long one, as a first guess: queues have more time to grow."""
 _SCREEN_RESIDENCES, _FINAL_RESIDENCES = 3, 6
-"""Times that a request stays in the cluster, that a run lasts at least: else most of it would be its beginning."""
+"""Times that a request stays in the cluster, that a run lasts at least: else most of it would be its beginning ..."""
+_MOST_LONGER = 4
+"""... but so many times as many requests as the least."""
 _OPTIMISM = 1.2
 """By how much an estimate may be too low."""
 _TIME_FACTORS = (0.9, 1.1)
-_RATIO_TOLERANCE = 0.04
+_RATIO_TOLERANCE = 0.05
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ def find_plan(
         mean_prompt_tokens=demand.mean_prompt_tokens,
         mean_output_tokens=demand.mean_output_tokens,
         elapsed_s=time.perf_counter() - started_s,
-        notes=notes + _notes(candidates),
+        notes=notes + search.notes() + _notes(candidates),
     )
 
 
@@ -158,20 +160,50 @@ class _Search:
         self._num_in_flight = best.rate * self._book.residence_s
 
     def screen(self) -> None:
-        """Short simulations of the best estimates, until one does what was asked."""
-        effort = self._question.effort
-        rest = self._ranked(self._entries, _OPTIMISM)
+        """Short simulations of the best estimates, until one does what was asked.
+
+        A third of them goes first and tells how far estimates of either kind of layout are off; then the best of what
+        is left, as far as it may still win.
+        """
+        num_first = max(2, self._question.effort.num_screened // 3)
+        num_more = self._question.effort.num_screened - num_first
+        self._screen(_of_both_kinds(self._ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
+        rest = self._contenders()
         while rest:
+            self._screen(rest[:num_more], 0.25, 0.45)
             if any(entry.rate and self._serves(entry.rate) for entry in self._simulated()):
-                return
-            chosen = _of_both_kinds(rest, effort.num_screened)
-            rest = [entry for entry in rest if entry not in chosen]
-            jobs = [GoodputJob(self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE) for entry in chosen]
-            for entry, goodput in zip(chosen, self._goodputs(jobs, 0.1, 0.45, "screening"), strict=True):
-                entry.screened = goodput
-            rest = [entry for entry in rest if self._serves(entry.bounds.rate)]
+                break
+            rest = self._contenders()
         if not any(entry.rate for entry in self._simulated()):
             raise SloOutOfReachError(self._nothing_met_words())
+
+    def _screen(self, entries: Sequence[_Entry], low: float, high: float) -> None:
+        jobs = [GoodputJob(self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE) for entry in entries]
+        for entry, goodput in zip(entries, self._goodputs(jobs, low, high, "screening"), strict=True):
+            entry.screened = goodput
+        self._correct_estimates(entries)
+
+    def _correct_estimates(self, screened: Sequence[_Entry]) -> None:
+        """Scale the estimates of either kind by what was seen of its best."""
+        for is_colocated in (False, True):
+            ratios = [
+                entry.rate / entry.bounds.estimate for entry in screened if entry.layout.is_colocated is is_colocated
+            ]
+            ratio = max(ratios, default=0.0) or 1.0
+            for entry in self._entries:
+                if entry.goodput is None and entry.layout.is_colocated is is_colocated:
+                    estimate = min(entry.bounds.rate, entry.bounds.estimate * ratio)
+                    entry.bounds = replace(entry.bounds, estimate=estimate)
+
+    def _contenders(self) -> list[_Entry]:
+        """Those that were not simulated and may be better than all that were, the best first."""
+        best = self._ranked(self._simulated())[0]
+        rest = [entry for entry in self._entries if entry.goodput is None and self._serves(entry.bounds.rate)]
+        return [
+            entry
+            for entry in self._ranked(rest, _OPTIMISM)
+            if not best.rate or self._key(entry, entry.rate * _OPTIMISM) < self._key(best, best.rate)
+        ]
 
     def finish(self) -> None:
         """Long simulations of the best that were screened, until one does what was asked."""
@@ -202,11 +234,9 @@ class _Search:
         estimated = self._ranked([entry for entry in self._entries if entry.goodput is None])
         winner = finalists[0]
         others = [entry for entry in finalists if entry.layout.is_colocated != winner.layout.is_colocated]
-        watched = [winner, *others[:1]]
         asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
         seen = self._at_rate(finalists[1:], asked_rate)
-        slower = self._with_slower_steps(winner)
-        cliffs = self._cliffs(watched)
+        slower, cliffs = self._around([winner, *others[:1]])
         assembled: list[Candidate] = []
         for entry in (*finalists, *screened, *estimated):
             index = finalists.index(entry) if entry.final else -1
@@ -228,6 +258,16 @@ class _Search:
         self._tell(1.0, "done")
         return tuple(assembled)
 
+    def notes(self) -> tuple[str, ...]:
+        """On how far the simulations can be trusted."""
+        num_residences = self._question.effort.final_requests * _MOST_LONGER / self._num_in_flight
+        if self._question.effort.is_finite or num_residences >= _FINAL_RESIDENCES:
+            return ()
+        return (
+            f"Simulations last about {num_residences:.1f} times as long as a request, which is short: with so many in "
+            "flight goodputs may be a little high. Ask for more requests.",
+        )
+
     def screening(self, num_without_memory: int) -> Screening:
         """What became of the layouts."""
         simulated = self._simulated()
@@ -244,7 +284,7 @@ class _Search:
             num_requests=self._num_requests,
         )
 
-    # What is asked beside the rank, in short runs, of which only the ratio to equally short ones is taken
+    # What is asked beside the rank; of short runs only the ratio to equally short ones is taken
 
     def _at_rate(self, entries: Sequence[_Entry], rate: float) -> list[Attainment]:
         """One long run of each."""
@@ -256,32 +296,28 @@ class _Search:
         self._num_requests += sum(each.num_requests for each in seen)
         return seen
 
-    def _cliffs(self, entries: Sequence[_Entry]) -> list[tuple[_Entry, float]]:
-        """Where attainment falls to half of its target."""
+    def _around(self, entries: Sequence[_Entry]) -> tuple[tuple[Sensitivity, ...], list[tuple[_Entry, float]]]:
+        """What slower steps would change of the first, and where attainment of each falls to half of its target."""
         slo = self._question.slo
         halved = replace(slo, attainment=slo.attainment / 2)
-        jobs = [
-            GoodputJob(replace(self._trial(entry.layout), slo=each), _rate(entry.screened) * step, _RATIO_TOLERANCE)
-            for entry in entries
-            for each, step in ((slo, 1.0), (halved, 1.1))
-        ]
-        goodputs = self._goodputs(jobs, 0.95, 1.0, "cliffs")
-        pairs = zip(entries, goodputs[::2], goodputs[1::2], strict=True)
-        return [(entry, entry.rate * max(1.0, cliff.rate / full.rate)) for entry, full, cliff in pairs if full.rate]
-
-    def _with_slower_steps(self, winner: _Entry) -> tuple[Sensitivity, ...]:
-        trial = self._trial(winner.layout)
-        jobs = [
-            GoodputJob(slowed(trial, factor), _rate(winner.screened), _RATIO_TOLERANCE)
-            for factor in (1.0, *_TIME_FACTORS)
-        ]
-        as_predicted, *others = self._goodputs(jobs, 0.9, 0.95, "sensitivity")
-        if not as_predicted.rate:
-            return ()
-        return tuple(
-            Sensitivity(factor, winner.rate * other.rate / factor / as_predicted.rate)
-            for factor, other in zip(_TIME_FACTORS, others, strict=True)
+        jobs = []
+        for entry in entries:
+            trial, rate = self._trial(entry.layout), _rate(entry.screened)
+            jobs.append(GoodputJob(trial, rate, _RATIO_TOLERANCE))
+            jobs.append(GoodputJob(replace(trial, slo=halved), rate * 1.1, _RATIO_TOLERANCE))
+        winner = entries[0]
+        trial, rate = self._trial(winner.layout), _rate(winner.screened)
+        jobs += [GoodputJob(slowed(trial, factor), rate, _RATIO_TOLERANCE) for factor in _TIME_FACTORS]
+        goodputs = self._goodputs(jobs, 0.9, 1.0, "cliff and sensitivity")
+        as_predicted = goodputs[0].rate
+        slower = tuple(
+            Sensitivity(factor, winner.rate * goodput.rate / factor / as_predicted)
+            for factor, goodput in zip(_TIME_FACTORS, goodputs[-len(_TIME_FACTORS) :], strict=True)
+            if as_predicted
         )
+        pairs = zip(entries, goodputs[::2], goodputs[1::2], strict=False)
+        cliffs = [(entry, entry.rate * max(1.0, cliff.rate / full.rate)) for entry, full, cliff in pairs if full.rate]
+        return slower, cliffs
 
     # Helpers
 
@@ -291,7 +327,8 @@ class _Search:
         if is_final:
             num_requests, num_residences = effort.final_requests, _FINAL_RESIDENCES
         if not effort.is_finite:
-            num_requests = max(num_requests, round(num_residences * self._num_in_flight))
+            num_long = min(round(num_residences * self._num_in_flight), _MOST_LONGER * num_requests)
+            num_requests = max(num_requests, num_long)
         return Trial(
             model=self._question.model,
             layout=layout,
