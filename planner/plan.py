@@ -83,9 +83,9 @@ class Effort:
     """At least, of each finalist, for each seed, at each rate."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of the finalists' workloads; all candidates see the same. Screening takes the first."""
-    num_screened: int = 12
+    num_screened: int = 10
     num_finalists: int = 4
-    tolerance: float = 0.03
+    tolerance: float = 0.04
     """Relative distance of rates at which bisection stops, for finalists."""
     is_finite: bool = False
     """Count all requests of a short run, and hold each objective's own percentile against it instead of both jointly:

@@ -1,12 +1,12 @@
 """The placement search: from a question and a workload to a ranked plan.
 
 `find_plan` is what the CLI and the live planner call. Three rounds, each with fewer layouts and more requests
-(successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same requests:
+(in the manner of successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same requests:
 
 1. Bounds and estimates of every layout, in closed form. What is known of one phase's worker is worked out once, and the
    ratio of prefill to decode workers follows from the demand of each phase, as in DistServe's algorithm 1 (OSDI 2024,
    section 4.1) but with queues, and with the link and the prompts that decode workers compute.
-2. Screening: short simulations of the best estimates, of both kinds of layout.
+2. Screening: short simulations of the best estimates, of both kinds of layout, the first of which correct the others.
 3. Finalists: long simulations with several seeds. Then what the reader wants to know beside the rank: how the losers
    do at the winner's rate, where the cliff is, and what faster or slower steps would change.
 
@@ -49,7 +49,7 @@ _NUM_SAMPLED = 1000
 _SCREEN_TOLERANCE = 0.15
 _LONG_RUN = 0.95
 """What is left of a short run's goodput in a long one, as a first guess: queues have more time to grow."""
-_SCREEN_RESIDENCES, _FINAL_RESIDENCES = 3, 6
+_SCREEN_RESIDENCES, _FINAL_RESIDENCES = 2.5, 5.0
 """Times that a request stays in the cluster, that a run lasts at least: else most of it would be its beginning ..."""
 _MOST_LONGER = 4
 """... but so many times as many requests as the least."""
