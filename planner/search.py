@@ -17,29 +17,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.bounds import BoundBook, Bounds
+from pdserve.planner.bounds import BoundBook
 from pdserve.planner.candidates import assemble, verdict_of
 from pdserve.planner.crew import AttainJob, Crew, GoodputJob
 from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Goodput, Trial, Workload, slowed
 from pdserve.planner.layout import Layout
 from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
-from pdserve.planner.plan import (
-    Candidate,
-    Objective,
-    Plan,
-    Question,
-    RateOutOfReachError,
-    Screening,
-    Sensitivity,
-    SloOutOfReachError,
-)
-from pdserve.planner.wording import rate as rate_words
-from pdserve.planner.wording import seconds, share
+from pdserve.planner.plan import Candidate, Objective, Plan, Question, Screening, Sensitivity
+from pdserve.planner.ranking import Entry, Ranking, of_both_kinds
+from pdserve.planner.shortfalls import nothing_met, out_of_reach, too_slow
 
 Progress = Callable[[float, str], None]
 """Hears how far the search is, from 0 to 1, and what it does."""
@@ -59,25 +50,6 @@ _TIME_FACTORS = (0.9, 1.1)
 _RATIO_TOLERANCE = 0.05
 
 
-@dataclass(slots=True)
-class _Entry:
-    """What is known of one layout so far."""
-
-    layout: Layout
-    bounds: Bounds
-    dollars_per_hour: float | None
-    screened: Goodput | None = None
-    final: Goodput | None = None
-
-    @property
-    def goodput(self) -> Goodput | None:
-        return self.final or self.screened
-
-    @property
-    def rate(self) -> float:
-        return self.bounds.estimate if self.goodput is None else self.goodput.rate
-
-
 def find_plan(
     question: Question, workload: Workload, *, num_processes: int = 0, progress: Progress | None = None
 ) -> Plan:
@@ -90,11 +62,12 @@ def find_plan(
         FitsNowhereError: no layout holds the model.
         SloOutOfReachError: no layout meets the objectives at any rate.
         RateOutOfReachError: no layout serves the rate that was asked.
-        ValueError: all requests are too long for the model.
+        ValueError: all requests are too long for the model, or the least cost is asked without a price.
     """
     started_s = time.perf_counter()
     tell = progress or (lambda fraction, text: None)
     tell(0.0, "listing layouts")
+    _check_prices(question)
     enumeration = enumerate_layouts(question)
     model, effort = question.model, question.effort
     drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
@@ -119,6 +92,14 @@ def find_plan(
     )
 
 
+def _check_prices(question: Question) -> None:
+    for supply in question.fleet:
+        if question.objective is Objective.LEAST_COST and supply.price is None:
+            raise ValueError(
+                f"no price of {supply.hardware.name} is known: name its dollars an hour, or ask for the fewest devices"
+            )
+
+
 def _notes(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     notes = []
     if any(not candidate.layout.same_host and not candidate.layout.is_colocated for candidate in candidates):
@@ -134,9 +115,10 @@ class _Search:
     def __init__(self, question: Question, book: BoundBook, crew: Crew, tell: Progress) -> None:
         self._question = question
         self._book = book
+        self._ranking = Ranking(question)
         self._crew = crew
         self._tell = tell
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         """In order of enumeration, those that an idle cluster serves within the SLO."""
         self._num_out_of_reach = 0
         self._num_requests = 0
@@ -152,11 +134,11 @@ class _Search:
         for layout in enumeration.layouts:
             bounds = self._book.bounds(layout)
             if bounds.is_slo_within_reach:
-                self._entries.append(_Entry(layout, bounds, dollars_per_hour(layout, fleet)))
+                self._entries.append(Entry(layout, bounds, dollars_per_hour(layout, fleet)))
         self._num_out_of_reach = len(enumeration.layouts) - len(self._entries)
         if not self._entries:
-            raise SloOutOfReachError(self._reach_words(enumeration.layouts))
-        best = self._ranked(self._entries)[0]
+            raise out_of_reach(self._question, self._book, enumeration.layouts)
+        best = self._ranking.ranked(self._entries)[0]
         self._num_in_flight = best.rate * self._book.residence_s
 
     def screen(self) -> None:
@@ -167,23 +149,23 @@ class _Search:
         """
         num_first = max(2, self._question.effort.num_screened // 3)
         num_more = self._question.effort.num_screened - num_first
-        self._screen(_of_both_kinds(self._ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
+        self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
         rest = self._contenders()
         while rest:
             self._screen(rest[:num_more], 0.25, 0.45)
-            if any(entry.rate and self._serves(entry.rate) for entry in self._simulated()):
+            if any(entry.rate and self._ranking.serves(entry.rate) for entry in self._simulated()):
                 break
             rest = self._contenders()
         if not any(entry.rate for entry in self._simulated()):
-            raise SloOutOfReachError(self._nothing_met_words())
+            raise nothing_met(self._question, self._simulated())
 
-    def _screen(self, entries: Sequence[_Entry], low: float, high: float) -> None:
+    def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
         jobs = [GoodputJob(self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE) for entry in entries]
         for entry, goodput in zip(entries, self._goodputs(jobs, low, high, "screening"), strict=True):
             entry.screened = goodput
         self._correct_estimates(entries)
 
-    def _correct_estimates(self, screened: Sequence[_Entry]) -> None:
+    def _correct_estimates(self, screened: Sequence[Entry]) -> None:
         """Scale the estimates of either kind by what was seen of its best."""
         for is_colocated in (False, True):
             ratios = [
@@ -195,22 +177,22 @@ class _Search:
                     estimate = min(entry.bounds.rate, entry.bounds.estimate * ratio)
                     entry.bounds = replace(entry.bounds, estimate=estimate)
 
-    def _contenders(self) -> list[_Entry]:
+    def _contenders(self) -> list[Entry]:
         """Those that were not simulated and may be better than all that were, the best first."""
-        best = self._ranked(self._simulated())[0]
-        rest = [entry for entry in self._entries if entry.goodput is None and self._serves(entry.bounds.rate)]
+        best = self._ranking.ranked(self._simulated())[0]
+        rest = [entry for entry in self._entries if entry.goodput is None and self._ranking.serves(entry.bounds.rate)]
         return [
             entry
-            for entry in self._ranked(rest, _OPTIMISM)
-            if not best.rate or self._key(entry, entry.rate * _OPTIMISM) < self._key(best, best.rate)
+            for entry in self._ranking.ranked(rest, _OPTIMISM)
+            if not best.rate or self._ranking.key(entry, entry.rate * _OPTIMISM) < self._ranking.key(best, best.rate)
         ]
 
     def finish(self) -> None:
         """Long simulations of the best that were screened, until one does what was asked."""
         effort = self._question.effort
-        rest = self._ranked([entry for entry in self._simulated() if entry.rate])
-        while rest and not any(entry.final and self._serves(entry.rate) for entry in self._entries):
-            chosen = _of_both_kinds(rest, effort.num_finalists, num_each=1)
+        rest = self._ranking.ranked([entry for entry in self._simulated() if entry.rate])
+        while rest and not any(entry.final and self._ranking.serves(entry.rate) for entry in self._entries):
+            chosen = of_both_kinds(rest, effort.num_finalists)
             rest = [entry for entry in rest if entry not in chosen]
             jobs = [
                 GoodputJob(self._trial(entry.layout, is_final=True), entry.rate * _LONG_RUN, effort.tolerance)
@@ -218,20 +200,16 @@ class _Search:
             ]
             for entry, goodput in zip(chosen, self._goodputs(jobs, 0.45, 0.85, "finalists"), strict=True):
                 entry.final = goodput
-            rest = [entry for entry in rest if self._serves(entry.rate)]
+            rest = [entry for entry in rest if self._ranking.serves(entry.rate)]
         finalists = [entry for entry in self._entries if entry.final]
-        if not any(self._serves(entry.rate) for entry in finalists):
-            best = max(finalists, key=lambda entry: entry.rate)
-            raise RateOutOfReachError(
-                f"the fleet serves {rate_words(best.rate)} within the SLO at most, by {best.layout}, not the "
-                f"{rate_words(self._question.rate)} that were asked: add devices, or loosen the SLO"
-            )
+        if not any(self._ranking.serves(entry.rate) for entry in finalists):
+            raise too_slow(self._question, finalists)
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with what is to be said of them."""
-        finalists = self._ranked([entry for entry in self._entries if entry.final])
-        screened = self._ranked([entry for entry in self._simulated() if not entry.final])
-        estimated = self._ranked([entry for entry in self._entries if entry.goodput is None])
+        finalists = self._ranking.ranked([entry for entry in self._entries if entry.final])
+        screened = self._ranking.ranked([entry for entry in self._simulated() if not entry.final])
+        estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
         winner = finalists[0]
         others = [entry for entry in finalists if entry.layout.is_colocated != winner.layout.is_colocated]
         asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
@@ -271,9 +249,11 @@ class _Search:
     def screening(self, num_without_memory: int) -> Screening:
         """What became of the layouts."""
         simulated = self._simulated()
-        best = self._ranked(simulated)[0]
+        best = self._ranking.ranked(simulated)[0]
         others = [entry for entry in self._entries if entry.goodput is None]
-        num_bounded = sum(self._key(entry, entry.bounds.rate) > self._key(best, best.rate) for entry in others)
+        num_bounded = sum(
+            self._ranking.key(entry, entry.bounds.rate) > self._ranking.key(best, best.rate) for entry in others
+        )
         return Screening(
             num_layouts=len(self._entries) + self._num_out_of_reach + num_without_memory,
             num_without_memory=num_without_memory,
@@ -286,7 +266,7 @@ class _Search:
 
     # What is asked beside the rank; of short runs only the ratio to equally short ones is taken
 
-    def _at_rate(self, entries: Sequence[_Entry], rate: float) -> list[Attainment]:
+    def _at_rate(self, entries: Sequence[Entry], rate: float) -> list[Attainment]:
         """One long run of each."""
         jobs = [
             AttainJob(replace(self._trial(entry.layout, is_final=True), seeds=self._first_seed), rate)
@@ -296,7 +276,7 @@ class _Search:
         self._num_requests += sum(each.num_requests for each in seen)
         return seen
 
-    def _around(self, entries: Sequence[_Entry]) -> tuple[tuple[Sensitivity, ...], list[tuple[_Entry, float]]]:
+    def _around(self, entries: Sequence[Entry]) -> tuple[tuple[Sensitivity, ...], list[tuple[Entry, float]]]:
         """What slower steps would change of the first, and where attainment of each falls to half of its target."""
         slo = self._question.slo
         halved = replace(slo, attainment=slo.attainment / 2)
@@ -353,68 +333,10 @@ class _Search:
             low + (high - low) * num_done / num_jobs, f"{what}: {num_done} of {num_jobs}"
         )
 
-    def _simulated(self) -> list[_Entry]:
+    def _simulated(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.goodput is not None]
-
-    def _serves(self, rate: float) -> bool:
-        """Whether a goodput of ``rate`` is what was asked."""
-        return not self._question.objective.has_rate or rate >= self._question.rate
-
-    def _ranked(self, entries: Iterable[_Entry], optimism: float = 1.0) -> list[_Entry]:
-        return sorted(entries, key=lambda entry: self._key(entry, entry.rate * optimism))
-
-    def _key(self, entry: _Entry, rate: float) -> tuple[float, ...]:
-        """The less, the better."""
-        num_devices = entry.layout.num_devices
-        match self._question.objective:
-            case Objective.RATE:
-                return (-rate, num_devices)
-            case Objective.RATE_PER_DEVICE:
-                return (-rate / num_devices, num_devices)
-        if not self._serves(rate):
-            return (1.0, -rate)
-        dollars = entry.dollars_per_hour
-        is_cheapest_asked = self._question.objective is Objective.LEAST_COST and dollars is not None
-        price = dollars if is_cheapest_asked and dollars is not None else float(num_devices)
-        return (0.0, price, -rate)
-
-    def _reach_words(self, layouts: Sequence[Layout]) -> str:
-        """Why no layout meets the SLO, and the best that can be had of it."""
-        slo = self._question.slo
-        percent = 100 * slo.attainment
-        ttft_s = min(self._book.idle_ttft_s(layout, percent) for layout in layouts)
-        tpot_s = min(self._book.idle_tpot_s(layout, percent) for layout in layouts)
-        return (
-            f"not even an idle cluster meets TTFT {seconds(slo.ttft_seconds)} and TPOT {seconds(slo.tpot_seconds)} for "
-            f"{share(slo.attainment)} of these requests: the best here are {seconds(ttft_s)} and {seconds(tpot_s)}; "
-            "loosen the SLO, shorten the prompts, or plan for faster devices"
-        )
-
-    def _nothing_met_words(self) -> str:
-        slo = self._question.slo
-        seen = [(point.share, point.rate, entry) for entry in self._simulated() for point in _points(entry)]
-        best_share, rate, entry = max(seen, key=lambda each: each[0])
-        return (
-            f"no layout meets TTFT {seconds(slo.ttft_seconds)} and TPOT {seconds(slo.tpot_seconds)} for "
-            f"{share(slo.attainment)} of these requests at any rate: the best was {share(best_share)} at "
-            f"{rate_words(rate)}, by {entry.layout}; loosen the SLO, or plan for faster devices"
-        )
 
 
 def _rate(goodput: Goodput | None) -> float:
     assert goodput is not None
     return goodput.rate
-
-
-def _points(entry: _Entry) -> Sequence[Attainment]:
-    return () if entry.goodput is None else entry.goodput.points
-
-
-def _of_both_kinds(ranked: Sequence[_Entry], count: int, num_each: int = 0) -> list[_Entry]:
-    """The first ``count``, and instead of the last of them the best of a kind, colocated or not, that has too few."""
-    num_each = num_each or max(1, count // 4)
-    kinds = [[entry for entry in ranked if entry.layout.is_colocated is kind] for kind in (False, True)]
-    assured = [entry for kind in kinds for entry in kind[:num_each]]
-    others = [entry for entry in ranked if entry not in assured]
-    chosen = assured + others[: max(0, count - len(assured))]
-    return [entry for entry in ranked if entry in chosen]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -124,6 +125,13 @@ def test_an_impossible_slo_names_the_best_that_can_be_had() -> None:
     slo = SloConfig(ttft_seconds=0.001, tpot_seconds=0.02)
     with pytest.raises(SloOutOfReachError, match=r"not even an idle cluster meets TTFT 1 ms .* the best here are"):
         find_plan(a_question(slo=slo), WORKLOAD, num_processes=1)
+
+
+def test_the_least_cost_needs_prices() -> None:
+    question = a_question(Objective.LEAST_COST, rate=1.0)
+    free = Supply(hardware=replace(H100, price_per_hour_usd=None))
+    with pytest.raises(ValueError, match="no price of h100-sxm is known: name its dollars an hour"):
+        find_plan(replace(question, fleet=(free,)), WORKLOAD)
 
 
 def test_progress_rises_from_nothing_to_all() -> None:

@@ -1,0 +1,75 @@
+"""In what order layouts are, given what is known of each so far.
+
+Used by `pdserve.planner.search`. Compares; simulates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pdserve.planner.bounds import Bounds
+from pdserve.planner.goodput import Goodput
+from pdserve.planner.layout import Layout
+from pdserve.planner.plan import Objective, Question
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What is known of one layout so far."""
+
+    layout: Layout
+    bounds: Bounds
+    dollars_per_hour: float | None
+    screened: Goodput | None = None
+    """Of short runs."""
+    final: Goodput | None = None
+    """Of long ones."""
+
+    @property
+    def goodput(self) -> Goodput | None:
+        return self.final or self.screened
+
+    @property
+    def rate(self) -> float:
+        """As well as it is known."""
+        return self.bounds.estimate if self.goodput is None else self.goodput.rate
+
+
+class Ranking:
+    """Orders layouts by a question's objective."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+
+    def serves(self, rate: float) -> bool:
+        """Whether a goodput of ``rate`` is what was asked."""
+        return not self._question.objective.has_rate or rate >= self._question.rate
+
+    def ranked(self, entries: Iterable[Entry], optimism: float = 1.0) -> list[Entry]:
+        """The best first, were their rates ``optimism`` times what is known."""
+        return sorted(entries, key=lambda entry: self.key(entry, entry.rate * optimism))
+
+    def key(self, entry: Entry, rate: float) -> tuple[float, ...]:
+        """The less, the better the entry were at a goodput of ``rate``."""
+        num_devices, objective = entry.layout.num_devices, self._question.objective
+        if objective is Objective.RATE:
+            return (-rate, num_devices)
+        if objective is Objective.RATE_PER_DEVICE:
+            return (-rate / num_devices, num_devices)
+        if not self.serves(rate):
+            return (1.0, -rate)
+        if objective is Objective.FEWEST_DEVICES:
+            return (0.0, num_devices, -rate)
+        assert entry.dollars_per_hour is not None, "the search asks for prices"
+        return (0.0, entry.dollars_per_hour, -rate)
+
+
+def of_both_kinds(ranked: Sequence[Entry], count: int) -> list[Entry]:
+    """The first ``count``, of either kind, colocated or not, a quarter at least, as far as there are so many."""
+    num_each = max(1, count // 4)
+    kinds = [[entry for entry in ranked if entry.layout.is_colocated is kind] for kind in (False, True)]
+    assured = [entry for kind in kinds for entry in kind[:num_each]]
+    others = [entry for entry in ranked if entry not in assured]
+    chosen = assured + others[: max(0, count - len(assured))]
+    return [entry for entry in ranked if entry in chosen]

@@ -1,0 +1,53 @@
+"""What is said where a question has no answer: the best that can be had, and the remedy, in one line.
+
+Used by `pdserve.planner.search`, which raises what these functions return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.planner.bounds import BoundBook
+from pdserve.planner.layout import Layout
+from pdserve.planner.plan import Question, RateOutOfReachError, SloOutOfReachError
+from pdserve.planner.ranking import Entry
+from pdserve.planner.wording import rate as rate_words
+from pdserve.planner.wording import seconds, share
+
+
+def out_of_reach(question: Question, book: BoundBook, layouts: Sequence[Layout]) -> SloOutOfReachError:
+    """Even an idle cluster of any of ``layouts`` is too slow."""
+    percent = 100 * question.slo.attainment
+    ttft_s = min(book.idle_ttft_s(layout, percent) for layout in layouts)
+    tpot_s = min(book.idle_tpot_s(layout, percent) for layout in layouts)
+    return SloOutOfReachError(
+        f"not even an idle cluster meets {_slo_words(question)}: the best here are {seconds(ttft_s)} and "
+        f"{seconds(tpot_s)}; loosen the SLO, shorten the prompts, or plan for faster devices"
+    )
+
+
+def nothing_met(question: Question, screened: Sequence[Entry]) -> SloOutOfReachError:
+    """None of the simulated layouts met the SLO at any rate that was tried."""
+    seen = [(point.share, entry, point) for entry in screened if entry.goodput for point in entry.goodput.points]
+    best_share, entry, point = max(seen, key=lambda each: each[0])
+    return SloOutOfReachError(
+        f"no layout meets {_slo_words(question)} at any rate: the best was {share(best_share)} at "
+        f"{rate_words(point.rate)}, by {entry.layout}; loosen the SLO, or plan for faster devices"
+    )
+
+
+def too_slow(question: Question, finalists: Sequence[Entry]) -> RateOutOfReachError:
+    """The fleet does not serve the rate that was asked."""
+    best = max(finalists, key=lambda entry: entry.rate)
+    return RateOutOfReachError(
+        f"the fleet serves {rate_words(best.rate)} within the SLO at most, by {best.layout}, not the "
+        f"{rate_words(question.rate)} that were asked: add devices, or loosen the SLO"
+    )
+
+
+def _slo_words(question: Question) -> str:
+    slo = question.slo
+    return (
+        f"TTFT {seconds(slo.ttft_seconds)} and TPOT {seconds(slo.tpot_seconds)} for {share(slo.attainment)} of these "
+        "requests"
+    )
