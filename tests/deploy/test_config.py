@@ -9,7 +9,16 @@ import pytest
 import yaml
 
 from pdserve.contracts.deployment import DeploymentConfig
-from pdserve.deploy.config import ConfigError, parse_bytes, parse_deployment, read_deployment, swap_memory_bytes
+from pdserve.deploy.config import (
+    ConfigError,
+    parse_bytes,
+    parse_deployment,
+    read_deployment,
+    read_profile,
+    swap_memory_bytes,
+)
+from pdserve.model.hardware import hardware
+from pdserve.planner.hardware_file import write_hardware_file
 
 EXAMPLE = """
 model: {path: ./model, dtype: bfloat16, kv_dtype: int8, quantization: int8, max_model_len: 8192, block_size: 16}
@@ -33,6 +42,17 @@ def test_a_full_file_is_read_as_written(tmp_path: Path) -> None:
     assert config.prefill.max_batch_tokens == 8192
     assert config.decode.max_batch_size == 256
     assert config.mixed.replicas == 0
+
+
+def test_a_profile_is_read_from_beside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text("model: {profile: hardware.yaml}")
+    config = read_deployment(path)
+    with pytest.raises(ConfigError, match=r"model\.profile: cannot read .*hardware\.yaml"):
+        read_profile(config)
+    write_hardware_file(tmp_path / "hardware.yaml", [hardware("h100")])
+    assert read_profile(config) == {"h100-sxm": hardware("h100")}
+    assert read_profile(DeploymentConfig()) == {}
 
 
 def test_nothing_written_is_every_default(tmp_path: Path) -> None:
