@@ -28,11 +28,13 @@ from pdserve.planner.layout import PlannedModel
 HELD_OUT_EVERY = 4
 """One step of so many of each kind is held out; never the smallest or the largest, which would be extrapolated."""
 
-_COMPUTE_COUNTS = (1, 8, 32, 128, 512, 2048, 8192)
+_COMPUTE_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 _ATTENTION_COUNTS = (2, 16, 128, 1024, 8192)
 _SHARES = ("memory_efficiency", "decode_attention_efficiency")
 _OVERHEADS = ("step_overhead_s", "layer_overhead_s", "row_overhead_s")
-_FIRST_SHARE = 0.8
+_FIRST_SHARES = (0.8, 0.3)
+"""A fit begins with the catalogue's shares, each of these at most, and the best end counts: where reading weights takes
+longer than computing, nothing is learned from a share of the arithmetic that is a little higher or lower."""
 _LEAST_OVERHEAD_S = 1e-6
 """Where a fit begins whose catalogue entry says 0, which has no logarithm."""
 _PULL = 0.03
@@ -104,11 +106,15 @@ def fit_hardware(base: Hardware, model: PlannedModel, steps: Sequence[TimedStep]
     figures = _Figures(_with_headroom(base, model, seen), max(timed.step.num_new for timed in seen))
     measured_s = np.array([timed.seconds for timed in seen])
 
-    def residuals(logs: FloatArray) -> FloatArray:
-        predicted_s = _predict(figures.hardware(logs), model, seen)
-        return np.concatenate([np.log(predicted_s / measured_s), _PULL * (logs - figures.start)])
+    def errors(logs: FloatArray) -> FloatArray:
+        found: FloatArray = np.log(_predict(figures.hardware(logs), model, seen) / measured_s)
+        return found
 
-    fitted = _rounded(figures.hardware(_minimise(residuals, figures.start)))
+    def end(start: FloatArray) -> FloatArray:
+        return _minimise(lambda logs: np.concatenate([errors(logs), _PULL * (logs - start)]), start)
+
+    ends = [end(figures.start(share)) for share in _FIRST_SHARES]
+    fitted = _rounded(figures.hardware(min(ends, key=lambda logs: float(np.square(errors(logs)).sum()))))
     predicted_s = _predict(fitted, model, steps)
     results = [
         FittedStep(*timed, float(predicted), index in held_out)
@@ -169,8 +175,11 @@ class _Figures:
         shares += [base.prefill_attention_efficiency.at(count) for count in self._attention_counts]
         shares += [getattr(base, name) for name in _SHARES]
         overheads = [max(getattr(base, name), _LEAST_OVERHEAD_S) for name in _OVERHEADS]
-        # A share of 1 is at the end of its range, where nothing is learned from a step further.
-        self.start: FloatArray = np.log([*(min(share, _FIRST_SHARE) for share in shares), *overheads])
+        self._shares, self._overheads = shares, overheads
+
+    def start(self, most: float) -> FloatArray:
+        """What the catalogue says, with shares of ``most`` at most."""
+        return np.log([*(min(share, most) for share in self._shares), *self._overheads])
 
     def hardware(self, logs: FloatArray) -> Hardware:
         """The device with these figures, each brought into its range."""
