@@ -123,17 +123,22 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
 def write_files(plan: Plan, traffic: Traffic, words: str, outputs: Outputs) -> None:
     """The deployment and the report, if they were asked for."""
     if outputs.deployment is not None:
-        _write_deployment(plan, outputs.deployment, outputs.model)
+        _write_deployment(plan, outputs)
     if outputs.report is not None:
         _write_report(plan, traffic, words, outputs.report, outputs.num_processes or options.num_cores())
 
 
-def _write_deployment(plan: Plan, path: Path, model: Path | None) -> None:
-    from pdserve.planner.deployment_file import deployment_text
+def _write_deployment(plan: Plan, outputs: Outputs) -> None:
+    from pdserve.planner.deployment_file import NOT_SERVED_YET, deployment_text, has_parallel_workers
 
+    path, model = outputs.deployment, outputs.model
+    assert path is not None
     # A deployment names a folder; its config.json may have been named here.
     folder = "" if model is None else str((model if model.is_dir() else model.parent).resolve())
     options.write_text(path, deployment_text(plan, plan.best, folder))
+    if has_parallel_workers(plan.best.layout) and not outputs.is_json_alone:
+        note = f"{path}: {NOT_SERVED_YET}"
+        options.console().print(note, highlight=False, markup=False, soft_wrap=True)
 
 
 def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_processes: int) -> None:

@@ -12,7 +12,9 @@ from pdserve.planner.crew import AttainJob, Crew
 from pdserve.planner.goodput import Trial, Workload
 from pdserve.planner.plan import Candidate, Question
 
-_SHARES_OF_GOODPUT = (0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.6)
+_SHARES_OF_GOODPUT = (0.4, 0.7, 0.85, 0.95, 1.0, 1.05, 1.15, 1.3)
+_MAX_REQUESTS = 600
+"""Of each run: a curve may be a little rougher than a goodput."""
 
 
 def attainment_curves(
@@ -37,7 +39,7 @@ def _trial(question: Question, candidate: Candidate) -> Trial:
         model=question.model,
         layout=candidate.layout,
         slo=question.slo,
-        num_requests=effort.final_requests,
+        num_requests=min(effort.final_requests, _MAX_REQUESTS),
         seeds=effort.seeds[:1],
         is_finite=effort.is_finite,
     )

@@ -29,9 +29,10 @@ _PLANNED_KEYS = (
     "max_batch_size",
 )
 """Of a pool; the others keep their defaults."""
-_NOT_SERVED_YET = (
+NOT_SERVED_YET = (
     "pdserve up refuses tensor_parallel and pipeline_parallel above 1 today; pdserve simulate reads this file"
 )
+"""What to tell of a file with such workers."""
 
 
 def deployment_text(plan: Plan, candidate: Candidate, model_path: str) -> str:
@@ -155,7 +156,7 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
             )
     yield f"What runs out first: {candidate.resource.value}"
     if has_parallel_workers(candidate.layout):
-        yield _NOT_SERVED_YET
+        yield NOT_SERVED_YET
 
 
 def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:

@@ -10,6 +10,9 @@ from pdserve.planner import wording
 from pdserve.planner.explain import Explanation
 from pdserve.planner.plan import Candidate, Plan, PoolFigures
 
+_SHORT = "(short)"
+"""Marks what only a short simulation tells."""
+
 
 class Column(NamedTuple):
     heading: str
@@ -110,7 +113,8 @@ def _interval(candidate: Candidate) -> str:
         return "estimated"
     low, high = candidate.goodput.interval
     more = "+" if candidate.goodput.is_capped else ""
-    return f"{wording.number(low)} - {wording.number(high)}{more}"
+    short = "" if candidate.is_final else f" {_SHORT}"
+    return f"{wording.number(low)} - {wording.number(high)}{more}{short}"
 
 
 def findings(plan: Plan) -> Iterator[str]:
@@ -153,7 +157,9 @@ def screening_words(plan: Plan) -> str:
         (it.num_estimated, "were estimated only"),
     )
     told = ", ".join(f"{count} {why}" for count, why in left_out if count)
+    is_short = any(candidate.goodput is not None and not candidate.is_final for candidate in plan.candidates)
     return (
         f"{it.num_layouts} layouts: {told}{', ' if told else ''}{it.num_simulated} simulated, with "
         f"{it.num_requests:,} requests in {wording.seconds(plan.elapsed_s)}."
+        + (f" Those marked {_SHORT} were simulated briefly, and rank behind those simulated at length." * is_short)
     )

@@ -102,6 +102,17 @@ def test_formulas_are_shown_without_a_search(capsys: pytest.CaptureFixture[str],
     assert {each["name"] for each in explained["h100-sxm, TP1 PP1"]} >= {"weights", "ridge point"}
 
 
+def test_a_deployment_that_cannot_be_served_yet_is_said_to_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = written(tmp_path / "deep", num_hidden_layers=64, hidden_size=8192)
+    file = tmp_path / "deployment.yaml"
+    command = ["plan", "--model", str(model), "--gpu", "h100", *SMALL, *SHORT, "--ttft", "1", "--output", str(file)]
+    assert run(command) == 0
+    assert f"{file}: pdserve up refuses tensor_parallel and pipeline_parallel above 1 today" in capsys.readouterr().out
+    assert read_deployment(file, is_served=False).mixed.replicas == 1
+
+
 def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = written(tmp_path / "Llama-3-8B")
     assert run(["plan", "--model", str(model), "--gpu", "h100", *SMALLEST, *SHORT, "--rate", "5", "--json", "-"]) == 0

@@ -36,5 +36,14 @@ def test_a_narrow_terminal_is_spared_the_details() -> None:
     assert "decode 1 x TP1, h100-sxm 16.0 GB 56.0 GB 256 70 % 10 %" in lines
 
 
+def test_what_was_simulated_briefly_is_marked() -> None:
+    plan = a_plan()
+    short = replace(plan.candidates[1], is_final=False)
+    said = printed(replace(plan, candidates=(plan.best, short)))
+    assert "7.20 - 8.80 (short)" in said
+    assert "Those marked (short) were simulated briefly" in " ".join(said.split())
+    assert "(short)" not in printed(plan)
+
+
 def test_words_are_no_markup() -> None:
     assert "[bold]" in printed(replace(a_plan(), notes=("a [bold] claim",)))

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdserve.planner.curves import attainment_curves
+from pdserve.planner.plan import Effort
+from pdserve.planner.traffic import fixed_traffic
+from tests.planner.plans import MODEL, a_plan
+
+
+def test_curves_go_from_well_below_the_goodput_to_above_it_and_run_to_their_end() -> None:
+    plan = a_plan()
+    question = replace(plan.question, effort=Effort(final_requests=100))
+    candidates = plan.candidates[:2]
+    workload = fixed_traffic(200, 3, max_model_len=MODEL.max_model_len).workload
+    curves = attainment_curves(question, candidates, workload, num_processes=1)
+    for candidate, curve in zip(candidates, curves, strict=True):
+        rates = [point.rate for point in curve]
+        assert rates == sorted(rates)
+        assert rates[0] < candidate.rate / 2
+        assert candidate.rate in rates
+        assert rates[-1] > candidate.rate
+        assert {(point.num_requests, point.is_partial) for point in curve} == {(100, False)}
