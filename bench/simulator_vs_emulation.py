@@ -1,7 +1,7 @@
 """Does the simulator say what a live cluster does? The same requests, simulated and on a cluster of emulated GPUs.
 
-    python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--time-scale 8] [--requests 300]
-                                                   [--json FILE] [--plot FILE]
+    python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
+                                                   [--time-scale 8] [--requests 300] [--json FILE] [--plot FILE]
 
 `pdserve up --emulate` runs every part of a cluster but the arithmetic: steps and transfers last as long as the cost
 model says, times the time scale, which makes the host's own work small beside them. At seven rates up to 0.9 of
@@ -39,6 +39,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.conversations import Conversations
 from pdserve.planner.layout import Layout
 from pdserve.planner.lengths import LogNormalLengths
+from pdserve.planner.presets import PRESETS, preset
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, simulate
@@ -49,7 +50,7 @@ SHARES_BEYOND = (1.1, 1.3)
 """Of the rate at saturation."""
 SLO = SloConfig(ttft_seconds=0.15, tpot_seconds=0.01)
 """Of emulated seconds: nine tenths of the requests meet both at about 0.9 of saturation."""
-WORKLOAD = Workload(
+LOGNORMAL = Workload(
     name="lognormal",
     contents=Conversations(
         lengths=LogNormalLengths(
@@ -132,8 +133,9 @@ def compare(
     layout: Layout, arguments: argparse.Namespace, console: Console
 ) -> tuple[list[RateResult], dict[str, float]]:
     """All rates on one cluster, and figures that belong to all of them."""
-    saturation_rate = saturation(MODEL, layout, WORKLOAD, SLO)
-    sample = WORKLOAD.draw(arguments.requests * arguments.replicas, arguments.seed, max_model_len=MODEL.max_model_len)
+    workload = LOGNORMAL if arguments.workload == LOGNORMAL.name else preset(arguments.workload)
+    saturation_rate = saturation(MODEL, layout, workload, SLO)
+    sample = workload.draw(arguments.requests * arguments.replicas, arguments.seed, max_model_len=MODEL.max_model_len)
     shares = arguments.shares
     expected_s = arguments.time_scale * sample.num_requests / saturation_rate * sum(1 / share for share in shares)
     console.print(f"{layout}: saturation at {saturation_rate:.1f} requests/s; about {expected_s / 60 + 2:.0f} minutes")
@@ -194,6 +196,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
     parser.add_argument("--colocated", action="store_true", help="mixed workers instead")
+    parser.add_argument(
+        "--workload", choices=[LOGNORMAL.name, *PRESETS], default=LOGNORMAL.name, help="kind of traffic"
+    )
     parser.add_argument("--time-scale", type=float, default=8.0, help="real seconds of an emulated one")
     parser.add_argument("--requests", type=int, default=300, help="at each rate, for each replica")
     parser.add_argument("--gpu", default="h100-sxm")
@@ -217,6 +222,7 @@ def main() -> int:
         "model": MODEL.name,
         "layout": str(layout),
         "gpu": arguments.gpu,
+        "workload": arguments.workload,
         "time_scale": arguments.time_scale,
         "requests": arguments.requests * arguments.replicas,
         "seed": arguments.seed,

@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.emulated_llama import MODEL, placement
-from pdserve.bench.simulator_vs_emulation import SLO, WORKLOAD
+from pdserve.bench.simulator_vs_emulation import LOGNORMAL, SLO
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulator import NO_OVERHEADS, simulate
 
@@ -34,8 +34,8 @@ def test_overheads_explain_what_simulated_requests_lack() -> None:
 
 
 def test_a_cluster_keeps_up_below_saturation_and_not_beyond() -> None:
-    rate = saturation(MODEL, LAYOUT, WORKLOAD, SLO)
-    sample = WORKLOAD.draw(1500)
+    rate = saturation(MODEL, LAYOUT, LOGNORMAL, SLO)
+    sample = LOGNORMAL.draw(1500)
     for share, keeps_up in ((0.9, True), (1.2, False)):
         times = simulate(MODEL, LAYOUT, sample.at_rate(share * rate), slo=SLO).times
         residence_s = times.last_token_s - times.arrived_s

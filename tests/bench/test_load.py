@@ -49,6 +49,15 @@ def test_an_answer_of_one_token_has_no_second() -> None:
     assert not measured.gap_s.size
 
 
+def test_events_may_come_in_pieces() -> None:
+    whole = b"".join(token_events(4))
+    pieces = tuple(whole[start : start + 37] for start in range(0, len(whole), 37))
+    with scripted_server(lambda _: Script(events=pieces, pause_s=0.002)) as server:
+        measured = measure_load(server.url, [SimulatedRequest(0.0, 5, 4)], vocab_size=100)
+    assert measured.num_finished == 1
+    assert measured.gap_s.shape == (3,)
+
+
 def test_a_slowed_workload_gives_times_of_its_own_clock() -> None:
     requests = [SimulatedRequest(0.0, 5, 6), SimulatedRequest(0.05, 5, 6)]
     with scripted_server(answer_in_full) as server:
