@@ -1,7 +1,7 @@
 """Does the simulator say what a live cluster does? The same requests, simulated and on a cluster of emulated GPUs.
 
     python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
-                                                   [--time-scale 8] [--requests 300] [--json FILE] [--plot FILE]
+                                                   [--time-scale 10] [--requests 250] [--json FILE] [--plot FILE]
 
 `pdserve up --emulate` runs every part of a cluster but the arithmetic: steps and transfers last as long as the cost
 model says, times the time scale, which makes the host's own work small beside them. At seven rates up to 0.9 of
@@ -59,7 +59,7 @@ LOGNORMAL = Workload(
     ),
 )
 NUM_PROBES = 16
-PROBE_GAP_S = 0.15
+PROBE_GAP_S = 0.12
 """Between requests that find the cluster idle: longer than each takes."""
 
 
@@ -199,8 +199,8 @@ def main() -> int:
     parser.add_argument(
         "--workload", choices=[LOGNORMAL.name, *PRESETS], default=LOGNORMAL.name, help="kind of traffic"
     )
-    parser.add_argument("--time-scale", type=float, default=8.0, help="real seconds of an emulated one")
-    parser.add_argument("--requests", type=int, default=300, help="at each rate, for each replica")
+    parser.add_argument("--time-scale", type=float, default=10.0, help="real seconds of an emulated one")
+    parser.add_argument("--requests", type=int, default=250, help="at each rate, for each replica")
     parser.add_argument("--gpu", default="h100-sxm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
