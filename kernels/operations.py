@@ -137,6 +137,8 @@ class DecoderKernels(NamedTuple):
     gate: Gate
     rope_and_write_kv: RopeAndWriteKv
     paged_attention: PagedAttention
+    device: torch.device = torch.device("cpu")
+    """Where weights and activations lie, and what is told of a batch."""
 
 
 class Kept(NamedTuple):

@@ -5,6 +5,8 @@ The model calls what it was given and knows nothing else of it. Nothing here com
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from pdserve.kernels import (
@@ -54,7 +56,19 @@ def select_sampling_kernels(logits_BV: torch.Tensor) -> SamplingKernels:
 
 
 def select_kernels(kv_pool: KvPool) -> DecoderKernels:
-    """The fastest implementation that runs on ``kv_pool`` here: compiled C++, or plain torch where it cannot be."""
-    if kv_pool.values.device.type != "cpu" or load_library() is None:
+    """The fastest implementation that runs on ``kv_pool`` here: C++ on a CPU, Triton on a GPU, or plain torch where
+    they cannot be compiled."""
+    device = kv_pool.values.device
+    if device.type != "cpu":
+        return _gpu_kernels()._replace(device=device)
+    if load_library() is None:
         return TORCH_KERNELS
     return CPU_KERNELS if cpu_attention.supports(kv_pool) else _CPU_KERNELS_BUT_ATTENTION
+
+
+def _gpu_kernels() -> DecoderKernels:
+    if find_spec("triton") is None:
+        return TORCH_KERNELS
+    from pdserve.kernels.triton_kernels import TRITON_KERNELS
+
+    return TRITON_KERNELS

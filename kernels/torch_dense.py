@@ -14,6 +14,8 @@ from torch.nn.functional import gelu, linear, rms_norm, silu
 def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none") -> TorchLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
     dtype = matrix_dtype(weight_FE.dtype, quantization)
+    if weight_FE.device.type != "cpu":
+        dtype = weight_FE.dtype
     return TorchLinear(weight_FE.to(dtype), None if bias_F is None else bias_F.to(dtype))
 
 

@@ -6,24 +6,32 @@ Used by the executors, ahead of a step's rows. A block is a run of bytes here; w
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Protocol
 
 from pdserve.contracts.step import BlockCopy, StepBatch
 
 
-class BlockCopier:
-    """A pool in memory that the CPU reaches, and the host slots beside it."""
+class Blocks(Protocol):
+    """Bytes ``[number, block_bytes]``: an array of numpy, or a tensor on any device."""
 
-    def __init__(self, pool: npt.NDArray[np.uint8], num_slots: int) -> None:
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __setitem__(self, index: int, block: Any, /) -> None: ...
+
+
+class BlockCopier:
+    """A pool, and the host slots beside it."""
+
+    def __init__(self, pool: Blocks, slots: Blocks) -> None:
         """
         Args:
-            pool: ``[num_blocks, block_bytes]``, a view of the pool.
-            num_slots: host slots of a block each. The host gives their memory only as they are first written.
+            pool: a view of the pool.
+            slots: on the host, which gives memory to what is not initialised only as it is first written.
         """
         self._pool = pool
-        self._slots = np.empty((num_slots, pool.shape[1]), np.uint8)
+        self._slots = slots
 
     def run(self, batch: StepBatch) -> None:
         """Make the batch's copies, in the order that it promises."""
@@ -32,7 +40,7 @@ class BlockCopier:
         _copy(batch.block_copies, self._pool, self._pool)
 
 
-def _copy(copies: Iterable[BlockCopy], sources: npt.NDArray[np.uint8], targets: npt.NDArray[np.uint8]) -> None:
+def _copy(copies: Iterable[BlockCopy], sources: Blocks, targets: Blocks) -> None:
     for source, target in copies:
         assert 0 <= source < len(sources), f"block or slot {source} of {len(sources)}"
         assert 0 <= target < len(targets), f"block or slot {target} of {len(targets)}"

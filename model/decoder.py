@@ -23,7 +23,7 @@ from pdserve.model.rope import Rope, RopeAngles
 
 
 class Decoder:
-    """A decoder with the weights of one checkpoint, on the CPU."""
+    """A decoder with the weights of one checkpoint, on the device of its kernels."""
 
     def __init__(
         self,
@@ -47,7 +47,9 @@ class Decoder:
             AttentionRule(scale=config.attention_scale, window=layer.window, softcap=config.attention_softcap)
             for layer in config.layers
         ]
-        self._ropes = {rope: Rope(rope, config.shape.head_dim) for rope in {layer.rope for layer in config.layers}}
+        self._ropes = {
+            rope: Rope(rope, config.shape.head_dim, kernels.device) for rope in {layer.rope for layer in config.layers}
+        }
         self._weights = load_decoder_weights(folder, config, dtype, kernels, quantization)
 
     @torch.inference_mode()
@@ -57,7 +59,7 @@ class Decoder:
         """Write the KV of every new token and return the last hidden states of some, for `logits`.
 
         Args:
-            tokens_T: token ids, ``[num_tokens]``.
+            tokens_T: token ids, ``[num_tokens]``; like the rest of the batch, on any device.
             kv_pool: written in place.
             metadata: where the tokens' sequences lie in the pool.
             wanted_B: indices into ``tokens_T`` of the tokens to return, in any order.
@@ -65,13 +67,15 @@ class Decoder:
         Returns:
             ``[B, E]``.
         """
+        metadata = metadata.to(self._kernels.device)
+        tokens_T = tokens_T.to(self._kernels.device)
         angles = {config: rope.angles(metadata.positions) for config, rope in self._ropes.items()}
         x_TE = self._weights.embedding.rows(tokens_T).to(self._activation_dtype) * self._embedding_scale
         for index, layer in enumerate(self._weights.layers):
             rope = self._config.layers[index].rope
             self._add_attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
             self._add_mlp(layer, x_TE)
-        return self._normalise(x_TE[wanted_B], self._weights.norm)
+        return self._normalise(x_TE[wanted_B.to(x_TE.device)], self._weights.norm)
 
     @torch.inference_mode()
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:

@@ -113,17 +113,20 @@ class _Loader:
 
     def table(self, name: str) -> Linear:
         """The embedding, or the output projection."""
-        return self._kernels.pack_linear(self._checkpoint.read(f"{name}.weight"))
+        return self._kernels.pack_linear(self._read(f"{name}.weight"))
 
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         """Projections of one input, as one."""
-        bias = self._checkpoint.read(*(f"{name}.bias" for name in names)) if has_bias else None
-        weight = self._checkpoint.read(*(f"{name}.weight" for name in names))
+        bias = self._read(*(f"{name}.bias" for name in names)) if has_bias else None
+        weight = self._read(*(f"{name}.weight" for name in names))
         return self._kernels.pack_linear(weight, bias, self._quantization)
 
     def norm(self, name: str) -> torch.Tensor:
-        weight = self._checkpoint.read(f"{name}.weight").float()
+        weight = self._read(f"{name}.weight").float()
         return (weight + 1 if self._config.unit_offset_norms else weight).to(self._norm_dtype)
+
+    def _read(self, *names: str) -> torch.Tensor:
+        return self._checkpoint.read(*names).to(self._kernels.device)
 
     def _qk_norm(self, attention: str) -> QkNorm:
         return QkNorm(self.norm(f"{attention}q_norm"), self.norm(f"{attention}k_norm"), self._config.rms_norm_eps)

@@ -79,7 +79,7 @@ class EmulatedExecutor:
         assert self._states.nbytes == layout.pool_bytes
         self._num_blocks, self._block_size = layout.num_blocks, layout.block_size
         blocks = np.frombuffer(self._states, np.uint8).reshape(layout.num_blocks, layout.block_bytes)
-        self._copier = BlockCopier(blocks, num_swap_slots)
+        self._copier = BlockCopier(blocks, np.empty((num_swap_slots, blocks.shape[1]), np.uint8))
         self._vocabulary = HashVocabulary(vocab_size, eos_token_ids, eos_period)
         self._cost = cost
         self._time_scale = time_scale

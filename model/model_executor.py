@@ -84,7 +84,8 @@ class ModelExecutor:
         assert pool.dtype == getattr(torch, layout.dtype), f"pool of {pool.dtype} for a layout of {layout.dtype}"
         self._layout = layout
         self._pool = pool
-        self._copier = BlockCopier(pool.blocks.numpy(), num_swap_slots)
+        slots = torch.empty((num_swap_slots, pool.blocks.shape[1]), dtype=torch.uint8)
+        self._copier = BlockCopier(pool.blocks, slots)
         self._vocab_size = config.shape.vocab_size
         self._model = Decoder(folder, config, getattr(torch, dtype), select_kernels(pool), quantization)
         self._previous_sampled: list[SampledToken | None] = []

@@ -28,12 +28,12 @@ class RopeAngles(NamedTuple):
 class Rope:
     """One rotary embedding, for heads of ``head_dim`` elements."""
 
-    def __init__(self, config: RopeConfig, head_dim: int) -> None:
-        self._inv_freq_C = inverse_frequencies(config, head_dim)
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> None:
+        self._inv_freq_C = inverse_frequencies(config, head_dim).to(device)
         self._factor = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
 
     def angles(self, positions_T: torch.Tensor) -> RopeAngles:
-        """Angles of tokens at ``positions_T`` (integers)."""
+        """Angles of tokens at ``positions_T`` (integers, on the device)."""
         angles_TC = positions_T.float()[:, None] * self._inv_freq_C
         return RopeAngles(angles_TC.cos() * self._factor, angles_TC.sin() * self._factor)
 

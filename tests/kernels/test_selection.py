@@ -6,6 +6,7 @@ import torch
 from pdserve.kernels import selection
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, select_kernels
+from pdserve.kernels.triton_kernels import TRITON_KERNELS
 from tests.kernels.paged_batch import nan_pool
 
 
@@ -28,3 +29,20 @@ def test_other_head_dims_run_on_the_attention_of_torch() -> None:
 def test_without_a_compiler_everything_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "load_library", lambda: None)
     assert select_kernels(pool(torch.float32)) is TORCH_KERNELS
+
+
+def test_a_pool_on_a_gpu_runs_on_triton() -> None:
+    kernels = select_kernels(pool_elsewhere())
+    assert kernels == TRITON_KERNELS._replace(device=torch.device("meta"))
+
+
+def test_a_gpu_without_triton_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "find_spec", lambda name: None)
+    kernels = select_kernels(pool_elsewhere())
+    assert kernels == TORCH_KERNELS._replace(device=torch.device("meta"))
+
+
+def pool_elsewhere() -> KvPool:
+    """On a device that is no CPU."""
+    memory = torch.empty(2 * 2 * 16 * 16 * 2, dtype=torch.uint8, device="meta")
+    return KvPool(memory, (2, 1, 1, 2, 16, 16), torch.bfloat16)
