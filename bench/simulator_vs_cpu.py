@@ -151,7 +151,7 @@ def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[Plan
     ordered = sorted(devices.values(), key=num_cores)
 
     def pool(role: WorkerRole, device: Hardware) -> Pool:
-        bare = Pool(role=role, replicas=1, hardware=device, max_batch_size=MAX_BATCH_SIZE, pipeline_depth=1)
+        bare = Pool(role=role, replicas=1, hardware=device, max_batch_size=MAX_BATCH_SIZE)
         return replace(bare, num_kv_blocks=KV_BYTES // (bare.cost(model).kv_bytes_per_token * model.block_size))
 
     return model, Layout(prefill=pool(WorkerRole.PREFILL, ordered[-1]), decode=pool(WorkerRole.DECODE, ordered[0]))

@@ -196,12 +196,16 @@ def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) 
 
 
 def _report(run: Run, json: Path | None) -> int:
+    from pdserve.planner.extrapolation import extrapolations
     from pdserve.planner.run_tables import print_run, run_json
     from pdserve.planner.simulated_run import carry_out
 
     with options.failure():
         words, notes = run.traffic.described()
         result = carry_out(run)
+        times = result.simulation.times
+        longest = int((times.num_prompt_tokens + times.num_output_tokens).max())
+        notes = (*notes, *extrapolations(run.model, run.layout, longest))
     if json is None or str(json) != "-":
         print_run(result, options.console(), words, notes)
     if json is not None:

@@ -278,7 +278,7 @@ def _with_provenance(
     num_new = [fitted_step.step.num_new for fitted_step in steps]
     measured = Measured(
         date=date,
-        model=f"{model.name} {model.dtype}" + (f" {model.quantization}" if model.quantization != "none" else ""),
+        model=model.held_name,
         step_tokens=(min(num_new), max(num_new)),
         batch_size=(min(filter(None, num_decoding), default=0), max(num_decoding)),
         context_tokens=(min(row.num_cached for row in rows), max(row.num_cached for row in rows)),

@@ -203,6 +203,13 @@ def _positive_count(place: _Place) -> int:
     return count
 
 
+def _depth(place: _Place) -> int:
+    count = place.count()
+    if count not in (1, 2):
+        place.fail(f"{count} is no pipeline depth; write 1 or 2")
+    return count
+
+
 def _not_negative(place: _Place) -> float:
     number = place.number()
     if number < 0:
@@ -294,6 +301,7 @@ _READERS: dict[str, Callable[[_Place], Any]] = {
     "step_overhead_s": _not_negative,
     "layer_overhead_s": _not_negative,
     "row_overhead_s": _not_negative,
+    "pipeline_depth": _depth,
     "price_per_hour_usd": _price,
     "measured": _measured,
     "sources": _texts,

@@ -28,6 +28,11 @@ class PlannedModel:
     block_size: int = 16
     max_model_len: int = 8192
 
+    @property
+    def held_name(self) -> str:
+        """Its name and what is held of it, such as ``Llama-3.1-8B bfloat16 int8``."""
+        return f"{self.name} {self.dtype}" + (f" {self.quantization}" if self.quantization != "none" else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
@@ -43,9 +48,6 @@ class Pool:
     max_batch_size: int = 256
     num_kv_blocks: int = 0
     """Of each worker; 0 takes what the cost model says fits beside the weights."""
-    pipeline_depth: int = 2
-    """Steps that a worker submits before it takes the first result: 2 on GPUs, 1 where the step loop computes itself,
-    as on CPUs."""
 
     @property
     def devices_per_worker(self) -> int:

@@ -132,7 +132,7 @@ class ClusterBuilder:
             stage=stage,
             agenda=self.agenda,
             listener=self.listener,
-            pipeline_depth=pool.pipeline_depth,
+            pipeline_depth=pool.hardware.pipeline_depth,
             turn_s=self.turn_s,
         )
         return Seat(worker, block_pool, pool.max_batch_tokens, max_batch_size)

@@ -43,7 +43,7 @@ def test_the_deployment_is_the_layout_that_is_simulated(cluster: tuple[PlannedMo
     assert (layout.prefill, layout.decode) != (None, None)
     for pool, phase in zip(layout.pools, (config.prefill, config.decode), strict=True):
         assert not phase.lend_cores
-        assert (pool.replicas, pool.pipeline_depth) == (phase.replicas, 1)
+        assert (pool.replicas, pool.hardware.pipeline_depth) == (phase.replicas, 1)
         assert (pool.max_batch_tokens, pool.max_batch_size) == (phase.max_batch_tokens, phase.max_batch_size)
         kv_bytes = pool.num_kv_blocks * pool.cost(model).kv_bytes_per_token * model.block_size
         assert kv_bytes == pytest.approx(KV_BYTES, rel=0.001)

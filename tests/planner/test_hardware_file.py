@@ -100,6 +100,7 @@ devices:
         ("devices: {h100: {compute_efficiency: [0.5]}}", r"a point is \[tokens, share\]"),
         ("devices: {h100: {compute_efficiency: [[64, 0.1], [65, 1]]}}", "would do more work in less time"),
         ("devices: {h100: {peak_flops: {float32: fast}}}", "devices.h100.peak_flops.float32: 'fast' is no number"),
+        ("devices: {h100: {pipeline_depth: 3}}", "pipeline_depth: 3 is no pipeline depth; write 1 or 2"),
         ("devices: {h100: {sources: {memory: x}}}", "sources.memory: unknown key; did you mean memory_bytes"),
         (
             "devices: {h100: {measured: {date: x}}}",

@@ -134,7 +134,8 @@ def test_overheads_add_up() -> None:
 def synchronous(layout: Layout) -> Layout:
     """The same with workers that plan a step when the one before has ended."""
     prefill, decode, mixed = (
-        replace(pool, pipeline_depth=1) if pool else None for pool in (layout.prefill, layout.decode, layout.mixed)
+        replace(pool, hardware=replace(pool.hardware, pipeline_depth=1)) if pool else None
+        for pool in (layout.prefill, layout.decode, layout.mixed)
     )
     return replace(layout, prefill=prefill, decode=decode, mixed=mixed)
 
