@@ -5,6 +5,7 @@ What is in the files is the business of `pdserve.planner`.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -105,6 +106,7 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from pdserve.planner.extrapolation import extrapolations
     from pdserve.planner.search import find_plan
 
     terminal = Console(stderr=True)
@@ -112,12 +114,14 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
     bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
     with options.failure(), bar as progress:
         task = progress.add_task("searching", total=1.0)
-        return find_plan(
+        plan = find_plan(
             question,
             traffic.workload,
             num_processes=num_processes,
             progress=lambda fraction, text: progress.update(task, completed=fraction, description=text),
         )
+    beyond = extrapolations(question.model, plan.best.layout, question.model.max_model_len)
+    return dataclasses.replace(plan, notes=(*plan.notes, *(f"{text}." for text in beyond)))
 
 
 def write_files(plan: Plan, traffic: Traffic, words: str, outputs: Outputs) -> None:

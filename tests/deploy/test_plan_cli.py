@@ -175,3 +175,16 @@ def test_a_malformed_line_of_a_trace_is_named(capsys: pytest.CaptureFixture[str]
     error = capsys.readouterr().err
     assert f"{trace}:3: " in error
     assert "(--lenient)" in error
+
+
+def test_what_lies_beyond_a_profile_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file = written(tmp_path / "Llama-3-8B"), tmp_path / "hardware.yaml"
+    file.write_text(
+        "devices: {mine: {base: h100, measured: {date: 2026-11-21, model: tiny float32, step_tokens: [1, 512], "
+        "batch_size: [1, 256], context_tokens: [0, 100000]}}}"
+    )
+    command = ["plan", "--model", str(model), "--gpu", "mine", "--hardware-file", str(file), *SMALLEST, *SHORT]
+    assert run([*command, "--json", "-"]) == 0, capsys.readouterr().err
+    notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert "mine was measured with tiny float32 and predicts Llama-3-8B bfloat16" in notes
+    assert "mine was measured up to 512 new tokens a step, and there may be" in notes
