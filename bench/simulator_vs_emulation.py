@@ -1,7 +1,7 @@
 """Does the simulator say what a live cluster does? The same requests, simulated and on a cluster of emulated GPUs.
 
     python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
-                                                   [--time-scale 10] [--requests 250] [--json FILE] [--plot FILE]
+                                                   [--time-scale 10] [--requests 240] [--json FILE] [--plot FILE]
 
 `pdserve up --emulate` runs every part of a cluster but the arithmetic: steps and transfers last as long as the cost
 model says, times the time scale, which makes the host's own work small beside them. At seven rates up to 0.9 of
@@ -45,7 +45,7 @@ from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload import Workload
 
-SHARES_BELOW = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9)
+SHARES_BELOW = (0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 SHARES_BEYOND = (1.1, 1.3)
 """Of the rate at saturation."""
 SLO = SloConfig(ttft_seconds=0.15, tpot_seconds=0.01)
@@ -200,7 +200,7 @@ def main() -> int:
         "--workload", choices=[LOGNORMAL.name, *PRESETS], default=LOGNORMAL.name, help="kind of traffic"
     )
     parser.add_argument("--time-scale", type=float, default=10.0, help="real seconds of an emulated one")
-    parser.add_argument("--requests", type=int, default=250, help="at each rate, for each replica")
+    parser.add_argument("--requests", type=int, default=240, help="at each rate, for each replica")
     parser.add_argument("--gpu", default="h100-sxm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
