@@ -6,7 +6,6 @@ cluster instead (`pdserve.deploy.plan_live`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,10 +18,11 @@ from pdserve.deploy.plan_answer import Outputs, answer, show_formulas
 from pdserve.deploy.plan_options import Objectives
 
 if TYPE_CHECKING:
-    from pdserve.model.hardware import Hardware
-    from pdserve.planner.plan import Effort, Objective, Supply
+    from pdserve.planner.plan import Effort, Objective
 
 DEFAULT_WORKLOAD = "chat"
+MAX_NODES = 64
+MAX_GPUS_PER_NODE = 72
 DEFAULT_REQUESTS = 1000
 MIN_REQUESTS = 100
 """Fewer can meet an objective however fast they come."""
@@ -33,10 +33,12 @@ _LOOKED_AT = 1000
 def plan(
     model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; no weights are needed.")] = None,
     gpu: Annotated[str, typer.Option(metavar="KIND", help="GPU, such as h100-sxm; a wrong name lists all.")] = "",
-    nodes: Annotated[int, typer.Option(min=1, help="Hosts that have them.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each host.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Hosts that have them.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=MAX_GPUS_PER_NODE, help="GPUs of each host.")] = 8,
     decode_gpu: Annotated[str, typer.Option(metavar="KIND", help="A second kind of GPU, each phase on either.")] = "",
-    decode_nodes: Annotated[int | None, typer.Option(min=1, help="Hosts that have those; else --nodes.")] = None,
+    decode_nodes: Annotated[
+        int | None, typer.Option(min=1, max=MAX_NODES, help="Hosts that have those; else --nodes.")
+    ] = None,
     hardware_file: options.HardwareFileOption = None,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars an hour of a GPU; else its list price.")] = None,
     dtype: options.DtypeOption = None,
@@ -90,25 +92,27 @@ def plan(
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
     if live and (named or workload or rate or decode_gpu):
         raise ConfigError(f"traffic and GPUs are those of {live}: leave out --workload, --rate and --decode-gpu")
-    asked = _objective(objective, rate)
+    if rate is not None and not 0 < rate < float("inf"):
+        raise ConfigError(f"--rate is {rate}; write requests per second, a number above 0")
+    if explain and (output or report):
+        raise ConfigError("--explain searches nothing: leave out --output and --report")
     objectives = Objectives(ttft, tpot, attainment)
     outputs = Outputs(output, report, json, num_rows=top, num_processes=jobs, model=model)
-    effort = _effort(requests, seed)
     if live:
         from pdserve.deploy.plan_live import Watch, plan_live
 
         watch = Watch(live, window, hysteresis, gpu, hardware_file)
-        return plan_live(watch, held, objectives, effort, outputs)
+        return plan_live(watch, held, objectives, _effort(requests, seed), outputs)
     if not gpu:
         raise ConfigError("no GPU is named; give --gpu, such as --gpu h100-sxm")
-
-    from pdserve.planner.plan import Question
-
     added = options.added_hardware(hardware_file)
-    fleet = [_supply(gpu, nodes, gpus_per_node, added, price)]
+    kinds = [(options.device(gpu, added), nodes)]
     if decode_gpu:
-        fleet.append(_supply(decode_gpu, decode_nodes or nodes, gpus_per_node, added, price))
+        kinds.append((options.device(decode_gpu, added), decode_nodes or nodes))
     planned = options.planned_model(held)
+
+    from pdserve.planner.plan import Question, Supply
+
     traffic = options.traffic(
         named or workload or DEFAULT_WORKLOAD,
         max_model_len=planned.max_model_len,
@@ -118,10 +122,13 @@ def plan(
     question = Question(
         model=planned,
         slo=options.objectives(traffic.usual_slo, objectives),
-        fleet=tuple(fleet),
-        objective=asked,
+        fleet=tuple(
+            Supply(hardware=kind, num_nodes=count, devices_per_node=gpus_per_node, dollars_per_hour=price)
+            for kind, count in kinds
+        ),
+        objective=_objective(objective, rate),
         rate=rate or 0.0,
-        effort=effort,
+        effort=_effort(requests, seed),
     )
     return show_formulas(question, traffic, outputs) if explain else answer(question, traffic, outputs)
 
@@ -148,8 +155,6 @@ def _objective(name: str, rate: float | None) -> Objective:
     """What is looked for; with a rate, the fewest GPUs unless told otherwise."""
     from pdserve.planner.plan import Objective
 
-    if rate is not None and not 0 < rate < float("inf"):
-        raise ConfigError(f"--rate is {rate}; write requests per second, a number above 0")
     name = name or (Objective.RATE if rate is None else Objective.FEWEST_DEVICES).value
     found = {objective.value: objective for objective in Objective}.get(name)
     if found is None:
@@ -158,15 +163,3 @@ def _objective(name: str, rate: float | None) -> Objective:
         problem = "needs a rate: add --rate" if found.has_rate else "takes no rate: leave out --rate"
         raise ConfigError(f"--objective {name} {problem}")
     return found
-
-
-def _supply(kind: str, nodes: int, gpus_per_node: int, added: Mapping[str, Hardware], price: float | None) -> Supply:
-    from pdserve.planner.plan import Supply
-
-    hardware = options.device(kind, added)
-    return Supply(
-        hardware=hardware,
-        num_nodes=nodes,
-        devices_per_node=gpus_per_node,
-        dollars_per_hour=hardware.price_per_hour_usd if price is None else price,
-    )

@@ -49,7 +49,7 @@ def plan_live(watch: Watch, held: ModelConfig, objectives: Objectives, effort: E
 
     added = options.added_hardware(watch.hardware_file)
     with options.failure():
-        workers = running_workers(fetch_status(watch.url))
+        workers = running_workers(fetch_status(watch.url, "--live"))
         layout = running_layout(workers, lambda name: options.device(watch.gpu or name, added))
     planned = options.planned_model(_as_running(held, workers[0]))
     observed = _observe(watch)
@@ -113,7 +113,7 @@ def _fetch_metrics(url: str) -> str:
         answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=_TIMEOUT_S, trust_env=False)
         return answer.raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise DeployError(f"no pdserve router answers at {url}: {error}; name its admin address") from error
+        raise DeployError(f"no pdserve router answers at {url}: {error}; check --live") from error
 
 
 def _words(observed: ObservedTraffic) -> str:

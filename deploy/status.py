@@ -31,8 +31,8 @@ def show_status(admin_url: str, console: Console) -> int:
     return 0 if state == "ready" else 1
 
 
-def fetch_status(admin_url: str) -> dict[str, Any]:
-    """What the router says.
+def fetch_status(admin_url: str, option: str = "--admin-url") -> dict[str, Any]:
+    """What the router says; ``option`` is how the user gave the address.
 
     Raises:
         DeployError: nobody answers, or something else does.
@@ -42,7 +42,7 @@ def fetch_status(admin_url: str) -> dict[str, Any]:
         status: dict[str, Any] = answer.raise_for_status().json()
         status["workers"], status["ready"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise DeployError(f"no pdserve router answers at {admin_url}: {error}; check --admin-url") from error
+        raise DeployError(f"no pdserve router answers at {admin_url}: {error}; check {option}") from error
     return status
 
 

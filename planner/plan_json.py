@@ -37,7 +37,7 @@ def plan_json(plan: Plan, traffic: str) -> Json:
                 "hardware": supply.hardware.name,
                 "num_nodes": supply.num_nodes,
                 "devices_per_node": supply.devices_per_node,
-                "dollars_per_hour": _finite(supply.dollars_per_hour),
+                "dollars_per_hour": _finite(supply.price),
             }
             for supply in question.fleet
         ],

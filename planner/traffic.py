@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner import wording
-from pdserve.planner.arrivals import RandomGaps, Recorded
+from pdserve.planner.arrivals import POISSON, RandomGaps, Recorded
 from pdserve.planner.conversations import Conversations
 from pdserve.planner.lengths import FixedLengths
 from pdserve.planner.presets import PRESETS, preset
@@ -143,8 +143,9 @@ def _read(path: Path, *, lenient: bool) -> Trace:
 
 
 def _of_trace(trace: Trace, max_model_len: int) -> Traffic:
+    has_times = trace.arrived_s is not None and trace.arrived_s[-1] > trace.arrived_s[0]
     return Traffic(
-        workload=trace_workload(trace),
+        workload=trace_workload(trace, arrivals=None if has_times else POISSON),
         max_model_len=max_model_len,
         trace=trace,
         notes=tuple(f"Of the trace: {note}." for note in trace.notes),

@@ -143,6 +143,9 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "h100", *SMALLEST, *SHORT, "--rate", "1e6"], 1, "the fleet serves "),
         (["--gpu", "h100", *SMALLEST, *SHORT, "--tpot", "0.0001"], 1, "the best here are "),
         (["--live", "http://127.0.0.1:9"], 1, "no pdserve router answers at http://127.0.0.1:9"),
+        (["--live", "nonsense"], 1, "check --live"),
+        (["--gpu", "h100", "--nodes", "100000"], 2, "--nodes"),
+        (["--gpu", "h100", "--explain", "--output", "x"], 2, "--explain searches nothing: leave out --output"),
         (["--live", "http://127.0.0.1:9", "--workload", "chat"], 2, "traffic and GPUs are those of http://127.0.0.1:9"),
     ],
 )

@@ -33,6 +33,12 @@ def test_a_trace_is_found_by_its_path(tmp_path: Path) -> None:
     assert traffic.usual_slo == SloConfig()
 
 
+def test_a_trace_without_times_arrives_at_random(tmp_path: Path) -> None:
+    traffic = named_traffic(str(a_trace(tmp_path, "5,100,10")), max_model_len=4096)
+    assert (traffic.recorded_rate, traffic.max_requests) == (None, 1)
+    assert "Poisson arrivals" in traffic.described()[0]
+
+
 def test_a_name_that_is_neither_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no preset 'chatt': use chat"):
         named_traffic("chatt", max_model_len=4096)
