@@ -164,6 +164,16 @@ def _line(result: RateResult) -> str:
     )
 
 
+def _as_dict(result: RateResult) -> dict[str, object]:
+    """For JSON."""
+    return {
+        **asdict(result),
+        "rate": round(result.rate, 3),
+        "agreement": result.agreement.as_dict(),
+        "cpu_shares": {name: round(share, 3) for name, share in result.cpu_shares.items()},
+    }
+
+
 def plot(results: list[RateResult], saturation_rate: float, title: str, file: Path) -> None:
     from matplotlib import pyplot
 
@@ -229,7 +239,7 @@ def main() -> int:
         "slo": {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds},
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         **{name: round(value, 6) for name, value in figures.items()},
-        "rates": [{**asdict(result), "agreement": result.agreement.as_dict()} for result in results],
+        "rates": [_as_dict(result) for result in results],
         "agrees": not failures,
     }
     text = json.dumps(document, indent=1)
