@@ -27,6 +27,8 @@ _MAX_STEPS = 7
 """Of bracketing: 1.06 ** (2 ** 7 - 1) is a factor of 1600."""
 _CHANCE_Z = 3.0
 """Standard deviations of missed requests above what the target allows, at which a run is given up."""
+_MAX_SURE_STEPS = 4
+"""Of looking for a rate that meets the target beyond doubt."""
 _CLOSE_SHARE = 0.01
 """Attainment above the target that is as good as the target."""
 _MARGIN = 0.15
@@ -196,7 +198,18 @@ class _Bisection:
             high, low = low, self._highest_met_below(low)
             if not low:
                 low, high = self._bracket(high / self._growth)
+        if low and len(self._trial.seeds) > 1:
+            self._find_sure_rate(low)
         return self._goodput(low, is_capped=low >= self._max_rate)
+
+    def _find_sure_rate(self, rate: float) -> None:
+        """Go below ``rate`` until the target is met beyond doubt, for the lower end of the confidence interval."""
+        target, factor = self._trial.slo.attainment, self._growth
+        for _ in range(_MAX_SURE_STEPS):
+            if any(point.interval.low >= target for point in self._points.values()):
+                return
+            rate, factor = rate / factor, factor * factor
+            self._is_met(rate)
 
     def _bracket(self, start_rate: float) -> tuple[float, float]:
         """The highest rate seen to meet the target, 0 for none, and the lowest above it seen to miss it."""

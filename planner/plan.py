@@ -81,9 +81,9 @@ class Effort:
     """At least, of each layout that is screened, at each rate that is tried: more where many are in flight."""
     final_requests: int = 1000
     """At least, of each finalist, for each seed, at each rate."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1)
     """Of the finalists' workloads; all candidates see the same. Screening takes the first."""
-    num_screened: int = 10
+    num_screened: int = 8
     num_finalists: int = 4
     tolerance: float = 0.04
     """Relative distance of rates at which bisection stops, for finalists."""
@@ -151,7 +151,7 @@ class Candidate:
     at_winners_rate: Attainment | None = None
     """What it makes of the rate of the first in rank; finalists only."""
     cliff_rate: float | None = None
-    """Rate at which attainment falls to half of its target; the winner and the best of the other kind only."""
+    """Rate at which attainment falls to half of its target; the winner only."""
     sensitivity: tuple[Sensitivity, ...] = ()
     """The winner only."""
     reasons: tuple[str, ...] = ()

@@ -40,9 +40,9 @@ _NUM_SAMPLED = 1000
 _SCREEN_TOLERANCE = 0.15
 _LONG_RUN = 0.95
 """What is left of a short run's goodput in a long one, as a first guess: queues have more time to grow."""
-_SCREEN_RESIDENCES, _FINAL_RESIDENCES = 2.5, 5.0
+_SCREEN_RESIDENCES, _FINAL_RESIDENCES = 2.5, 4.0
 """Times that a request stays in the cluster, that a run lasts at least: else most of it would be its beginning ..."""
-_MOST_LONGER = 4
+_MOST_LONGER = 3
 """... but so many times as many requests as the least."""
 _OPTIMISM = 1.2
 """By how much an estimate may be too low."""
@@ -144,10 +144,10 @@ class _Search:
     def screen(self) -> None:
         """Short simulations of the best estimates, until one does what was asked.
 
-        A third of them goes first and tells how far estimates of either kind of layout are off; then the best of what
+        Half of them go first and tell how far estimates of either kind of layout are off; then the best of what
         is left, as far as it may still win.
         """
-        num_first = max(2, self._question.effort.num_screened // 3)
+        num_first = max(2, self._question.effort.num_screened // 2)
         num_more = self._question.effort.num_screened - num_first
         self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
         rest = self._contenders()
@@ -211,10 +211,9 @@ class _Search:
         screened = self._ranking.ranked([entry for entry in self._simulated() if not entry.final])
         estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
         winner = finalists[0]
-        others = [entry for entry in finalists if entry.layout.is_colocated != winner.layout.is_colocated]
         asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
         seen = self._at_rate(finalists[1:], asked_rate)
-        slower, cliffs = self._around([winner, *others[:1]])
+        slower, cliff_rate = self._around(winner)
         assembled: list[Candidate] = []
         for entry in (*finalists, *screened, *estimated):
             index = finalists.index(entry) if entry.final else -1
@@ -228,7 +227,7 @@ class _Search:
                     entry.dollars_per_hour,
                     is_final=entry.final is not None,
                     at_winners_rate=seen[index - 1] if index > 0 else None,
-                    cliff_rate=next((rate for each, rate in cliffs if each is entry), None),
+                    cliff_rate=cliff_rate if entry is winner else None,
                     sensitivity=slower if entry is winner else (),
                     winner=assembled[0] if assembled else None,
                 )
@@ -276,28 +275,25 @@ class _Search:
         self._num_requests += sum(each.num_requests for each in seen)
         return seen
 
-    def _around(self, entries: Sequence[Entry]) -> tuple[tuple[Sensitivity, ...], list[tuple[Entry, float]]]:
-        """What slower steps would change of the first, and where attainment of each falls to half of its target."""
-        slo = self._question.slo
-        halved = replace(slo, attainment=slo.attainment / 2)
-        jobs = []
-        for entry in entries:
-            trial, rate = self._trial(entry.layout), _rate(entry.screened)
-            jobs.append(GoodputJob(trial, rate, _RATIO_TOLERANCE))
-            jobs.append(GoodputJob(replace(trial, slo=halved), rate * 1.1, _RATIO_TOLERANCE))
-        winner = entries[0]
-        trial, rate = self._trial(winner.layout), _rate(winner.screened)
-        jobs += [GoodputJob(slowed(trial, factor), rate, _RATIO_TOLERANCE) for factor in _TIME_FACTORS]
-        goodputs = self._goodputs(jobs, 0.9, 1.0, "cliff and sensitivity")
-        as_predicted = goodputs[0].rate
-        slower = tuple(
-            Sensitivity(factor, winner.rate * goodput.rate / factor / as_predicted)
-            for factor, goodput in zip(_TIME_FACTORS, goodputs[-len(_TIME_FACTORS) :], strict=True)
-            if as_predicted
-        )
-        pairs = zip(entries, goodputs[::2], goodputs[1::2], strict=False)
-        cliffs = [(entry, entry.rate * max(1.0, cliff.rate / full.rate)) for entry, full, cliff in pairs if full.rate]
-        return slower, cliffs
+    def _around(self, winner: Entry) -> tuple[tuple[Sensitivity, ...], float | None]:
+        """What slower steps would change, and the rate at which attainment falls to half of its target."""
+        assert winner.screened is not None
+        trial, rate, slo = self._trial(winner.layout), winner.screened.rate, self._question.slo
+        halved = replace(trial, slo=replace(slo, attainment=slo.attainment / 2))
+        jobs = [
+            GoodputJob(trial, rate, _RATIO_TOLERANCE),
+            GoodputJob(halved, rate * 1.1, _RATIO_TOLERANCE),
+            *(GoodputJob(slowed(trial, factor), rate, _RATIO_TOLERANCE) for factor in _TIME_FACTORS),
+        ]
+        as_predicted, cliff, *others = self._goodputs(jobs, 0.9, 1.0, "cliff and sensitivity")
+        if not as_predicted.rate:
+            return (), None
+        scale = winner.rate / as_predicted.rate
+        slower = [
+            Sensitivity(factor, scale * other.rate / factor)
+            for factor, other in zip(_TIME_FACTORS, others, strict=True)
+        ]
+        return tuple(slower), max(winner.rate, scale * cliff.rate)
 
     # Helpers
 
@@ -335,8 +331,3 @@ class _Search:
 
     def _simulated(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.goodput is not None]
-
-
-def _rate(goodput: Goodput | None) -> float:
-    assert goodput is not None
-    return goodput.rate

@@ -27,6 +27,8 @@ def test_the_goodput_meets_the_target_and_a_little_more_does_not() -> None:
     assert above
     assert not any(point.meets(0.9) for point in above)
     assert goodput.interval.low <= goodput.rate <= goodput.interval.high
+    sure = [point.rate for point in goodput.points if point.interval.low >= 0.9]
+    assert goodput.interval.low >= max(sure)
     assert goodput.rate_per_device == goodput.rate / 2
     assert goodput.requests_per_dollar(3.6) == pytest.approx(goodput.rate * 1000)
 
