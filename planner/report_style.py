@@ -7,7 +7,7 @@ STYLE = """
 --grid:#262a30;--good:#4cc79b;--warm:#e5a847;--c0:#7ea6ff;--c1:#f5a04a;--c2:#45cdbb;--c3:#c09bff}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1180px;margin:0 auto;padding:40px 24px 64px}
+main{max-width:1280px;margin:0 auto;padding:40px 24px 64px}
 h1{font-size:26px;margin:0 0 4px;letter-spacing:-.01em}
 h2{font-size:18px;margin:44px 0 12px}
 h3{font-size:14px;margin:0 0 2px;font-weight:600}
