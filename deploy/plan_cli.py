@@ -40,7 +40,7 @@ def plan(
         int | None, typer.Option(min=1, max=MAX_NODES, help="Hosts that have those; else --nodes.")
     ] = None,
     hardware_file: options.HardwareFileOption = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars an hour of a GPU; else its list price.")] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU; else its list price.")] = None,
     dtype: options.DtypeOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantization: options.QuantizationOption = None,
@@ -76,7 +76,7 @@ def plan(
     live: Annotated[
         str, typer.Option(metavar="URL", help="Watch the cluster with this admin address, and compare its placement.")
     ] = "",
-    window: Annotated[float, typer.Option(min=0.1, help="Seconds to watch it.")] = 60.0,
+    window: Annotated[float, typer.Option(max=86400, help="Seconds to watch it.")] = 60.0,
     hysteresis: Annotated[float, typer.Option(min=0, help="Gain in goodput that is worth a change.")] = 0.1,
 ) -> int:
     """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
@@ -92,10 +92,11 @@ def plan(
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
     if live and (named or workload or rate or decode_gpu):
         raise ConfigError(f"traffic and GPUs are those of {live}: leave out --workload, --rate and --decode-gpu")
-    if rate is not None and not 0 < rate < float("inf"):
-        raise ConfigError(f"--rate is {rate}; write requests per second, a number above 0")
-    if explain and (output or report):
-        raise ConfigError("--explain searches nothing: leave out --output and --report")
+    for name, value in (("rate", rate), ("price", price), ("window", window)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name} is {value}; write a number above 0")
+    if explain and (output or report or live):
+        raise ConfigError("--explain searches nothing: leave out --output, --report and --live")
     objectives = Objectives(ttft, tpot, attainment)
     outputs = Outputs(output, report, json, num_rows=top, num_processes=jobs, model=model)
     if live:
