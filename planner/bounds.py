@@ -156,6 +156,11 @@ class BoundBook:
         samples = [self.figures(pool).idle_ttft_s for pool in layout.pools]
         return float(np.percentile(np.min(samples, axis=0), percent))
 
+    def idle_ttft_miss_share(self, layout: Layout) -> float:
+        """Of the prompts, those that miss the objective for TTFT on an idle cluster."""
+        samples = [self.figures(pool).idle_ttft_s for pool in layout.pools]
+        return float((np.min(samples, axis=0) > self._slo.ttft_seconds).mean())
+
     def idle_tpot_s(self, layout: Layout, percent: float) -> float:
         """Percentile of TPOT on an idle cluster."""
         pool = layout.decode or layout.mixed

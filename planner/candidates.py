@@ -38,7 +38,7 @@ def assemble(
     seen = goodput.at_rate if goodput is not None else None
     resource = _resource(layout, bounds, seen)
     rate = bounds.estimate if goodput is None else goodput.rate
-    reasons = [_binding_words(question, seen, resource)]
+    reasons = [_binding_words(seen, resource, book.idle_ttft_miss_share(layout))]
     if winner is not None:
         reasons.append(_losing_words(winner, layout, goodput, rate, at_winners_rate, is_final=is_final))
     return Candidate(
@@ -70,14 +70,17 @@ def _resource(layout: Layout, bounds: Bounds, seen: Attainment | None) -> Resour
     return Resource.DECODE_BANDWIDTH if bounds.resource is Resource.PREFILL_COMPUTE else bounds.resource
 
 
-def _binding_words(question: Question, seen: Attainment | None, resource: Resource) -> str:
+def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share: float) -> str:
     if seen is None:
         return f"Estimated, not simulated: {resource.value} would run out first."
     objective = seen.binding_slo.upper()
-    return (
+    text = (
         f"{objective} binds: at {rate_words(seen.rate)} {share(seen.ttft_share)} meet TTFT and "
         f"{share(seen.tpot_share)} TPOT; {resource.value} runs out first."
     )
+    if seen.binding_slo == "ttft" and idle_miss_share:
+        text += f" On an idle cluster {share(idle_miss_share)} of the prompts would miss TTFT too: they are long."
+    return text
 
 
 def _losing_words(
