@@ -76,7 +76,7 @@ def plan(
     live: Annotated[
         str, typer.Option(metavar="URL", help="Watch the cluster with this admin address, and compare its placement.")
     ] = "",
-    window: Annotated[float, typer.Option(max=86400, help="Seconds to watch it.")] = 60.0,
+    window: Annotated[float, typer.Option(help="Seconds to watch it.")] = 60.0,
     hysteresis: Annotated[float, typer.Option(min=0, help="Gain in goodput that is worth a change.")] = 0.1,
 ) -> int:
     """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
