@@ -11,8 +11,8 @@ TPOT within 5 %; beyond it attainment only. Saturation is what a simulated close
 completes.
 
 What HTTP, gRPC and step loops take is measured once, on a cluster with nothing else to do, and is the simulator's
-`Overheads`. A run fails itself where the router or the generator used more than 70 % of a core, or where the generator
-was late.
+`Overheads`. A run fails itself where the router or the generator used more than 70 % of a core, where the generator was
+late, or where the machine was more than half busy: emulated steps then end late, which no simulator knows of.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, Figures, Limits
@@ -58,6 +59,8 @@ LOGNORMAL = Workload(
         )
     ),
 )
+MAX_MACHINE_SHARE = 0.5
+"""Of all cores together. An emulated cluster hardly uses any."""
 NUM_PROBES = 16
 PROBE_GAP_S = 0.12
 """Between requests that find the cluster idle: longer than each takes."""
@@ -72,6 +75,8 @@ class RateResult:
     agreement: Agreement
     cpu_shares: dict[str, float]
     """Of one core: the generator, the router, the busiest worker of each role."""
+    machine_share: float
+    """Of all cores together, whatever ran on them."""
     failures: list[str]
     """Where the two do not agree."""
     invalid: list[str]
@@ -97,7 +102,9 @@ class Comparison:
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> RateResult:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
         before_s, began_s = self._cluster.cpu_seconds(), time.monotonic()
+        psutil.cpu_percent()  # begins the interval of the next call
         measured = self._measure(requests)
+        machine_share = psutil.cpu_percent() / 100
         lasted_s, after_s = time.monotonic() - began_s, self._cluster.cpu_seconds()
         cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
         agreement = Agreement(
@@ -108,8 +115,9 @@ class Comparison:
             share_of_saturation=share,
             agreement=agreement,
             cpu_shares={"generator": measured.health.cpu_share, **cpu_shares},
+            machine_share=machine_share,
             failures=agreement.failures(Limits(), attainment_only=share > 1),
-            invalid=invalid_reasons(measured, cpu_shares["router"]),
+            invalid=invalid_reasons(measured, cpu_shares["router"], machine_share),
         )
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
@@ -119,11 +127,13 @@ class Comparison:
         return simulate(MODEL, self._layout, requests, slo=SLO, overheads=self.overheads).times
 
 
-def invalid_reasons(measured: Measurement, router_cpu_share: float) -> list[str]:
+def invalid_reasons(measured: Measurement, router_cpu_share: float, machine_share: float) -> list[str]:
     """Why a measurement does not count, a line each."""
     reasons = measured.health.problems()
     if router_cpu_share > MAX_CPU_SHARE:
         reasons.append(f"the router used {router_cpu_share:.0%} of a core: use a larger --time-scale")
+    if machine_share > MAX_MACHINE_SHARE:
+        reasons.append(f"the machine was {machine_share:.0%} busy: run it alone")
     if measured.errors:
         reasons.append(f"{measured.errors.total()} requests failed: {next(iter(measured.errors))}")
     return reasons
@@ -160,7 +170,8 @@ def _line(result: RateResult) -> str:
     return (
         f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: attainment "
         f"{agreement.measured.attainment:.1%} measured, {agreement.simulated.attainment:.1%} simulated; {errors}; "
-        f"cores: {cpu}" + "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
+        f"cores: {cpu}; machine {result.machine_share:.0%}"
+        + "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
     )
 
 
@@ -171,6 +182,7 @@ def _as_dict(result: RateResult) -> dict[str, object]:
         "rate": round(result.rate, 3),
         "agreement": result.agreement.as_dict(),
         "cpu_shares": {name: round(share, 3) for name, share in result.cpu_shares.items()},
+        "machine_share": round(result.machine_share, 3),
     }
 
 
