@@ -1,0 +1,96 @@
+"""How long does a plan take? The search's wall-clock time for Llama-3-70B on four hosts of eight H100.
+
+    python -m pdserve.bench.plan_speed [--nodes 4] [--processes 4] [--workload chat] [--json FILE]
+
+Beside it is a figure of DistServe's search for OPT-13B on two hosts of eight GPUs, 208 layouts of one prefill and one
+decode instance, measured before on a machine of the same kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.model.hardware import hardware
+from pdserve.model.shape import ModelShape
+from pdserve.planner.layout import PlannedModel
+from pdserve.planner.plan import Effort, Question, Supply
+from pdserve.planner.presets import preset
+from pdserve.planner.search import find_plan
+
+DISTSERVE = {"layouts": 208, "elapsed_s": 371}
+
+LLAMA_3_70B = PlannedModel(
+    name="Llama-3-70B",
+    shape=ModelShape.from_hf_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        }
+    ),
+)
+
+
+def measure(
+    num_nodes: int, num_processes: int, workload_name: str, effort: Effort, devices_per_node: int = 8
+) -> dict[str, Any]:
+    """What is kept of one plan."""
+    workload = preset(workload_name)
+    question = Question(
+        model=LLAMA_3_70B,
+        slo=workload.slo or SloConfig(),
+        fleet=(Supply(hardware=hardware("h100-sxm"), num_nodes=num_nodes, devices_per_node=devices_per_node),),
+        effort=effort,
+    )
+    plan = find_plan(question, workload, num_processes=num_processes)
+    return {
+        "devices": num_nodes * devices_per_node,
+        "workload": workload.name,
+        "processes": num_processes,
+        "layouts": plan.screening.num_layouts,
+        "simulated_layouts": plan.screening.num_simulated,
+        "simulated_requests": plan.screening.num_requests,
+        "elapsed_s": round(plan.elapsed_s, 2),
+        "best": str(plan.best.layout),
+        "requests_per_s": round(plan.best.rate, 2),
+        "verdict": plan.verdict.text,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=4, help="hosts of eight GPUs")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--workload", default="chat", help="a preset")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    arguments = parser.parse_args()
+    result = measure(arguments.nodes, arguments.processes, arguments.workload, Effort())
+    Console().print(
+        f"{result['layouts']} layouts, {result['simulated_requests']:,} simulated requests: {result['elapsed_s']} s "
+        f"(DistServe's search: {DISTSERVE['elapsed_s']} s for {DISTSERVE['layouts']}). {result['verdict']}"
+    )
+    report = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        **result,
+        "distserve": DISTSERVE,
+        "num_cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from pdserve.bench.plan_speed import measure
+from pdserve.planner.plan import Effort
+
+
+def test_a_plan_is_timed_and_counted() -> None:
+    effort = Effort(screen_requests=30, final_requests=40, seeds=(0,), num_screened=2, num_finalists=1, tolerance=0.3)
+    result = measure(1, 1, "chat", effort, devices_per_node=4)
+    assert result["devices"] == 4
+    assert result["simulated_layouts"] >= 1
+    assert result["simulated_requests"] > 0
+    assert result["elapsed_s"] > 0
+    assert result["requests_per_s"] > 0
