@@ -72,9 +72,14 @@ class _Target:
 
 def compile_launch(launch: Launch) -> list[Compiled]:
     """Compile the kernels of a launch."""
+    return [_measure(kernel) for kernel in compiled_kernels(launch)]
+
+
+def compiled_kernels(launch: Launch) -> list[Any]:
+    """Those of Triton's own type; the same object where a launch before needed the same."""
     with _compiling() as kernels:
         launch.run()
-    return [_measure(kernel) for kernel in kernels]
+    return kernels
 
 
 @contextmanager
@@ -108,16 +113,33 @@ def _measure(kernel: Any) -> Compiled:
     return Compiled(registers, stack, kernel.metadata.shared, "wgmma" in kernel.asm["ptx"])
 
 
+def launches_of_a_step(new_tokens: tuple[int, ...]) -> list[Launch]:
+    """Those of one model that depend on the batch."""
+    attention = _Attention(_BF16, _BF16, 128, new_tokens=new_tokens)
+    return [
+        attention.launch("prefill_attention", prefill_attention),
+        attention.launch("decode_attention", decode_attention),
+        _rope_launch(_BF16, _BF16, 128, new_tokens),
+    ]
+
+
 def launches() -> list[Launch]:
     """Every kind of launch of every kernel: dtypes, head dims, and rules that make other code."""
     attentions = [
-        *(_Attention(dtype, dtype, dim) for dtype in (_BF16, _FP16) for dim in (64, 128)),
-        *(_Attention(_BF16, pool_dtype, dim) for pool_dtype in (_BF16, _INT8) for dim in (80, 256)),
-        _Attention(_BF16, _INT8, 64),
-        _Attention(_BF16, _INT8, 128),
+        *(_Attention(_BF16, _BF16, dim) for dim in (64, 128, 256)),
+        *(_Attention(_BF16, _INT8, dim) for dim in (64, 80, 128, 256)),
         *(_Attention(_FP32, _FP32, dim) for dim in (64, 128, 256)),
+        _Attention(_FP16, _FP16, 128),
         _Attention(_BF16, _BF16, 128, window=4096),
         _Attention(_BF16, _BF16, 256, window=4096, softcap=50.0),
+    ]
+    batches = [
+        _Attention(_BF16, _BF16, 128, new_tokens=(1,) * 1000),
+        *(
+            _Attention(_BF16, pool_dtype, dim, new_tokens=(8,) * 3)
+            for pool_dtype in (_BF16, _INT8)
+            for dim in (128, 256)
+        ),
     ]
     kernels: dict[str, Callable[..., None]] = {
         "prefill_attention": prefill_attention,
@@ -125,6 +147,7 @@ def launches() -> list[Launch]:
     }
     return [
         *(attention.launch(name, attend) for name, attend in kernels.items() for attention in attentions),
+        *(attention.launch("decode_attention", decode_attention) for attention in batches),
         *(_pointwise_launch(dtype) for dtype in (_BF16, _FP16, _FP32)),
         *(_rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, _INT8)),
         _rope_launch(_FP16, _FP16, 64),
@@ -141,13 +164,15 @@ class _Attention:
     head_dim: int
     window: int = 0
     softcap: float = 0.0
+    new_tokens: tuple[int, ...] = (3, 2)
 
     def launch(self, name: str, attend: Callable[..., None]) -> Launch:
         kv_pool = _pool(self.pool_dtype, self.head_dim)
-        metadata = AttentionMetadata.build([3, 2], [0, 0], [[0], [1]], num_blocks=2, block_size=16)
-        q_TND = torch.zeros(5, 8, self.head_dim, dtype=self.dtype)
+        metadata = _metadata(self.new_tokens)
+        q_TND = torch.zeros(metadata.num_tokens, 8, self.head_dim, dtype=self.dtype)
         rule = AttentionRule(scale=0.1, window=self.window, softcap=self.softcap)
         words = f"{name} {self.dtype} over {self.pool_dtype} D{self.head_dim}".replace("torch.", "")
+        words += f" {len(self.new_tokens)} rows of {self.new_tokens[0]}" * (len(self.new_tokens) > 2)
         words += " window" * bool(self.window) + " softcap" * bool(self.softcap)
         run = partial(attend, q_TND, q_TND.clone(), kv_pool, 0, metadata, rule)
         return Launch(words, run, is_wgmma=self.dtype != _FP32 and attend is prefill_attention)
@@ -165,14 +190,16 @@ def _pointwise_launch(dtype: torch.dtype) -> Launch:
     return Launch(f"rms_normalise and gates {dtype}".replace("torch.", ""), run)
 
 
-def _rope_launch(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> Launch:
+def _rope_launch(
+    dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int, new_tokens: tuple[int, ...] = (3, 2)
+) -> Launch:
     """The rotary write with norms."""
-    metadata = AttentionMetadata.build([3, 2], [0, 0], [[0], [1]], num_blocks=2, block_size=16)
+    metadata = _metadata(new_tokens)
     weight_D = torch.zeros(head_dim, dtype=dtype)
-    angles_TC = torch.zeros(5, head_dim // 2)
+    angles_TC = torch.zeros(metadata.num_tokens, head_dim // 2)
     run = partial(
         rope_and_write_kv,
-        torch.zeros(5, 12, head_dim, dtype=dtype),
+        torch.zeros(metadata.num_tokens, 12, head_dim, dtype=dtype),
         angles_TC,
         angles_TC,
         _pool(pool_dtype, head_dim),
@@ -181,6 +208,11 @@ def _rope_launch(dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> 
         QkNorm(weight_D, weight_D, 1e-5),
     )
     return Launch(f"rope_and_write_kv {dtype} over {pool_dtype} D{head_dim}".replace("torch.", ""), run)
+
+
+def _metadata(new_tokens: tuple[int, ...]) -> AttentionMetadata:
+    num_rows = len(new_tokens)
+    return AttentionMetadata.build(new_tokens, [0] * num_rows, [[0]] * num_rows, num_blocks=2, block_size=16)
 
 
 def _pool(dtype: torch.dtype, head_dim: int) -> KvPool:

@@ -42,7 +42,10 @@ def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     """For `pdserve.kernels.triton_decode_attention`, whose rows are few."""
     if q_TND.dtype == torch.float32:
         return AttentionTile(16, 16, 4, 2)
-    return AttentionTile(16, 64, 4, 3) if kv_pool.shape.head_dim <= 128 else AttentionTile(16, 32, 4, 3)
+    head_dim = kv_pool.shape.head_dim
+    if kv_pool.dtype == torch.int8 and head_dim > 64:
+        return AttentionTile(16, 32, 4, 4) if head_dim <= 128 else AttentionTile(16, 16, 4, 4)
+    return AttentionTile(16, 64, 4, 3) if head_dim <= 128 else AttentionTile(16, 32, 4, 3)
 
 
 class KvSplit(NamedTuple):

@@ -22,7 +22,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton_configs import AttentionTile, KvSplit, decode_tile, kv_split
-from pdserve.kernels.triton_flash import attend, check_queries, pool_arguments, score_constants
+from pdserve.kernels.triton_flash import METADATA_POINTERS, attend, check_queries, pool_arguments, score_constants
 
 
 def decode_attention(
@@ -105,7 +105,7 @@ _UNSPECIALISED = ["num_rows", "max_new_tokens", "window", "num_chunks_wanted"]
 """Numbers that change from step to step: another value must not mean another compilation."""
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(do_not_specialize=_UNSPECIALISED, do_not_specialize_on_alignment=METADATA_POINTERS)
 def _chunk_kernel(
     q_ptr: tl.tensor,
     o_ptr: tl.tensor,
@@ -212,7 +212,7 @@ def _chunk_kernel(
         tl.store(lse_ptr + query_M, max_M + tl.log2(sum_M), mask=is_row_M)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(do_not_specialize=_UNSPECIALISED, do_not_specialize_on_alignment=METADATA_POINTERS)
 def _merge_kernel(
     o_ptr: tl.tensor,
     partial_ptr: tl.tensor,

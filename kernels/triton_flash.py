@@ -20,6 +20,8 @@ import triton.language as tl
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import AttentionRule
 
+METADATA_POINTERS = ["query_starts_ptr", "kv_lengths_ptr", "block_starts_ptr", "block_ids_ptr", "positions_ptr"]
+"""They point into one tensor, at other places in every step: alignment must not mean another compilation."""
 _LOG2_E = math.log2(math.e)
 
 

@@ -23,7 +23,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton_configs import AttentionTile, prefill_tile
-from pdserve.kernels.triton_flash import attend, check_queries, pool_arguments, score_constants
+from pdserve.kernels.triton_flash import METADATA_POINTERS, attend, check_queries, pool_arguments, score_constants
 
 
 def prefill_attention(
@@ -85,7 +85,9 @@ def prefill_attention(
 _LN_2 = tl.constexpr(math.log(2))
 
 
-@triton.jit(do_not_specialize=["num_rows", "min_new_tokens", "window"])
+@triton.jit(
+    do_not_specialize=["num_rows", "min_new_tokens", "window"], do_not_specialize_on_alignment=METADATA_POINTERS
+)
 def _prefill_kernel(
     q_ptr: tl.tensor,
     o_ptr: tl.tensor,

@@ -18,7 +18,7 @@ import triton.language as tl
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import QkNorm
-from pdserve.kernels.triton_flash import pool_arguments
+from pdserve.kernels.triton_flash import METADATA_POINTERS, pool_arguments
 
 _HEADS = 8
 
@@ -64,7 +64,7 @@ def rope_and_write_kv(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=METADATA_POINTERS)
 def _rope_kernel(
     qkv_ptr: tl.tensor,
     cos_ptr: tl.tensor,

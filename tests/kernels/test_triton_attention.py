@@ -14,7 +14,7 @@ from tests.kernels.paged_batch import LAYER, Row, make_batch, reference_attentio
 @pytest.mark.parametrize(
     ("rows", "launches"),
     [
-        ((Row(40, 1), Row(3, 8)), ["decode"]),
+        ((Row(0, 8), Row(3, 8)), ["decode"]),
         ((Row(0, 9), Row(20, 12)), ["prefill"]),
         ((Row(20, 9), Row(40, 1), Row(0, 8)), ["decode", "prefill"]),
     ],
