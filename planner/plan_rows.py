@@ -55,7 +55,7 @@ def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
     per_hour = candidate.dollars_per_hour
     return (
         str(rank),
-        layout_words(candidate),
+        layout_words(plan, candidate),
         str(candidate.layout.num_devices),
         ("~" if candidate.is_estimated else "") + wording.number(candidate.rate),
         _interval(candidate),
@@ -67,12 +67,12 @@ def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
     )
 
 
-def layout_words(candidate: Candidate) -> str:
-    """The layout, with the chunk budget of colocated workers, and with the kinds of GPU where they differ."""
+def layout_words(plan: Plan, candidate: Candidate) -> str:
+    """The layout, with the chunk budget of colocated workers, and with the GPUs where the fleet has several kinds."""
     pools = list(candidate.layout.pools)
     chunk = f", chunk {candidate.layout.mixed.max_batch_tokens}" if candidate.layout.mixed is not None else ""
-    kinds = {pool.hardware.name for pool in pools}
-    where = f" on {' and '.join(pool.hardware.name for pool in pools)}" if len(kinds) > 1 else ""
+    kinds = " and ".join(dict.fromkeys(pool.hardware.name for pool in pools))
+    where = f" on {kinds}" if len(plan.question.fleet) > 1 else ""
     apart = "" if candidate.layout.is_colocated or candidate.layout.same_host else ", across hosts"
     return f"{candidate.layout}{chunk}{where}{apart}"
 

@@ -22,8 +22,8 @@ from pdserve.planner.plan_rows import (
     screening_words,
 )
 
-_WIDE = 120
-"""Columns of a terminal that has room for details."""
+_GAP = 2
+"""Between columns."""
 
 
 def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
@@ -56,11 +56,14 @@ def _print_heading(console: Console, text: str) -> None:
 
 def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> Table:
     """Without details where they would not fit on a line."""
-    shown = [index for index, column in enumerate(columns) if width >= _WIDE or not column.is_detail]
+    cells = list(rows)
+    widths = [max(map(len, (column.heading, *texts))) for column, *texts in zip(columns, *cells, strict=True)]
+    is_wide = sum(widths) + _GAP * (len(widths) - 1) <= width
+    shown = [index for index, column in enumerate(columns) if is_wide or not column.is_detail]
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index in shown:
         column = columns[index]
-        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
-    for row in rows:
+        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=column.is_number)
+    for row in cells:
         table.add_row(*(escape(row[index]) for index in shown))
     return table

@@ -5,7 +5,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from pdserve.planner.plan import Plan
+from pdserve.model.hardware import hardware
+from pdserve.planner.plan import Plan, Supply
 from pdserve.planner.tables import print_plan
 from tests.planner.plans import a_plan
 
@@ -34,6 +35,14 @@ def test_a_narrow_terminal_is_spared_the_details() -> None:
     lines = [" ".join(line.split()) for line in printed(a_plan(), width=80).splitlines()]
     assert "1 1 x P(TP1) + 1 x D(TP1) 2 16.0 14.4 - 17.6 8.00 $2.08" in lines
     assert "decode 1 x TP1, h100-sxm 16.0 GB 56.0 GB 256 70 % 10 %" in lines
+
+
+def test_a_fleet_of_several_kinds_says_which_a_layout_takes() -> None:
+    plan = a_plan()
+    fleet = (*plan.question.fleet, Supply(hardware=hardware("h200")))
+    said = " ".join(printed(replace(plan, question=replace(plan.question, fleet=fleet)), width=200).split())
+    assert "1 x P(TP1) + 1 x D(TP1) on h100-sxm 2" in said
+    assert "on h100-sxm" not in printed(plan)
 
 
 def test_what_was_simulated_briefly_is_marked() -> None:
