@@ -11,7 +11,7 @@ from pdserve.kernels.triton_gate import gate
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("num_features", [2, 200, 2048, 3000])
+@pytest.mark.parametrize("num_features", [2, 200, 3000])
 def test_matches_the_definition(dtype: torch.dtype, activation: str, num_features: int) -> None:
     gate_up_TF = (4 * torch.randn(3, num_features)).to(dtype)
     gate_up_TF[0, :2] = torch.tensor([100.0, -100.0])

@@ -78,12 +78,12 @@ def test_half_precision(dtype: torch.dtype, pool_dtype: str) -> None:
     assert_matches(batch, rule_of(batch, window=9, softcap=20.0), dtype=dtype)
 
 
-@pytest.mark.parametrize("head_dim", [24, 64, 80, 256])
+@pytest.mark.parametrize("head_dim", [24, 80, 256])
 def test_head_dims(head_dim: int) -> None:
     assert_matches(make_batch((Row(17, 3), Row(0, 9)), head_dim=head_dim, num_kv_heads=1))
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 20, 32])
+@pytest.mark.parametrize("block_size", [1, 20, 32])
 def test_any_block_size(block_size: int) -> None:
     rows = (Row(block_size - 1, 1), Row(block_size, 1), Row(0, block_size + 1), Row(2 * block_size + 1, 3))
     batch = make_batch(rows, block_size=block_size, num_kv_heads=1, head_dim=16)
@@ -97,7 +97,7 @@ def test_a_long_chunk_beside_single_tokens(tile: tuple[int, int]) -> None:
     assert_matches(batch, tile=AttentionTile(*tile, num_warps=4, num_stages=1))
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 1000])
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 33])
 def test_a_window_ends_anywhere_and_nothing_before_it_is_read(window: int) -> None:
     batch = make_batch((Row(90, 1), Row(70, 25), *MIXED[:3]), group=3, num_kv_heads=1, head_dim=16)
     for row, table in zip(batch.rows, batch.block_tables, strict=True):
@@ -107,7 +107,7 @@ def test_a_window_ends_anywhere_and_nothing_before_it_is_read(window: int) -> No
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
-@pytest.mark.parametrize("spread", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("spread", [1.0, 100.0])
 def test_softcap(softcap: float, spread: float) -> None:
     batch = make_batch(MIXED[:4], spread=spread, num_kv_heads=1, head_dim=16)
     assert_matches(batch, rule_of(batch, softcap=softcap))
