@@ -10,7 +10,8 @@ requests and the hardware file. p50 and p90 of TTFT and TPOT must agree within 1
 
 Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
 does, of which neither profile nor simulator know. The generator runs on the cores of no worker. What HTTP, gRPC and the
-step loops take is measured once, one request at a time, and is the simulator's `Overheads`.
+step loops take is measured once, one request at a time, and is the simulator's `Overheads`. A load during which other
+programs used more than a tenth of the machine does not count.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,11 +32,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, Figures, Limits
 from pdserve.bench.calibration import overheads_between, saturation
-from pdserve.bench.cluster import running_cluster
+from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import Measurement, measure_load
 from pdserve.bench.shapes import SHAPES
 from pdserve.contracts.deployment import SloConfig
@@ -63,6 +66,8 @@ WORKLOAD = Workload(
         )
     ),
 )
+MAX_FOREIGN_SHARE = 0.1
+"""Of all cores together, by programs other than the cluster and the generator."""
 NUM_PROBES = 24
 PROBE_GAP_S = 0.6
 """Between requests that find the cluster idle: longer than each takes."""
@@ -77,6 +82,8 @@ class LoadResult:
     share_of_saturation: float
     agreement: Agreement
     generator_cpu_share: float
+    foreign_cpu_share: float
+    """Of all cores together, what was neither the cluster nor the generator."""
     failures: list[str]
     """Where the two do not agree."""
     invalid: list[str]
@@ -86,8 +93,8 @@ class LoadResult:
 class Comparison:
     """A running cluster and its simulation."""
 
-    def __init__(self, url: str, model: PlannedModel, layout: Layout) -> None:
-        self._url = url
+    def __init__(self, cluster: RunningCluster, model: PlannedModel, layout: Layout) -> None:
+        self._cluster = cluster
         self._model = model
         self._layout = layout
         self.overheads = NO_OVERHEADS
@@ -110,26 +117,46 @@ class Comparison:
 
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> LoadResult:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
+        before_s, began_s = foreign_cpu_s(self._cluster.pid), time.monotonic()
         measured = self._measure(requests)
+        foreign_s = foreign_cpu_s(self._cluster.pid) - before_s
+        foreign_share = max(0.0, foreign_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
         simulated = self._simulate(requests)
         agreement = Agreement(measured=Figures.of(measured.times, SLO), simulated=Figures.of(simulated, SLO))
         invalid = measured.health.problems()
         if measured.errors:
             invalid.append(f"{measured.errors.total()} requests failed: {next(iter(measured.errors))}")
+        if foreign_share > MAX_FOREIGN_SHARE:
+            invalid.append(f"other programs used {foreign_share:.0%} of the machine: run it alone")
         return LoadResult(
             rate=rate,
             share_of_saturation=share,
             agreement=agreement,
             generator_cpu_share=measured.health.cpu_share,
+            foreign_cpu_share=round(foreign_share, 3),
             failures=agreement.failures(replace(LIMITS, attainment_points=100.0)),
             invalid=invalid,
         )
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
-        return measure_load(self._url, requests, vocab_size=self._model.shape.vocab_size, temperature=1.0)
+        return measure_load(self._cluster.url, requests, vocab_size=self._model.shape.vocab_size, temperature=1.0)
 
     def _simulate(self, requests: list[SimulatedRequest]) -> RequestTimes:
         return simulate(self._model, self._layout, requests, slo=SLO, overheads=self.overheads).times
+
+
+def foreign_cpu_s(cluster_pid: int) -> float:
+    """CPU seconds that this machine has spent so far on all but this process and the cluster."""
+    spent = psutil.cpu_times()
+    own_s = 0.0
+    cluster = psutil.Process(cluster_pid)
+    for process in {psutil.Process(), cluster, *cluster.children(recursive=True)}:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue  # it has just ended
+        own_s += times.user + times.system
+    return float(sum(spent) - spent.idle - spent.iowait) - own_s
 
 
 def turn_between(measured: RequestTimes, simulated: RequestTimes) -> float:
@@ -207,7 +234,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
         devices = read_hardware_file(profile)
         model, layout = served(folder, arguments.dtype, devices)
         with running_cluster(deployment(folder, arguments.dtype, profile)) as cluster, beside_workers(layout):
-            comparison = Comparison(cluster.url, model, layout)
+            comparison = Comparison(cluster, model, layout)
             comparison.measure_overheads()
             overheads_s = asdict(comparison.overheads)
             console.print("overheads, ms:", {name: round(value * 1e3, 3) for name, value in overheads_s.items()})

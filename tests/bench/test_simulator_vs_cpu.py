@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdserve.bench.calibration import saturation
-from pdserve.bench.simulator_vs_cpu import KV_BYTES, SLO, WORKLOAD, deployment, served, turn_between
+from pdserve.bench.simulator_vs_cpu import KV_BYTES, SLO, WORKLOAD, deployment, foreign_cpu_s, served, turn_between
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
@@ -69,3 +71,14 @@ def test_loads_below_saturation_are_kept_up_with(cluster: tuple[PlannedModel, La
     times = simulate(model, layout, WORKLOAD.draw(300).at_rate(0.7 * rate), slo=SLO).times
     residence_s = times.last_token_s - times.arrived_s
     assert np.median(residence_s[-50:]) < 3 * np.median(residence_s[:100])
+
+
+def test_what_others_compute_is_told_from_what_is_ours() -> None:
+    before_s, began_s = foreign_cpu_s(os.getpid()), time.monotonic()
+    own_before_s = time.process_time()
+    while time.process_time() - own_before_s < 0.3:
+        pass
+    ours_s = time.process_time() - own_before_s
+    foreign_s = foreign_cpu_s(os.getpid()) - before_s
+    all_cores_s = (os.cpu_count() or 1) * (time.monotonic() - began_s)
+    assert -0.2 < foreign_s < all_cores_s - ours_s + 0.2
