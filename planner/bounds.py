@@ -238,8 +238,9 @@ class BoundBook:
         for _ in range(16):
             utilisation = (low + high) / 2
             wait_s = mean_wait_s(utilisation / mean_s, service_s)
-            # One prompt in ``utilisation`` waits; with several workers to go to, so many times shorter.
-            tail_s = wait_s / utilisation / pool.replicas
+            # One prompt in ``utilisation`` waits, also where other workers are idle: what a worker has begun is no
+            # part of the queue by which the router chooses.
+            tail_s = wait_s / utilisation
             spare_s = slo.ttft_seconds - service_s
             late = np.where(spare_s < 0, 1.0, utilisation * np.exp(-np.maximum(spare_s, 0.0) / tail_s))
             if 1 - float(late.mean()) >= slo.attainment:

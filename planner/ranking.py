@@ -66,8 +66,8 @@ class Ranking:
 
 
 def of_both_kinds(ranked: Sequence[Entry], count: int) -> list[Entry]:
-    """The first ``count``, of either kind, colocated or not, a quarter at least, as far as there are so many."""
-    num_each = max(1, count // 4)
+    """The first ``count``, half of either kind, colocated or not, as far as there are so many."""
+    num_each = max(1, count // 2)
     kinds = [[entry for entry in ranked if entry.layout.is_colocated is kind] for kind in (False, True)]
     assured = [entry for kind in kinds for entry in kind[:num_each]]
     others = [entry for entry in ranked if entry not in assured]

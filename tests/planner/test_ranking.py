@@ -50,6 +50,6 @@ def test_a_choice_has_some_of_both_kinds() -> None:
     together = [an_entry(colocated(n), float(n)) for n in range(1, 9)]
     apart = [an_entry(disaggregated(n, n), n / 100) for n in range(1, 9)]
     chosen = of_both_kinds(together + apart, 8)
-    assert chosen == together[:6] + apart[:2]
+    assert chosen == together[:4] + apart[:4]
     assert of_both_kinds(together, 3) == together[:3]
     assert of_both_kinds(apart[:1], 3) == apart[:1]
