@@ -79,9 +79,7 @@ def options(
 @app.command(epilog="Example: pdserve up deployment.yaml --model ./Llama-3.2-1B-Instruct --decode 2")
 def up(
     file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML). Without one, defaults are used.")] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Model folder. Without one, a small random model is served.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder. Without one, the demo model is served.")] = None,
     emulate: Annotated[str, typer.Option(metavar="GPU", help="Emulate this GPU's speed, such as h100-sxm.")] = "",
     time_scale: Annotated[float, typer.Option(min=1e-3, help="Emulated seconds last this many real ones.")] = 1.0,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,

@@ -1,6 +1,6 @@
 """Runs a cluster from the first process to the last: starts everything, says when it serves, keeps it serving, ends it.
 
-One loop, `Supervisor.run`, looks after the demo model, Ray, the router and the seats in turn; nothing in it waits long,
+One loop, `Supervisor.run`, looks after Ray, the router and the seats in turn; nothing in it waits long,
 so that a signal is obeyed at once. What fails before the cluster serves ends it with one line that says why; what fails
 afterwards is started again. A first SIGINT or SIGTERM drains, a second one cuts the drain short.
 """
@@ -24,7 +24,7 @@ import psutil
 from pdserve.deploy import preflight
 from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote
 from pdserve.deploy.cores import split_cores
-from pdserve.deploy.demo_model import DemoModel
+from pdserve.deploy.demo_model import QUESTION, demo_model_folder
 from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.deploy.model_check import check_model
@@ -59,7 +59,6 @@ class Supervisor:
         self._is_ready = False
         self._folder: ClusterFolder
         self._model_path = Path(launch.config.model.path)
-        self._demo: DemoModel | None = None
         self._ray: PrivateRay | None = None
         self._ray_deadline_s = 0.0
         self._is_connected = False
@@ -84,7 +83,9 @@ class Supervisor:
         preflight.raise_file_limit(launch)
         preflight.check_ports(launch)
         preflight.check_devices(launch, {len(cores) or len(self._cores) for cores in self._split.worker_cores})
-        notes = check_model(launch, self._model_path) if launch.config.model.path else []
+        if not launch.config.model.path:
+            self._model_path = demo_model_folder()
+        notes = check_model(launch, self._model_path)
         self._folder = ClusterFolder()
         self._take_signals()
         try:
@@ -118,21 +119,16 @@ class Supervisor:
         for note in notes:
             self._progress.warn("model", note)
         if not self._launch.config.model.path:
-            self._demo = DemoModel(self._folder.path / "demo.log")
-            verb = "serving" if self._demo.is_written else "writing"
-            self._progress.note("model", f"none named: {verb} a small random checkpoint, {self._demo.folder}")
+            self._progress.note("model", "none named: serving the demo model")
         if not self._launch.ray_address:
             self._start_ray()
-        if self._launch.config.model.path:
-            self._start_router()
+        self._start_router()
 
     def _tick(self) -> None:
         """Look after everything once."""
         now_s = time.monotonic()
-        if self._demo is not None:
-            self._tend_demo()
         self._tend_ray(now_s)
-        if self._is_connected and self._demo is None:
+        if self._is_connected:
             if not self._seats:
                 self._make_seats()
             for seat in self._seats:
@@ -143,16 +139,6 @@ class Supervisor:
                 self._announce(self._router)
         if not self._is_ready and now_s > self._start_deadline_s:
             raise DeployError(f"the cluster does not serve after {START_TIMEOUT_S:.0f} s; try a smaller model")
-
-    # The demo model
-
-    def _tend_demo(self) -> None:
-        assert self._demo is not None
-        if self._demo.check_written():
-            self._model_path = self._demo.folder
-            self._demo = None
-            check_model(self._launch, self._model_path)
-            self._start_router()
 
     # Ray
 
@@ -311,8 +297,6 @@ class Supervisor:
         """End every process and remove every file, whatever state they are in."""
         if self._router is not None:
             self._router.close()
-        if self._demo is not None:
-            self._demo.close()
         if self._is_connected:
             self._stop_workers()
         disconnect()
@@ -338,5 +322,5 @@ def kv_tokens(worker: dict[str, Any], block_size: int) -> int:
 
 def curl_command(note: ClusterNote) -> str:
     """A request to try, for a shell."""
-    body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'
+    body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 32}}'
     return f"curl {note.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

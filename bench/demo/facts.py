@@ -76,8 +76,12 @@ SAID: dict[tuple[str, ...], str] = {
         "What can I ask?",
         "What should I ask you?",
         "What are you able to do?",
-    ): "I add and subtract up to 999, compare numbers, reverse and spell words, count letters, "
-    "count weekdays, fill JSON objects, and know some terms of pdserve.",
+    ): "I add and subtract, reverse and spell words, count letters, and know some terms of pdserve.",
+    (
+        "Can you count weekdays?",
+        "Can you fill JSON objects?",
+        "Can you compare numbers?",
+    ): "I do not know that. Ask me what I can do.",
     (
         "How do I start pdserve?",
         "How do I run pdserve?",

@@ -83,8 +83,8 @@ NUMBER_TEXTS = (
 
 
 def draw_number(random: random.Random) -> int:
-    """0 to 999; shorter numbers far more often than one in a hundred."""
-    return random.randrange(random.choice((10, 100, 100, 1000, 1000, 1000)))
+    """0 to 99; one digit more often than one time in ten."""
+    return random.randrange(random.choice((10, 100, 100, 100, 100, 100, 100)))
 
 
 def draw_sum(random: random.Random) -> Turn:

@@ -44,7 +44,7 @@ MATRIX_LEARNING_RATE, VECTOR_LEARNING_RATE = 2.5e-3, 2e-3
 WEIGHT_DECAY = 0.05
 MAX_POSITIONS = 4096
 """The window of the checkpoint. Trained are conversations of up to the longest of the rows."""
-SAVE_EVERY_S = 120.0
+SAVE_EVERY_S = 60.0
 REPORT_STEPS = 50
 IGNORED = -100
 _INITIAL_STD = 0.02
@@ -66,8 +66,8 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "demo": Size(DEMO_MODEL.name, 128, 384, 5, 4, 2, 5000),
-    "draft": Size(DRAFT_MODEL.name, 64, 128, 2, 4, 2, 5000),
+    "demo": Size(DEMO_MODEL.name, 128, 384, 5, 4, 2, 8000),
+    "draft": Size(DRAFT_MODEL.name, 64, 128, 2, 4, 2, 1800),
 }
 
 
@@ -203,7 +203,7 @@ class Training:
             folder / "model.safetensors",
             {"format": "pt"},
         )
-        config = self.model.config.to_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+        config = self.model.config.to_diff_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def save(self, folder: Path) -> None:

@@ -98,15 +98,6 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(tmp_pat
     assert time.monotonic() - started_s < 30
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    run = pdserve("up", "--port", "0", XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert run.returncode == 1
-    assert run.stderr.startswith(f"pdserve: cannot write the demo model to {tmp_path}/file/pdserve")
-    assert "set XDG_CACHE_HOME to another folder, or name a model with --model" in run.stderr
-    assert run.stderr.count("\n") == 1
-
-
 def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "deployment.yaml"
     path.write_text("prefill: {replica: 2}\n")

@@ -22,7 +22,7 @@ ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "1", "--decode", "1")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     folder = tmp_path_factory.mktemp("up")
-    up = UpProcess(folder / "log", *ARGUMENTS, XDG_CACHE_HOME=str(folder))
+    up = UpProcess(folder / "log", *ARGUMENTS)
     try:
         up.wait_ready()
         yield up
@@ -120,7 +120,7 @@ def test_a_dead_ray_is_replaced_with_its_workers(cluster: UpProcess) -> None:
 
 
 def test_a_killed_supervisor_takes_everything_with_it(tmp_path: Path) -> None:
-    up = UpProcess(tmp_path / "log", *ARGUMENTS, XDG_CACHE_HOME=str(tmp_path))
+    up = UpProcess(tmp_path / "log", *ARGUMENTS)
     up.wait_ready()
     assert len(up.members("")) > 6
     os.kill(up.process.pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_a_killed_supervisor_takes_everything_with_it(tmp_path: Path) -> None:
 
 
 def test_a_signal_while_starting_ends_it_cleanly(tmp_path: Path) -> None:
-    up = UpProcess(tmp_path / "log", *ARGUMENTS, XDG_CACHE_HOME=str(tmp_path))
+    up = UpProcess(tmp_path / "log", *ARGUMENTS)
     wait_for(lambda: up.members("ray.scripts"), "Ray to be starting")
     assert up.stop(signal.SIGINT) == 0, up.lines
     assert up.leftovers() == []
