@@ -152,7 +152,7 @@ class _Search:
         self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
         rest = self._contenders()
         while rest:
-            self._screen(rest[:num_more], 0.25, 0.45)
+            self._screen(of_both_kinds(rest, num_more), 0.25, 0.45)
             if any(entry.rate and self._ranking.serves(entry.rate) for entry in self._simulated()):
                 break
             rest = self._contenders()
@@ -178,13 +178,19 @@ class _Search:
                     entry.bounds = replace(entry.bounds, estimate=estimate)
 
     def _contenders(self) -> list[Entry]:
-        """Those that were not simulated and may be better than all that were, the best first."""
-        best = self._ranking.ranked(self._simulated())[0]
+        """Those that were not simulated and may be better than all of their kind that were, the best first: the verdict
+        needs the best of both kinds."""
+        key = self._ranking.key
+        best: dict[bool, Entry] = {}
+        for entry in self._ranking.ranked(self._simulated()):
+            best.setdefault(entry.layout.is_colocated, entry)
         rest = [entry for entry in self._entries if entry.goodput is None and self._ranking.serves(entry.bounds.rate)]
         return [
             entry
             for entry in self._ranking.ranked(rest, _OPTIMISM)
-            if not best.rate or self._ranking.key(entry, entry.rate * _OPTIMISM) < self._ranking.key(best, best.rate)
+            if (rival := best.get(entry.layout.is_colocated)) is None
+            or not rival.rate
+            or key(entry, entry.rate * _OPTIMISM) < key(rival, rival.rate)
         ]
 
     def finish(self) -> None:
