@@ -1,14 +1,12 @@
 """Writes a small random Llama checkpoint with a tokenizer and a chat template.
 
-It is what `pdserve up` serves when no model is named, and what tests compare against transformers. Its answers are
-noise; its files are those of any Hugging Face checkpoint. Written without transformers, whose import takes longer than
-all the rest of a first start.
+Tests compare it against transformers, and benchmarks of speed compute it. Its answers are noise; its files are
+those of any Hugging Face checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -129,7 +127,3 @@ def _weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_random_checkpoint(Path(sys.argv[1]))
