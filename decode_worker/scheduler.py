@@ -353,6 +353,7 @@ class DecodeScheduler:
             num_blocks_cached=load.num_blocks_cached,
             num_blocks_referenced=load.num_blocks_referenced,
             num_waiting_tokens=load.num_waiting_tokens,
+            num_started_tokens=load.num_started_tokens,
             num_context_tokens=load.num_context_tokens + sum([sequence.num_computed for sequence in self._running]),
             num_preemptions=self._num_preemptions,
             num_swap_outs=self._swapping.num_swap_outs,

@@ -136,6 +136,7 @@ def load_to_proto(load: SchedulerLoad) -> worker_pb2.Load:
         num_blocks_cached=load.num_blocks_cached,
         num_blocks_referenced=load.num_blocks_referenced,
         num_waiting_tokens=load.num_waiting_tokens,
+        num_started_tokens=load.num_started_tokens,
         num_context_tokens=load.num_context_tokens,
         num_preemptions=load.num_preemptions,
         num_swap_outs=load.num_swap_outs,

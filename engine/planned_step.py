@@ -21,6 +21,8 @@ class PlannedStep:
     swapped_out: list[Sequence] = field(default_factory=list)
     borrowed_blocks: list[int] = field(default_factory=list)
     """Sources of block copies, with a reference to each until the step has ended."""
+    num_chunk_tokens: int = 0
+    """Tokens of its chunks of prompts."""
     num_forking: int = 0
     """Rows that sample for several choices."""
 
@@ -28,6 +30,7 @@ class PlannedStep:
         """A row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""
         start = sequence.num_computed
         end = start + num_tokens
+        self.num_chunk_tokens += num_tokens
         samples = end == len(sequence.tokens)
         self.batch.rows.append(
             StepRow(

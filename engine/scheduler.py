@@ -184,6 +184,9 @@ class SchedulerLoad:
     num_blocks_cached: int = 0
     num_blocks_referenced: int = 0
     num_waiting_tokens: int = 0
+    """Of prompts that are not started."""
+    num_started_tokens: int = 0
+    """Of started prompts: those whose KV is not written yet, in steps in flight too."""
     num_context_tokens: int = 0
     num_preemptions: int = 0
     num_swap_outs: int = 0

@@ -196,6 +196,11 @@ class SequenceTable:
         return bool(self._steps)
 
     @property
+    def num_chunk_tokens_in_flight(self) -> int:
+        """Prompt tokens that the steps in flight compute."""
+        return sum([step.num_chunk_tokens for step in self._steps])
+
+    @property
     def is_forking(self) -> bool:
         """Whether a step in flight samples for several choices, whose sequences begin when it is completed."""
         return any(step.num_forking for step in self._steps)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import ceil, inf
+from math import ceil, inf, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -238,11 +238,11 @@ class BoundBook:
         for _ in range(16):
             utilisation = (low + high) / 2
             wait_s = mean_wait_s(utilisation / mean_s, service_s)
-            # One prompt in ``utilisation`` waits, also where other workers are idle: what a worker has begun is no
-            # part of the queue by which the router chooses.
-            tail_s = wait_s / utilisation
+            # Who has to wait, of several workers' prompts, and for how long (Sakasegawa, 1977, for the former).
+            share_waiting = utilisation ** (sqrt(2 * (pool.replicas + 1)) - 1)
+            tail_s = wait_s / utilisation / pool.replicas
             spare_s = slo.ttft_seconds - service_s
-            late = np.where(spare_s < 0, 1.0, utilisation * np.exp(-np.maximum(spare_s, 0.0) / tail_s))
+            late = np.where(spare_s < 0, 1.0, share_waiting * np.exp(-np.maximum(spare_s, 0.0) / tail_s))
             if 1 - float(late.mean()) >= slo.attainment:
                 low = utilisation
             else:

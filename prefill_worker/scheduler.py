@@ -316,13 +316,11 @@ class PrefillScheduler:
             num_blocks_free=self._pool.num_free,
             num_blocks_cached=self._pool.num_cached,
             num_blocks_referenced=self._pool.num_referenced,
-            num_waiting_tokens=self.num_uncomputed_tokens(),
+            num_waiting_tokens=self._waiting.num_tokens,
+            num_started_tokens=self.table.num_chunk_tokens_in_flight
+            + sum([sequence.num_uncomputed for sequence in self._admitted]),
             num_context_tokens=sum(sequence.num_computed for sequence in self._admitted),
         )
-
-    def num_uncomputed_tokens(self) -> int:
-        """Prompt tokens still to be planned."""
-        return self._waiting.num_tokens + sum(sequence.num_uncomputed for sequence in self._admitted)
 
     def quiet_steps(self, now_s: float) -> QuietSteps:
         return NO_QUIET_STEPS

@@ -31,7 +31,7 @@ class WorkerSnapshot(NamedTuple):
     num_running: int
     """Sequences being computed."""
     num_waiting_tokens: int
-    """Prompt tokens that are still to be prefilled, those only just sent included."""
+    """Prompt tokens that are still to be prefilled, those only just sent and those of the steps in flight included."""
     num_context_tokens: int
     """Tokens in the contexts of the sequences that decode or are about to."""
     num_decoding: int

@@ -24,6 +24,8 @@ class ReportedLoad(Protocol):
     @property
     def num_waiting_tokens(self) -> int: ...
     @property
+    def num_started_tokens(self) -> int: ...
+    @property
     def num_context_tokens(self) -> int: ...
     @property
     def num_blocks_free(self) -> int: ...
@@ -76,7 +78,7 @@ class Promises:
         decode_correction: float = 1.0,
     ) -> WorkerSnapshot:
         """For one decision of the policy. Waiting prompts show in the load soon after they are sent and are promised
-        until they start, so the larger of the two numbers counts, not their sum."""
+        until they start, so the larger of the two numbers counts, not their sum; started ones are beside them."""
         num_choices = num_tokens = num_blocks = 0
         for promise in self._decodes.values():
             num_choices += promise.num_choices
@@ -88,7 +90,7 @@ class Promises:
             max_batch_tokens=max_batch_tokens,
             max_batch_size=max_batch_size,
             num_running=load.num_running,
-            num_waiting_tokens=max(load.num_waiting_tokens, sum(self._prefills.values())),
+            num_waiting_tokens=load.num_started_tokens + max(load.num_waiting_tokens, sum(self._prefills.values())),
             num_context_tokens=load.num_context_tokens + num_tokens,
             num_decoding=load.num_running + max(load.num_waiting, num_choices),
             num_free_blocks=load.num_blocks_free + load.num_blocks_cached - num_blocks,

@@ -24,6 +24,7 @@ from pdserve.planner.plan import (
     Supply,
 )
 from pdserve.planner.search import find_plan
+from pdserve.planner.wording import share
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload
 
 WORKLOAD = PoissonWorkload(1500, 20)
@@ -89,7 +90,7 @@ def test_losers_say_why() -> None:
     assert runner_up.at_winners_rate is not None
     assert runner_up.at_winners_rate.rate == plan.best.rate
     assert "binds: at" in plan.best.reasons[0]
-    assert f"it meets both objectives for {runner_up.at_winners_rate.share * 100:.0f}"[:40] in runner_up.reasons[1]
+    assert f"it meets both objectives for {share(runner_up.at_winners_rate.share)}" in runner_up.reasons[1]
 
 
 def test_the_verdict_weighs_both_kinds() -> None:

@@ -212,6 +212,13 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
     assert set(in_flight) == {4}
 
 
+def test_a_prompt_avoids_a_worker_that_computes_another() -> None:
+    """Tokens of a step in flight are work that is left, though nothing of them waits."""
+    requests = [SimulatedRequest(1.0, 2000, 1), SimulatedRequest(1.01, 2000, 1)]
+    first, second = simulate(LLAMA_3_8B, disaggregated(2, 1), requests, slo=SLO).times.ttft_s
+    assert second == pytest.approx(first)
+
+
 def test_timelines_show_the_pools() -> None:
     layout = disaggregated(1, 2)
     simulation = simulate(LLAMA_3_8B, layout, poisson(20, 100), slo=SLO, sample_every_s=0.1)

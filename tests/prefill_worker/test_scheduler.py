@@ -488,7 +488,7 @@ def test_the_load_counts_what_is_to_be_done() -> None:
     step(scheduler)
     load = scheduler.load()
     assert (load.num_running, load.num_waiting, load.num_parked) == (1, 1, 0)
-    assert (load.num_waiting_tokens, load.num_context_tokens) == (7, 8)
+    assert (load.num_waiting_tokens, load.num_started_tokens, load.num_context_tokens) == (5, 10, 8)
     assert (load.num_blocks_free, load.num_blocks_referenced) == (13, 3)
 
 
