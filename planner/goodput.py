@@ -215,12 +215,14 @@ class _Bisection:
         """The highest rate seen to meet the target, 0 for none, and the lowest above it seen to miss it."""
         rate, factor = start_rate, self._growth
         if self._is_met(rate):
-            while rate < self._max_rate:
+            for _ in range(_MAX_STEPS):
                 higher = min(rate * factor, self._max_rate)
                 if not self._is_met(higher):
                     return rate, higher
                 rate, factor = higher, factor * factor
-            return rate, rate
+                if rate >= self._max_rate:
+                    break
+            return rate, rate  # the highest allowed, or so many requests are met however fast they come
         for _ in range(_MAX_STEPS):
             lower = rate / factor
             if self._is_met(lower):

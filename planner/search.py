@@ -160,7 +160,10 @@ class _Search:
             raise nothing_met(self._question, self._simulated())
 
     def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
-        jobs = [GoodputJob(self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE) for entry in entries]
+        jobs = [
+            GoodputJob(self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE, entry.bounds.rate)
+            for entry in entries
+        ]
         for entry, goodput in zip(entries, self._goodputs(jobs, low, high, "screening"), strict=True):
             entry.screened = goodput
         self._correct_estimates(entries)
@@ -201,7 +204,12 @@ class _Search:
             chosen = of_both_kinds(rest, effort.num_finalists)
             rest = [entry for entry in rest if entry not in chosen]
             jobs = [
-                GoodputJob(self._trial(entry.layout, is_final=True), entry.rate * _LONG_RUN, effort.tolerance)
+                GoodputJob(
+                    self._trial(entry.layout, is_final=True),
+                    entry.rate * _LONG_RUN,
+                    effort.tolerance,
+                    entry.bounds.rate,
+                )
                 for entry in chosen
             ]
             for entry, goodput in zip(chosen, self._goodputs(jobs, 0.45, 0.85, "finalists"), strict=True):

@@ -63,6 +63,12 @@ def test_the_highest_rate_may_be_limited() -> None:
     assert (goodput.rate, goodput.is_capped) == (10.0, True)
 
 
+def test_an_slo_that_everything_meets_comes_to_an_end() -> None:
+    """So few requests are served in time however fast they come."""
+    goodput = find_goodput(a_trial(slo=SloConfig(ttft_seconds=1e3, tpot_seconds=1e3), num_requests=10), SHORT, 10.0)
+    assert 10 < goodput.rate < 1e6
+
+
 def test_finite_runs_take_each_objective_on_its_own() -> None:
     trial = replace(a_trial(colocated(2)), is_finite=True)
     judged = attain(trial, SHORT, 100.0)
