@@ -43,10 +43,8 @@ from pdserve.planner.simulated_flight import SimulatedFlight, request_times
 from pdserve.planner.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulated_worker import SimulatedWorker
 from pdserve.planner.simulation import Simulation
+from pdserve.router.job import MAX_ATTEMPTS, MIN_DURATION_S
 from pdserve.router.policy import PromptBlocks, WorkerSnapshot, choose_decode, choose_prefill
-
-MAX_ATTEMPTS = 8
-"""Of a request, as in the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +232,7 @@ class _Run:
         assert choice is not None, "workers of a simulation are always up"
         seat = self._seats[choice.worker_id]
         flight.prefill, flight.decode = seat, None
-        ttft_slo_s = 0.0 if flight.emitted else max(flight.arrived_s + slo.ttft_seconds - now_s, 1e-3)
+        ttft_slo_s = 0.0 if flight.emitted else max(flight.arrived_s + slo.ttft_seconds - now_s, MIN_DURATION_S)
         request = flight.attempt_request(ttft_slo_s=ttft_slo_s, handoff=choice.handoff)
         seat.promises.prefill(flight.request_id, request.num_known_tokens - choice.num_cached_tokens)
         if not choice.handoff:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
 from pdserve.planner.attainment import Attainment, Interval, measure
 from pdserve.planner.bounds import Bounds, Resource
 from pdserve.planner.goodput import Goodput
-from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.layout import Layout
 from pdserve.planner.plan import (
     Candidate,
     Plan,
@@ -26,26 +25,11 @@ from pdserve.planner.plan import (
 )
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulator import simulate
+from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool
 
-H100 = hardware("h100-sxm")
-MODEL = PlannedModel(
-    shape=ModelShape(
-        num_layers=32,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-    ),
-    name="Llama-3-8B <i>",
-)
+MODEL = replace(LLAMA_3_8B, name="Llama-3-8B <i>")
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
 RATES = (4.0, 8.0, 16.0)
-
-
-def a_pool(role: WorkerRole, replicas: int = 1, tensor_parallel: int = 1) -> Pool:
-    return Pool(role=role, replicas=replicas, hardware=H100, tensor_parallel=tensor_parallel)
 
 
 APART = Layout(prefill=a_pool(WorkerRole.PREFILL), decode=a_pool(WorkerRole.DECODE))

@@ -60,19 +60,29 @@ class PoissonWorkload:
         return UnitRateRequests(tuple(SimulatedRequest(*row) for row in rows))
 
 
-def a_pool(role: WorkerRole, replicas: int = 1, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> Pool:
+def a_pool(
+    role: WorkerRole,
+    replicas: int = 1,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    num_kv_blocks: int = 0,
+) -> Pool:
     return Pool(
         role=role,
         replicas=replicas,
         hardware=H100,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        num_kv_blocks=num_kv_blocks,
     )
 
 
-def disaggregated(num_prefill: int = 1, num_decode: int = 1) -> Layout:
-    return Layout(prefill=a_pool(WorkerRole.PREFILL, num_prefill), decode=a_pool(WorkerRole.DECODE, num_decode))
+def disaggregated(num_prefill: int = 1, num_decode: int = 1, num_kv_blocks: int = 0) -> Layout:
+    return Layout(
+        prefill=a_pool(WorkerRole.PREFILL, num_prefill, num_kv_blocks=num_kv_blocks),
+        decode=a_pool(WorkerRole.DECODE, num_decode, num_kv_blocks=num_kv_blocks),
+    )
 
 
-def colocated(replicas: int = 1) -> Layout:
-    return Layout(mixed=a_pool(WorkerRole.MIXED, replicas))
+def colocated(replicas: int = 1, num_kv_blocks: int = 0) -> Layout:
+    return Layout(mixed=a_pool(WorkerRole.MIXED, replicas, num_kv_blocks=num_kv_blocks))

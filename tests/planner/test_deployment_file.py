@@ -11,7 +11,8 @@ from pdserve.deploy.config import ConfigError, kv_memory_bytes, read_deployment
 from pdserve.planner.deployment_file import DevicePool, deployment_of, deployment_text, has_parallel_workers, layout_of
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Candidate
-from tests.planner.plans import APART, H100, MODEL, SLO, TOGETHER, WIDE, a_plan
+from tests.planner.plans import APART, MODEL, SLO, TOGETHER, WIDE, a_plan
+from tests.planner.stand_ins import H100
 
 
 def written(candidate: Candidate, tmp_path: Path) -> Path:

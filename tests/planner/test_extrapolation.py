@@ -6,7 +6,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import Measured, hardware
 from pdserve.planner.extrapolation import extrapolations
 from pdserve.planner.layout import Layout, Pool
-from tests.planner.test_simulator import LLAMA_3_8B
+from tests.planner.stand_ins import LLAMA_3_8B
 
 MODEL = replace(LLAMA_3_8B, name="llama")
 DEVICE = replace(

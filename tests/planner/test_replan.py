@@ -11,7 +11,8 @@ from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Candidate
 from pdserve.planner.replan import Proposal, Running, change_between, compare, sentences
 from pdserve.planner.running import RunningWorker
-from tests.planner.plans import APART, MODEL, TOGETHER, a_plan, a_pool
+from tests.planner.plans import APART, MODEL, TOGETHER, a_plan
+from tests.planner.stand_ins import a_pool
 
 
 def a_worker(role: WorkerRole, num_requests: int = 10, num_cached_blocks: int = 100) -> RunningWorker:

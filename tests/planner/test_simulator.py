@@ -12,41 +12,14 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.scheduler import NO_QUIET_STEPS
-from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
-from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulation import Simulation
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
+from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
 
-H100 = hardware("h100-sxm")
-LLAMA_3_8B = PlannedModel(
-    shape=ModelShape(
-        num_layers=32,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-    )
-)
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
-
-
-def a_pool(role: WorkerRole, replicas: int = 1, num_kv_blocks: int = 0, max_batch_size: int = 256) -> Pool:
-    return Pool(role=role, replicas=replicas, hardware=H100, num_kv_blocks=num_kv_blocks, max_batch_size=max_batch_size)
-
-
-def disaggregated(num_prefill: int = 1, num_decode: int = 1, num_kv_blocks: int = 0) -> Layout:
-    return Layout(
-        prefill=a_pool(WorkerRole.PREFILL, num_prefill, num_kv_blocks),
-        decode=a_pool(WorkerRole.DECODE, num_decode, num_kv_blocks),
-    )
-
-
-def colocated(replicas: int = 1, num_kv_blocks: int = 0) -> Layout:
-    return Layout(mixed=a_pool(WorkerRole.MIXED, replicas, num_kv_blocks))
 
 
 def poisson(rate: float, num_requests: int, *, seed: int = 0, num_output_tokens: int = 100) -> list[SimulatedRequest]:
