@@ -139,6 +139,8 @@ class DecoderKernels(NamedTuple):
     paged_attention: PagedAttention
     device: torch.device = torch.device("cpu")
     """Where weights and activations lie, and what is told of a batch."""
+    mlp_rows: int | None = None
+    """Tokens that the MLP takes at a time, for what lies between its products is by far the largest; ``None``: all."""
 
 
 class Kept(NamedTuple):

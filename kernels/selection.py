@@ -39,6 +39,8 @@ CPU_KERNELS = DecoderKernels(
     gate=cpu_dense.gate,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,
     paged_attention=cpu_attention.paged_attention,
+    # Some blocks of rows of cpu_dense.cpp, so that every core has its share and the caches hold what it works on.
+    mlp_rows=256,
 )
 
 _CPU_KERNELS_BUT_ATTENTION = CPU_KERNELS._replace(

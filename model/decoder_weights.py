@@ -1,13 +1,14 @@
 """A decoder's weights: read from a checkpoint, and how they are held.
 
 Hands each matrix to the kernels as it is read, and they may hold it in a form of their own: the peak of memory is the
-weights and one matrix. Called by `pdserve.model.decoder`; computes nothing.
+weights and some matrices, of which the weights alone stay. Called by `pdserve.model.decoder`; computes nothing.
 
 Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads, H KV heads, M = N + 2 H, D head dim.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -70,12 +71,20 @@ def load_decoder_weights(
     with Checkpoint(folder, dtype) as checkpoint:
         loader = _Loader(checkpoint, config, kernels, kernels.activation_dtype or dtype, quantization)
         embedding = loader.table("model.embed_tokens")
-        return DecoderWeights(
+        weights = DecoderWeights(
             embedding=embedding,
             layers=[loader.layer(index) for index in range(shape.num_layers)],
             norm=loader.norm("model.norm"),
             lm_head=embedding if shape.tie_word_embeddings else loader.table("lm_head"),
         )
+    _return_freed_memory()
+    return weights
+
+
+def _return_freed_memory() -> None:
+    """To the system. glibc keeps what matrices on their way to a kernel's form took, a quarter of the weights' size."""
+    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # Other C libraries have none.
+        malloc_trim(0)
 
 
 class _Loader:

@@ -132,6 +132,18 @@ def test_compiled_kernels_give_a_token_the_same_logits_in_any_batch_and_chunk(fa
     assert torch.equal(together[len(OTHER_TOKENS) :], whole[60:])
 
 
+def test_the_mlp_takes_some_tokens_at_a_time_and_computes_the_same(family: Reference) -> None:
+    def gate(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
+        taken.append(len(gate_up_TF))
+        return CPU_KERNELS.gate(gate_up_TF, activation)
+
+    taken: list[int] = []
+    whole = PagedDecoder(family.folder, torch.bfloat16).logits((TOKENS, 0, TABLE))
+    in_pieces = PagedDecoder(family.folder, torch.bfloat16, CPU_KERNELS._replace(gate=gate, mlp_rows=30))
+    assert torch.equal(in_pieces.logits((TOKENS, 0, TABLE)), whole)
+    assert taken[:4] == [30, 30, 30, 10]
+
+
 def test_int8_layers_compute_what_their_rounded_weights_do(family: Reference) -> None:
     reference = load_reference(family.folder)
     for name, weight in reference.named_parameters():

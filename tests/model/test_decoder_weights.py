@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.model import decoder_weights
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder_weights import held_bytes, load_decoder_weights
+from pdserve.model.random_checkpoint import write_random_checkpoint
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 
 
@@ -66,3 +69,41 @@ def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path
     kernels = TORCH_KERNELS._replace(pack_linear=pack)
     load_decoder_weights(folder, DecoderConfig.from_folder(folder), torch.float32, kernels)
     assert len(taken) == 2 + 4 * 2
+
+
+def test_loading_leaves_nothing_in_memory_but_the_weights(tmp_path: Path) -> None:
+    folder = write_random_checkpoint(
+        tmp_path / "model",
+        num_layers=12,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_heads=12,
+        num_kv_heads=2,
+        vocab_size=512,
+        dtype="bfloat16",
+    )
+    # In a process of its own, whose memory is nobody else's.
+    run = subprocess.run([sys.executable, "-c", _LOAD, str(folder)], check=True, capture_output=True, text=True)
+    grown_bytes, weight_bytes = map(int, run.stdout.split())
+    assert weight_bytes < grown_bytes < 1.1 * weight_bytes + 10 * 2**20
+
+
+_LOAD = """
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+from pdserve.kernels.selection import CPU_KERNELS
+from pdserve.model.config import DecoderConfig
+from pdserve.model.decoder_weights import held_bytes, load_decoder_weights
+
+folder = Path(sys.argv[1])
+config = DecoderConfig.from_folder(folder)
+num_bytes = held_bytes(config.shape, "bfloat16", "none")
+torch.ones(1000, 1000).sum()
+before = psutil.Process().memory_info().rss
+weights = load_decoder_weights(folder, config, torch.bfloat16, CPU_KERNELS)
+print(psutil.Process().memory_info().rss - before, num_bytes)
+"""
