@@ -23,7 +23,7 @@ import os
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ import psutil
 from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, Figures, Limits
-from pdserve.bench.calibration import overheads_between, saturation
+from pdserve.bench.calibration import overheads_between, saturation, turn_of_followers
 from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.contracts.deployment import SloConfig
@@ -64,6 +64,8 @@ MAX_MACHINE_SHARE = 0.5
 NUM_PROBES = 16
 PROBE_GAP_S = 0.12
 """Between requests that find the cluster idle: longer than each takes."""
+FOLLOWER_DELAY_S = 0.01
+"""Between two requests of which the second finds the first one's prompt being computed: shorter than that takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,13 @@ class Comparison:
         probes = [SimulatedRequest(PROBE_GAP_S * number, int(length), 3) for number, length in enumerate(lengths)]
         self._measure(probes)  # code and caches are warm after it
         self.overheads = overheads_between(self._measure(probes).times, self._simulate(probes))
+        pairs = [
+            SimulatedRequest(2 * PROBE_GAP_S * number + delay_s, int(length), 1)
+            for number, length in enumerate(np.linspace(1000, 1500, NUM_PROBES).astype(int))
+            for delay_s in (0.0, FOLLOWER_DELAY_S)
+        ]
+        turn_s = turn_of_followers(self._measure(pairs).times, self._simulate(pairs))
+        self.overheads = replace(self.overheads, turn_s=turn_s)
 
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> RateResult:
         """Measure and simulate ``requests``, which arrive at ``rate``."""

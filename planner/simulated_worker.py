@@ -1,8 +1,9 @@
 """One worker under the virtual clock: the real scheduler of its phase, stepped as the live step loop would.
 
 Mirrors `pdserve.engine.loop`. With an executor of pipeline depth 2, step N + 1 is planned and submitted while step N
-runs, and what arrives meanwhile is heard when step N ends, in time for step N + 2. With one of depth 1, step N + 1 is
-planned when step N has ended, and hears it. A step lasts as long as the cost model says.
+runs, and what arrives meanwhile is heard when step N ends, in time for step N + 2. With one of depth 1, and where
+there was nothing to plan yet, step N + 1 is planned when step N has ended: a turn of the loop lies between the two. A
+step lasts as long as the cost model says.
 
 Most steps of a decode worker change nothing but lengths. As long as `Scheduler.quiet_steps` says so, they are not
 planned: the worker looks ahead to the end of such a *run* and, if something arrives before, cuts it after the step that
@@ -53,7 +54,7 @@ class _Run(NamedTuple):
     """By how much each step is longer than the one before."""
 
     def end_s(self, num_steps: int) -> float:
-        """When step ``num_steps`` ends; of step 0, when the first begins."""
+        """When step ``num_steps`` ends."""
         return self.begins_s + num_steps * (self.first_s + self.growth_s * (num_steps - 1) / 2)
 
     def num_ended(self, now_s: float) -> int:
@@ -107,7 +108,8 @@ class SimulatedWorker:
         """
         Args:
             pipeline_depth: of the executor: 1 or 2.
-            turn_s: seconds that the loop itself takes between two steps at depth 1; at depth 2 they are hidden.
+            turn_s: seconds that the loop itself takes between two steps, unless the second was submitted before the
+                first had ended.
         """
         self.worker_id = worker_id
         self.role = role
@@ -125,13 +127,13 @@ class SimulatedWorker:
         self._stage = stage
         self._num_ahead = pipeline_depth - 1
         """Steps that are planned while one runs."""
-        self._turn_s = 0.0 if self._num_ahead else turn_s
+        self._turn_s = turn_s
         self._agenda = agenda
         self._listener = listener
         self._inbox: list[Message] = []
         self._steps: deque[_Step] = deque()
         self._free_at_s = 0.0
-        """When the last step that was submitted ends."""
+        """When the last step that was submitted ends, and the loop has turned after it if none is in flight."""
         self._run: _Run | None = None
         self._run_length = 0
         self._num_turns_due = 0
@@ -171,10 +173,13 @@ class SimulatedWorker:
 
     def _turn(self) -> None:
         now_s = self._agenda.now_s
+        had_step = self._run is not None or bool(self._steps)
         if self._run is not None:
             self._end_run(self._run)
         while self._steps and self._steps[0].ends_s <= now_s:
             self._complete(self._steps.popleft())
+        if had_step and self._free_at_s <= now_s and not self._is_behind:
+            self._free_at_s = now_s + self._turn_s
         if self._is_behind:
             # The live loop planned the next step when the one that has just ended began.
             self._is_behind = False
@@ -227,7 +232,6 @@ class SimulatedWorker:
         step_s = cost.step_s([(row.num_new_tokens, row.cached_length) for row in batch.rows])
         if num_copied_blocks:
             step_s += cost.swap_s(num_copied_blocks * self._block_size)
-        step_s += self._turn_s
         begins_s = self._stage.enter(max(now_s, self._free_at_s), step_s)
         self._free_at_s = begins_s + step_s
         self._steps.append(_Step(batch, begins_s, self._free_at_s))
@@ -252,8 +256,10 @@ class SimulatedWorker:
         if not quiet.num_steps:
             return False
         first_s, growth_s = self.cost.decode_run_s(quiet.batch_size, quiet.num_context_tokens)
-        first_s += self._turn_s
         begins_s = self._stage.enter(max(self._agenda.now_s, self._free_at_s), first_s)
+        if not self._num_ahead:  # A turn comes before every step; before the first it is over.
+            first_s += self._turn_s
+            begins_s -= self._turn_s
         self._run = _Run(quiet, begins_s, first_s, growth_s)
         self._run_length = quiet.num_steps
         self._turn_at(self._run.end_s(quiet.num_steps - self._num_ahead))

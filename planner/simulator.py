@@ -60,7 +60,7 @@ class Overheads:
     pull_s: float = 1e-3
     """Of a pull, beside the bytes: opening it, verifying, telling both engines."""
     turn_s: float = 3e-4
-    """Of a step loop between two steps, where it computes them itself (`Hardware.pipeline_depth` 1)."""
+    """Of a step loop between two steps, unless it submitted the second before the first had ended."""
 
 
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)

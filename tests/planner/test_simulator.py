@@ -113,15 +113,38 @@ def synchronous(layout: Layout) -> Layout:
     return replace(layout, prefill=prefill, decode=decode, mixed=mixed)
 
 
-def test_a_synchronous_loop_adds_its_turns_to_its_steps() -> None:
+def test_a_synchronous_loop_turns_between_any_two_steps() -> None:
     cost = a_pool(WorkerRole.PREFILL).cost(LLAMA_3_8B)
     requests = [SimulatedRequest(1.0, 2000, 11)]
     overheads = replace(NO_OVERHEADS, turn_s=0.001)
     times = simulate(LLAMA_3_8B, synchronous(disaggregated()), requests, slo=SLO, overheads=overheads).times
-    assert times.ttft_s == pytest.approx([cost.prefill_s(2000) + 0.001])
-    decode_s = sum(cost.decode_s(1, 2000 + n) + 0.001 for n in range(10))
+    assert times.ttft_s == pytest.approx([cost.prefill_s(2000)])
+    decode_s = sum(cost.decode_s(1, 2000 + n) for n in range(10)) + 9 * 0.001
     transfer_s = cost.transfer_s(2000, same_host=True)
     assert times.last_token_s - times.first_token_s == pytest.approx([transfer_s + decode_s], rel=1e-6)
+
+
+@pytest.mark.parametrize("is_synchronous", [False, True])
+def test_a_prompt_that_found_a_step_in_flight_waits_for_a_turn_after_it(is_synchronous: bool) -> None:
+    layout = synchronous(disaggregated()) if is_synchronous else disaggregated()
+    requests = [SimulatedRequest(1.0, 1500, 1), SimulatedRequest(1.001, 1000, 1), SimulatedRequest(2.0, 1500, 1)]
+    overheads = replace(NO_OVERHEADS, turn_s=0.002)
+    times = simulate(LLAMA_3_8B, layout, requests, slo=SLO, overheads=overheads).times
+    cost = a_pool(WorkerRole.PREFILL).cost(LLAMA_3_8B)
+    waited_s = cost.prefill_s(1500) - 0.001
+    assert times.ttft_s == pytest.approx(
+        [cost.prefill_s(1500), waited_s + 0.002 + cost.prefill_s(1000), cost.prefill_s(1500)]
+    )
+
+
+def test_turns_are_hidden_where_the_next_step_is_submitted_ahead() -> None:
+    requests = [SimulatedRequest(1.0, 7000, 40), SimulatedRequest(1.0, 7000, 40)]
+    bare, burdened = (
+        simulate(LLAMA_3_8B, disaggregated(), requests, slo=SLO, overheads=replace(NO_OVERHEADS, turn_s=turn_s)).times
+        for turn_s in (0.0, 0.002)
+    )
+    assert burdened.ttft_s == pytest.approx(bare.ttft_s)
+    assert (burdened.last_token_s - bare.last_token_s).max() <= 2 * 0.002 + 1e-9
 
 
 def test_a_synchronous_loop_hears_of_a_prompt_one_step_earlier() -> None:
