@@ -74,7 +74,7 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             rope = self._config.layers[index].rope
             self._add_attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
-            for some_TE in x_TE.split(self._kernels.mlp_rows or len(x_TE)):
+            for some_TE in torch.split(x_TE, self._kernels.mlp_rows or len(x_TE)):
                 self._add_mlp(layer, some_TE)
         return self._normalise(x_TE[wanted_B.to(x_TE.device)], self._weights.norm)
 
