@@ -31,7 +31,7 @@ def saturation(
 
 
 def overheads_between(measured: RequestTimes, simulated: RequestTimes) -> Overheads:
-    """What explains the difference of requests that met nobody, the second simulated without overheads.
+    """What explains the difference of requests that met few others, the second simulated without overheads.
 
     The client sees sums only. Of what TTFT has too much, a sixth each is taken for a message to the router and for the
     answer's way to the client, as in the defaults of `Overheads`.

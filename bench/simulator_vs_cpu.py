@@ -10,7 +10,7 @@ requests and the hardware file. p50 and p90 of TTFT and TPOT must agree within 1
 
 Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
 does, of which neither profile nor simulator know. The generator runs on the cores of no worker. What HTTP, gRPC and the
-step loops take is measured once, one request at a time, and is the simulator's `Overheads`. A load during which other
+step loops take is measured once, at a light load, and is the simulator's `Overheads`. A load during which other
 programs used more than a tenth of the machine does not count.
 """
 
@@ -68,10 +68,10 @@ WORKLOAD = Workload(
 )
 MAX_FOREIGN_SHARE = 0.1
 """Of all cores together, by programs other than the cluster and the generator."""
-NUM_PROBES = 24
-PROBE_GAP_S = 0.6
-"""Between requests that find the cluster idle: longer than each takes."""
-PROBE_OUTPUT_TOKENS = 48
+PROBE_SHARE = 0.15
+"""Of saturation: so few requests meet that what each lacks is its own, and so many that cores and caches stay awake,
+as they do not between requests that find an idle cluster."""
+NUM_PROBES = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +99,10 @@ class Comparison:
         self._layout = layout
         self.overheads = NO_OVERHEADS
 
-    def measure_overheads(self) -> None:
-        """What a request costs an idle cluster beside steps and transfers."""
-        lengths = np.linspace(16, 900, NUM_PROBES).astype(int)
-        probes = [
-            SimulatedRequest(PROBE_GAP_S * number, int(length), PROBE_OUTPUT_TOKENS)
-            for number, length in enumerate(lengths)
-        ]
+    def measure_overheads(self, seed: int) -> None:
+        """What a request costs beside steps and transfers, at a light load."""
+        drawn = WORKLOAD.draw(NUM_PROBES, seed, max_model_len=self._model.max_model_len)
+        probes = drawn.at_rate(PROBE_SHARE * self.saturation())
         self._measure(probes)  # code and caches are warm after it
         measured = self._measure(probes).times
         turn_s = turn_between(measured, self._simulate(probes))
@@ -162,8 +159,8 @@ def foreign_cpu_s(cluster_pid: int) -> float:
 def turn_between(measured: RequestTimes, simulated: RequestTimes) -> float:
     """Seconds by which steps that follow each other are further apart than simulated without overheads."""
     num_gaps = measured.num_output_tokens - 2
-    gaps_s = [(times.last_token_s - times.second_token_s) / num_gaps for times in (measured, simulated)]
-    return max(0.0, float(np.median(gaps_s[0] - gaps_s[1])))
+    late_s = (measured.last_token_s - measured.second_token_s) - (simulated.last_token_s - simulated.second_token_s)
+    return max(0.0, float(np.median(late_s[num_gaps > 0] / num_gaps[num_gaps > 0])))
 
 
 def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[PlannedModel, Layout]:
@@ -235,7 +232,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
         model, layout = served(folder, arguments.dtype, devices)
         with running_cluster(deployment(folder, arguments.dtype, profile)) as cluster, beside_workers(layout):
             comparison = Comparison(cluster, model, layout)
-            comparison.measure_overheads()
+            comparison.measure_overheads(arguments.seed + 1)
             overheads_s = asdict(comparison.overheads)
             console.print("overheads, ms:", {name: round(value * 1e3, 3) for name, value in overheads_s.items()})
             saturation_rate = comparison.saturation()
