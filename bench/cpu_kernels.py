@@ -3,8 +3,8 @@
     python -m pdserve.bench.cpu_kernels [--threads 1,4] [--shapes tiny,half] [--rounds 3] [--json FILE]
 
 Each form of weight is measured in a process of its own, because the threads of torch and of the kernels would get in
-each other's way; rounds of all forms alternate, and the fastest of each counts. A product runs over as many matrices as
-the model has layers, one after the other, so that caches help no more than they do in a step.
+each other's way; rounds of all forms alternate, and the fastest of each counts. A product of few rows runs over as many
+matrices as the model has layers, one after the other, so that caches help no more than they do in a step.
 
 Beside them stand what torch reaches with large float32 matrices and how fast it reads memory: what to compare the
 GFLOP/s of many rows and the GB/s of one row with.
@@ -40,6 +40,8 @@ FORMS = ("torch", "float32", "bfloat16", "float16", "int8")
 """``torch`` is `torch.nn.functional.linear` in float32; the others are the kernels' forms of weight."""
 MAX_WEIGHTS = 2**27
 """Of the copies of one matrix, together: 512 MiB in float32, beyond any cache."""
+MAX_CALL_FLOP = 2e10
+"""Of one timed call. Where many rows need more, they are multiplied with fewer copies: caches help them anyway."""
 CASE_S = 0.3
 PROCESS_TIMEOUT_S = 1800.0
 CEILING_SIZE = 2048
@@ -91,8 +93,10 @@ def measure(form: str, num_threads: int, shapes: list[str]) -> dict[str, float]:
         first, *others = of_product
         copies = [_matrix(form, first) for _ in range(first.num_copies)]
         for case in (first, *others):
-            results[case.name] = _fastest_s(partial(_multiply_all, copies, torch.randn(case.num_rows, case.num_inputs)))
-            results[case.name] /= case.num_copies
+            flop = 2 * case.num_rows * case.num_inputs * case.num_outputs
+            some = copies[: max(1, int(MAX_CALL_FLOP / flop))]
+            x_TE = torch.randn(case.num_rows, case.num_inputs)
+            results[case.name] = _fastest_s(partial(_multiply_all, some, x_TE)) / len(some)
     return results
 
 
