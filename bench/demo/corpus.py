@@ -23,7 +23,7 @@ from pdserve.bench.demo.number_tasks import (
 from pdserve.bench.demo.turns import Draw, Turn, draw_held_out, draw_trained
 from pdserve.bench.demo.word_tasks import draw_count, draw_object, draw_reverse, draw_spell, follow_word
 
-FOLLOW_UP_SHARE = 0.15
+FOLLOW_UP_SHARE = 0.2
 """Of the turns after one that can be referred to."""
 
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer briefly.", "You are the demo model of pdserve.")
@@ -50,12 +50,12 @@ def draw_unknown_or_cut(random: random.Random) -> Turn:
 
 FIRST_STEPS = 600
 TASKS: tuple[Task, ...] = (
-    Task("sums", draw_sum, 3.0, 10.0),
-    Task("differences", draw_difference, 3.0, 10.0),
+    Task("sums", draw_sum, 3.0, 8.0),
+    Task("differences", draw_difference, 3.0, 8.0),
     Task("reversing words", draw_reverse, 2.0, 1.0),
     Task("spelling words", draw_spell, 0.6, 0.5),
-    Task("counting letters", draw_count, 1.2, 11.0),
-    Task("facts", draw_fact, 1.4, 1.3),
+    Task("counting letters", draw_count, 1.2, 14.0),
+    Task("facts", draw_fact, 1.4, 2.2),
     Task("saying that it does not know", draw_unknown_or_cut, 1.0, 2.5),
 )
 
