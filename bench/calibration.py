@@ -43,12 +43,3 @@ def overheads_between(measured: RequestTimes, simulated: RequestTimes) -> Overhe
     return Overheads(
         arrival_s=4 * message_s, message_s=message_s, answer_s=message_s, pull_s=max(0.0, pull_s), turn_s=0.0
     )
-
-
-def turn_of_followers(measured: RequestTimes, simulated: RequestTimes) -> float:
-    """Seconds that a step loop takes between two steps, from pairs of requests, simulated with a turn of none.
-
-    The second of each pair has come while the first one's prompt was computed, which hides all else that it costs.
-    """
-    late_s = measured.ttft_s - simulated.ttft_s
-    return max(0.0, float(np.median(late_s[1::2] - late_s[::2])))

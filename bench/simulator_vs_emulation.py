@@ -10,7 +10,7 @@ same requests and the same cost model. Up to 0.9, joint attainment must agree wi
 TPOT within 5 %; beyond it attainment only. Saturation is what a simulated closed loop with more requests than places
 completes.
 
-What HTTP, gRPC and step loops take is measured once, on a cluster with nothing else to do, and is the simulator's
+What HTTP, gRPC and step loops take is measured once, on other requests at a lower rate, and is the simulator's
 `Overheads`. A run fails itself where the router or the generator used more than 70 % of a core, where the generator was
 late, or where the machine was more than half busy: emulated steps then end late, which no simulator knows of.
 """
@@ -23,17 +23,16 @@ import os
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, Figures, Limits
-from pdserve.bench.calibration import overheads_between, saturation, turn_of_followers
+from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.contracts.deployment import SloConfig
@@ -61,11 +60,12 @@ LOGNORMAL = Workload(
 )
 MAX_MACHINE_SHARE = 0.5
 """Of all cores together. An emulated cluster hardly uses any."""
-NUM_PROBES = 16
-PROBE_GAP_S = 0.12
-"""Between requests that find the cluster idle: longer than each takes."""
-FOLLOWER_DELAY_S = 0.01
-"""Between two requests of which the second finds the first one's prompt being computed: shorter than that takes."""
+MAX_LATE_S = 0.003
+"""Of the emulated clock, by which one request of a hundred may be sent or heard late."""
+PROBE_SHARE = 0.4
+"""Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
+the others is in it."""
+NUM_WARM, NUM_PROBES = 20, 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +94,10 @@ class Comparison:
         self._time_scale = time_scale
         self.overheads = NO_OVERHEADS
 
-    def measure_overheads(self) -> None:
-        """What a request costs an idle cluster beside steps and transfers, from what it takes and what is simulated."""
-        lengths = np.linspace(50, 1500, NUM_PROBES).astype(int)
-        probes = [SimulatedRequest(PROBE_GAP_S * number, int(length), 3) for number, length in enumerate(lengths)]
-        self._measure(probes)  # code and caches are warm after it
+    def measure_overheads(self, probes: list[SimulatedRequest]) -> None:
+        """What a request costs beside steps and transfers, from what ``probes`` take and what is simulated."""
+        self._measure(probes[:NUM_WARM])  # code and caches are warm after it
         self.overheads = overheads_between(self._measure(probes).times, self._simulate(probes))
-        pairs = [
-            SimulatedRequest(2 * PROBE_GAP_S * number + delay_s, int(length), 1)
-            for number, length in enumerate(np.linspace(1000, 1500, NUM_PROBES).astype(int))
-            for delay_s in (0.0, FOLLOWER_DELAY_S)
-        ]
-        turn_s = turn_of_followers(self._measure(pairs).times, self._simulate(pairs))
-        self.overheads = replace(self.overheads, turn_s=turn_s)
 
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> RateResult:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
@@ -126,7 +117,7 @@ class Comparison:
             cpu_shares={"generator": measured.health.cpu_share, **cpu_shares},
             machine_share=machine_share,
             failures=agreement.failures(Limits(), attainment_only=share > 1),
-            invalid=invalid_reasons(measured, cpu_shares["router"], machine_share),
+            invalid=invalid_reasons(measured, cpu_shares["router"], machine_share, self._time_scale),
         )
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
@@ -136,9 +127,11 @@ class Comparison:
         return simulate(MODEL, self._layout, requests, slo=SLO, overheads=self.overheads).times
 
 
-def invalid_reasons(measured: Measurement, router_cpu_share: float, machine_share: float) -> list[str]:
+def invalid_reasons(
+    measured: Measurement, router_cpu_share: float, machine_share: float, time_scale: float
+) -> list[str]:
     """Why a measurement does not count, a line each."""
-    reasons = measured.health.problems()
+    reasons = measured.health.problems(MAX_LATE_S * time_scale)
     if router_cpu_share > MAX_CPU_SHARE:
         reasons.append(f"the router used {router_cpu_share:.0%} of a core: use a larger --time-scale")
     if machine_share > MAX_MACHINE_SHARE:
@@ -161,7 +154,8 @@ def compare(
     results = []
     with emulated_cluster(layout, SLO, arguments.gpu, arguments.time_scale) as cluster:
         comparison = Comparison(cluster, layout, arguments.time_scale)
-        comparison.measure_overheads()
+        probes = workload.draw(NUM_PROBES, arguments.seed + 1, max_model_len=MODEL.max_model_len)
+        comparison.measure_overheads(probes.at_rate(PROBE_SHARE * saturation_rate))
         overheads_s = asdict(comparison.overheads)
         shown = ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.2f}" for name, value in overheads_s.items())
         console.print(f"overheads, in ms of the emulated clock: {shown}", highlight=False, soft_wrap=True)

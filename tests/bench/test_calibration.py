@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdserve.bench.calibration import overheads_between, saturation, turn_of_followers
+from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.emulated_llama import MODEL, placement
 from pdserve.bench.simulator_vs_emulation import LOGNORMAL, SLO
 from pdserve.planner.requests import SimulatedRequest
@@ -31,18 +31,6 @@ def test_overheads_explain_what_simulated_requests_lack() -> None:
     again = simulate(MODEL, LAYOUT, PROBES, slo=SLO, overheads=found).times
     assert again.ttft_s == pytest.approx(late.ttft_s)
     assert np.median(again.second_token_s - late.second_token_s) == pytest.approx(0, abs=0.002)
-
-
-def test_a_turn_is_what_followers_wait_longer_than_those_before_them() -> None:
-    pairs = [SimulatedRequest(0.3 * number + delay_s, 1400, 1) for number in range(5) for delay_s in (0.0, 0.01)]
-    overheads = replace(NO_OVERHEADS, arrival_s=0.004)
-    bare, slow, later = (
-        simulate(MODEL, LAYOUT, pairs, slo=SLO, overheads=replace(overheads, turn_s=turn_s, message_s=message_s)).times
-        for turn_s, message_s in ((0.0, 0.0), (0.002, 0.0), (0.002, 0.003))
-    )
-    assert turn_of_followers(slow, bare) == pytest.approx(0.002)
-    assert turn_of_followers(later, bare) == pytest.approx(0.002)
-    assert turn_of_followers(bare, slow) == 0.0
 
 
 def test_a_cluster_keeps_up_below_saturation_and_not_beyond() -> None:

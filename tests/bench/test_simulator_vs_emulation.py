@@ -15,8 +15,11 @@ HEALTHY = GeneratorHealth(cpu_share=0.1, send_late_p99_s=0.001, send_late_max_s=
 def test_measurements_that_do_not_count() -> None:
     times = some_times(np.full(3, 0.05), np.full(3, 0.005))
     good = Measurement(times=times, gap_s=np.zeros(1), errors=Counter(), ended_s=1.0, health=HEALTHY)
-    assert invalid_reasons(good, 0.69, 0.49) == []
-    assert len(invalid_reasons(good, 0.71, 0.1)) == 1
-    assert len(invalid_reasons(good, 0.1, 0.51)) == 1
-    assert len(invalid_reasons(replace(good, errors=Counter({"gone": 2})), 0.1, 0.1)) == 1
-    assert len(invalid_reasons(replace(good, health=replace(HEALTHY, cpu_share=0.71)), 0.1, 0.1)) == 1
+    assert invalid_reasons(good, 0.69, 0.49, 1.0) == []
+    assert len(invalid_reasons(good, 0.71, 0.1, 1.0)) == 1
+    assert len(invalid_reasons(good, 0.1, 0.51, 1.0)) == 1
+    assert len(invalid_reasons(replace(good, errors=Counter({"gone": 2})), 0.1, 0.1, 1.0)) == 1
+    assert len(invalid_reasons(replace(good, health=replace(HEALTHY, cpu_share=0.71)), 0.1, 0.1, 1.0)) == 1
+    late = replace(good, health=replace(HEALTHY, loop_late_p99_s=0.02))
+    assert len(invalid_reasons(late, 0.1, 0.1, 1.0)) == 1
+    assert invalid_reasons(late, 0.1, 0.1, 10.0) == []
