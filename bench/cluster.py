@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 300.0
+_URL = r"http://[\w.\-]+:\d+"
+_BANNER = rf"^\W*admin\W+(?P<admin>{_URL}).*^curl .*?(?P<url>{_URL})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class RunningCluster:
     """A cluster that is ready."""
 
     url: str
+    admin_url: str
     pid: int
     """Of `pdserve up`, the ancestor of all its processes."""
     ready_s: float
@@ -51,11 +54,11 @@ def running_cluster(deployment: dict[str, Any], *options: str) -> Iterator[Runni
                 stderr=subprocess.STDOUT,
             )
         try:
-            while (found := re.search(r"^curl .*?(http://[\w.\-]+:\d+)", log.read_text(), re.MULTILINE)) is None:
+            while (found := re.search(_BANNER, log.read_text(), re.MULTILINE | re.DOTALL)) is None:
                 if process.poll() is not None or time.perf_counter() - started_s > START_TIMEOUT_S:
                     raise RuntimeError(f"`pdserve up` did not start:\n{log.read_text()}")
                 time.sleep(0.05)
-            yield RunningCluster(found[1], process.pid, time.perf_counter() - started_s)
+            yield RunningCluster(found["url"], found["admin"], process.pid, time.perf_counter() - started_s)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()

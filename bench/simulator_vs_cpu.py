@@ -12,6 +12,10 @@ Workers keep their cores to themselves (`lend_cores: false`): what a step takes 
 does, of which neither profile nor simulator know. The generator runs on the cores of no worker. What HTTP, gRPC and the
 step loops take is measured once, at a light load, and is the simulator's `Overheads`. A load during which other
 programs used more than a tenth of the machine does not count.
+
+The speed of shared cores changes from one minute to the next, which no profile can know. So the simulator is given what
+the router has, too: by how much steps took longer than predicted, as the workers saw it during the load. What it says
+without that correction is kept beside it.
 """
 
 from __future__ import annotations
@@ -40,11 +44,14 @@ from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import Measurement, measure_load
 from pdserve.bench.shapes import SHAPES
+from pdserve.bench.step_times import StepTimeRatios, watched_step_times
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.model.cost import CostModel
 from pdserve.model.hardware import Hardware
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.model.shape import ModelShape
+from pdserve.model.slowed_hardware import slowed
 from pdserve.planner.conversations import Conversations
 from pdserve.planner.hardware_file import read_hardware_file
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -81,6 +88,11 @@ class LoadResult:
     rate: float
     share_of_saturation: float
     agreement: Agreement
+    """With step times corrected by `step_time_ratios`."""
+    as_profiled: Agreement
+    """Without."""
+    step_time_ratios: dict[str, float]
+    """Of each role, during this load."""
     generator_cpu_share: float
     foreign_cpu_share: float
     """Of all cores together, what was neither the cluster nor the generator."""
@@ -104,10 +116,11 @@ class Comparison:
         drawn = WORKLOAD.draw(NUM_PROBES, seed, max_model_len=self._model.max_model_len)
         probes = drawn.at_rate(PROBE_SHARE * self.saturation())
         self._measure(probes)  # code and caches are warm after it
-        measured = self._measure(probes).times
-        turn_s = turn_between(measured, self._simulate(probes))
+        with watched_step_times(self._cluster.admin_url) as ratios:
+            measured = self._measure(probes).times
+        turn_s = turn_between(measured, self._simulate(probes, ratios))
         self.overheads = replace(NO_OVERHEADS, turn_s=turn_s)
-        self.overheads = replace(overheads_between(measured, self._simulate(probes)), turn_s=turn_s)
+        self.overheads = replace(overheads_between(measured, self._simulate(probes, ratios)), turn_s=turn_s)
 
     def saturation(self) -> float:
         return saturation(self._model, self._layout, WORKLOAD, SLO, self.overheads)
@@ -115,11 +128,16 @@ class Comparison:
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> LoadResult:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
         before_s, began_s = foreign_cpu_s(self._cluster.pid), time.monotonic()
-        measured = self._measure(requests)
+        with watched_step_times(self._cluster.admin_url) as ratios:
+            measured = self._measure(requests)
         foreign_s = foreign_cpu_s(self._cluster.pid) - before_s
         foreign_share = max(0.0, foreign_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
-        simulated = self._simulate(requests)
-        agreement = Agreement(measured=Figures.of(measured.times, SLO), simulated=Figures.of(simulated, SLO))
+        corrected, as_profiled = (
+            Agreement(
+                measured=Figures.of(measured.times, SLO), simulated=Figures.of(self._simulate(requests, each), SLO)
+            )
+            for each in (ratios, {})
+        )
         invalid = measured.health.problems()
         if measured.errors:
             invalid.append(f"{measured.errors.total()} requests failed: {next(iter(measured.errors))}")
@@ -128,18 +146,23 @@ class Comparison:
         return LoadResult(
             rate=rate,
             share_of_saturation=share,
-            agreement=agreement,
+            agreement=corrected,
+            as_profiled=as_profiled,
+            step_time_ratios={role.value: round(ratio, 3) for role, ratio in ratios.items()},
             generator_cpu_share=measured.health.cpu_share,
             foreign_cpu_share=round(foreign_share, 3),
-            failures=agreement.failures(replace(LIMITS, attainment_points=100.0)),
+            failures=corrected.failures(replace(LIMITS, attainment_points=100.0)),
             invalid=invalid,
         )
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
         return measure_load(self._cluster.url, requests, vocab_size=self._model.shape.vocab_size, temperature=1.0)
 
-    def _simulate(self, requests: list[SimulatedRequest]) -> RequestTimes:
-        return simulate(self._model, self._layout, requests, slo=SLO, overheads=self.overheads).times
+    def _simulate(self, requests: list[SimulatedRequest], ratios: StepTimeRatios) -> RequestTimes:
+        def cost_of(pool: Pool) -> CostModel:
+            return replace(pool, hardware=slowed(pool.hardware, ratios.get(pool.role, 1.0))).cost(self._model)
+
+        return simulate(self._model, self._layout, requests, slo=SLO, overheads=self.overheads, cost_of=cost_of).times
 
 
 def foreign_cpu_s(cluster_pid: int) -> float:
@@ -256,8 +279,12 @@ def _line(result: LoadResult) -> str:
         f"{getattr(agreement.simulated, name) * 1e3:.1f} simulated ({error:+.1%})"
         for name, error in agreement.relative_errors.items()
     ]
+    profiled = ", ".join(f"{error:+.0%}" for error in result.as_profiled.relative_errors.values())
     problems = "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
-    return f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: {'; '.join(parts)}{problems}"
+    return (
+        f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: {'; '.join(parts)}; "
+        f"uncorrected {profiled}; step times {result.step_time_ratios}{problems}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,7 +307,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seed": given.seed,
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         **figures,
-        "loads": [{**asdict(result), "agreement": result.agreement.as_dict()} for result in results],
+        "loads": [
+            {**asdict(result), "agreement": result.agreement.as_dict(), "as_profiled": result.as_profiled.as_dict()}
+            for result in results
+        ],
         "agrees": not failures,
     }
     text = json.dumps(document, indent=1)
