@@ -66,7 +66,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "demo": Size(DEMO_MODEL.name, 128, 384, 5, 4, 2, 5000),
+    "demo": Size(DEMO_MODEL.name, 128, 384, 5, 4, 2, 7000),
     "draft": Size(DRAFT_MODEL.name, 64, 128, 2, 4, 2, 1800),
 }
 
