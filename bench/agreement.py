@@ -90,6 +90,19 @@ class Agreement:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedLoad:
+    """One rate, measured and simulated."""
+
+    rate: float
+    share_of_saturation: float
+    agreement: Agreement
+    failures: list[str]
+    """Where the two do not agree."""
+    invalid: list[str]
+    """Why the measurement does not count."""
+
+
 def _percentiles(seconds: FloatArray) -> tuple[float, float]:
     known = seconds[~np.isnan(seconds)]
     if not known.size:

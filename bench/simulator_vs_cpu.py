@@ -39,7 +39,7 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, Figures, Limits
+from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits
 from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import Measurement, measure_load
@@ -82,24 +82,16 @@ NUM_PROBES = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult:
-    """One load, measured and simulated."""
+class LoadResult(ComparedLoad):
+    """One load; its agreement is that with step times corrected by `step_time_ratios`."""
 
-    rate: float
-    share_of_saturation: float
-    agreement: Agreement
-    """With step times corrected by `step_time_ratios`."""
     as_profiled: Agreement
-    """Without."""
+    """Without the correction."""
     step_time_ratios: dict[str, float]
     """Of each role, during this load."""
     generator_cpu_share: float
     foreign_cpu_share: float
     """Of all cores together, what was neither the cluster nor the generator."""
-    failures: list[str]
-    """Where the two do not agree."""
-    invalid: list[str]
-    """Why the measurement does not count."""
 
 
 class Comparison:

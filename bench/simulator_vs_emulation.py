@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, Figures, Limits
+from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits
 from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
@@ -69,20 +69,13 @@ NUM_WARM, NUM_PROBES = 20, 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RateResult:
-    """One rate, measured and simulated."""
+class RateResult(ComparedLoad):
+    """One rate, and how busy everything was."""
 
-    rate: float
-    share_of_saturation: float
-    agreement: Agreement
     cpu_shares: dict[str, float]
     """Of one core: the generator, the router, the busiest worker of each role."""
     machine_share: float
     """Of all cores together, whatever ran on them."""
-    failures: list[str]
-    """Where the two do not agree."""
-    invalid: list[str]
-    """Why the measurement does not count."""
 
 
 class Comparison:
