@@ -93,7 +93,7 @@ class Attainment:
     mean_residence_s: float
     """From arrival to last token."""
     output_tokens_per_s: float
-    """Of the whole cluster."""
+    """Of the answers that ended, all workers together, from the first arrival to the end."""
     pools: tuple[PoolUse, ...]
     is_partial: bool = False
 
@@ -159,7 +159,7 @@ def measure(
         num_rejected=sum(int(run.times.is_rejected.sum()) for run in runs),
         warm_up_s=float(np.mean([each.warm_up_s for each in judged])),
         mean_residence_s=float(np.mean([each.mean_residence_s for each in judged])),
-        output_tokens_per_s=rate * _mean([each.num_answered for each in judged]),
+        output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
         pools=tuple(_pool_uses(runs, block_size)),
         is_partial=is_partial,
     )
@@ -179,8 +179,8 @@ class _Judged(NamedTuple):
     ttft_s: FloatArray
     tpot_s: FloatArray
     """Of answers of two tokens and more."""
-    num_answered: FloatArray
-    """Tokens of each answer, 0 of one that did not end."""
+    num_answered: int
+    """Tokens of all answers that ended, those of the warm-up too."""
     num_missed: int
     """Of all requests, those that were seen to miss an objective."""
     warm_up_s: float
@@ -202,11 +202,17 @@ class _Judged(NamedTuple):
             met_tpot=met_tpot[counts],
             ttft_s=ttft_s[counts],
             tpot_s=tpot_s[counts & (times.num_output_tokens > 1)],
-            num_answered=np.where(is_over, times.num_output_tokens, 0).astype(np.float64)[counts],
+            num_answered=int(times.num_output_tokens[is_over].sum()),
             num_missed=int(was_late.sum()),
             warm_up_s=start_s,
             mean_residence_s=residence_s,
         )
+
+
+def _span_s(run: Simulation) -> float:
+    """From the first arrival to the end; not quite 0 of a run of nothing."""
+    arrived_s = run.times.arrived_s
+    return max(run.ended_s - float(arrived_s[0]), 1e-9) if len(arrived_s) else 1e-9
 
 
 def _or_never(latency_s: FloatArray) -> FloatArray:
@@ -267,7 +273,7 @@ def _pool_uses(runs: Sequence[Simulation], block_size: int) -> Iterable[PoolUse]
         num_preemptions = 0
         for run in runs:
             workers = [worker for worker in run.workers if worker.role is role]
-            span_s = max(run.ended_s - float(run.times.arrived_s[0]), 1e-9) if len(run.times.arrived_s) else 1e-9
+            span_s = _span_s(run)
             busy_s += sum(worker.busy_s for worker in workers)
             available_s += span_s * len(workers)
             num_decoded += sum(worker.num_decode_tokens for worker in workers)

@@ -69,6 +69,13 @@ def test_a_target_that_is_missed_and_rejections_are_said() -> None:
     assert any(f"{result.attainment.num_rejected} requests were rejected." in line for line in lines)
 
 
+def test_an_overloaded_cluster_generates_no_more_than_it_can() -> None:
+    asked, more = (carry_out(replace(RUN, rate=rate, num_requests=400)) for rate in (300.0, 3000.0))
+    for result in (asked, more):
+        assert result.attainment.output_tokens_per_s == pytest.approx(20 * result.requests_per_s)
+    assert more.attainment.output_tokens_per_s < 1.2 * asked.attainment.output_tokens_per_s
+
+
 def test_json_has_the_same_and_what_is_over_time() -> None:
     result = carry_out(replace(RUN, rate=0.0, concurrency=4))
     written: dict[str, Any] = json.loads(json.dumps(run_json(result, "fixed", ("A note.",)), allow_nan=False))
