@@ -9,10 +9,12 @@ Asks the cost model only. All figures are of a steady state with a demand's mean
 - Prefill: a worker computes no more than prompts that fill each step's token budget to the last token.
 - Decode and mixed workers: steps of ``b`` decode rows and ``n`` prompt tokens take ``s(n, b)``, so that a worker
   decodes ``b / (s g)`` requests of ``g`` gaps a second, and prefills ``n / (s L)`` prompts of ``L`` tokens. ``b`` is
-  limited by the batch and by KV (Little's law), ``n + b`` by the token budget, ``s`` by the objective for TPOT. Decode
-  workers do prefill where the router finds that of use, so that the same holds for both. As ``s`` is convex, but for
-  the growth of efficiency with size, steps that vary around their means do no better than steps that are all alike.
-- Link: what is prefilled elsewhere must cross it, one pull at a time for each worker.
+  limited by the batch and by KV (Little's law), ``n + b`` by the token budget, ``s`` by the objective for TPOT, unless
+  answers of one token, which have no TPOT, are enough to meet the target. Decode workers do prefill where the router
+  finds that of use, so that the same holds for both. As ``s`` is convex, but for the growth of efficiency with size,
+  steps that vary around their means do no better than steps that are all alike.
+- Link: what is prefilled elsewhere and not in a prefix cache must cross it, one pull at a time for each worker, as fast
+  as the slower side can.
 
 The rate cannot exceed ``min(decoded, prefilled)`` at the best ``(n, b)``. Sources: Little, "A proof for the queuing
 formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and Kingman's exponential tail of it (1961).
@@ -32,6 +34,7 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import Hardware
+from pdserve.planner.attainment import BoolArray
 from pdserve.planner.demand import Demand
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulation import FloatArray, IntArray
@@ -180,31 +183,41 @@ class BoundBook:
             prefilled_per_s = layout.prefill.replicas * prefill.prefilled_per_s
             idle_ttft_s = np.minimum(prefill.idle_ttft_s, decode.idle_ttft_s)
             num_wires = min(pool.replicas * pool.pipeline_parallel for pool in (layout.prefill, decode_pool))
-            linked_per_s = num_wires / self._transfer_s(layout, decode)
+            linked_per_s = num_wires / self._transfer_s(prefill, decode, same_host=layout.same_host)
             is_link_limited = linked_per_s < prefilled_per_s
             prefilled_per_s = min(prefilled_per_s, linked_per_s)
         decoded, prefilled = replicas * mix.decoded_per_s, prefilled_per_s + replicas * mix.prefilled_per_s
         rates = np.minimum(decoded, prefilled)
-        is_within = mix.step_s <= slo.tpot_seconds
+        is_within, judged_share = self._is_within(mix.step_s), self._judged_share
         rate, allowed = float(rates.max()), np.ones_like(rates)
         ttft_reach = float((idle_ttft_s <= slo.ttft_seconds).mean())
         tpot_reach = float((decode.idle_tpot_s <= slo.tpot_seconds).mean())
-        if is_within.any():
-            # Whoever misses the objective may have been decoded in steps of any length.
+        if is_within.any() and judged_share > 0:
+            # Whoever misses the objective, or has no TPOT, may have been decoded in steps of any length.
             allowed = is_within.astype(np.float64)
-            rate = min(rate, float((rates * allowed).max()) / slo.attainment)
+            rate = min(rate, float((rates * allowed).max()) / judged_share)
         served_share = self._demand.served_share
         reaches = is_within.any() and min(ttft_reach, tpot_reach) * served_share >= slo.attainment
+        estimate = min(self._estimate(layout, decode_pool), rate)
         return Bounds(
             rate=rate / served_share if reaches else 0.0,
-            estimate=self._estimate(layout, decode_pool) / served_share if reaches else 0.0,
+            estimate=estimate / served_share if reaches else 0.0,
             resource=_resource(decode, decoded * allowed, prefilled * allowed, is_link_limited=is_link_limited),
             is_slo_within_reach=bool(reaches),
         )
 
+    @property
+    def _judged_share(self) -> float:
+        """Of the requests, those that at least must be answered in short steps to meet the target; if any, above 0."""
+        return self._slo.attainment - self._demand.one_token_share
+
+    def _is_within(self, step_s: FloatArray) -> BoolArray:
+        """Of steps, those that answers may be decoded in all the time."""
+        return (step_s <= self._slo.tpot_seconds) | (self._judged_share <= 0)
+
     def _estimate(self, layout: Layout, decode_pool: Pool) -> float:
         """Goodput, with room for what varies: queues of prompts, and more sequences at times than on average."""
-        slo, mix = self._slo, self.figures(decode_pool).mix
+        mix = self.figures(decode_pool).mix
         prefilled = decode_pool.replicas * mix.prefilled_per_s
         tpot_s = mix.step_s / _STEADY_SHARE
         if layout.prefill is not None:
@@ -213,7 +226,7 @@ class BoundBook:
             prefilled = self._queued[layout.prefill] + prefilled * self._local_share(decode_pool)
         else:
             tpot_s = tpot_s + self._stalls_s(decode_pool)
-        decoded = np.where(tpot_s <= slo.tpot_seconds, decode_pool.replicas * mix.decoded_per_s, 0.0)
+        decoded = np.where(self._is_within(tpot_s), decode_pool.replicas * mix.decoded_per_s, 0.0)
         return max(_STEADY_SHARE * float(np.minimum(decoded, prefilled).max()), 1e-3)
 
     def _stalls_s(self, pool: Pool) -> FloatArray:
@@ -255,9 +268,9 @@ class BoundBook:
         tokens = self._sample(self._demand.num_new_tokens)
         return float(tokens[is_short].sum() / tokens.sum())
 
-    def _transfer_s(self, layout: Layout, decode: WorkerFigures) -> float:
-        seconds = decode.cost.transfer_s(round(self._demand.mean_prompt_tokens), same_host=layout.same_host)
-        return max(seconds, 1e-9)
+    def _transfer_s(self, prefill: WorkerFigures, decode: WorkerFigures, *, same_host: bool) -> float:
+        num_tokens = int(self._demand.mean_new_tokens)
+        return max([1e-9, *(side.cost.transfer_s(num_tokens, same_host=same_host) for side in (prefill, decode))])
 
     # One worker
 

@@ -64,6 +64,11 @@ class Demand:
         return float((self.num_output_tokens - 1).mean())
 
     @cached_property
+    def one_token_share(self) -> float:
+        """Of the answers, those of one token, which have no TPOT."""
+        return float((self.num_output_tokens == 1).mean())
+
+    @cached_property
     def mean_decode_context(self) -> float:
         """Tokens in the cache before a decode row, over all such rows."""
         num_gaps = self.num_output_tokens - 1

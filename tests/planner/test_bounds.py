@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.model.hardware import Hardware
 from pdserve.planner.bounds import BoundBook, Resource, fits, mean_wait_s
 from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Trial, find_goodput
@@ -15,6 +16,7 @@ from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulation import FloatArray
 from pdserve.planner.simulator import NO_OVERHEADS, simulate
 from tests.planner.stand_ins import (
+    H100,
     LLAMA_3_8B,
     SLO,
     PoissonWorkload,
@@ -123,15 +125,52 @@ def test_what_binds_is_named() -> None:
         prefill=a_pool(WorkerRole.PREFILL), decode=replace(a_pool(WorkerRole.DECODE), max_batch_size=4)
     )
     assert resource(PoissonWorkload(100, 400), small_batch, patient) is Resource.BATCH_LIMIT
-    slow_link = replace(a_pool(WorkerRole.PREFILL).hardware, network_bandwidth=5e8)
-    far = replace(
-        Layout(
-            prefill=replace(a_pool(WorkerRole.PREFILL), hardware=slow_link),
-            decode=replace(a_pool(WorkerRole.DECODE, 3), hardware=slow_link),
-        ),
+    far = far_apart(SLOW_LINK, SLOW_LINK, num_decode=3)
+    assert resource(PoissonWorkload(4000, 5), far, TIGHT) is Resource.LINK
+
+
+SLOW_LINK = replace(H100, network_bandwidth=5e8)
+
+
+def far_apart(prefill: Hardware, decode: Hardware, num_decode: int = 1) -> Layout:
+    return Layout(
+        prefill=replace(a_pool(WorkerRole.PREFILL), hardware=prefill),
+        decode=replace(a_pool(WorkerRole.DECODE, num_decode), hardware=decode),
         same_host=False,
     )
-    assert resource(PoissonWorkload(4000, 5), far, TIGHT) is Resource.LINK
+
+
+@pytest.mark.parametrize("hardware", [(SLOW_LINK, H100), (H100, SLOW_LINK)])
+def test_a_link_is_as_fast_as_its_slower_end(hardware: tuple[Hardware, Hardware]) -> None:
+    bounds = a_book(PoissonWorkload(4000, 5), TIGHT).bounds(far_apart(*hardware, num_decode=3))
+    assert bounds.resource is Resource.LINK
+    assert bounds.estimate <= bounds.rate
+
+
+def test_what_a_prefix_cache_holds_need_not_cross_the_link() -> None:
+    # Fast enough for what is new of each prompt, too slow for the whole.
+    medium = replace(H100, network_bandwidth=2e10)
+    system = Segment(0, 3600)
+    requests = [SimulatedRequest(float(n), 4000, 5, (system, Segment(n + 1, 400))) for n in range(100)]
+    demand = Demand.of(requests, block_size=16, max_model_len=8192)
+    book = BoundBook(LLAMA_3_8B, demand, TIGHT)
+    assert book.bounds(far_apart(medium, medium)).rate == book.bounds(far_apart(H100, H100)).rate
+
+
+def test_answers_of_one_token_have_no_tpot_to_miss() -> None:
+    hasty = SloConfig(ttft_seconds=1.0, tpot_seconds=0.001)
+    workload = PoissonWorkload(2000, 1, 0.0)
+    bounds = a_book(workload, hasty).bounds(colocated())
+    patient = a_book(workload, replace(hasty, tpot_seconds=10.0)).bounds(colocated())
+    assert bounds.is_slo_within_reach
+    assert (bounds.rate, bounds.estimate) == (patient.rate, patient.estimate)
+    # Enough longer ones to miss the target, and no rate meets it.
+    requests = [SimulatedRequest(float(n), 2000, 1 if n % 5 else 20) for n in range(100)]
+    demand = Demand.of(requests, block_size=16, max_model_len=8192)
+    assert demand.one_token_share == 0.8
+    assert not BoundBook(LLAMA_3_8B, demand, hasty).bounds(colocated()).is_slo_within_reach
+    lenient = replace(hasty, attainment=0.75)
+    assert BoundBook(LLAMA_3_8B, demand, lenient).bounds(colocated()).is_slo_within_reach
 
 
 def test_objectives_out_of_reach_are_told() -> None:
