@@ -5,16 +5,17 @@ Used by `pdserve.planner.search`. Runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.attainment import Attainment, PoolUse
 from pdserve.planner.bounds import BoundBook, Bounds, Resource
 from pdserve.planner.goodput import Goodput
 from pdserve.planner.layout import Layout, Pool
-from pdserve.planner.plan import Candidate, PoolFigures, Question, Sensitivity, Verdict
+from pdserve.planner.plan import Candidate, Objective, PoolFigures, Question, Sensitivity, Verdict
+from pdserve.planner.wording import dollars, share
 from pdserve.planner.wording import rate as rate_words
-from pdserve.planner.wording import share
 
 _FULL_SHARE = 0.9
 """Of KV blocks in use on average, at which they are what runs out."""
@@ -40,7 +41,9 @@ def assemble(
     rate = bounds.estimate if goodput is None else goodput.rate
     reasons = [_binding_words(seen, resource, book.idle_ttft_miss_share(layout))]
     if winner is not None:
-        reasons.append(_losing_words(winner, layout, goodput, rate, at_winners_rate, is_final=is_final))
+        reasons.append(_losing_words(question, winner, layout, goodput, rate, at_winners_rate, is_final=is_final))
+        if question.objective.has_rate and rate >= question.rate:
+            reasons += _cost_words(question, winner, layout, dollars_per_hour)
     return Candidate(
         layout=layout,
         bounds=bounds,
@@ -84,6 +87,7 @@ def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share:
 
 
 def _losing_words(
+    question: Question,
     winner: Candidate,
     layout: Layout,
     goodput: Goodput | None,
@@ -97,7 +101,7 @@ def _losing_words(
             f"At {rate_words(seen.rate)} it meets both objectives for {share(seen.share)}: TTFT is missed by "
             f"{share(1 - seen.ttft_share)}, TPOT by {share(1 - seen.tpot_share)}."
         )
-        if goodput is not None and _overlaps(winner, goodput):
+        if goodput is not None and _overlaps(question, winner, goodput):
             text += " Its confidence interval overlaps the winner's."
         return text
     how = "Estimated at" if goodput is None else "Screened at" if not is_final else "Simulated at"
@@ -106,12 +110,25 @@ def _losing_words(
     return f"{how} {rate_words(rate)} with {layout.num_devices} devices, {than}."
 
 
-def _overlaps(winner: Candidate, goodput: Goodput) -> bool:
+def _cost_words(question: Question, winner: Candidate, layout: Layout, dollars_per_hour: float | None) -> Iterator[str]:
+    """Of a layout that serves the rate that was asked: what more than the winner it takes."""
+    if question.objective is Objective.LEAST_COST:
+        if dollars_per_hour != winner.dollars_per_hour:
+            yield f"It costs {dollars(dollars_per_hour)} an hour, the winner {dollars(winner.dollars_per_hour)}."
+    elif layout.num_devices != winner.layout.num_devices:
+        yield f"It takes {_devices(layout)}, the winner {winner.layout.num_devices}."
+
+
+def _devices(layout: Layout) -> str:
+    return f"{layout.num_devices} device{'s' * (layout.num_devices > 1)}"
+
+
+def _overlaps(question: Question, winner: Candidate, goodput: Goodput) -> bool:
+    """Whether confidence intervals do, of goodput, or of goodput per device where that is what counts."""
     assert winner.goodput is not None
-    return (
-        goodput.interval.high / goodput.num_devices >= winner.goodput.interval.low / winner.goodput.num_devices
-        and winner.goodput.interval.high / winner.goodput.num_devices >= goodput.interval.low / goodput.num_devices
-    )
+    size = winner.goodput.num_devices / goodput.num_devices if question.objective is Objective.RATE_PER_DEVICE else 1.0
+    its, other = winner.goodput.interval, goodput.interval
+    return other.high * size >= its.low and its.high >= other.low * size
 
 
 def _figures(question: Question, book: BoundBook, pool: Pool, bounds: Bounds, seen: Attainment | None) -> PoolFigures:
@@ -134,25 +151,27 @@ def _figures(question: Question, book: BoundBook, pool: Pool, bounds: Bounds, se
     )
 
 
-def verdict_of(candidates: Sequence[Candidate]) -> Verdict:
-    """Disaggregated or colocated: the best of both kinds among those that were simulated longest."""
+def verdict_of(question: Question, candidates: Sequence[Candidate]) -> Verdict:
+    """Disaggregated or colocated: the best of both kinds among those that were simulated longest, by the objective.
+
+    Args:
+        candidates: in order of rank.
+    """
     best = {kind: next(_best_of(candidates, is_colocated=kind), None) for kind in (False, True)}
     apart, together = best[False], best[True]
     if apart is None or together is None:
         only = apart or together
         assert only is not None, "the winner was simulated"
         kind = "colocated" if only.layout.is_colocated else "disaggregated"
-        text = f"Only {kind} layouts meet the SLO here; the best is {only.layout}."
+        text = f"Only {kind} layouts fit and meet the SLO here; the best is {only.layout}."
         return Verdict(best_disaggregated=apart, best_colocated=together, gain=None, is_clear=True, text=text)
-    gain = apart.rate_per_device / together.rate_per_device - 1
-    assert together.goodput is not None
-    is_clear = not _overlaps(apart, together.goodput)
+    contest = _contest(question, apart, together)
     return Verdict(
         best_disaggregated=apart,
         best_colocated=together,
-        gain=gain,
-        is_clear=is_clear,
-        text=_verdict_words(apart, together, gain, is_clear=is_clear),
+        gain=contest.merit(apart) / contest.merit(together) - 1,
+        is_clear=contest.is_clear,
+        text=_verdict_words(question, contest, *sorted((apart, together), key=contest.merit, reverse=True)),
     )
 
 
@@ -162,14 +181,56 @@ def _best_of(candidates: Sequence[Candidate], *, is_colocated: bool) -> Iterator
     return iter(sorted(of_kind, key=lambda each: not each.is_final))
 
 
-def _verdict_words(apart: Candidate, together: Candidate, gain: float, *, is_clear: bool) -> str:
-    better, worse = (apart, together) if gain >= 0 else (together, apart)
-    margin = better.rate_per_device / worse.rate_per_device - 1
-    kind = "colocated" if worse.layout.is_colocated else "disaggregated"
-    per = "" if better.layout.num_devices == worse.layout.num_devices else " per device"
-    advice = "Disaggregate" if gain >= 0 else "Serve colocated"
-    text = (
-        f"{advice}: {better.layout} serves {rate_words(better.rate)} within the SLO, "
-        f"{share(margin)} more{per} than the best {kind} layout, {worse.layout}"
-    )
-    return text + ("." if is_clear else "; their confidence intervals overlap.")
+class _Contest(NamedTuple):
+    """How two candidates are compared."""
+
+    merit: Callable[[Candidate], float]
+    """The more, the better."""
+    is_by_cost: bool
+    """By devices or dollars: both serve the rate that was asked."""
+    is_clear: bool
+
+
+def _contest(question: Question, first: Candidate, second: Candidate) -> _Contest:
+    """By what the objective ranks by; by goodput where one of them does not serve the rate, or both cost the same."""
+    objective = question.objective
+    cheaper, dearer = sorted((first, second), key=lambda each: _cost(question, each))
+    is_served = objective.has_rate and min(first.rate, second.rate) >= question.rate
+    if is_served and _cost(question, cheaper) < _cost(question, dearer):
+        assert cheaper.goodput is not None
+        is_sure = cheaper.goodput.interval.low >= question.rate
+        return _Contest(lambda each: 1 / _cost(question, each), is_by_cost=True, is_clear=is_sure)
+    assert second.goodput is not None
+    is_clear = not _overlaps(question, first, second.goodput)
+    if objective is Objective.RATE_PER_DEVICE:
+        return _Contest(lambda each: each.rate_per_device, is_by_cost=False, is_clear=is_clear)
+    return _Contest(lambda each: each.rate, is_by_cost=False, is_clear=is_clear)
+
+
+def _cost(question: Question, candidate: Candidate) -> float:
+    """Devices, or dollars an hour."""
+    if question.objective is not Objective.LEAST_COST:
+        return candidate.layout.num_devices
+    assert candidate.dollars_per_hour is not None, "the search asks for prices"
+    return candidate.dollars_per_hour
+
+
+def _verdict_words(question: Question, contest: _Contest, better: Candidate, worse: Candidate) -> str:
+    advice = "Serve colocated" if better.layout.is_colocated else "Disaggregate"
+    other = f"the best {'colocated' if worse.layout.is_colocated else 'disaggregated'} layout, {worse.layout}"
+    served = f"{advice}: {better.layout} serves {rate_words(better.rate)} within the SLO"
+    if contest.is_by_cost:
+        unsure = "" if contest.is_clear else "; the former's confidence interval reaches below the rate that was asked"
+        if question.objective is Objective.LEAST_COST:
+            prices = dollars(better.dollars_per_hour), dollars(worse.dollars_per_hour)
+            return f"{served} for {prices[0]} an hour; {other}, costs {prices[1]}{unsure}."
+        return f"{served} with {_devices(better.layout)}; {other}, takes {worse.layout.num_devices}{unsure}."
+    margin = contest.merit(better) / contest.merit(worse) - 1
+    per = instead = ""
+    if better.layout.num_devices != worse.layout.num_devices:
+        if question.objective is Objective.RATE_PER_DEVICE:
+            per = " per device"
+        else:
+            instead = f", with {_devices(better.layout)} instead of {worse.layout.num_devices}"
+    unsure = "" if contest.is_clear else "; their confidence intervals overlap"
+    return f"{served}, {share(margin)} more{per} than {other}{instead}{unsure}."

@@ -184,15 +184,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Disaggregated or colocated, at equal devices."""
+    """Disaggregated or colocated, by the objective that was asked."""
 
     best_disaggregated: Candidate | None
     best_colocated: Candidate | None
     gain: float | None
     """Goodput of the best disaggregated layout over that of the best colocated one, less 1: 0.3 is 30 % more. Per
-    device where their numbers differ. ``None`` where there are not both."""
+    device, or for the devices or dollars it takes for the rate that was asked, where these are the objective. ``None``
+    where there are not both."""
     is_clear: bool
-    """Their confidence intervals do not overlap."""
+    """Their confidence intervals do not overlap; of devices or dollars, the cheaper surely serves the rate."""
     text: str
     """One sentence."""
 

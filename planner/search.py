@@ -83,7 +83,7 @@ def find_plan(
     return Plan(
         question=question,
         candidates=candidates,
-        verdict=verdict_of(candidates),
+        verdict=verdict_of(question, candidates),
         screening=search.screening(enumeration.num_without_memory),
         mean_prompt_tokens=demand.mean_prompt_tokens,
         mean_output_tokens=demand.mean_output_tokens,

@@ -12,10 +12,12 @@ from pdserve.planner.candidates import assemble, verdict_of
 from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Goodput
 from pdserve.planner.layout import Layout
-from pdserve.planner.plan import Candidate, Question, Supply
+from pdserve.planner.plan import Candidate, Objective, Question, Supply
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, disaggregated
 
 DEMAND = Demand.of(PoissonWorkload().draw(200, 0).requests, block_size=16, max_model_len=8192)
+
+QUESTION = Question(model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),))
 
 
 def an_attainment(
@@ -62,6 +64,7 @@ def a_candidate(
     at_winners_rate: Attainment | None = None,
     kv_share: float = 0.3,
     num_preemptions: int = 0,
+    question: Question | None = None,
 ) -> Candidate:
     book = BoundBook(LLAMA_3_8B, DEMAND, slo)
     role = WorkerRole.MIXED if layout.is_colocated else WorkerRole.DECODE
@@ -75,12 +78,12 @@ def a_candidate(
         num_requests=100,
     )
     return assemble(
-        Question(model=LLAMA_3_8B, slo=slo, fleet=(Supply(hardware=H100),)),
+        question or replace(QUESTION, slo=slo),
         book,
         layout,
         book.bounds(layout),
         goodput,
-        None,
+        3.0 * layout.num_devices,
         is_final=True,
         at_winners_rate=at_winners_rate,
         cliff_rate=None,
@@ -151,7 +154,7 @@ def test_a_loser_says_which_objective_it_misses_at_the_winners_rate() -> None:
 )
 def test_the_verdict_is_one_sentence(apart_rate: float, together_rate: float, text: str, is_clear: bool) -> None:
     candidates = [a_candidate(disaggregated(), apart_rate), a_candidate(colocated(2), together_rate)]
-    verdict = verdict_of(candidates)
+    verdict = verdict_of(QUESTION, candidates)
     assert verdict.text.startswith(text)
     assert verdict.is_clear is is_clear
     assert verdict.text.endswith("overlap.") is not is_clear
@@ -160,12 +163,68 @@ def test_the_verdict_is_one_sentence(apart_rate: float, together_rate: float, te
 
 
 def test_with_one_kind_only_the_verdict_says_so() -> None:
-    verdict = verdict_of([a_candidate(colocated(2), 20.0)])
-    assert verdict.text == "Only colocated layouts meet the SLO here; the best is 2 x M(TP1)."
+    verdict = verdict_of(QUESTION, [a_candidate(colocated(2), 20.0)])
+    assert verdict.text == "Only colocated layouts fit and meet the SLO here; the best is 2 x M(TP1)."
     assert (verdict.gain, verdict.serve_colocated) == (None, True)
 
 
-def test_unequal_sizes_are_compared_per_device() -> None:
-    verdict = verdict_of([a_candidate(disaggregated(2, 2), 30.0), a_candidate(colocated(2), 20.0)])
-    assert "33.3 % more per device" in verdict.text
-    assert verdict.serve_colocated
+@pytest.mark.parametrize(
+    ("objective", "text", "gain"),
+    [
+        (
+            Objective.RATE,
+            "Disaggregate: 2 x P(TP1) + 2 x D(TP1) serves 30.0 requests/s within the SLO, 50 % more than the best "
+            "colocated layout, 2 x M(TP1), with 4 devices instead of 2.",
+            0.5,
+        ),
+        (
+            Objective.RATE_PER_DEVICE,
+            "Serve colocated: 2 x M(TP1) serves 20.0 requests/s within the SLO, 33.3 % more per device than the best "
+            "disaggregated layout, 2 x P(TP1) + 2 x D(TP1).",
+            -0.25,
+        ),
+        (
+            Objective.FEWEST_DEVICES,
+            "Serve colocated: 2 x M(TP1) serves 20.0 requests/s within the SLO with 2 devices; the best disaggregated "
+            "layout, 2 x P(TP1) + 2 x D(TP1), takes 4.",
+            -0.5,
+        ),
+        (
+            Objective.LEAST_COST,
+            "Serve colocated: 2 x M(TP1) serves 20.0 requests/s within the SLO for $6.00 an hour; the best "
+            "disaggregated layout, 2 x P(TP1) + 2 x D(TP1), costs $12.00.",
+            -0.5,
+        ),
+    ],
+)
+def test_unequal_sizes_are_compared_by_what_was_asked(objective: Objective, text: str, gain: float) -> None:
+    question = replace(QUESTION, objective=objective, rate=15.0)
+    verdict = verdict_of(question, [a_candidate(disaggregated(2, 2), 30.0), a_candidate(colocated(2), 20.0)])
+    assert verdict.text == text
+    assert verdict.gain == pytest.approx(gain)
+    assert verdict.is_clear
+    assert verdict.serve_colocated == text.startswith("Serve colocated")
+
+
+def test_a_layout_that_does_not_serve_the_rate_is_not_the_cheaper_one() -> None:
+    question = replace(QUESTION, objective=Objective.FEWEST_DEVICES, rate=25.0)
+    candidates = [a_candidate(disaggregated(2, 2), 25.2), a_candidate(colocated(2), 20.0)]
+    assert verdict_of(question, candidates).text.startswith("Disaggregate: 2 x P(TP1) + 2 x D(TP1)")
+    # Of those that do, the cheaper one may be unsure to.
+    unsure = verdict_of(replace(question, rate=19.8), candidates)
+    assert unsure.text.endswith("the former's confidence interval reaches below the rate that was asked.")
+    assert not unsure.is_clear
+
+
+def test_a_loser_that_serves_the_rate_says_what_it_takes() -> None:
+    question = replace(QUESTION, objective=Objective.FEWEST_DEVICES, rate=15.0)
+    winner = a_candidate(colocated(2), 20.0, question=question)
+    loser = a_candidate(disaggregated(2, 2), 30.0, question=question, winner=winner)
+    assert loser.reasons[-1] == "It takes 4 devices, the winner 2."
+    question = replace(question, objective=Objective.LEAST_COST)
+    loser = a_candidate(disaggregated(2, 2), 30.0, question=question, winner=winner)
+    assert loser.reasons[-1] == "It costs $12.00 an hour, the winner $6.00."
+    slow = a_candidate(disaggregated(2, 2), 10.0, question=question, winner=winner)
+    assert "costs" not in slow.reasons[-1]
+    equal = a_candidate(disaggregated(), 18.0, question=question, winner=winner)
+    assert "costs" not in equal.reasons[-1]

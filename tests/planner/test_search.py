@@ -98,7 +98,7 @@ def test_the_verdict_weighs_both_kinds() -> None:
     assert verdict.best_colocated is not None
     assert verdict.best_disaggregated is not None
     assert verdict.gain is not None
-    ratio = verdict.best_disaggregated.rate_per_device / verdict.best_colocated.rate_per_device
+    ratio = verdict.best_disaggregated.rate / verdict.best_colocated.rate
     assert verdict.gain == pytest.approx(ratio - 1)
     assert verdict.serve_colocated == (ratio < 1)
     assert verdict.text.startswith("Serve colocated" if ratio < 1 else "Disaggregate")
