@@ -30,7 +30,9 @@ from pdserve.kernels.triton_decode_attention import decode_attention
 from pdserve.kernels.triton_gate import gate
 from pdserve.kernels.triton_norm import rms_normalise
 from pdserve.kernels.triton_prefill_attention import prefill_attention
+from pdserve.kernels.triton_quantized_matmul import quantized_matmul
 from pdserve.kernels.triton_rope import rope_and_write_kv
+from pdserve.kernels.weight_quantisation import quantise_int4, quantise_int8
 
 _TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
@@ -152,6 +154,12 @@ def launches() -> list[Launch]:
         *(_rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, _INT8)),
         _rope_launch(_FP16, _FP16, 64),
         _rope_launch(_FP32, _FP32, 256),
+        *(
+            product_launch(dtype, num_tokens, num_splits, is_int4)
+            for is_int4 in (False, True)
+            for dtype in (_BF16, _FP16, _FP32)
+            for num_tokens, num_splits in ((1, 1), (1, 4), (17, 4), (64, 1), (64, 4), (65, 1))
+        ),
     ]
 
 
@@ -208,6 +216,23 @@ def _rope_launch(
         QkNorm(weight_D, weight_D, 1e-5),
     )
     return Launch(f"rope_and_write_kv {dtype} over {pool_dtype} D{head_dim}".replace("torch.", ""), run)
+
+
+def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, is_int4: bool) -> Launch:
+    """A product with a quantised weight and a bias, added to a residual, and the sum of its splits."""
+    num_outputs, num_inputs = 128, 4096
+    weight = (quantise_int4 if is_int4 else quantise_int8)(torch.zeros(num_outputs, num_inputs))
+    y_TF = torch.zeros(num_tokens, num_outputs, dtype=dtype)
+    run = partial(
+        quantized_matmul,
+        torch.zeros(num_tokens, num_inputs, dtype=dtype),
+        weight,
+        y_TF[0],
+        y_TF,
+        num_splits=num_splits,
+    )
+    name = f"quantized_matmul {dtype} by int{4 if is_int4 else 8} T{num_tokens} {num_splits} splits"
+    return Launch(name.replace("torch.", ""), run, is_wgmma=dtype != _FP32)
 
 
 def _metadata(new_tokens: tuple[int, ...]) -> AttentionMetadata:

@@ -12,14 +12,12 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pdserve.kernels.cpu_build import kernel
-
-INT8_MAX = 127
-_QUANTISED_ROWS = 1024
+from pdserve.kernels.weight_quantisation import quantise_int8
 
 # As declared in those.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -47,36 +45,12 @@ class _Weight(ctypes.Structure):
     )
 
 
-class QuantisedWeight(NamedTuple):
-    """``values * scales[:, None]`` stands for the weight, no further than half a scale from it."""
-
-    values: torch.Tensor
-    """int8 ``[F, E]``, -127 to 127."""
-    scales: torch.Tensor
-    """float32 ``[F]``."""
-
-
 def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none") -> CpuLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
     assert quantization in ("none", "int8"), f"quantization {quantization!r} got past the configuration"
     if quantization == "int8":
         return CpuLinear(*quantise_int8(weight_FE), bias_F)
     return CpuLinear(weight_FE, None, bias_F)
-
-
-def quantise_int8(weight_FE: torch.Tensor) -> QuantisedWeight:
-    """Symmetric rounding to the nearest, one scale per output; NaN for outputs with weights that are not finite."""
-    values_FE = torch.empty(weight_FE.shape, dtype=torch.int8)
-    scales_F = torch.empty(len(weight_FE))
-    for start in range(0, len(weight_FE), _QUANTISED_ROWS):  # So that no copy of the whole weight is made.
-        rows = slice(start, start + _QUANTISED_ROWS)
-        part_RE = weight_FE[rows].float()
-        scales_R = part_RE.abs().amax(dim=1) / INT8_MAX
-        # Where a scale is 0, NaN or infinite, values mean nothing and are 0; the scale alone says enough.
-        inverse_R = scales_R.reciprocal().nan_to_num()
-        values_FE[rows] = (part_RE * inverse_R[:, None]).nan_to_num().round().to(torch.int8)
-        scales_F[rows] = scales_R
-    return QuantisedWeight(values_FE, scales_F)
 
 
 class CpuLinear:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from triton import next_power_of_2
 
 from pdserve.kernels.kv_pool import KvPool
 
@@ -69,6 +70,52 @@ def kv_split(device: torch.device, num_kv_heads: int, *, is_fixed: bool = False)
     if is_fixed:
         return _FIXED_SPLIT
     return KvSplit(-(-_CHUNKS_PER_PROCESSOR * _num_processors(device) // num_kv_heads), _CHUNK_TOKENS)
+
+
+class MatmulTile(NamedTuple):
+    """One program's share of a product."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    """That are multiplied at a time."""
+    num_warps: int
+    num_stages: int
+
+
+def matmul_tile(num_tokens: int, dtype: torch.dtype, *, is_int4: bool) -> MatmulTile:
+    """For `pdserve.kernels.triton_quantized_matmul`, whose tiles of int4 have the inputs of a group.
+
+    Args:
+        dtype: of the activations.
+    """
+    if dtype == torch.float32:
+        return MatmulTile(16, 32, 128, 4, 1) if is_int4 else MatmulTile(16, 32, 32, 4, 2)
+    if num_tokens <= _FEW_TOKENS:
+        return MatmulTile(max(16, next_power_of_2(num_tokens)), 64, 128, 4, 4)
+    return MatmulTile(128, 128, 128, 8, 2) if is_int4 else MatmulTile(128, 128, 64, 8, 4)
+
+
+_FEW_TOKENS = 64
+_PROGRAMS_PER_PROCESSOR = 2
+_SPLIT_INPUTS = 512
+"""The fewest that are worth a program."""
+
+
+def split_inputs(
+    device: torch.device,
+    num_tokens: int,
+    num_tiles: int,
+    num_inputs: int,
+    tile_inputs: int,
+    num_splits: int | None = None,
+) -> int:
+    """How many inputs a program multiplies, a multiple of ``tile_inputs``: by default all of them where there are many
+    tokens, or ``num_tiles`` of outputs for every multiprocessor. The number of a few tokens makes no difference."""
+    if num_splits is None:
+        wanted = -(-_PROGRAMS_PER_PROCESSOR * _num_processors(device) // num_tiles)
+        num_splits = min(wanted, num_inputs // _SPLIT_INPUTS) if num_tokens <= _FEW_TOKENS else 1
+    return -(-num_inputs // (max(num_splits, 1) * tile_inputs)) * tile_inputs
 
 
 @cache

@@ -3,13 +3,13 @@ takes a while to be imported, and workers on CPUs do without."""
 
 from __future__ import annotations
 
-from pdserve.kernels import torch_dense, triton_attention, triton_gate, triton_norm, triton_rope
+from pdserve.kernels import triton_attention, triton_gate, triton_norm, triton_quantized_matmul, triton_rope
 from pdserve.kernels.operations import DecoderKernels
 
 TRITON_KERNELS = DecoderKernels(
     name="triton",
     activation_dtype=None,
-    pack_linear=torch_dense.pack_linear,
+    pack_linear=triton_quantized_matmul.pack_linear,
     rms_normalise=triton_norm.rms_normalise,
     gate=triton_gate.gate,
     rope_and_write_kv=triton_rope.rope_and_write_kv,

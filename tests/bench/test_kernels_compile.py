@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from pdserve.bench.kernels_compile import (
     MAX_SHARED_BYTES,
@@ -11,6 +12,7 @@ from pdserve.bench.kernels_compile import (
     compiled_kernels,
     launches,
     launches_of_a_step,
+    product_launch,
 )
 
 
@@ -32,3 +34,10 @@ def test_the_next_step_needs_no_other_kernels() -> None:
     ]
     for step in steps[1:]:
         assert all(kernel is first for kernel, first in zip(step, steps[0], strict=True))
+
+
+@pytest.mark.parametrize("is_int4", [False, True])
+def test_the_number_of_tokens_needs_no_other_kernels(is_int4: bool) -> None:
+    fewer, more = (compiled_kernels(product_launch(torch.bfloat16, num_tokens, 4, is_int4)) for num_tokens in (17, 32))
+    assert len(fewer) == 2
+    assert all(kernel is other for kernel, other in zip(fewer, more, strict=True))

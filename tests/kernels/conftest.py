@@ -1,19 +1,18 @@
 """How kernels are tested: those in C++ on two threads, as few as show that their number does not matter; those of
-Triton in its interpreter, each file in a process of its own, because the interpreter is chosen by the environment as
-kernels are imported, and a wild pointer there ends the process."""
+Triton in its interpreter, by `tests.kernels.interpreted_files`."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pdserve.kernels.cpu_threads import use_threads
+from tests.kernels.interpreted_files import InterpretedFiles
 
+_FILES = pytest.StashKey[InterpretedFiles]()
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 if IS_INTERPRETING:
@@ -47,21 +46,13 @@ class _InterpretedRun(pytest.Item):
     """All tests of a file, in a process with the interpreter."""
 
     def runtest(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            str(self.path),
-        ]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, cwd=self.config.rootpath
-        )
-        if run.returncode != 0:
-            pytest.fail(f"exit status {run.returncode}\n{run.stdout[-8000:]}\n{run.stderr[-4000:]}", pytrace=False)
+        if _FILES not in self.config.stash:
+            self.config.stash[_FILES] = InterpretedFiles(self.config.rootpath)
+        run = self.config.stash[_FILES].run(self.path)
+        if run.exit_code != 0:
+            pytest.fail(f"exit status {run.exit_code}\n{run.output[-12000:]}", pytrace=False)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _FILES in config.stash:
+        config.stash[_FILES].close()

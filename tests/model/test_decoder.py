@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pdserve.kernels.cpu_dense import quantise_int8
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from pdserve.kernels.weight_quantisation import quantise_int8
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
 from tests.kernels.paged_batch import nan_pool
