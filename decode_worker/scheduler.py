@@ -278,7 +278,7 @@ class DecodeScheduler:
         """Free places, and available blocks that no sequence that holds blocks and decodes, now or soon, is expected to
         need."""
         holders = [*self._running, *self._local_prefills(), *self._reservations.pulling()]
-        missing = [sequence.num_blocks_expected() - sequence.num_blocks_held for sequence in holders]
+        missing = [s.num_blocks_expected() - len(s.block_table) - len(s.fork_blocks) for s in holders]
         num_seats = sum([sequence.num_choices for sequence in holders])
         num_spare_blocks = self._pool.num_available - sum([num_blocks for num_blocks in missing if num_blocks > 0])
         return _Room(self._max_batch_size - num_seats, num_spare_blocks)
@@ -394,8 +394,10 @@ class DecodeScheduler:
 
     def _has_blocks_for(self, num_steps: int) -> bool:
         """Whether the running sequences can take so many decode steps without anybody's blocks."""
-        num_tokens = num_steps + self._pool.block_size - 1
         block_size = self._pool.block_size
+        num_tokens = num_steps + block_size - 1
+        if self._pool.can_allocate(num_tokens // block_size * len(self._running)):
+            return True  # what they have is enough for what they computed
         missing = [(s.num_computed + num_tokens) // block_size - len(s.block_table) for s in self._running]
         return self._pool.can_allocate(sum([num_blocks for num_blocks in missing if num_blocks > 0]))
 

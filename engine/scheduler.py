@@ -87,8 +87,7 @@ class PromptLogprobsEvent:
     entries: list[TokenLogprobs]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEvent:
+class RequestEvent(NamedTuple):
     """A change in an attempt's life."""
 
     key: RequestKey
@@ -109,8 +108,7 @@ class OfferEvent:
     handle: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrantEvent:
+class GrantEvent(NamedTuple):
     """Prefill: blocks whose KV is complete, in prompt order."""
 
     handle: bytes
@@ -132,8 +130,7 @@ class WithdrawEvent:
     handle: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartPullEvent:
+class StartPullEvent(NamedTuple):
     """Decode: blocks are reserved; fetch the prompt's KV into them."""
 
     pull_id: int
@@ -161,8 +158,7 @@ ClientEvent = TokenEvent | PromptLogprobsEvent | RequestEvent
 Event = ClientEvent | OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullResult:
+class PullResult(NamedTuple):
     """How a pull ended: what the transfer process says of it."""
 
     pull_id: int
@@ -173,8 +169,7 @@ class PullResult:
     """Of each choice in order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLoad:
+class SchedulerLoad(NamedTuple):
     """A snapshot for the router's policy and the metrics."""
 
     num_running: int = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from pdserve.contracts.block_hash import block_hash, root_hash
 from pdserve.contracts.request import FinishReason, GenerationRequest, RequestState, SamplingParams
@@ -132,8 +133,10 @@ class Sequence:
         Never fewer than `num_blocks_with_headroom` and `num_fork_blocks`, which are taken at the start.
         """
         num_known, block_size = len(self.tokens), self.block_size
-        num_more = max(LOOKAHEAD_TOKENS, block_size, num_known - self.num_prompt_tokens)
-        num_blocks = (min(num_known + num_more, self.max_length - 1) + block_size - 1) // block_size
+        num_tokens = num_known + max(LOOKAHEAD_TOKENS, block_size, num_known - self.num_prompt_tokens)
+        if num_tokens >= self.max_length:
+            num_tokens = self.max_length - 1
+        num_blocks = (num_tokens + block_size - 1) // block_size
         if self.num_choices == 1:
             return num_blocks
         return num_blocks + (self.num_choices - 1) * (num_blocks - self._num_shared_blocks)
@@ -149,16 +152,25 @@ class Sequence:
 
     def block_hashes(self, num_blocks: int) -> list[bytes]:
         """Hashes of the first ``num_blocks`` full blocks of the known tokens; each is computed once."""
-        return list(self.iter_block_hashes(num_blocks))
+        while len(self._hashes) < num_blocks:
+            self._add_block_hash()
+        return self._hashes[:num_blocks]
 
     def iter_block_hashes(self, num_blocks: int) -> Iterator[bytes]:
         """The same, one at a time: who stops early lets the others be."""
-        hashes = self._hashes
-        for index in range(num_blocks):
-            if index == len(hashes):
-                parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
-                hashes.append(block_hash(parent, self.tokens[index * self.block_size : (index + 1) * self.block_size]))
-            yield hashes[index]
+        known = self._hashes[:num_blocks]
+        return chain(known, self._further_block_hashes(len(known), num_blocks))
+
+    def _further_block_hashes(self, first: int, num_blocks: int) -> Iterator[bytes]:
+        for index in range(first, num_blocks):
+            if index == len(self._hashes):
+                self._add_block_hash()
+            yield self._hashes[index]
+
+    def _add_block_hash(self) -> None:
+        hashes, start = self._hashes, len(self._hashes) * self.block_size
+        parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
+        hashes.append(block_hash(parent, self.tokens[start : start + self.block_size]))
 
     def banned_at(self, position: int) -> tuple[int, ...]:
         """Tokens that must not be sampled at a position, whether or not those before it are known yet."""

@@ -57,6 +57,11 @@ class SequenceQueue:
         entry = self._first_entry()
         return entry.sequence if entry is not None else None
 
+    def first_due(self, now_s: float) -> Sequence | None:
+        """The first one, if its instant has come."""
+        entry = self._first_entry()
+        return entry.sequence if entry is not None and entry.instant_s <= now_s else None
+
     def first_instant_s(self) -> float | None:
         entry = self._first_entry()
         return entry.instant_s if entry is not None else None

@@ -157,8 +157,7 @@ class SequenceTable:
 
     def past_deadline(self, now_s: float) -> SequenceGroup | None:
         """A request whose deadline has come, for its scheduler to end."""
-        deadline_s = self._deadlines.first_instant_s()
-        root = self._deadlines.first() if deadline_s is not None and deadline_s <= now_s else None
+        root = self._deadlines.first_due(now_s)
         return self._live[root.key] if root is not None else None
 
     def next_deadline_s(self) -> float | None:
@@ -185,8 +184,9 @@ class SequenceTable:
         if num_full == sequence.num_registered_blocks or not self.pool.caches_content:
             return
         hashes = sequence.block_hashes(num_full)
-        for index in range(sequence.num_registered_blocks, num_full):
-            self.pool.register(sequence.block_table[index], hashes[index])
+        news = slice(sequence.num_registered_blocks, num_full)
+        for block, block_hash in zip(sequence.block_table[news], hashes[news], strict=True):
+            self.pool.register(block, block_hash)
         sequence.num_registered_blocks = num_full
 
     # Steps
@@ -307,14 +307,14 @@ class SequenceTable:
         zeros = [0] * num_steps
         ended = []
         for sequence in sequences:
-            sequence.tokens += zeros
+            tokens, block_table = sequence.tokens, sequence.block_table
+            tokens += zeros
             num_written = sequence.num_written = sequence.num_computed = sequence.num_computed + num_steps
-            num_missing = (num_written + block_size - 1) // block_size - len(sequence.block_table)
-            if num_missing > 0:
-                sequence.block_table += self.pool.allocate(num_missing)
+            if num_written > len(block_table) * block_size:
+                block_table += self.pool.allocate(-(-num_written // block_size) - len(block_table))
             if sequence.copy_source >= 0:
                 self.pool.release(sequence.take_copy_source())
-            if len(sequence.tokens) >= sequence.max_length:
+            if len(tokens) >= sequence.max_length:
                 ended.append(sequence)
         for sequence in ended:
             self.register_written(sequence)

@@ -92,27 +92,29 @@ class BlockPool:
         Free blocks go first, then the least recently used cached ones, which lose their content.
         """
         assert self.can_allocate(num_blocks), f"{num_blocks} blocks asked, {self.num_available} available"
-        blocks = [self._free.pop() if self._free else self._evict_oldest() for _ in range(num_blocks)]
+        num_free = min(num_blocks, len(self._free))
+        first = len(self._free) - num_free
+        blocks = self._free[first:]
+        blocks.reverse()
+        del self._free[first:]
+        blocks += [self._evict_oldest() for _ in range(num_blocks - num_free)]
+        references, generations = self._num_references, self._generations
         for block in blocks:
-            self._num_references[block] = 1
-            self._generations[block] += 1
+            references[block] = 1
+            generations[block] += 1
         self._num_referenced += num_blocks
         return blocks
 
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest known run of ``hashes`` from the first on. They are not referenced by this: `share`
         them before anything is allocated."""
-        blocks = []
-        for block_hash in hashes:
-            block = self._block_by_hash.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        blocks = map(self._block_by_hash.get, hashes)
+        return list(iter(blocks.__next__, None))  # up to the first that is None
 
     def num_unreferenced(self, block_ids: Iterable[int]) -> int:
         """How many of ``block_ids`` are cached now: sharing them makes as many fewer available."""
-        return sum(1 for block in block_ids if not self._num_references[block])
+        references = self._num_references
+        return [references[block] for block in block_ids].count(0)
 
     def num_leading_shared(self, block_ids: Iterable[int]) -> int:
         """How many of ``block_ids``, from the first on, more than one sequence references."""
@@ -120,12 +122,13 @@ class BlockPool:
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more reference to blocks that are referenced or cached."""
+        references = self._num_references
         for block in block_ids:
-            if self._num_references[block] == 0:
+            if references[block] == 0:
                 assert block in self._cached, f"block {block} is free: it has no content to share"
                 del self._cached[block]
                 self._num_referenced += 1
-            self._num_references[block] += 1
+            references[block] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference fewer to each of a sequence's blocks, given in sequence order.
@@ -133,12 +136,14 @@ class BlockPool:
         The last reference demotes a block of known content to cached and frees any other. The deepest goes first, so
         that of a chain the leaf is evicted before its parent, without which it could not be found.
         """
+        references, hashes = self._num_references, self._hashes
         for block in reversed(block_ids):
-            assert self._num_references[block] > 0, f"block {block} is released more often than referenced"
-            self._num_references[block] -= 1
-            if self._num_references[block] == 0:
+            num_left = references[block] - 1
+            assert num_left >= 0, f"block {block} is released more often than referenced"
+            references[block] = num_left
+            if num_left == 0:
                 self._num_referenced -= 1
-                if self._hashes[block] is None:
+                if hashes[block] is None:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
@@ -168,7 +173,8 @@ class BlockPool:
 
     def generations(self, block_ids: Iterable[int]) -> tuple[int, ...]:
         """The blocks' generations as of now."""
-        return tuple(self._generations[block] for block in block_ids)
+        generations = self._generations
+        return tuple([generations[block] for block in block_ids])
 
     def take_cache_events(self) -> CacheEvents:
         """What the prefix cache gained and lost since the last call, for the router's view of it."""

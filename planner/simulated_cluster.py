@@ -43,25 +43,46 @@ class Seat:
     block_pool: BlockPool
     max_batch_tokens: int
     max_batch_size: int
-    promises: Promises = field(default_factory=Promises)
     egress: Wire = field(default_factory=Wire)
     ingress: Wire = field(default_factory=Wire)
+    _promises: Promises = field(default_factory=Promises)
+    _snapshot: WorkerSnapshot | None = None
+    """The last one, without the tokens of a run; None where a promise changed since."""
+    _num_turns_seen: int = -1
+    """Of the worker, by the last snapshot."""
+
+    def promise_prefill(self, request_id: int, num_tokens: int) -> None:
+        """See `Promises.prefill`."""
+        self._promises.prefill(request_id, num_tokens)
+        self._snapshot = None
+
+    def promise_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
+        """See `Promises.decode`."""
+        self._promises.decode(request_id, 1, num_tokens, num_blocks)
+        self._snapshot = None
+
+    def settle(self, request_id: int) -> None:
+        """See `Promises.settle`."""
+        self._promises.settle(request_id)
+        self._snapshot = None
 
     def snapshot(self) -> WorkerSnapshot:
         """For one decision of the policy."""
-        worker = self.worker
-        snapshot = self.promises.snapshot(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            max_batch_tokens=self.max_batch_tokens,
-            max_batch_size=self.max_batch_size,
-            load=worker.load(),
-            cached_blocks=self.block_pool.known_hashes,
-            host="",
-        )
+        worker, snapshot = self.worker, self._snapshot
+        if snapshot is None or self._num_turns_seen != worker.num_turns:
+            snapshot = self._snapshot = self._promises.snapshot(
+                worker_id=worker.worker_id,
+                role=worker.role,
+                max_batch_tokens=self.max_batch_tokens,
+                max_batch_size=self.max_batch_size,
+                load=worker.load(),
+                cached_blocks=self.block_pool.known_hashes,
+                host="",
+            )
+            self._num_turns_seen = worker.num_turns
         num_run_tokens = worker.num_run_tokens()
         if num_run_tokens:
-            snapshot = snapshot._replace(num_context_tokens=snapshot.num_context_tokens + num_run_tokens)
+            return snapshot._replace(num_context_tokens=snapshot.num_context_tokens + num_run_tokens)
         return snapshot
 
     def use(self) -> WorkerUse:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import nan
 
 import numpy as np
@@ -61,10 +62,15 @@ class SimulatedFlight:
             prompt_tokens=self.prompt.tokens,
             block_hashes=self.prompt.block_hashes,
             emitted_tokens=self.emitted,
-            sampling=SamplingParams(max_tokens=self.request.num_output_tokens),
+            sampling=_sampling(self.request.num_output_tokens),
             ttft_slo_s=ttft_slo_s,
             handoff=handoff,
         )
+
+
+@cache
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens)
 
 
 def request_times(flights: Sequence[SimulatedFlight]) -> RequestTimes:

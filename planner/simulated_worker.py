@@ -116,6 +116,8 @@ class SimulatedWorker:
         self.scheduler = scheduler
         self.cost = cost
         self.busy_s = 0.0
+        self.num_turns = 0
+        """Between two turns nothing changes in the scheduler."""
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
@@ -172,6 +174,7 @@ class SimulatedWorker:
         self._agenda.at(instant_s, lambda: self._turn() if number == self._num_turns_due else None)
 
     def _turn(self) -> None:
+        self.num_turns += 1
         now_s = self._agenda.now_s
         had_step = self._run is not None or bool(self._steps)
         if self._run is not None:
@@ -190,14 +193,12 @@ class SimulatedWorker:
         inbox, self._inbox = self._inbox, []
         for message in inbox:
             message(self.scheduler, now_s)
-        if not self._steps:
-            if self._try_run(now_s):
-                return
-        elif self.scheduler.is_decoding_only():
+        is_decoding_only = self.scheduler.is_decoding_only()
+        if is_decoding_only and self._steps:
             self._is_behind = True  # a run may begin once the steps in flight are over
             self._turn_at(self._steps[0].ends_s)
-            return
-        self._plan(now_s)
+        elif not (is_decoding_only and self._try_run(now_s)):
+            self._plan(now_s)
 
     def _plan(self, now_s: float) -> None:
         batch = self.scheduler.plan(now_s)

@@ -63,6 +63,15 @@ class Overheads:
     """Of a step loop between two steps, unless it submitted the second before the first had ended."""
 
 
+_KINDS_OF_CONSEQUENCE = (
+    RequestEventKind.STARTED,
+    RequestEventKind.LAST_CHUNK,
+    RequestEventKind.KV_UNAVAILABLE,
+    RequestEventKind.REJECTED,
+    RequestEventKind.FAILED,
+)
+"""Events that the router, or the record, takes note of, beside JOINED."""
+
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)
 
 
@@ -234,9 +243,9 @@ class _Run:
         flight.prefill, flight.decode = seat, None
         ttft_slo_s = 0.0 if flight.emitted else max(flight.arrived_s + slo.ttft_seconds - now_s, MIN_DURATION_S)
         request = flight.attempt_request(ttft_slo_s=ttft_slo_s, handoff=choice.handoff)
-        seat.promises.prefill(flight.request_id, request.num_known_tokens - choice.num_cached_tokens)
+        seat.promise_prefill(flight.request_id, request.num_known_tokens - choice.num_cached_tokens)
         if not choice.handoff:
-            seat.promises.decode(flight.request_id, 1, request.num_known_tokens, flight.blocks.num_blocks())
+            seat.promise_decode(flight.request_id, request.num_known_tokens, flight.blocks.num_blocks())
         key = flight.key
         seat.worker.tell(lambda scheduler, heard_s: scheduler.add(key, request, heard_s))
 
@@ -248,7 +257,7 @@ class _Run:
         seat = flight.decode = self._seats[choice.worker_id]
         request = flight.attempt_request(ttft_slo_s=0.0, handoff=False)
         source = KvSource(address=flight.prefill.worker.worker_id, worker_epoch=0, handle=flight.handle)
-        seat.promises.decode(flight.request_id, 1, request.num_known_tokens, flight.blocks.num_blocks())
+        seat.promise_decode(flight.request_id, request.num_known_tokens, flight.blocks.num_blocks())
         key = flight.key
         seat.worker.tell(lambda scheduler, heard_s: scheduler.prepare(key, request, source, heard_s))
 
@@ -264,7 +273,7 @@ class _Run:
             elif isinstance(event, RequestEvent):
                 if event.kind is RequestEventKind.JOINED:
                     worker.joined.append(partial(self._decoded, self._flight(event.key)))
-                else:
+                elif event.kind in _KINDS_OF_CONSEQUENCE:
                     at(arrives_s, partial(self._request_event, worker, event))
             elif isinstance(event, StartPullEvent):
                 source, target = self._seats[event.source.address], self._seats[worker.worker_id]
@@ -311,7 +320,7 @@ class _Run:
             return
         match event.kind:
             case RequestEventKind.STARTED:
-                self._seats[worker.worker_id].promises.settle(flight.request_id)
+                self._seats[worker.worker_id].settle(flight.request_id)
                 if flight.prefill is not None and flight.prefill.worker is worker and not flight.emitted:
                     flight.started_s = self._agenda.now_s
                     flight.num_cached_tokens = event.num_cached_tokens
@@ -324,15 +333,15 @@ class _Run:
             case RequestEventKind.REJECTED | RequestEventKind.FAILED:
                 self._abandon(flight)
                 self._reject(flight)
-            case _:
-                pass  # of no consequence to anybody else
+            case kind:
+                raise AssertionError(f"{kind!r} is of no consequence to anybody else")
 
     def _abandon(self, flight: SimulatedFlight) -> None:
         """Free what workers hold of the attempt."""
         key = flight.key
         for seat in (flight.prefill, flight.decode):
             if seat is not None:
-                seat.promises.settle(flight.request_id)
+                seat.settle(flight.request_id)
                 seat.worker.tell(lambda scheduler, heard_s: scheduler.cancel(key, heard_s))
 
     # The result

@@ -41,12 +41,13 @@ class Parking:
     @property
     def num_parked(self) -> int:
         """Prompts whose blocks wait to be pulled."""
-        return sum(1 for offer in self._offers.values() if not offer.sequence.is_over)
+        return [offer.sequence.is_over for offer in self._offers.values()].count(False)
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the prompts on offer hold."""
-        return sum(len(offer.sequence.block_table) for offer in self._offers.values() if not offer.sequence.is_over)
+        sequences = [offer.sequence for offer in self._offers.values()]
+        return sum([len(sequence.block_table) for sequence in sequences if not sequence.is_over])
 
     def offer(self, sequence: Sequence) -> None:
         """The prompt's last chunk is planned: let a decode worker come for it, and grant what is written already."""
@@ -118,4 +119,4 @@ class Parking:
 
     def next_expiry_s(self) -> float:
         """Infinite when nothing can expire."""
-        return min((offer.due_s for offer in self._offers.values()), default=inf)
+        return min([offer.due_s for offer in self._offers.values()], default=inf)

@@ -128,7 +128,7 @@ class PrefillScheduler:
         while (group := self.table.past_deadline(now_s)) is not None:
             self._end(group, RequestEventKind.FAILED, deadline_message(group))
         self.expire_parked(now_s)
-        if self.table.must_drain:
+        if self.table.must_drain or self.is_idle:
             return None
         step = self.table.begin_step()
         self.plan_chunks(
@@ -319,7 +319,7 @@ class PrefillScheduler:
             num_waiting_tokens=self._waiting.num_tokens,
             num_started_tokens=self.table.num_chunk_tokens_in_flight
             + sum([sequence.num_uncomputed for sequence in self._admitted]),
-            num_context_tokens=sum(sequence.num_computed for sequence in self._admitted),
+            num_context_tokens=sum([sequence.num_computed for sequence in self._admitted]),
         )
 
     def quiet_steps(self, now_s: float) -> QuietSteps:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import takewhile
 from typing import NamedTuple
 
 from pdserve.contracts.block_hash import block_hash, root_hash
@@ -82,11 +83,9 @@ class PromptBlocks:
 
     def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
         """Leading tokens whose blocks are all among ``cached_blocks``."""
-        num_blocks = 0
-        for digest in self._hashes:
-            if digest not in cached_blocks:
-                return num_blocks * self.block_size
-            num_blocks += 1
+        num_blocks = len(list(takewhile(cached_blocks.__contains__, self._hashes)))
+        if num_blocks < len(self._hashes):
+            return num_blocks * self.block_size
         while num_blocks < self._num_cacheable and self._next_hash() in cached_blocks:
             num_blocks += 1
         return num_blocks * self.block_size
@@ -181,13 +180,14 @@ def may_prefill_locally(
     Args:
         tpot_slo_s: the objective; 0 is none, and decode workers then leave prompts to others.
     """
+    if _shortfall(blocks, worker, num_choices):
+        return False
     num_cached = blocks.num_cached_tokens(worker.cached_blocks)
     num_new = worker.num_waiting_tokens + blocks.num_tokens - num_cached
     step_s = cost.mixed_s(
         min(num_new, worker.max_batch_tokens), num_cached, worker.num_decoding, worker.num_context_tokens
     )
-    has_room = _shortfall(blocks, worker, num_choices) == 0
-    return has_room and step_s * _mixed_correction(worker) <= tpot_slo_s
+    return step_s * _mixed_correction(worker) <= tpot_slo_s
 
 
 def choose_prefill(
