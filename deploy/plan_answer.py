@@ -137,12 +137,17 @@ def _write_deployment(plan: Plan, outputs: Outputs) -> None:
 
     path, model = outputs.deployment, outputs.model
     assert path is not None
-    # A deployment names a folder; its config.json may have been named here.
-    folder = "" if model is None else str((model if model.is_dir() else model.parent).resolve())
-    options.write_text(path, deployment_text(plan, plan.best, folder))
+    options.write_text(path, deployment_text(plan, plan.best, _model_path(model)))
     if has_parallel_workers(plan.best.layout) and not outputs.is_json_alone:
         note = f"{path}: {NOT_SERVED_YET}"
         options.console().print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _model_path(model: Path | None) -> str:
+    """The folder of a config.json, which is what can be served; a file of another name is read again by itself."""
+    if model is None:
+        return ""
+    return str((model.parent if model.name == "config.json" else model).resolve())
 
 
 def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_processes: int) -> None:

@@ -90,8 +90,13 @@ def plan(
     named = options.named_lengths(input_tokens, output_tokens)
     if named and workload:
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
-    if live and (named or workload or rate or decode_gpu):
-        raise ConfigError(f"traffic and GPUs are those of {live}: leave out --workload, --rate and --decode-gpu")
+    if live and (named or workload or rate or decode_gpu or price or objective or burstiness is not None):
+        raise ConfigError(
+            f"traffic and GPUs are those of {live}: leave out --workload, --burstiness, --rate, --objective, "
+            "--decode-gpu and --price"
+        )
+    if price is not None and decode_gpu:
+        raise ConfigError("--price is of one kind of GPU, and there are two: give their prices in a --hardware-file")
     for name, value in (("rate", rate), ("price", price), ("window", window)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; write a number above 0")
@@ -110,6 +115,10 @@ def plan(
     kinds = [(options.device(gpu, added), nodes)]
     if decode_gpu:
         kinds.append((options.device(decode_gpu, added), decode_nodes or nodes))
+        if kinds[0][0].name == kinds[1][0].name:
+            raise ConfigError(
+                f"--decode-gpu is {kinds[0][0].name}, as --gpu is: leave it out, and count all in --nodes"
+            )
     planned = options.planned_model(held)
 
     from pdserve.planner.plan import Question, Supply

@@ -50,6 +50,8 @@ _STEADY_SHARE = 0.9
 """Of a limit on the mean, what is planned for in an estimate: steps and arrivals vary."""
 _SPARE_SHARE = 0.6
 """Of the objectives, what the mean request takes where nine of ten are to meet them."""
+_ALMOST_ALL = 0.9999
+"""For all requests, where a normal distribution stands for what varies: of it, there is no bound."""
 
 
 class Resource(Enum):
@@ -238,7 +240,9 @@ class BoundBook:
         per_s = np.minimum(mix.decoded_per_s, mix.prefilled_per_s) * ceil(demand.mean_new_tokens / chunk)
         num_gaps = max(demand.mean_gaps, 1.0)
         num_stalls = num_gaps * mix.step_s * per_s
-        longer_s: FloatArray = NormalDist().inv_cdf(self._slo.attainment) * np.sqrt(num_stalls) * stall_s / num_gaps
+        longer_s: FloatArray = (
+            NormalDist().inv_cdf(min(self._slo.attainment, _ALMOST_ALL)) * np.sqrt(num_stalls) * stall_s / num_gaps
+        )
         return longer_s
 
     def _queued_rate(self, pool: Pool) -> float:

@@ -113,6 +113,18 @@ def test_a_deployment_that_cannot_be_served_yet_is_said_to_be(
     assert read_deployment(file, is_served=False).mixed.replicas == 1
 
 
+def test_a_config_of_another_name_can_be_simulated_from_the_deployment(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = (written(tmp_path / "folder") / "config.json").rename(tmp_path / "llama.json")
+    file = tmp_path / "deployment.yaml"
+    command = ["plan", "--model", str(config), "--gpu", "h100", *SMALLEST, *SHORT]
+    assert run([*command, "--attainment", "1", "--output", str(file)]) == 0, capsys.readouterr().err
+    assert read_deployment(file).model.path == str(config)
+    simulated = ["simulate", str(file), "--gpu", "h100", *SHORT, "--requests", "20", "--rate", "1"]
+    assert run(simulated) == 0, capsys.readouterr().err
+
+
 def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = written(tmp_path / "Llama-3-8B")
     assert run(["plan", "--model", str(model), "--gpu", "h100", *SMALLEST, *SHORT, "--rate", "5", "--json", "-"]) == 0
@@ -149,6 +161,13 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--live", "http://127.0.0.1:9", "--window", "nan"], 2, "--window is nan; write a number above 0"),
         (["--live", "http://127.0.0.1:9", "--explain"], 2, "--explain searches nothing"),
         (["--gpu", "h100", "--explain", "--output", "x"], 2, "--explain searches nothing: leave out --output"),
+        (["--gpu", "h100", "--decode-gpu", "h100-sxm"], 2, "--decode-gpu is h100-sxm, as --gpu is: leave it out"),
+        (
+            ["--gpu", "h100", "--decode-gpu", "l4", "--price", "2"],
+            2,
+            "--price is of one kind of GPU, and there are two",
+        ),
+        (["--live", "http://127.0.0.1:9", "--price", "2"], 2, "traffic and GPUs are those of http://127.0.0.1:9"),
         (["--live", "http://127.0.0.1:9", "--workload", "chat"], 2, "traffic and GPUs are those of http://127.0.0.1:9"),
     ],
 )
