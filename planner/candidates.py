@@ -37,9 +37,10 @@ def assemble(
 ) -> Candidate:
     """A candidate with its figures and reasons; ``winner`` is ``None`` for the first in rank."""
     seen = goodput.at_rate if goodput is not None else None
-    resource = _resource(layout, bounds, seen)
+    is_capped = goodput is not None and goodput.is_capped
+    resource = _resource(layout, bounds, None if is_capped else seen)
     rate = bounds.estimate if goodput is None else goodput.rate
-    reasons = [_binding_words(seen, resource, book.idle_ttft_miss_share(layout))]
+    reasons = [_binding_words(seen, resource, book.idle_ttft_miss_share(layout), is_capped=is_capped)]
     if winner is not None:
         reasons.append(_losing_words(question, winner, layout, goodput, rate, at_winners_rate, is_final=is_final))
         if question.objective.has_rate and rate >= question.rate:
@@ -73,9 +74,14 @@ def _resource(layout: Layout, bounds: Bounds, seen: Attainment | None) -> Resour
     return Resource.DECODE_BANDWIDTH if bounds.resource is Resource.PREFILL_COMPUTE else bounds.resource
 
 
-def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share: float) -> str:
+def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share: float, *, is_capped: bool) -> str:
     if seen is None:
         return f"Estimated, not simulated: {resource.value} would run out first."
+    if is_capped:
+        return (
+            f"At {rate_words(seen.rate)}, the most that its steps can sustain, {share(seen.share)} still meet both "
+            f"objectives: longer simulations may show less; {resource.value} runs out first."
+        )
     objective = seen.binding_slo.upper()
     text = (
         f"{objective} binds: at {rate_words(seen.rate)} {share(seen.ttft_share)} meet TTFT and "

@@ -78,8 +78,9 @@ def layout_words(plan: Plan, candidate: Candidate) -> str:
 
 
 def binds(candidate: Candidate) -> str:
-    """The objective that is missed first, and what runs out."""
-    at_rate = candidate.goodput.at_rate if candidate.goodput is not None else None
+    """The objective that is missed first, if one was seen to be, and what runs out."""
+    goodput = candidate.goodput
+    at_rate = goodput.at_rate if goodput is not None and not goodput.is_capped else None
     slo = f"{at_rate.binding_slo.upper()}: " if at_rate is not None else ""
     return slo + candidate.resource.value
 

@@ -13,6 +13,7 @@ from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Goodput
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Candidate, Objective, Question, Supply
+from pdserve.planner.plan_rows import binds
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, disaggregated
 
 DEMAND = Demand.of(PoissonWorkload().draw(200, 0).requests, block_size=16, max_model_len=8192)
@@ -65,6 +66,7 @@ def a_candidate(
     kv_share: float = 0.3,
     num_preemptions: int = 0,
     question: Question | None = None,
+    is_capped: bool = False,
 ) -> Candidate:
     book = BoundBook(LLAMA_3_8B, DEMAND, slo)
     role = WorkerRole.MIXED if layout.is_colocated else WorkerRole.DECODE
@@ -76,6 +78,7 @@ def a_candidate(
         num_devices=layout.num_devices,
         points=(seen,),
         num_requests=100,
+        is_capped=is_capped,
     )
     return assemble(
         question or replace(QUESTION, slo=slo),
@@ -110,6 +113,17 @@ def test_what_binds_is_told_by_what_was_seen(
     assert candidate.resource is expected
     objective = "TTFT" if ttft_share < tpot_share else "TPOT"
     assert candidate.reasons[0].startswith(f"{objective} binds: at 10.0 requests/s")
+
+
+def test_of_a_goodput_that_is_its_bound_no_objective_is_said_to_bind() -> None:
+    capped = a_candidate(disaggregated(), 10.0, 0.99, 0.98, is_capped=True)
+    assert capped.reasons[0].startswith(
+        "At 10.0 requests/s, the most that its steps can sustain, 98 % still meet both objectives: longer simulations"
+    )
+    assert "binds" not in capped.reasons[0]
+    assert capped.resource is capped.bounds.resource
+    assert binds(capped) == capped.resource.value
+    assert binds(a_candidate(disaggregated(), 10.0)) == "TTFT: prefill compute"
 
 
 def test_prompts_that_are_late_even_on_an_idle_cluster_are_told() -> None:
