@@ -97,7 +97,7 @@ def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> li
     batch_sizes = (256,) if role is WorkerRole.PREFILL else space.decode_batch_size
     workers = []
     for supply in question.fleet:
-        degrees = space.tensor_parallel or _divisors(supply.devices_per_node)
+        degrees = space.tensor_parallel or _degrees(supply.devices_per_node)
         for tensor, pipeline, budget, batch_size in product(degrees, space.pipeline_parallel, budgets, batch_sizes):
             if tensor > supply.devices_per_node or tensor * pipeline > supply.num_devices:
                 continue
@@ -125,8 +125,11 @@ def _holds(pool: Pool, model: PlannedModel) -> bool | None:
     return fits(pool, model, cost)
 
 
-def _divisors(count: int) -> list[int]:
-    return [degree for degree in range(1, count + 1) if count % degree == 0]
+def _degrees(devices_per_node: int) -> list[int]:
+    """Degrees of tensor parallelism: those that fill a host, and powers of two, which need not: of three devices, two
+    may prefill together and one decode."""
+    divisors = {degree for degree in range(1, devices_per_node + 1) if devices_per_node % degree == 0}
+    return sorted(divisors | {2**power for power in range(devices_per_node.bit_length())})
 
 
 def _replicas(workers: tuple[_Worker, ...], space: Space, *, wants_all: bool) -> Iterator[tuple[int, ...]]:

@@ -61,7 +61,8 @@ class Space:
     """What the search may vary, beside degrees and replicas."""
 
     tensor_parallel: tuple[int, ...] = ()
-    """Degrees to try; empty takes all that divide the model and fit a host."""
+    """Degrees to try; empty takes powers of two up to a host's devices, and what divides those, as far as they divide
+    the model."""
     pipeline_parallel: tuple[int, ...] = (1, 2, 4)
     prefill_batch_tokens: tuple[int, ...] = (8192,)
     mixed_batch_tokens: tuple[int, ...] = (512, 2048)

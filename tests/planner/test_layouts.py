@@ -48,6 +48,18 @@ def test_all_of_two_devices() -> None:
         ]
 
 
+def test_groups_need_not_fill_a_host() -> None:
+    assert names(a_question(Supply(hardware=H100, devices_per_node=3))) == [
+        "1 x M(TP2)",
+        "1 x P(TP1) + 1 x D(TP2)",
+        "1 x P(TP1) + 2 x D(TP1)",
+        "1 x P(TP2) + 1 x D(TP1)",
+        "2 x P(TP1) + 1 x D(TP1)",
+        "3 x M(TP1)",
+    ]
+    assert "1 x P(TP4) + 1 x D(TP2)" in names(a_question(Supply(hardware=H100, devices_per_node=6)))
+
+
 def test_a_space_may_be_narrowed() -> None:
     pair = Supply(hardware=H100, devices_per_node=2)
     assert names(a_question(pair, space=replace(FLAT, may_colocate=False))) == ["1 x P(TP1) + 1 x D(TP1)"]
@@ -120,7 +132,7 @@ def test_a_model_that_fits_nowhere_names_the_smallest_worker_that_would() -> Non
 @settings(max_examples=30, deadline=None)
 @given(
     num_nodes=st.integers(1, 3),
-    devices_per_node=st.sampled_from([1, 2, 4, 6, 8]),
+    devices_per_node=st.sampled_from([1, 2, 3, 4, 6, 8]),
     objective=st.sampled_from(Objective),
 )
 def test_every_layout_fits_the_hosts_and_none_comes_twice(
