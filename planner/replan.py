@@ -95,12 +95,15 @@ def propose(
     """
     question, best = plan.question, plan.best
     effort = question.effort
+    assert best.goodput is not None, "the best was simulated"
+    assert best.goodput.at_rate is not None
     runs, found = (
         Trial(
             model=question.model,
             layout=each,
             slo=question.slo,
-            num_requests=effort.final_requests,
+            # As long as the search simulated the best: shorter runs show more goodput.
+            num_requests=best.goodput.at_rate.num_requests // len(effort.seeds),
             seeds=effort.seeds,
         )
         for each in (layout, best.layout)

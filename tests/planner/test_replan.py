@@ -9,10 +9,10 @@ from pdserve.planner.attainment import Interval
 from pdserve.planner.goodput import Goodput
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Candidate
-from pdserve.planner.replan import Proposal, Running, change_between, compare, sentences
+from pdserve.planner.replan import Proposal, Running, change_between, compare, propose, sentences
 from pdserve.planner.running import RunningWorker
 from tests.planner.plans import APART, MODEL, TOGETHER, a_plan
-from tests.planner.stand_ins import a_pool
+from tests.planner.stand_ins import PoissonWorkload, a_pool
 
 
 def a_worker(role: WorkerRole, num_requests: int = 10, num_cached_blocks: int = 100) -> RunningWorker:
@@ -56,6 +56,17 @@ def test_a_large_and_certain_gain_is_proposed() -> None:
     assert "stop 2 workers, start 2 and keep 0" in cost
     assert "about 20 requests under way would be computed again, and KV of about 3,200 tokens lost" in cost
     assert advice == "Change the placement: +50% goodput, beyond the confidence intervals."
+
+
+def test_what_runs_is_simulated_as_long_as_the_best_was() -> None:
+    plan = a_plan()
+    assert plan.best.goodput is not None
+    assert plan.best.goodput.at_rate is not None
+    workload = PoissonWorkload(500, 20)
+    proposal = propose(plan, TOGETHER, WORKERS, workload, observed_rate=4.0, num_processes=1)
+    for seen in (proposal.running.at_observed, proposal.at_observed, proposal.running.goodput.at_rate):
+        assert seen is not None
+        assert seen.num_requests == plan.best.goodput.at_rate.num_requests
 
 
 @pytest.mark.parametrize(
