@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool, KvPoolShape
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, QkNorm
+from pdserve.kernels.triton_block_copy import gather_blocks, scatter_blocks
 from pdserve.kernels.triton_decode_attention import decode_attention
 from pdserve.kernels.triton_gate import gate
 from pdserve.kernels.triton_norm import rms_normalise
@@ -155,6 +156,11 @@ def launches() -> list[Launch]:
         _rope_launch(_FP16, _FP16, 64),
         _rope_launch(_FP32, _FP32, 256),
         *(
+            _copy_launch(pool_dtype, staging_dtype, dim)
+            for pool_dtype, staging_dtype in ((_BF16, _BF16), (_INT8, _INT8), (_BF16, _INT8), (_FP32, _INT8))
+            for dim in (80, 128, 256)
+        ),
+        *(
             product_launch(dtype, num_tokens, num_splits, is_int4)
             for is_int4 in (False, True)
             for dtype in (_BF16, _FP16, _FP32)
@@ -233,6 +239,18 @@ def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, is_int4
     )
     name = f"quantized_matmul {dtype} by int{4 if is_int4 else 8} T{num_tokens} {num_splits} splits"
     return Launch(name.replace("torch.", ""), run, is_wgmma=dtype != _FP32)
+
+
+def _copy_launch(pool_dtype: torch.dtype, staging_dtype: torch.dtype, head_dim: int) -> Launch:
+    """A gather and a scatter."""
+    kv_pool, staging = _pool(pool_dtype, head_dim), _pool(staging_dtype, head_dim)
+    block_ids_B = torch.zeros(1, dtype=torch.int32)
+
+    def run() -> None:
+        gather_blocks(kv_pool, block_ids_B, staging)
+        scatter_blocks(staging, kv_pool, block_ids_B)
+
+    return Launch(f"block_copy of {pool_dtype} as {staging_dtype} D{head_dim}".replace("torch.", ""), run)
 
 
 def _metadata(new_tokens: tuple[int, ...]) -> AttentionMetadata:

@@ -19,6 +19,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import QkNorm
 from pdserve.kernels.triton_flash import METADATA_POINTERS, pool_arguments
+from pdserve.kernels.triton_int8 import int8_scale, int8_values, is_finite
 
 _HEADS = 8
 
@@ -135,7 +136,10 @@ def _rope_kernel(
     kv_head_P = head_P - NUM_HEADS - side_P * NUM_KV_HEADS
     is_kv_P = (head_P >= NUM_HEADS) & (head_P < NUM_HEADS + 2 * NUM_KV_HEADS)
     if scales_ptr is not None:
-        low_PC, high_PC, scale_P = _quantise(low_PC.to(tl.float32), high_PC.to(tl.float32))
+        low_PC, high_PC = low_PC.to(tl.float32), high_PC.to(tl.float32)
+        largest_P = tl.maximum(tl.max(tl.abs(low_PC), 1), tl.max(tl.abs(high_PC), 1))
+        scale_P = int8_scale(largest_P, is_finite(low_PC) & is_finite(high_PC))
+        low_PC, high_PC = int8_values(low_PC, scale_P), int8_values(high_PC, scale_P)
         scale_offset_P = block * scale_block_stride + kv_head_P * scale_head_stride + side_P * scale_side_stride + slot
         tl.store(scales_ptr + scale_offset_P, scale_P, mask=is_kv_P)
     kv_offset_P = block * block_stride + kv_head_P * head_stride + side_P * side_stride + slot * HEAD_DIM
@@ -153,25 +157,3 @@ def _weights(
     q_weight_C = tl.load(q_weight_ptr + dim_C, mask=is_dim_C, other=0).to(tl.float32)
     k_weight_C = tl.load(k_weight_ptr + dim_C, mask=is_dim_C, other=0).to(tl.float32)
     return tl.where(is_query_P[:, None], q_weight_C[None, :], k_weight_C[None, :])
-
-
-@triton.jit
-def _quantise(low_PC: tl.tensor, high_PC: tl.tensor):
-    """int8 values and float32 scales ``[P]``: the largest magnitude becomes 127, rounded to the nearest even. A vector
-    with an infinity or NaN is NaN as a whole."""
-    largest_P = tl.maximum(tl.max(tl.abs(low_PC), 1), tl.max(tl.abs(high_PC), 1))
-    is_finite_PC = (tl.abs(low_PC) < float("inf")) & (tl.abs(high_PC) < float("inf"))
-    is_finite_P = tl.min(is_finite_PC.to(tl.int32), 1) == 1
-    scale_P = tl.where(is_finite_P, tl.div_rn(largest_P, tl.full(largest_P.shape, 127.0, tl.float32)), float("nan"))
-    return _rounded(low_PC, scale_P, is_finite_P), _rounded(high_PC, scale_P, is_finite_P), scale_P
-
-
-@triton.jit
-def _rounded(x_PC: tl.tensor, scale_P: tl.tensor, is_finite_P: tl.tensor):
-    # Without a scale there is nothing to divide; a subnormal one is too coarse to be divided by safely.
-    is_scaled_PC = (is_finite_P & (scale_P > 0.0))[:, None] & (x_PC == x_PC)
-    divisor_PC = tl.where(is_scaled_PC, scale_P[:, None] + tl.zeros_like(x_PC), 1.0)
-    ratio_PC = tl.div_rn(tl.where(is_scaled_PC, x_PC, 0.0), divisor_PC)
-    ratio_PC = tl.minimum(tl.maximum(ratio_PC, -127.0), 127.0)
-    # Adding 1.5 * 2^23 leaves no bits behind the point, and the sum is rounded to the nearest even.
-    return ((ratio_PC + 12582912.0) - 12582912.0).to(tl.int8)
