@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool, KvPoolShape
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.operations import AttentionRule, QkNorm
+from pdserve.kernels.operations import ALL_KEPT, AttentionRule, Draw, Nucleus, QkNorm
 from pdserve.kernels.triton_block_copy import gather_blocks, scatter_blocks
 from pdserve.kernels.triton_decode_attention import decode_attention
 from pdserve.kernels.triton_gate import gate
@@ -33,6 +33,7 @@ from pdserve.kernels.triton_norm import rms_normalise
 from pdserve.kernels.triton_prefill_attention import prefill_attention
 from pdserve.kernels.triton_quantized_matmul import quantized_matmul
 from pdserve.kernels.triton_rope import rope_and_write_kv
+from pdserve.kernels.triton_sampling import draw_tokens, find_nuclei
 from pdserve.kernels.weight_quantisation import quantise_int4, quantise_int8
 
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -155,6 +156,7 @@ def launches() -> list[Launch]:
         *(_rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, _INT8)),
         _rope_launch(_FP16, _FP16, 64),
         _rope_launch(_FP32, _FP32, 256),
+        *(_sampling_launch(vocab_size) for vocab_size in (32_000, 128_256, 151_936)),
         *(
             _copy_launch(pool_dtype, staging_dtype, dim)
             for pool_dtype, staging_dtype in ((_BF16, _BF16), (_INT8, _INT8), (_BF16, _INT8), (_FP32, _INT8))
@@ -239,6 +241,17 @@ def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, is_int4
     )
     name = f"quantized_matmul {dtype} by int{4 if is_int4 else 8} T{num_tokens} {num_splits} splits"
     return Launch(name.replace("torch.", ""), run, is_wgmma=dtype != _FP32)
+
+
+def _sampling_launch(vocab_size: int) -> Launch:
+    """A draw and a nucleus."""
+
+    def run() -> None:
+        logits_BV = torch.zeros(1, vocab_size)
+        draw_tokens(logits_BV, [Draw(0, 0, 0, 0, 0.0, 1.0, ALL_KEPT)])
+        find_nuclei(logits_BV, [Nucleus(0, 0.9, 0.0, 1.0, 0.0)])
+
+    return Launch(f"sampling V{vocab_size}", run)
 
 
 def _copy_launch(pool_dtype: torch.dtype, staging_dtype: torch.dtype, head_dim: int) -> Launch:

@@ -54,6 +54,10 @@ CPU_SAMPLING = SamplingKernels(cpu_sampling.draw_tokens, cpu_sampling.find_nucle
 
 def select_sampling_kernels(logits_BV: torch.Tensor) -> SamplingKernels:
     """The fastest implementation that runs on ``logits_BV`` here, in the same manner."""
+    if logits_BV.device.type != "cpu" and find_spec("triton") is not None:
+        from pdserve.kernels.triton_kernels import TRITON_SAMPLING
+
+        return TRITON_SAMPLING
     return CPU_SAMPLING if cpu_sampling.supports(logits_BV) else TORCH_SAMPLING
 
 

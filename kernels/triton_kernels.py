@@ -1,10 +1,17 @@
-"""The kernels of a GPU, as a decoder takes them. Imported by `pdserve.kernels.selection` where there is one: Triton
-takes a while to be imported, and workers on CPUs do without."""
+"""The kernels of a GPU, as a decoder and sampling take them. Imported by `pdserve.kernels.selection` where there is
+one: Triton takes a while to be imported, and workers on CPUs do without."""
 
 from __future__ import annotations
 
-from pdserve.kernels import triton_attention, triton_gate, triton_norm, triton_quantized_matmul, triton_rope
-from pdserve.kernels.operations import DecoderKernels
+from pdserve.kernels import (
+    triton_attention,
+    triton_gate,
+    triton_norm,
+    triton_quantized_matmul,
+    triton_rope,
+    triton_sampling,
+)
+from pdserve.kernels.operations import DecoderKernels, SamplingKernels
 
 TRITON_KERNELS = DecoderKernels(
     name="triton",
@@ -15,3 +22,4 @@ TRITON_KERNELS = DecoderKernels(
     rope_and_write_kv=triton_rope.rope_and_write_kv,
     paged_attention=triton_attention.paged_attention,
 )
+TRITON_SAMPLING = SamplingKernels(triton_sampling.draw_tokens, triton_sampling.find_nuclei)

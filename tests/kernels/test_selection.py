@@ -5,8 +5,14 @@ import torch
 
 from pdserve.kernels import selection
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, select_kernels
-from pdserve.kernels.triton_kernels import TRITON_KERNELS
+from pdserve.kernels.selection import (
+    CPU_KERNELS,
+    TORCH_KERNELS,
+    TORCH_SAMPLING,
+    select_kernels,
+    select_sampling_kernels,
+)
+from pdserve.kernels.triton_kernels import TRITON_KERNELS, TRITON_SAMPLING
 from tests.kernels.paged_batch import nan_pool
 
 
@@ -40,6 +46,13 @@ def test_a_gpu_without_triton_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(selection, "find_spec", lambda name: None)
     kernels = select_kernels(pool_elsewhere())
     assert kernels == TORCH_KERNELS._replace(device=torch.device("meta"))
+
+
+def test_logits_on_a_gpu_are_sampled_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_BV = torch.zeros(2, 8, device="meta")
+    assert select_sampling_kernels(logits_BV) is TRITON_SAMPLING
+    monkeypatch.setattr(selection, "find_spec", lambda name: None)
+    assert select_sampling_kernels(logits_BV) is TORCH_SAMPLING
 
 
 def pool_elsewhere() -> KvPool:

@@ -1,0 +1,363 @@
+"""Draws and nuclei on a GPU: the draws of `pdserve.kernels.torch_gumbel` and the nuclei of `torch_nucleus`, in few
+passes over the logits and without a copy of them.
+
+Chosen by `pdserve.kernels.selection`. What is to be done goes to the device in one copy, and the host waits once, for
+the answers.
+
+A draw is one pass: programs find the best score of a tile of the vocabulary each, and one more the best of those. A
+nucleus is two: tokens too light to matter, even if all others were like them, are left out; the others are put one
+behind the other, in order of their ids, and one program per row finds by bisection the logit and the id that the prefix
+ends with. Nothing is sorted.
+
+Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = 4 D V`` of draws and ``8 R V`` of nuclei.
+
+Shape suffixes: B rows of logits, V vocabulary or a tile of it, D draws, R nuclei, N tiles, G = V / 4 counters of
+Philox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from pdserve.kernels.operations import ALL_KEPT, Draw, Kept, Nucleus
+from pdserve.kernels.torch_gumbel import TOKEN_STREAM
+
+_DRAW = np.dtype(
+    [
+        ("row", np.int32),
+        ("seed", np.uint64),
+        ("position", np.uint32),
+        ("choice", np.uint32),
+        ("best", np.float32),
+        ("temperature", np.float32),
+        ("lowest", np.float32),
+        ("last_equal", np.int32),
+    ]
+)
+_NUCLEUS = np.dtype(
+    [
+        ("row", np.int32),
+        ("top_p", np.float64),
+        ("best", np.float32),
+        ("temperature", np.float32),
+        ("lowest", np.float32),
+        ("least_weight", np.float32),
+    ]
+)
+_DRAW_WORDS = tl.constexpr(_DRAW.itemsize // 4)
+_NUCLEUS_WORDS = tl.constexpr(_NUCLEUS.itemsize // 4)
+"""Both are read as words of 32 bits."""
+
+_TILE = 1024
+_STREAM = tl.constexpr(TOKEN_STREAM)
+_NOISE_RANGE = tl.constexpr(26.01)
+"""As in `pdserve.kernels.torch_gumbel`."""
+_LAST_ID = tl.constexpr(ALL_KEPT.last_equal)
+
+
+def draw_tokens(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """See `pdserve.kernels.operations.DrawTokens`."""
+    vocab_size, num_draws = _checked(logits_BV, draws), len(draws)
+    num_tiles = triton.cdiv(vocab_size, _TILE)
+    flat = [(*draw[:-1], *draw.kept) for draw in draws]
+    draws_DW = _words(np.array(flat, _DRAW), logits_BV.device)
+    score_DN = logits_BV.new_empty((num_draws, num_tiles), dtype=torch.float64)
+    token_DN = logits_BV.new_empty((num_draws, num_tiles), dtype=torch.int32)
+    token_D = logits_BV.new_empty(num_draws, dtype=torch.int32)
+    _score_kernel[num_draws, num_tiles](
+        logits_BV, draws_DW, score_DN, token_DN, logits_BV.stride(0), VOCAB_SIZE=vocab_size, TILE=_TILE, num_warps=4
+    )
+    _best_kernel[num_draws,](
+        score_DN, token_DN, token_D, NUM_TILES=num_tiles, PADDED=triton.next_power_of_2(num_tiles), num_warps=1
+    )
+    tokens: list[int] = token_D.tolist()
+    return tokens
+
+
+def find_nuclei(logits_BV: torch.Tensor, nuclei: Sequence[Nucleus]) -> list[Kept]:
+    """See `pdserve.kernels.operations.FindNuclei`."""
+    vocab_size, num_nuclei = _checked(logits_BV, nuclei), len(nuclei)
+    num_tiles = triton.cdiv(vocab_size, _TILE)
+    # The best token weighs 1: what all lighter tokens weigh together is less than what a nucleus may leave.
+    flat = [(*nucleus, 0.5 * (1 - nucleus.top_p) / vocab_size) for nucleus in nuclei]
+    nuclei_RW = _words(np.array(flat, _NUCLEUS), logits_BV.device)
+    sum_RN = logits_BV.new_empty((num_nuclei, num_tiles), dtype=torch.float64)
+    count_RN = logits_BV.new_empty((num_nuclei, num_tiles), dtype=torch.int32)
+    logit_RV = logits_BV.new_empty((num_nuclei, vocab_size))
+    weight_RV = torch.empty_like(logit_RV)
+    token_RV = torch.empty_like(logit_RV, dtype=torch.int32)
+    kept_R2 = logits_BV.new_empty((num_nuclei, 2), dtype=torch.float64)
+    padded = triton.next_power_of_2(num_tiles)
+    grid = num_nuclei, num_tiles
+    _weigh_kernel[grid](
+        logits_BV, nuclei_RW, sum_RN, count_RN, logits_BV.stride(0), VOCAB_SIZE=vocab_size, TILE=_TILE, num_warps=4
+    )
+    _pack_kernel[grid](
+        logits_BV, nuclei_RW, count_RN, logit_RV, weight_RV, token_RV, logits_BV.stride(0),
+        VOCAB_SIZE=vocab_size, NUM_TILES=num_tiles, PADDED=padded, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+    _end_kernel[num_nuclei,](
+        nuclei_RW, sum_RN, count_RN, logit_RV, weight_RV, token_RV, kept_R2,
+        VOCAB_SIZE=vocab_size, NUM_TILES=num_tiles, PADDED=padded, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+    return [Kept(lowest, int(last_equal)) for lowest, last_equal in kept_R2.tolist()]
+
+
+def _checked(logits_BV: torch.Tensor, tasks: Sequence[Draw] | Sequence[Nucleus]) -> int:
+    """The vocabulary's size, once what the kernels take for granted is asserted."""
+    num_rows, vocab_size = logits_BV.shape
+    assert logits_BV.dtype == torch.float32
+    assert logits_BV.stride(1) == 1
+    assert vocab_size < 2**31
+    assert all(0 <= task.row < num_rows for task in tasks)
+    return vocab_size
+
+
+def _words(tasks: np.ndarray, device: torch.device) -> torch.Tensor:
+    """int32, ``[tasks, words]``."""
+    return torch.from_numpy(tasks.view(np.int32).reshape(len(tasks), -1)).to(device)
+
+
+@triton.jit
+def _float(pointer: tl.tensor):
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _score_kernel(
+    logits_ptr: tl.tensor,
+    draws_ptr: tl.tensor,
+    score_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid ``(D, N)``. Pointers: logits ``[B, V]`` of row stride ``row_stride``; draws ``[D]`` of `_DRAW`; score
+    ``[D, N]``, float64, and token ``[D, N]``, int32: the best of each tile, -inf where none can win."""
+    draw = tl.program_id(0)
+    draws_ptr += draw * _DRAW_WORDS
+    place = draw * tl.num_programs(1) + tl.program_id(1)
+    best, temperature, lowest = _float(draws_ptr + 5), _float(draws_ptr + 6), _float(draws_ptr + 7)
+    last_equal = tl.load(draws_ptr + 8)
+    token_V = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row_ptr = logits_ptr + tl.load(draws_ptr).to(tl.int64) * row_stride
+    logit_V = tl.load(row_ptr + token_V, mask=token_V < VOCAB_SIZE, other=float("-inf"))
+    is_kept_V = (logit_V > lowest) | ((logit_V == lowest) & (token_V <= last_equal))
+    scaled_V = tl.div_rn(logit_V - best, tl.zeros_like(logit_V) + temperature)
+    scaled_V = tl.where(is_kept_V & (token_V < VOCAB_SIZE), scaled_V, float("-inf"))
+    if tl.max(scaled_V, 0) < -_NOISE_RANGE:
+        tl.store(score_ptr + place, float("-inf"))
+        return
+    # Counters: (position, choice, stream, token / 4), and the seed is the key.
+    group_G = tl.program_id(1) * (TILE // 4) + tl.arange(0, TILE // 4)
+    zero_G = tl.zeros_like(group_G)
+    word_0, word_1, word_2, word_3 = tl.philox_impl(
+        (zero_G + tl.load(draws_ptr + 3)).to(tl.uint32, bitcast=True),
+        (zero_G + tl.load(draws_ptr + 4)).to(tl.uint32, bitcast=True),
+        (zero_G + _STREAM).to(tl.uint32, bitcast=True),
+        group_G.to(tl.uint32, bitcast=True),
+        (zero_G + tl.load(draws_ptr + 1)).to(tl.uint32, bitcast=True),
+        (zero_G + tl.load(draws_ptr + 2)).to(tl.uint32, bitcast=True),
+    )
+    word_V = tl.interleave(tl.interleave(word_0, word_2), tl.interleave(word_1, word_3))
+    uniform_V = (word_V.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    score_V = scaled_V.to(tl.float64) - tl.log(-tl.log(uniform_V))
+    score = tl.max(score_V, 0)
+    tl.store(score_ptr + place, score)
+    tl.store(token_ptr + place, tl.min(tl.where(score_V == score, token_V, _LAST_ID), 0))
+
+
+@triton.jit
+def _best_kernel(
+    score_ptr: tl.tensor, token_ptr: tl.tensor, best_ptr: tl.tensor, NUM_TILES: tl.constexpr, PADDED: tl.constexpr
+):
+    """Grid ``(D,)``. Pointers: as `_score_kernel`; best ``[D]``, int32. Of equals the token of the lowest id."""
+    tile_N = tl.arange(0, PADDED)
+    is_tile_N = tile_N < NUM_TILES
+    place_N = tl.program_id(0) * NUM_TILES + tile_N
+    score_N = tl.load(score_ptr + place_N, mask=is_tile_N, other=float("-inf"))
+    is_best_N = is_tile_N & (score_N == tl.max(score_N, 0))
+    token_N = tl.load(token_ptr + place_N, mask=is_best_N, other=_LAST_ID)
+    tl.store(best_ptr + tl.program_id(0), tl.min(token_N, 0))
+
+
+@triton.jit
+def _tile_of_weights(
+    logits_ptr: tl.tensor, nuclei_ptr: tl.tensor, row_stride: tl.tensor, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """Ids and logits of this program's tile; their weights, of the best token 1; which may be in the nucleus."""
+    token_V = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_token_V = token_V < VOCAB_SIZE
+    row_ptr = logits_ptr + tl.load(nuclei_ptr).to(tl.int64) * row_stride
+    logit_V = tl.load(row_ptr + token_V, mask=is_token_V, other=float("-inf"))
+    best, temperature, lowest = _float(nuclei_ptr + 3), _float(nuclei_ptr + 4), _float(nuclei_ptr + 5)
+    scaled_V = tl.div_rn(logit_V - best, tl.zeros_like(logit_V) + temperature)
+    weight_V = tl.where(is_token_V & (logit_V >= lowest), tl.exp(scaled_V), 0.0)
+    is_candidate_V = (weight_V > 0.0) & (weight_V >= _float(nuclei_ptr + 6))
+    return token_V, logit_V, weight_V, is_candidate_V
+
+
+@triton.jit
+def _weigh_kernel(
+    logits_ptr: tl.tensor,
+    nuclei_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid ``(R, N)``. Pointers: logits ``[B, V]`` of row stride ``row_stride``; nuclei ``[R]`` of `_NUCLEUS`; sum
+    ``[R, N]``, float64, of all weights of a tile; count ``[R, N]``, int32, of its candidates."""
+    nuclei_ptr += tl.program_id(0) * _NUCLEUS_WORDS
+    _, _, weight_V, is_candidate_V = _tile_of_weights(logits_ptr, nuclei_ptr, row_stride, VOCAB_SIZE, TILE)
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(sum_ptr + place, tl.sum(weight_V.to(tl.float64), 0))
+    tl.store(count_ptr + place, tl.sum(is_candidate_V.to(tl.int32), 0))
+
+
+@triton.jit
+def _pack_kernel(
+    logits_ptr: tl.tensor,
+    nuclei_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    logit_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid ``(R, N)``. Pointers: as `_weigh_kernel`; logit, weight and token ``[R, V]``: the candidates, by id."""
+    row = tl.program_id(0)
+    nuclei_ptr += row * _NUCLEUS_WORDS
+    token_V, logit_V, weight_V, is_candidate_V = _tile_of_weights(logits_ptr, nuclei_ptr, row_stride, VOCAB_SIZE, TILE)
+    tile_N = tl.arange(0, PADDED)
+    count_N = tl.load(count_ptr + row * NUM_TILES + tile_N, mask=tile_N < tl.program_id(1), other=0)
+    place_V = tl.sum(count_N, 0) + tl.cumsum(is_candidate_V.to(tl.int32), 0) - 1
+    offset_V = row.to(tl.int64) * VOCAB_SIZE + place_V
+    tl.store(logit_ptr + offset_V, logit_V, mask=is_candidate_V)
+    tl.store(weight_ptr + offset_V, weight_V, mask=is_candidate_V)
+    tl.store(token_ptr + offset_V, token_V, mask=is_candidate_V)
+
+
+@triton.jit
+def _end_kernel(
+    nuclei_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    logit_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid ``(R,)``. Pointers: as `_pack_kernel`; kept ``[R, 2]``, float64: of `Kept`."""
+    row = tl.program_id(0)
+    nuclei_ptr += row * _NUCLEUS_WORDS
+    first_place = row.to(tl.int64) * VOCAB_SIZE
+    logit_ptr += first_place
+    weight_ptr += first_place
+    token_ptr += first_place
+    tile_N = tl.arange(0, PADDED)
+    is_tile_N = tile_N < NUM_TILES
+    num_candidates = tl.sum(tl.load(count_ptr + row * NUM_TILES + tile_N, mask=is_tile_N, other=0), 0)
+    total = tl.sum(tl.load(sum_ptr + row * NUM_TILES + tile_N, mask=is_tile_N, other=0.0), 0)
+    low_bits = tl.load(nuclei_ptr + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high_bits = tl.load(nuclei_ptr + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
+    wanted = total * (low_bits | (high_bits << 32)).to(tl.float64, bitcast=True)
+
+    last_id = tl.full([], _LAST_ID, tl.int32)
+    # The highest order whose tokens, with all above, weigh enough; where rounding lets none do so, the lowest.
+    order, highest = _lowest_order(logit_ptr, num_candidates, TILE), _order(_float(nuclei_ptr + 3))
+    while order < highest:
+        middle = (order + highest + 1) >> 1
+        if _weight_up_to(middle, last_id, logit_ptr, weight_ptr, token_ptr, num_candidates, TILE) >= wanted:
+            order = middle
+        else:
+            highest = middle - 1
+
+    # Of the tokens of this logit, those up to the lowest id that is enough; most often there is but one.
+    last_equal = _last_of_order(order, logit_ptr, token_ptr, num_candidates, TILE)
+    if _weight_up_to(order, last_equal - 1, logit_ptr, weight_ptr, token_ptr, num_candidates, TILE) < wanted:
+        last_equal = last_id
+    else:
+        first = tl.zeros_like(last_equal)
+        while first < last_equal:
+            middle_id = (first + last_equal) // 2
+            if _weight_up_to(order, middle_id, logit_ptr, weight_ptr, token_ptr, num_candidates, TILE) >= wanted:
+                last_equal = middle_id
+            else:
+                first = middle_id + 1
+    bits = tl.where(order >= 0, order, order ^ 0x7FFFFFFF).to(tl.int32)
+    tl.store(kept_ptr + row * 2, bits.to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(kept_ptr + row * 2 + 1, last_equal.to(tl.float64))
+
+
+@triton.jit
+def _order(logit: tl.tensor):
+    """int64, ordered as the numbers are; both zeros are one."""
+    bits = (logit + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
+
+
+@triton.jit
+def _candidates(logit_ptr: tl.tensor, start: tl.tensor, num_candidates: tl.tensor, TILE: tl.constexpr):
+    """A tile of them: places, which of those there are, logits."""
+    place_V = start + tl.arange(0, TILE)
+    is_one_V = place_V < num_candidates
+    return place_V, is_one_V, tl.load(logit_ptr + place_V, mask=is_one_V, other=float("-inf"))
+
+
+@triton.jit
+def _lowest_order(logit_ptr: tl.tensor, num_candidates: tl.tensor, TILE: tl.constexpr):
+    lowest = tl.full([], float("inf"), tl.float32)
+    for start in tl.range(0, num_candidates, TILE):
+        _, is_one_V, logit_V = _candidates(logit_ptr, start, num_candidates, TILE)
+        lowest = tl.minimum(lowest, tl.min(tl.where(is_one_V, logit_V, float("inf")), 0))
+    return _order(lowest)
+
+
+@triton.jit
+def _last_of_order(
+    order: tl.tensor, logit_ptr: tl.tensor, token_ptr: tl.tensor, num_candidates: tl.tensor, TILE: tl.constexpr
+):
+    """The highest id of the tokens of this order."""
+    last = tl.zeros([], tl.int32)
+    for start in tl.range(0, num_candidates, TILE):
+        place_V, is_one_V, logit_V = _candidates(logit_ptr, start, num_candidates, TILE)
+        is_equal_V = is_one_V & (_order(logit_V) == order)
+        last = tl.maximum(last, tl.max(tl.load(token_ptr + place_V, mask=is_equal_V, other=0), 0))
+    return last
+
+
+@triton.jit
+def _weight_up_to(
+    order: tl.tensor,
+    last_id: tl.tensor,
+    logit_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    num_candidates: tl.tensor,
+    TILE: tl.constexpr,
+):
+    """Of all tokens above an order, and of those of it up to an id: float64."""
+    total = tl.zeros([], tl.float64)
+    for start in tl.range(0, num_candidates, TILE):
+        place_V, is_one_V, logit_V = _candidates(logit_ptr, start, num_candidates, TILE)
+        order_V = _order(logit_V)
+        token_V = tl.load(token_ptr + place_V, mask=is_one_V, other=0)
+        is_kept_V = is_one_V & ((order_V > order) | ((order_V == order) & (token_V <= last_id)))
+        total += tl.sum(tl.load(weight_ptr + place_V, mask=is_kept_V, other=0).to(tl.float64), 0)
+    return total
