@@ -109,13 +109,14 @@ def simulate(
     planned = options.planned_model(config.model)
     traffic = options.traffic(named, max_model_len=planned.max_model_len, lenient=lenient, burstiness=burstiness)
     usual = config.slo if file is not None else traffic.usual_slo
+    num_requests = requests or traffic.max_requests or DEFAULT_REQUESTS
     run = Run(
         model=planned,
         layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, same_host=not across_hosts)),
         traffic=traffic,
         slo=options.objectives(usual, options.Objectives(ttft, tpot, attainment)),
-        num_requests=requests or traffic.max_requests or DEFAULT_REQUESTS,
-        rate=0.0 if concurrency else _rate(rate, traffic),
+        num_requests=num_requests,
+        rate=0.0 if concurrency else _rate(rate, traffic, num_requests, seed),
         concurrency=concurrency or 0,
         max_in_flight=config.router.max_queued_requests,
         seed=seed,
@@ -174,8 +175,11 @@ def _named_traffic(
     return lengths or workload or trace
 
 
-def _rate(rate: float | None, traffic: Traffic) -> float:
-    found = traffic.recorded_rate if rate is None else rate
+def _rate(rate: float | None, traffic: Traffic, num_requests: int, seed: int) -> float:
+    if rate is not None:
+        return rate
+    with options.failure():
+        found = traffic.recorded_rate(num_requests, seed)
     if found is None:
         raise ConfigError("no rate is named: give --rate in requests per second, or --concurrency for a closed loop")
     return found

@@ -96,7 +96,8 @@ class Diurnal:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The instants of a trace. At the rate `requests_per_s` they are as recorded."""
+    """The instants of a trace. A stretch of it is as recorded at its own rate, `stretch_per_s`, and in the same pattern
+    at others: traces have quiet and busy hours, and who asks for a rate gets it in either."""
 
     recorded_s: FloatArray
     """In ascending order."""
@@ -110,12 +111,19 @@ class Recorded:
         """Of the whole trace."""
         return float((len(self.recorded_s) - 1) / (self.recorded_s[-1] - self.recorded_s[0]))
 
+    def stretch_per_s(self, num_arrivals: int, seed: int) -> float:
+        """Requests per second of what `unit_times` returns, as recorded; of the whole trace if all come at once."""
+        span_s = float(self._stretch(num_arrivals, seed)[-1])
+        return (num_arrivals - 1) / span_s if span_s > 0 else self.requests_per_s
+
     def unit_times(self, num_arrivals: int, seed: int) -> FloatArray:
         """A stretch of the trace, from the row that `first_row` names; time starts with its first arrival."""
+        return self._stretch(num_arrivals, seed) * self.stretch_per_s(num_arrivals, seed)
+
+    def _stretch(self, num_arrivals: int, seed: int) -> FloatArray:
         first = first_row(len(self.recorded_s), num_arrivals, seed)
-        stretch = self.recorded_s[first : first + num_arrivals]
-        unit_times: FloatArray = (stretch - stretch[0]) * self.requests_per_s
-        return unit_times
+        stretch_s: FloatArray = self.recorded_s[first : first + num_arrivals] - self.recorded_s[first]
+        return stretch_s
 
     def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
         return unit_times / arrivals_per_s

@@ -43,10 +43,9 @@ class Traffic:
         """Of its kind, where there is a usual one."""
         return self.workload.slo or SloConfig()
 
-    @property
-    def recorded_rate(self) -> float | None:
-        """Requests per second of a trace's own times; ``None`` where there are none."""
-        return self.workload.recorded_requests_per_s
+    def recorded_rate(self, num_requests: int, seed: int) -> float | None:
+        """Requests per second at which a draw arrives as recorded; ``None`` where no times were."""
+        return self.workload.recorded_requests_per_s(num_requests, seed)
 
     @property
     def max_requests(self) -> int | None:

@@ -100,10 +100,9 @@ class Workload:
     source: str = ""
     """Where its figures are from, in a sentence."""
 
-    @property
-    def recorded_requests_per_s(self) -> float | None:
-        """The rate at which arrivals are as a trace recorded them; None if they are no trace's."""
-        return self.arrivals.requests_per_s if isinstance(self.arrivals, Recorded) else None
+    def recorded_requests_per_s(self, num_requests: int, seed: int = 0) -> float | None:
+        """The rate at which a draw arrives as a trace recorded it; None if its times are no trace's."""
+        return self.arrivals.stretch_per_s(num_requests, seed) if isinstance(self.arrivals, Recorded) else None
 
     def draw(self, num_requests: int, seed: int = 0, *, max_model_len: int = 0) -> WorkloadSample:
         """The same arguments give the same sample, to the bit.

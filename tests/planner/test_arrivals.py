@@ -78,9 +78,22 @@ def test_a_recording_at_its_own_rate_is_as_recorded() -> None:
     np.testing.assert_allclose(arrived_s, [0, 1, 3, 10])
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_stretch_has_the_rate_that_is_asked_in_quiet_and_in_busy_hours(seed: int) -> None:
+    recorded = Recorded(np.concatenate([np.arange(100.0), 100 + 0.1 * np.arange(100.0)]))
+    arrived_s = recorded.at_rate(recorded.unit_times(20, seed), 5.0)
+    assert 19 / (arrived_s[-1] - arrived_s[0]) == pytest.approx(5.0)
+    own_per_s = recorded.stretch_per_s(20, seed)
+    first = first_row(200, 20, seed)
+    as_recorded = recorded.recorded_s[first : first + 20] - recorded.recorded_s[first]
+    np.testing.assert_allclose(recorded.at_rate(recorded.unit_times(20, seed), own_per_s), as_recorded)
+    at_once = Recorded(np.array([1.0, 1.0, 3.0]))
+    assert at_once.stretch_per_s(2, 0) == at_once.requests_per_s
+
+
 def test_other_seeds_replay_other_stretches() -> None:
     recorded = Recorded(np.cumsum(np.arange(100.0)))
-    starts = {float(recorded.unit_times(5, seed)[1]) for seed in range(10)}
+    starts = {recorded.stretch_per_s(5, seed) for seed in range(10)}
     assert len(starts) > 5
     assert first_row(100, 5, seed=0) == 0
     assert {first_row(5, 5, seed) for seed in range(10)} == {0}

@@ -18,7 +18,7 @@ def a_trace(folder: Path, *lines: str) -> Path:
 def test_a_preset_is_found_by_its_name() -> None:
     traffic = named_traffic("chat", max_model_len=4096)
     assert traffic.workload is PRESETS["chat"]
-    assert (traffic.max_requests, traffic.recorded_rate, traffic.at_most(10**6)) == (None, None, 10**6)
+    assert (traffic.max_requests, traffic.recorded_rate(5, 0), traffic.at_most(10**6)) == (None, None, 10**6)
     assert traffic.usual_slo == PRESETS["chat"].slo
     longest = max(each.num_prompt_tokens + each.num_output_tokens for each in traffic.draw(500, 0).conversations)
     assert longest == 4096
@@ -27,7 +27,7 @@ def test_a_preset_is_found_by_its_name() -> None:
 def test_a_trace_is_found_by_its_path(tmp_path: Path) -> None:
     file = a_trace(tmp_path, "0,100,10", "1,200,20", "2.5,300,30")
     traffic = named_traffic(str(file), max_model_len=4096)
-    drawn = traffic.draw(3, 0).at_rate(traffic.recorded_rate or 0)
+    drawn = traffic.draw(3, 0).at_rate(traffic.recorded_rate(3, 0) or 0)
     assert [each.arrived_s for each in drawn] == pytest.approx([0, 1, 2.5])
     assert (traffic.max_requests, traffic.at_most(10), traffic.at_most(2)) == (3, 3, 2)
     assert traffic.usual_slo == SloConfig()
@@ -35,7 +35,7 @@ def test_a_trace_is_found_by_its_path(tmp_path: Path) -> None:
 
 def test_a_trace_without_times_arrives_at_random(tmp_path: Path) -> None:
     traffic = named_traffic(str(a_trace(tmp_path, "5,100,10")), max_model_len=4096)
-    assert (traffic.recorded_rate, traffic.max_requests) == (None, 1)
+    assert (traffic.recorded_rate(1, 0), traffic.max_requests) == (None, 1)
     assert "Poisson arrivals" in traffic.described()[0]
 
 

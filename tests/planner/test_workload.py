@@ -139,7 +139,7 @@ def a_trace(folder: Path) -> Trace:
 def test_a_trace_is_replayed_as_it_was_or_at_another_rate(tmp_path: Path) -> None:
     workload = trace_workload(a_trace(tmp_path))
     assert workload.name == "small"
-    assert workload.recorded_requests_per_s == pytest.approx(1 / 3)
+    assert workload.recorded_requests_per_s(20) == pytest.approx(1 / 3)
     sample = workload.draw(20)
     as_recorded = sample.at_rate(1 / 3)
     np.testing.assert_allclose([each.arrived_s for each in as_recorded], 3.0 * np.arange(20), atol=1e-9)
@@ -161,7 +161,7 @@ def test_times_and_lengths_of_a_stretch_belong_together(tmp_path: Path) -> None:
     for seed in range(8):
         workload = trace_workload(trace)
         assert isinstance(workload.arrivals, Recorded)
-        rate = workload.arrivals.requests_per_s
+        rate = workload.arrivals.stretch_per_s(5, seed)
         first, second, *_ = workload.draw(5, seed).at_rate(rate)
         starts.add(first.num_prompt_tokens)
         assert second.arrived_s == pytest.approx(second.num_prompt_tokens - 100)
@@ -170,7 +170,7 @@ def test_times_and_lengths_of_a_stretch_belong_together(tmp_path: Path) -> None:
 
 def test_a_trace_can_have_other_arrivals(tmp_path: Path) -> None:
     workload = trace_workload(a_trace(tmp_path), arrivals=RandomGaps(0))
-    assert workload.recorded_requests_per_s is None
+    assert workload.recorded_requests_per_s(3) is None
     assert [each.arrived_s for each in workload.draw(3).at_rate(2.0)] == [0.5, 1.0, 1.5]
 
 
