@@ -6,6 +6,7 @@ cluster instead (`pdserve.deploy.plan_live`).
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -138,7 +139,7 @@ def plan(
         ),
         objective=_objective(objective, rate),
         rate=rate or 0.0,
-        effort=_effort(requests, seed),
+        effort=dataclasses.replace(_effort(requests, seed), most_requests=traffic.max_requests),
     )
     return show_formulas(question, traffic, outputs) if explain else answer(question, traffic, outputs)
 

@@ -82,6 +82,8 @@ class Effort:
     """At least, of each layout that is screened, at each rate that is tried: more where many are in flight."""
     final_requests: int = 1000
     """At least, of each finalist, for each seed, at each rate."""
+    most_requests: int | None = None
+    """Of any simulation, where requests are many in flight: a trace has no more. ``None`` for no limit."""
     seeds: tuple[int, ...] = (0, 1)
     """Of the finalists' workloads; all candidates see the same. Screening takes the first."""
     num_screened: int = 8

@@ -251,7 +251,7 @@ class _Search:
 
     def notes(self) -> tuple[str, ...]:
         """On how far the simulations can be trusted."""
-        num_residences = self._question.effort.final_requests * _MOST_LONGER / self._num_in_flight
+        num_residences = self._most_requests(self._question.effort.final_requests) / self._num_in_flight
         if self._question.effort.is_finite or num_residences >= _FINAL_RESIDENCES:
             return ()
         return (
@@ -317,7 +317,7 @@ class _Search:
         if is_final:
             num_requests, num_residences = effort.final_requests, _FINAL_RESIDENCES
         if not effort.is_finite:
-            num_long = min(round(num_residences * self._num_in_flight), _MOST_LONGER * num_requests)
+            num_long = min(round(num_residences * self._num_in_flight), self._most_requests(num_requests))
             num_requests = max(num_requests, num_long)
         return Trial(
             model=self._question.model,
@@ -327,6 +327,11 @@ class _Search:
             seeds=effort.seeds if is_final else self._first_seed,
             is_finite=effort.is_finite,
         )
+
+    def _most_requests(self, num_requests: int) -> int:
+        """Of a simulation that has at least so many."""
+        most = self._question.effort.most_requests
+        return _MOST_LONGER * num_requests if most is None else min(most, _MOST_LONGER * num_requests)
 
     @property
     def _first_seed(self) -> tuple[int, ...]:

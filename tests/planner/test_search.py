@@ -93,6 +93,23 @@ def test_losers_say_why() -> None:
     assert f"it meets both objectives for {share(runner_up.at_winners_rate.share)}" in runner_up.reasons[1]
 
 
+def test_no_more_is_simulated_than_a_trace_has() -> None:
+    """Where many requests are in flight, runs are longer, as far as there are requests."""
+    patient = replace(a_question(), slo=SloConfig(ttft_seconds=60.0, tpot_seconds=0.5))
+    free, limited = (
+        find_plan(replace(patient, effort=replace(LITTLE, most_requests=most)), WORKLOAD, num_processes=1)
+        for most in (None, 120)
+    )
+
+    def longest_run(plan: Plan) -> int:
+        seen = [each.at_winners_rate for each in plan.candidates if each.at_winners_rate]
+        return max(each.num_requests for each in seen)
+
+    assert longest_run(free) > 120
+    assert longest_run(limited) == 120
+    assert any("Simulations last about" in note for note in limited.notes)
+
+
 def test_the_verdict_weighs_both_kinds() -> None:
     verdict = a_plan().verdict
     assert verdict.best_colocated is not None
