@@ -35,7 +35,7 @@ from pdserve.engine.scheduler import (
     RequestKey,
     SchedulerLoad,
 )
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Sequence, sum_blocks_missing
 from pdserve.engine.sequence_group import SequenceGroup
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
@@ -278,9 +278,8 @@ class DecodeScheduler:
         """Free places, and available blocks that no sequence that holds blocks and decodes, now or soon, is expected to
         need."""
         holders = [*self._running, *self._local_prefills(), *self._reservations.pulling()]
-        missing = [s.num_blocks_expected() - len(s.block_table) - len(s.fork_blocks) for s in holders]
         num_seats = sum([sequence.num_choices for sequence in holders])
-        num_spare_blocks = self._pool.num_available - sum([num_blocks for num_blocks in missing if num_blocks > 0])
+        num_spare_blocks = self._pool.num_available - sum_blocks_missing(holders)
         return _Room(self._max_batch_size - num_seats, num_spare_blocks)
 
     def _join(self, sequence: Sequence) -> None:

@@ -54,14 +54,14 @@ class PlannedStep:
 
     def add_decode(self, sequence: Sequence) -> None:
         """A row that computes the newest token, known or not yet, and samples the one after it."""
-        start = sequence.num_computed
-        is_pending = start == len(sequence.tokens)
+        start, tokens = sequence.num_computed, sequence.tokens
+        is_pending = start == len(tokens)
         if sequence.copy_source >= 0:
             self._add_block_copy(sequence)
         self.batch.rows.append(
             StepRow(
                 sequence_id=sequence.sequence_id,
-                tokens=() if is_pending else (sequence.tokens[start],),
+                tokens=() if is_pending else (tokens[start],),
                 previous_row=sequence.last_row if is_pending else -1,
                 cached_length=start,
                 block_table=sequence.block_table,
@@ -69,7 +69,7 @@ class PlannedStep:
                 sample_position=start + 1,
                 history=sequence.history,
                 num_prompt_tokens=sequence.num_prompt_tokens,
-                banned_tokens=sequence.banned_at(start + 1),
+                banned_tokens=sequence.early_end_ids and sequence.banned_at(start + 1),
                 choice=sequence.choice,
             )
         )

@@ -236,3 +236,18 @@ class Sequence:
         self.num_computed = self.num_written = self.num_registered_blocks = 0
         self.is_retiring = False
         return blocks
+
+
+def sum_blocks_missing(sequences: Iterable[Sequence]) -> int:
+    """Blocks that decoding all of these is expected to need (`Sequence.num_blocks_expected`) and they do not hold.
+
+    Asked of whole batches whenever a request is to join one, so it does not ask sequence by sequence.
+    """
+    total = 0
+    for sequence in sequences:
+        num_held = len(sequence.block_table) + len(sequence.fork_blocks)
+        if num_held * sequence.block_size < sequence.max_length - 1 or sequence.num_choices > 1:
+            num_missing = sequence.num_blocks_expected() - num_held
+            if num_missing > 0:
+                total += num_missing
+    return total

@@ -244,7 +244,8 @@ class SequenceTable:
                     results.append(RowResult(sequence, bool(finish), (FirstToken(sampled.token, finish),)))
             elif sequence.handle:
                 results.append(RowResult(sequence, False))
-            self.settle(sequence)
+            if sequence.is_retiring:
+                self.settle(sequence)
         for sequence in step.swapped_out:
             self._leave_step(sequence)
             self.settle(sequence)
@@ -252,12 +253,11 @@ class SequenceTable:
 
     def _take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
         sequence.num_pending -= 1
-        index = sequence.num_answered
-        finish = sequence.append(sampled.token)
+        index = len(sequence.tokens) - sequence.num_prompt_tokens
+        token, logprobs = sampled
+        finish = sequence.append(token)
         ends_request = bool(finish) and self._live[sequence.key].finish(sequence.choice)
-        self.events.append(
-            TokenEvent(sequence.key, sequence.choice, index, sampled.token, sampled.logprobs, finish, ends_request)
-        )
+        self.events.append(TokenEvent(sequence.key, sequence.choice, index, token, logprobs, finish, ends_request))
         return finish
 
     def _take_first_tokens(self, sequence: Sequence, sampled: list[SampledToken]) -> RowResult:

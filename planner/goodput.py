@@ -20,6 +20,7 @@ from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import Simulation
 from pdserve.planner.simulator import Overheads, simulate
 from pdserve.planner.workload import Clamped
+from pdserve.router.policy import Costs
 
 _LEAST_GROWTH = 1.06
 """Of the first step of bracketing; each is twice the one before, in logarithm."""
@@ -113,11 +114,20 @@ def attain(trial: Trial, workload: Workload, rate: float, *, is_whole: bool = Tr
     Raises:
         ValueError: the layout cannot be run (`pdserve.planner.simulator.simulate`).
     """
+    return _attain(trial, workload, rate, _costs(trial), is_whole=is_whole)
+
+
+def _costs(trial: Trial) -> Costs:
+    """They remember what they were asked: so the runs of a trial share them."""
+    return {pool.role: pool.cost(trial.model) for pool in trial.layout.pools}
+
+
+def _attain(trial: Trial, workload: Workload, rate: float, costs: Costs, *, is_whole: bool) -> Attainment:
     target = trial.slo.attainment
     runs: list[Simulation] = []
     judged: Attainment | None = None
     for seed in trial.seeds:
-        runs.append(_run(trial, workload, rate, seed, None if is_whole else _max_missed(trial)))
+        runs.append(_run(trial, workload, rate, seed, costs, None if is_whole else _max_missed(trial)))
         judged = measure(
             runs,
             trial.slo,
@@ -133,7 +143,7 @@ def attain(trial: Trial, workload: Workload, rate: float, *, is_whole: bool = Tr
     return judged
 
 
-def _run(trial: Trial, workload: Workload, rate: float, seed: int, max_missed: int | None) -> Simulation:
+def _run(trial: Trial, workload: Workload, rate: float, seed: int, costs: Costs, max_missed: int | None) -> Simulation:
     drawn = workload.draw(trial.num_requests, seed, max_model_len=trial.model.max_model_len)
     num_seats = sum(pool.replicas * pool.pipeline_parallel * pool.max_batch_size for pool in trial.layout.pools)
     return simulate(
@@ -145,6 +155,7 @@ def _run(trial: Trial, workload: Workload, rate: float, seed: int, max_missed: i
         # Placements are compared, not admission: a queue of any length that still meets the SLO is welcome.
         max_in_flight=max(1024, 2 * num_seats),
         max_missed=max_missed,
+        cost_of=lambda pool: costs[pool.role],
     )
 
 
@@ -180,6 +191,7 @@ class _Bisection:
         self._tolerance = tolerance
         self._growth = max(1 + tolerance, _LEAST_GROWTH)
         self._max_rate = max_rate
+        self._costs = _costs(trial)
         self._points: dict[float, Attainment] = {}
         self._num_requests = 0
 
@@ -254,7 +266,7 @@ class _Bisection:
         target = self._trial.slo.attainment
         known = self._points.get(rate)
         if known is None or (is_whole and known.num_requests < self._num_whole):
-            known = attain(self._trial, self._workload, rate, is_whole=is_whole)
+            known = _attain(self._trial, self._workload, rate, self._costs, is_whole=is_whole)
             self._num_requests += known.num_requests
             self._points[rate] = known
         return known.meets(target)

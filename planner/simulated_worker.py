@@ -39,6 +39,7 @@ class WorkerListener(Protocol):
 
 class _Step(NamedTuple):
     batch: StepBatch
+    num_new_tokens: int
     begins_s: float
     ends_s: float
 
@@ -230,12 +231,14 @@ class SimulatedWorker:
     def _submit(self, batch: StepBatch, now_s: float) -> None:
         cost = self.cost
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
-        step_s = cost.step_s([(row.num_new_tokens, row.cached_length) for row in batch.rows])
+        rows = [(row.num_new_tokens, row.cached_length) for row in batch.rows]
+        step_s = cost.step_s(rows)
         if num_copied_blocks:
             step_s += cost.swap_s(num_copied_blocks * self._block_size)
         begins_s = self._stage.enter(max(now_s, self._free_at_s), step_s)
         self._free_at_s = begins_s + step_s
-        self._steps.append(_Step(batch, begins_s, self._free_at_s))
+        num_new_tokens = sum([num_new for num_new, _ in rows])
+        self._steps.append(_Step(batch, num_new_tokens, begins_s, self._free_at_s))
 
     def _complete(self, step: _Step) -> None:
         rows = step.batch.rows
@@ -245,7 +248,7 @@ class SimulatedWorker:
         self.scheduler.complete(output, step.ends_s)
         num_decoded = sum([row.cached_length >= row.num_prompt_tokens for row in rows])
         self._count(duration_s, 1, num_decoded)
-        self.num_prefill_tokens += step.batch.num_new_tokens - num_decoded
+        self.num_prefill_tokens += step.num_new_tokens - num_decoded
         self._say(step.ends_s)
 
     # Steps that were not
