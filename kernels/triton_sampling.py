@@ -150,7 +150,7 @@ def _score_kernel(
     logit_V = tl.load(row_ptr + token_V, mask=token_V < VOCAB_SIZE, other=float("-inf"))
     is_kept_V = (logit_V > lowest) | ((logit_V == lowest) & (token_V <= last_equal))
     scaled_V = tl.div_rn(logit_V - best, tl.zeros_like(logit_V) + temperature)
-    scaled_V = tl.where(is_kept_V & (token_V < VOCAB_SIZE), scaled_V, float("-inf"))
+    scaled_V = tl.where(is_kept_V, scaled_V, float("-inf"))
     if tl.max(scaled_V, 0) < -_NOISE_RANGE:
         tl.store(score_ptr + place, float("-inf"))
         return
