@@ -156,6 +156,6 @@ def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_proc
     from pdserve.planner.report_charts import contenders
 
     drawn = [contender.candidate for contender in contenders(plan)]
-    with options.failure():
+    with options.failure(), options.working("simulating curves for the report"):
         curves = attainment_curves(plan.question, drawn, traffic.workload, num_processes=num_processes)
     options.write_text(path, report_html(plan, words, curves))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,7 +60,7 @@ def plan_live(watch: Watch, held: ModelConfig, objectives: Objectives, effort: E
     )
     traffic = observed_traffic(observed, planned)
     found = search(question, traffic, num_processes=outputs.num_processes)
-    with options.failure():
+    with options.failure(), options.working("comparing with the placement that runs"):
         proposal = propose(
             found,
             layout,
@@ -94,14 +93,10 @@ def _as_running(held: ModelConfig, worker: RunningWorker) -> ModelConfig:
 
 def _observe(watch: Watch) -> ObservedTraffic:
     """What happens in the window."""
-    from rich.console import Console
-
     from pdserve.planner.live import observe
 
     before, begun_s = _fetch_metrics(watch.url), time.monotonic()
-    terminal = Console(stderr=True)
-    note = f"watching {watch.url} for {watch.window_s:g} s"
-    with terminal.status(note) if terminal.is_terminal else nullcontext():
+    with options.working(f"watching {watch.url} for {watch.window_s:g} s"):
         time.sleep(watch.window_s)
     after, ended_s = _fetch_metrics(watch.url), time.monotonic()
     with options.failure():

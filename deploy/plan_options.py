@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -78,6 +78,16 @@ def failure() -> Iterator[None]:
         yield
     except ValueError as error:
         raise DeployError(str(error)) from error
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Say on the terminal, if there is one, what is waited for."""
+    from rich.console import Console
+
+    terminal = Console(stderr=True)
+    with terminal.status(text) if terminal.is_terminal else nullcontext():
+        yield
 
 
 def planned_model(held: ModelConfig) -> PlannedModel:

@@ -206,7 +206,8 @@ def _report(run: Run, json: Path | None) -> int:
 
     with options.failure():
         words, notes = run.traffic.described()
-        result = carry_out(run)
+        with options.working(f"simulating {run.num_requests:,} requests"):
+            result = carry_out(run)
         times = result.simulation.times
         longest = int((times.num_prompt_tokens + times.num_output_tokens).max())
         notes = (*notes, *extrapolations(run.model, run.layout, longest))

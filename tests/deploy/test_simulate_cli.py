@@ -48,6 +48,20 @@ def test_the_default_is_a_worker_for_each_phase(capsys: pytest.CaptureFixture[st
     assert result["attainment"]["num_requests"] == 50
 
 
+def test_a_terminal_hears_what_it_waits_for(
+    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*BASE, "--model", model, "--rate", "5", *SHORT, "--json", "-"]
+    assert run(command) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run(command) == 0
+    captured = capsys.readouterr()
+    assert "simulating 50 requests" in captured.err
+    assert json.loads(captured.out)["attainment"]["num_requests"] == 50
+
+
 def test_options_describe_workers(capsys: pytest.CaptureFixture[str], model: str) -> None:
     load = ("--model", model, "--rate", "5", *SHORT)
     workers = ("--prefill", "2", "--prefill-tp", "2", "--decode-pp", "2", "--decode-gpu", "h200")
