@@ -88,7 +88,7 @@ def find_plan(
         mean_prompt_tokens=demand.mean_prompt_tokens,
         mean_output_tokens=demand.mean_output_tokens,
         elapsed_s=time.perf_counter() - started_s,
-        notes=notes + search.notes() + _notes(candidates),
+        notes=notes + search.notes() + _notes(question, candidates),
     )
 
 
@@ -100,8 +100,10 @@ def _check_prices(question: Question) -> None:
             )
 
 
-def _notes(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     notes = []
+    if len(question.fleet) > 1 and question.space.may_colocate:
+        notes.append("Of several kinds of devices, a colocated layout takes one: the others stay idle.")
     if any(not candidate.layout.same_host and not candidate.layout.is_colocated for candidate in candidates):
         notes.append("KV of layouts that do not fit one host is taken to cross the network.")
     if candidates[0].dollars_per_hour is None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.model.hardware import hardware
 from pdserve.planner.plan import (
     Effort,
     Objective,
@@ -108,6 +109,14 @@ def test_no_more_is_simulated_than_a_trace_has() -> None:
     assert longest_run(free) > 120
     assert longest_run(limited) == 120
     assert any("Simulations last about" in note for note in limited.notes)
+
+
+def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
+    fleet = tuple(Supply(hardware=hardware(name), devices_per_node=1) for name in ("h100", "a100"))
+    plan = find_plan(replace(a_question(), fleet=fleet), WORKLOAD, num_processes=1)
+    assert {candidate.layout.num_devices for candidate in plan.candidates if candidate.layout.is_colocated} == {1}
+    assert any("a colocated layout takes one" in note for note in plan.notes)
+    assert not any("a colocated layout takes one" in note for note in a_plan().notes)
 
 
 def test_the_verdict_weighs_both_kinds() -> None:
