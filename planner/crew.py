@@ -1,15 +1,18 @@
 """Processes that simulate side by side, for the search.
 
 Work is given as plain values and comes back in the order in which it was given, so that the number of processes changes
-nothing but the time. Ctrl-C, or any error, ends them all.
+nothing but the time. Ctrl-C, any error, or the end of the process that gave them work ends them all.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self, TypeVar
@@ -126,7 +129,16 @@ _workload_of_process: list[_DrawnOnce] = []
 def _begin(workload: Workload) -> None:
     # Ctrl-C goes to all processes of a terminal: these end without a word, and the first one tells what happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _workload_of_process.append(_DrawnOnce(workload))
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot say so, and a process that waits for work would wait for ever."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(work: Callable[[Job, Workload], Result], job: Job) -> Result:

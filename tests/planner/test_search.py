@@ -177,7 +177,8 @@ if __name__ == "__main__":
 """
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_search_that_is_cut_short_leaves_no_process(tmp_path: Path, ending: signal.Signals) -> None:
     script = tmp_path / "plan_for_long.py"
     script.write_text(_SCRIPT)
     root = str(Path(__file__).parents[2])
@@ -194,7 +195,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ending)
     process.communicate(timeout=60)
     deadline_s = time.monotonic() + 30
     while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
