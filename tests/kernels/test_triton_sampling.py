@@ -29,9 +29,9 @@ def _small_tiles_and_nan_workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def random_logits(num_rows: int, vocab_size: int, scale: float = 3.0) -> torch.Tensor:
-    """Behind each row lies NaN."""
+    """Behind each row lies what would win."""
     generator = torch.Generator().manual_seed(vocab_size)
-    wide = torch.full((num_rows, vocab_size + 3), math.nan)
+    wide = torch.full((num_rows, vocab_size + 3), INF)
     wide[:, :vocab_size] = torch.randn(num_rows, vocab_size, generator=generator) * scale
     return wide[:, :vocab_size]
 
@@ -68,6 +68,17 @@ def test_many_draws_of_one_row() -> None:
     tokens = draw_tokens(logits_BV, draws)
     assert tokens == torch_gumbel.draw_tokens(logits_BV, draws)
     assert {token // 512 for token in tokens} == {0, 2}
+
+
+def test_many_unlikely_tokens_win_together() -> None:
+    """All of their tile are far below the best one."""
+    logits_BV = torch.full((1, 1024), -5.0)
+    logits_BV[0, 1:512] = -INF
+    logits_BV[0, 0] = 0.0
+    draws = [a_draw(logits_BV, position=position) for position in range(10)]
+    tokens = draw_tokens(logits_BV, draws)
+    assert tokens == torch_gumbel.draw_tokens(logits_BV, draws)
+    assert {token // 512 for token in tokens} == {0, 1}
 
 
 def test_noise_is_the_documented_function_of_philox() -> None:
