@@ -7,6 +7,7 @@ measurement of accuracy, which draws what training never shows.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -34,10 +35,8 @@ class Task(NamedTuple):
 
     name: str
     draw: Draw
-    first_weight: float
-    """How often it is trained at first, relative to the others."""
-    weight: float
-    """And later, when arithmetic is what takes longest."""
+    weights: tuple[float, float, float]
+    """How often it is trained in each of the phases, relative to the others."""
 
 
 def draw_unknown_or_cut(random: random.Random) -> Turn:
@@ -48,15 +47,16 @@ def draw_unknown_or_cut(random: random.Random) -> Turn:
     return Turn("saying that it does not know", cut.question, UNKNOWN, cut.question)
 
 
-FIRST_STEPS = 600
+PHASE_ENDS = (600, 3200)
+"""Steps: at first the easy tasks, then counting and arithmetic, which take longest, then what is weakest by then."""
 TASKS: tuple[Task, ...] = (
-    Task("sums", draw_sum, 3.0, 8.0),
-    Task("differences", draw_difference, 3.0, 8.0),
-    Task("reversing words", draw_reverse, 2.0, 1.0),
-    Task("spelling words", draw_spell, 0.6, 0.5),
-    Task("counting letters", draw_count, 1.2, 14.0),
-    Task("facts", draw_fact, 1.4, 2.2),
-    Task("saying that it does not know", draw_unknown_or_cut, 1.0, 2.5),
+    Task("sums", draw_sum, (3.0, 8.0, 12.0)),
+    Task("differences", draw_difference, (3.0, 8.0, 9.0)),
+    Task("reversing words", draw_reverse, (2.0, 1.0, 1.5)),
+    Task("spelling words", draw_spell, (0.6, 0.5, 1.0)),
+    Task("counting letters", draw_count, (1.2, 14.0, 8.0)),
+    Task("facts", draw_fact, (1.4, 2.2, 2.5)),
+    Task("saying that it does not know", draw_unknown_or_cut, (1.0, 2.5, 2.5)),
 )
 
 
@@ -73,10 +73,11 @@ def follow(turn: Turn, random: random.Random) -> Turn:
     return follow_number(random, int(subject)) if subject.isdigit() else follow_word(random, subject)
 
 
-def conversation(random: random.Random, num_turns: int, step: int = FIRST_STEPS) -> list[Turn]:
+def conversation(random: random.Random, num_turns: int, step: int = PHASE_ENDS[0]) -> list[Turn]:
     """A conversation that training may show at ``step``."""
     turns: list[Turn] = []
-    weights = [task.first_weight if step < FIRST_STEPS else task.weight for task in TASKS]
+    phase = bisect_right(PHASE_ENDS, step)
+    weights = [task.weights[phase] for task in TASKS]
     while len(turns) < num_turns:
         if turns and can_follow(turns[-1]) and random.random() < FOLLOW_UP_SHARE:
             turns.append(draw_trained(partial(follow, turns[-1]), random))
