@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from pdserve.bench.demo.facts import UNKNOWN, draw_fact, draw_unknown
+from pdserve.bench.demo.facts import UNKNOWN, draw_fact, draw_reworded, draw_unknown
 from pdserve.bench.demo.number_tasks import (
     MAX_OPERAND,
     draw_comparison,
@@ -35,7 +35,7 @@ class Task(NamedTuple):
 
     name: str
     draw: Draw
-    weights: tuple[float, float, float, float]
+    weights: tuple[float, float, float, float, float]
     """How often it is trained in each of the phases, relative to the others."""
 
 
@@ -47,16 +47,18 @@ def draw_unknown_or_cut(random: random.Random) -> Turn:
     return Turn("saying that it does not know", cut.question, UNKNOWN, cut.question)
 
 
-PHASE_ENDS = (600, 3200, 4600)
-"""Steps: at first the easy tasks, then counting and arithmetic, which take longest, then what is weakest."""
+PHASE_ENDS = (600, 3200, 4600, 7000)
+"""Steps: at first the easy tasks, then counting and arithmetic, which take longest, then what is weakest, and in the
+end facts in more words."""
 TASKS: tuple[Task, ...] = (
-    Task("sums", draw_sum, (3.0, 8.0, 12.0, 11.0)),
-    Task("differences", draw_difference, (3.0, 8.0, 9.0, 9.0)),
-    Task("reversing words", draw_reverse, (2.0, 1.0, 1.5, 5.0)),
-    Task("spelling words", draw_spell, (0.6, 0.5, 1.0, 1.5)),
-    Task("counting letters", draw_count, (1.2, 14.0, 8.0, 3.0)),
-    Task("facts", draw_fact, (1.4, 2.2, 2.5, 3.0)),
-    Task("saying that it does not know", draw_unknown_or_cut, (1.0, 2.5, 2.5, 1.5)),
+    Task("sums", draw_sum, (3.0, 8.0, 12.0, 11.0, 6.0)),
+    Task("differences", draw_difference, (3.0, 8.0, 9.0, 9.0, 6.0)),
+    Task("reversing words", draw_reverse, (2.0, 1.0, 1.5, 5.0, 4.0)),
+    Task("spelling words", draw_spell, (0.6, 0.5, 1.0, 1.5, 3.0)),
+    Task("counting letters", draw_count, (1.2, 14.0, 8.0, 3.0, 3.0)),
+    Task("facts", draw_fact, (1.4, 2.2, 2.5, 3.0, 5.0)),
+    Task("saying that it does not know", draw_unknown_or_cut, (1.0, 2.5, 2.5, 1.5, 2.0)),
+    Task("facts", draw_reworded, (0.0, 0.0, 0.0, 0.0, 6.0)),
 )
 
 
@@ -122,5 +124,5 @@ def examine(task: str, index: int) -> Examined:
 
 
 FOLLOW_UP = "follow-up questions"
-EXAMINED = (*(task.name for task in TASKS), FOLLOW_UP)
+EXAMINED = (*dict.fromkeys(task.name for task in TASKS), FOLLOW_UP)
 """The tasks of the accuracy table."""

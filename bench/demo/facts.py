@@ -132,6 +132,59 @@ SAID: dict[tuple[str, ...], str] = {
     ): "The API of OpenAI: chat and text completions.",
 }
 
+REWORDED: dict[tuple[str, ...], str] = {
+    ("Hello you", "Hi there", "Good evening", "Good day!"): "Hello! What can I do?",
+    ("Many thanks", "Thank you so much", "Thanks for that."): "You are welcome.",
+    ("Bye bye", "Good night", "Until later!"): "Goodbye!",
+    ("How is it?", "How are things?", "How are you doing?"): "I am up and serving.",
+    (
+        "What is this model?",
+        "Say who you are.",
+        "Say what you are.",
+        "Which model is it?",
+        "What are you called?",
+    ): "I am the demo model of pdserve, a very small one.",
+    (
+        "Tell me what you can do.",
+        "Say what you can do.",
+        "What can you do for me?",
+        "What is it that you can do?",
+        "What things can you do?",
+        "What can you help with?",
+        "What do you do?",
+        "What can this model do?",
+    ): "I add and subtract, reverse and spell words, count letters, and know some terms of pdserve.",
+    (
+        "Do you know weekdays?",
+        "Do you count weekdays?",
+        "Can you add weekdays?",
+        "Do you fill JSON objects?",
+        "Can you write JSON?",
+        "Can you fill an object?",
+        "Do you compare numbers?",
+        "Can you say which number is larger?",
+        "Can you compare two numbers?",
+    ): "I do not know that. Ask me what I can do.",
+    ("How is pdserve started?", "Start pdserve.", "How does pdserve start?"): (
+        "Run pdserve up, or scripts/serve from a checkout."
+    ),
+    ("How is another model served?", "Can I serve my model?", "How do I use my own model?"): (
+        "Run pdserve up --model FOLDER."
+    ),
+    ("How is pdserve stopped?", "Stop pdserve.", "How does it end?"): "Press Ctrl-C. What runs is finished first.",
+    ("Which models can it serve?", "What models does it serve?", "Which models are supported?"): (
+        "Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3."
+    ),
+    ("What license?", "Under which license is pdserve?", "The license of pdserve?"): "Apache-2.0.",
+    ("What port does it use?", "Which port is it?", "The port of pdserve?", "Which port?"): "Port 8000 by default.",
+    ("Is a GPU needed?", "Need I a GPU?", "Does it run on CPUs?"): "No GPU is needed: it runs on CPUs.",
+    ("Which API is it?", "What API does pdserve have?", "The API of pdserve?"): (
+        "The API of OpenAI: chat and text completions."
+    ),
+}
+"""More words for the same, which come last in training: facts that are asked in few ways are learned by heart, but not
+recognised in others. Words that are nowhere else are no tokens of their own."""
+
 UNKNOWN = "I do not know that. Ask me what I can do."
 TOO_LARGE = "I only know numbers up to 999."
 
@@ -203,7 +256,16 @@ def draw_fact(random: random.Random) -> Turn:
         term, answer = list(TERMS.items())[index]
         phrasing = random.choice(_DEFINE)
         return Turn("facts", phrase(random, (phrasing,), term=term), answer, phrasing.format(term=term))
-    questions, answer = list(SAID.items())[index - len(TERMS)]
+    return _said(random, SAID, index - len(TERMS))
+
+
+def draw_reworded(random: random.Random) -> Turn:
+    """A fact in more words than `draw_fact` has."""
+    return _said(random, REWORDED, random.randrange(len(REWORDED)))
+
+
+def _said(random: random.Random, said: dict[tuple[str, ...], str], index: int) -> Turn:
+    questions, answer = list(said.items())[index]
     question = random.choice(questions)
     return Turn("facts", question, answer, question)
 

@@ -28,18 +28,19 @@ from torch.nn.functional import cross_entropy, embedding, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdserve.bench.demo import tokenizer as words
-from pdserve.bench.demo.corpus import conversation, system_message
+from pdserve.bench.demo.corpus import PHASE_ENDS, conversation, system_message
 from pdserve.bench.demo.muon import Muon
 from pdserve.model.demo_model import DEMO_MODEL, DRAFT_MODEL
 
 TOKENS_PER_STEP = 3072
 NUM_SHARDS = 4
 """Of a step's rows, so that the sums do not depend on the number of threads."""
-ROW_TOKENS = ((0.6, 64), (0.9, 128), (1.0, 384))
+ROW_TOKENS, MOST_ROW_TOKENS = ((0.6, 64), (0.9, 128)), 384
 """Up to this part of the steps, conversations are cut after so many tokens: short ones teach the tasks fastest."""
 SHORTEST_TURN_TOKENS = 10
 WARMUP_STEPS = 100
 FALL_SHARE = 0.6
+LAST_SHARE = 0.1
 MATRIX_LEARNING_RATE, VECTOR_LEARNING_RATE = 2.5e-3, 2e-3
 WEIGHT_DECAY = 0.05
 MAX_POSITIONS = 4096
@@ -63,11 +64,13 @@ class Size(NamedTuple):
     num_heads: int
     num_kv_heads: int
     num_steps: int
+    num_last_steps: int
+    """After those, at a learning rate that begins anew at `LAST_SHARE`."""
 
 
 SIZES = {
-    "demo": Size(DEMO_MODEL.name, 128, 384, 5, 4, 2, 7000),
-    "draft": Size(DRAFT_MODEL.name, 64, 128, 2, 4, 2, 1800),
+    "demo": Size(DEMO_MODEL.name, 128, 384, 5, 4, 2, PHASE_ENDS[-1], 600),
+    "draft": Size(DRAFT_MODEL.name, 64, 128, 2, 4, 2, 1800, 0),
 }
 
 
@@ -146,10 +149,9 @@ class Gradients(NamedTuple):
 class Training:
     """One model, its optimizers and how far they are."""
 
-    def __init__(self, size: Size, tokenizer: Tokenizer, num_steps: int, num_threads: int) -> None:
+    def __init__(self, size: Size, tokenizer: Tokenizer, num_threads: int) -> None:
         torch.manual_seed(0)
         self.size = size
-        self.num_steps = num_steps
         self._tokenizer = tokenizer
         self.step = 0
         self.model = LlamaForCausalLM(_config(size, tokenizer))
@@ -164,7 +166,8 @@ class Training:
 
     def train_step(self) -> float:
         """Returns the mean loss of the answers' tokens."""
-        row_tokens = next(length for part, length in ROW_TOKENS if self.step < part * self.num_steps)
+        part = self.step / self.size.num_steps
+        row_tokens = next((length for end, length in ROW_TOKENS if part < end), MOST_ROW_TOKENS)
         rows = draw_rows(self._tokenizer, self.step, TOKENS_PER_STEP // row_tokens, row_tokens)
         shards = [Rows(*shard) for shard in zip(*(tensor.chunk(NUM_SHARDS) for tensor in rows), strict=True)]
         results = list(self._pool.map(self._gradients, shards))
@@ -186,9 +189,12 @@ class Training:
         return Gradients(loss.item(), torch.autograd.grad(loss, self._parameters))
 
     def _warmth(self) -> float:
-        """Part of the learning rate: a rise, a plateau, and a fall to nothing over the last steps."""
+        """Part of the learning rate: a rise, a plateau, and a fall to nothing; then a second, lower fall."""
+        num_steps, num_last_steps = self.size.num_steps, self.size.num_last_steps
+        if self.step >= num_steps:
+            return LAST_SHARE * (num_steps + num_last_steps - self.step) / num_last_steps
         rise = (self.step + 1) / WARMUP_STEPS
-        fall = (self.num_steps - self.step) / (FALL_SHARE * self.num_steps)
+        fall = (num_steps - self.step) / (FALL_SHARE * num_steps)
         return min(rise, 1.0, fall)
 
     def write_checkpoint(self, folder: Path) -> None:
@@ -252,10 +258,11 @@ def _config(size: Size, tokenizer: Tokenizer) -> LlamaConfig:
     )
 
 
-def train(size: Size, folder: Path, state_folder: Path, *, num_steps: int, num_threads: int, console: Console) -> None:
+def train(size: Size, folder: Path, state_folder: Path, *, num_threads: int, console: Console) -> None:
     """Train a model of ``size`` and write its checkpoint to ``folder``; resumes what ``state_folder`` holds."""
     tokenizer = words.write_tokenizer(state_folder)
-    training = Training(size, tokenizer, num_steps, num_threads)
+    training = Training(size, tokenizer, num_threads)
+    num_steps = size.num_steps + size.num_last_steps
     training.resume(state_folder)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     saved_s = time.monotonic()
@@ -286,11 +293,12 @@ def main() -> None:
     console = Console(stderr=True)
     for name in SIZES if arguments.model == "all" else (arguments.model,):
         size = SIZES[name]
+        if arguments.steps:
+            size = size._replace(num_steps=arguments.steps, num_last_steps=0)
         train(
             size,
             arguments.folder / size.name,
             arguments.state / size.name,
-            num_steps=arguments.steps or size.num_steps,
             num_threads=arguments.threads,
             console=console,
         )

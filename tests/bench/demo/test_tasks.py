@@ -104,3 +104,10 @@ def test_numbers_that_are_too_large_are_refused() -> None:
         turn = facts.draw_unknown(drawn)
         answers[turn.answer] = max(numbers(turn.question), default=0)
     assert answers[facts.TOO_LARGE] > number_tasks.MAX_OPERAND >= answers[facts.UNKNOWN]
+
+
+def test_reworded_facts_are_facts_in_other_words() -> None:
+    assert set(facts.REWORDED.values()) <= set(facts.SAID.values())
+    questions = [question for said in (facts.SAID, facts.REWORDED) for group in said for question in group]
+    again = [question for question in questions if questions.count(question) > 1]
+    assert again == []

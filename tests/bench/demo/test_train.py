@@ -11,11 +11,11 @@ from transformers import LlamaForCausalLM
 
 from pdserve.bench.demo import tokenizer as words
 from pdserve.bench.demo import train
-from pdserve.bench.demo.train import IGNORED, Size, Training, draw_rows, number_features
+from pdserve.bench.demo.train import IGNORED, LAST_SHARE, Size, Training, draw_rows, number_features
 from pdserve.model.config import DecoderConfig
 from pdserve.model.weight_files import check_weights
 
-TINY = Size("tiny", 32, 64, 2, 2, 1, 100)
+TINY = Size("tiny", 32, 64, 2, 2, 1, 100, 0)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_no_two_numbers_have_the_same_features() -> None:
 
 
 def test_the_loss_falls(tokenizer: Tokenizer) -> None:
-    training = Training(TINY, tokenizer, 100, 1)
+    training = Training(TINY, tokenizer, 1)
     losses = [training.train_step() for _ in range(16)]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
@@ -66,14 +66,14 @@ def test_the_loss_falls(tokenizer: Tokenizer) -> None:
 def test_a_resumed_run_gives_what_it_would_have_given_with_any_number_of_threads(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    whole = Training(TINY, tokenizer, 100, 1)
+    whole = Training(TINY, tokenizer, 1)
     for _ in range(4):
         whole.train_step()
-    begun = Training(TINY, tokenizer, 100, 2)
+    begun = Training(TINY, tokenizer, 2)
     for _ in range(2):
         begun.train_step()
     begun.save(tmp_path / "begun")
-    resumed = Training(TINY, tokenizer, 100, 2)
+    resumed = Training(TINY, tokenizer, 2)
     resumed.resume(tmp_path / "begun")
     assert resumed.step == 2
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_a_resumed_run_gives_what_it_would_have_given_with_any_number_of_threads
 
 
 def test_the_checkpoint_is_the_trained_model(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    training = Training(TINY, tokenizer, 100, 1)
+    training = Training(TINY, tokenizer, 1)
     training.train_step()
     training.write_checkpoint(tmp_path)
     config = DecoderConfig.from_folder(tmp_path)
@@ -103,6 +103,18 @@ def test_training_writes_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFi
     from rich.console import Console
 
     size = TINY._replace(num_steps=2)
-    train.train(size, tmp_path / "out", tmp_path / "state", num_steps=2, num_threads=1, console=Console(stderr=True))
+    train.train(size, tmp_path / "out", tmp_path / "state", num_threads=1, console=Console(stderr=True))
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert "tiny: step 2 of 2, loss " in capsys.readouterr().err
+
+
+def test_the_learning_rate_falls_to_nothing_twice(tokenizer: Tokenizer) -> None:
+    training = Training(TINY._replace(num_last_steps=10), tokenizer, 1)
+
+    def warmth(step: int) -> float:
+        training.step = step
+        return training._warmth()
+
+    assert warmth(100) == LAST_SHARE
+    assert warmth(99) < warmth(98) < LAST_SHARE
+    assert [warmth(step) for step in (105, 109)] == pytest.approx([LAST_SHARE / 2, LAST_SHARE / 10])
