@@ -24,9 +24,6 @@ from pdserve.bench.demo.number_tasks import (
 from pdserve.bench.demo.turns import Draw, Turn, draw_held_out, draw_trained
 from pdserve.bench.demo.word_tasks import draw_count, draw_object, draw_reverse, draw_spell, follow_word
 
-FOLLOW_UP_SHARE = 0.2
-"""Of the turns after one that can be referred to."""
-
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer briefly.", "You are the demo model of pdserve.")
 
 
@@ -49,7 +46,9 @@ def draw_unknown_or_cut(random: random.Random) -> Turn:
 
 PHASE_ENDS = (600, 3200, 4600, 7000)
 """Steps: at first the easy tasks, then counting and arithmetic, which take longest, then what is weakest, and in the
-end facts in more words."""
+end facts in more words and more questions that refer to the one before."""
+FOLLOW_UP_SHARES = (0.2, 0.2, 0.2, 0.2, 0.45)
+"""Of the turns after one that can be referred to, in each phase."""
 TASKS: tuple[Task, ...] = (
     Task("sums", draw_sum, (3.0, 8.0, 12.0, 11.0, 6.0)),
     Task("differences", draw_difference, (3.0, 8.0, 9.0, 9.0, 6.0)),
@@ -81,7 +80,7 @@ def conversation(random: random.Random, num_turns: int, step: int = PHASE_ENDS[0
     phase = bisect_right(PHASE_ENDS, step)
     weights = [task.weights[phase] for task in TASKS]
     while len(turns) < num_turns:
-        if turns and can_follow(turns[-1]) and random.random() < FOLLOW_UP_SHARE:
+        if turns and can_follow(turns[-1]) and random.random() < FOLLOW_UP_SHARES[phase]:
             turns.append(draw_trained(partial(follow, turns[-1]), random))
         else:
             turns.append(draw_trained(random.choices(TASKS, weights)[0].draw, random))
