@@ -91,7 +91,7 @@ def find_nuclei(logits_BV: torch.Tensor, nuclei: Sequence[Nucleus]) -> list[Kept
     logit_RV = logits_BV.new_empty((num_nuclei, vocab_size))
     weight_RV = torch.empty_like(logit_RV)
     token_RV = torch.empty_like(logit_RV, dtype=torch.int32)
-    kept_R2 = logits_BV.new_empty((num_nuclei, 2), dtype=torch.float64)
+    kept_R2 = logits_BV.new_empty((num_nuclei, 2), dtype=torch.int32)
     padded = triton.next_power_of_2(num_tiles)
     grid = num_nuclei, num_tiles
     _weigh_kernel[grid](
@@ -105,7 +105,9 @@ def find_nuclei(logits_BV: torch.Tensor, nuclei: Sequence[Nucleus]) -> list[Kept
         nuclei_RW, sum_RN, count_RN, logit_RV, weight_RV, token_RV, kept_R2,
         VOCAB_SIZE=vocab_size, NUM_TILES=num_tiles, PADDED=padded, TILE=_TILE, num_warps=4,
     )  # fmt: skip
-    return [Kept(lowest, int(last_equal)) for lowest, last_equal in kept_R2.tolist()]
+    kept_R2 = kept_R2.cpu()
+    lowest, last_equal = kept_R2.view(torch.float32)[:, 0].tolist(), kept_R2[:, 1].tolist()
+    return [Kept(*limits) for limits in zip(lowest, last_equal, strict=True)]
 
 
 def _checked(logits_BV: torch.Tensor, tasks: Sequence[Draw] | Sequence[Nucleus]) -> int:
@@ -263,7 +265,8 @@ def _end_kernel(
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid ``(R,)``. Pointers: as `_pack_kernel`; kept ``[R, 2]``, float64: of `Kept`."""
+    """Grid ``(R,)``. Pointers: as `_pack_kernel`; kept ``[R, 2]``, int32: the bits of the lowest logit, and
+    the last id that equals it."""
     row = tl.program_id(0)
     nuclei_ptr += row * _NUCLEUS_WORDS
     first_place = row.to(tl.int64) * VOCAB_SIZE
@@ -301,8 +304,8 @@ def _end_kernel(
             else:
                 first = middle_id + 1
     bits = tl.where(order >= 0, order, order ^ 0x7FFFFFFF).to(tl.int32)
-    tl.store(kept_ptr + row * 2, bits.to(tl.float32, bitcast=True).to(tl.float64))
-    tl.store(kept_ptr + row * 2 + 1, last_equal.to(tl.float64))
+    tl.store(kept_ptr + row * 2, bits)
+    tl.store(kept_ptr + row * 2 + 1, last_equal)
 
 
 @triton.jit
