@@ -130,12 +130,12 @@ def measure(
 
     Args:
         rate: requests per second that were offered.
-        num_offered: requests of each run, if it may have been stopped early; 0 takes every run for whole.
+        num_offered: requests of each run, if it may have been stopped early.
         is_finite: count every request, and hold each objective's own share against the target, not both jointly.
     """
     assert runs
     judged = [_Judged.of(run, slo, is_finite=is_finite) for run in runs]
-    is_partial = num_offered > 0 and any(_was_stopped(run.times, num_offered) for run in runs)
+    is_partial = any(run.was_stopped for run in runs)
     met = [each.met for each in judged]
     share, interval = _mean(met), _interval(met)
     ttft_share, tpot_share = _mean([each.met_ttft for each in judged]), _mean([each.met_tpot for each in judged])
@@ -143,6 +143,7 @@ def measure(
         share = min(ttft_share, tpot_share)
         interval = min(_interval([each.met_ttft for each in judged]), _interval([each.met_tpot for each in judged]))
     if is_partial:
+        assert num_offered, "of a run that was stopped, it must be known how many were still to come"
         share = 1 - sum(each.num_missed for each in judged) / (num_offered * len(runs))
         interval = Interval(0.0, share)
     return Attainment(
@@ -163,11 +164,6 @@ def measure(
         pools=tuple(_pool_uses(runs, block_size)),
         is_partial=is_partial,
     )
-
-
-def _was_stopped(times: RequestTimes, num_offered: int) -> bool:
-    """Whether requests were still to come, or under way."""
-    return len(times.arrived_s) < num_offered or bool((np.isnan(times.last_token_s) & ~times.is_rejected).any())
 
 
 class _Judged(NamedTuple):

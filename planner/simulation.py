@@ -88,3 +88,5 @@ class Simulation:
     """... and how many gaps were so long."""
     ended_s: float
     """When the last event happened."""
+    was_stopped: bool = False
+    """Too many objectives were missed: not all requests came, and not all of those that did have ended."""

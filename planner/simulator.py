@@ -365,4 +365,5 @@ class _Run:
             gap_s=np.array(lengths, np.float64),
             gap_weights=np.array([gaps[length] for length in lengths], np.float64),
             ended_s=self._ended_s,
+            was_stopped=self._num_missed == self._bounds.max_missed,
         )

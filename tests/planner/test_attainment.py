@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,12 +74,20 @@ def test_what_is_rejected_or_never_ends_is_missed() -> None:
 
 
 def test_a_run_that_was_stopped_gives_an_upper_bound() -> None:
-    run = a_run([2.0, 2.0, 0.5, np.nan], [0.05, 0.05, 0.05, np.nan])
+    run = replace(a_run([2.0, 2.0, 0.5, np.nan], [0.05, 0.05, 0.05, np.nan]), was_stopped=True)
     judged = measure([run], SLO, 0.1, block_size=16, num_offered=10)
     assert judged.is_partial
     assert judged.share == pytest.approx(0.8)
     assert judged.interval.low == 0.0
     assert not judged.meets(0.5)
+
+
+def test_a_conversation_that_ends_early_does_not_make_a_run_a_stopped_one() -> None:
+    """Follow-ups of a rejected request never come, so that there are fewer requests than were offered."""
+    run = a_run([0.5, 0.5, np.nan], [0.05, 0.05, np.nan], is_rejected=[False, False, True])
+    judged = measure([run], SLO, 0.1, block_size=16, num_offered=10)
+    assert not judged.is_partial
+    assert judged.num_requests == 3
 
 
 def test_the_warm_up_is_ten_residence_times_within_a_share_of_the_run() -> None:

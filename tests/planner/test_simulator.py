@@ -197,7 +197,9 @@ def test_a_full_router_rejects() -> None:
 def test_a_search_may_stop_early() -> None:
     slo = SloConfig(ttft_seconds=1e-6, tpot_seconds=0.02)
     simulation = simulate(LLAMA_3_8B, disaggregated(), poisson(8, 200), slo=slo, max_missed=10)
+    assert simulation.was_stopped
     assert 10 <= len(simulation.times.arrived_s) < 30
+    assert not simulate(LLAMA_3_8B, disaggregated(), poisson(8, 20), slo=slo, max_missed=30).was_stopped
 
 
 def test_a_closed_loop_keeps_its_concurrency() -> None:
