@@ -54,6 +54,8 @@ TERMS: dict[str, str] = {
     "speculative decoding": "A small model drafts tokens, and the large one checks them all in one step.",
 }
 
+UNKNOWN = "I do not know that. Ask me what I can do."
+
 SAID: dict[tuple[str, ...], str] = {
     ("Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning", "Hello there!", "Hey there"): "Hello! What can I do?",
     ("Thanks", "Thanks!", "Thank you", "Thank you!", "Thanks a lot", "Thank you very much."): "You are welcome.",
@@ -81,7 +83,7 @@ SAID: dict[tuple[str, ...], str] = {
         "Can you count weekdays?",
         "Can you fill JSON objects?",
         "Can you compare numbers?",
-    ): "I do not know that. Ask me what I can do.",
+    ): UNKNOWN,
     (
         "How do I start pdserve?",
         "How do I run pdserve?",
@@ -164,7 +166,7 @@ REWORDED: dict[tuple[str, ...], str] = {
         "Do you compare numbers?",
         "Can you say which number is larger?",
         "Can you compare two numbers?",
-    ): "I do not know that. Ask me what I can do.",
+    ): UNKNOWN,
     ("How is pdserve started?", "Start pdserve.", "How does pdserve start?"): (
         "Run pdserve up, or scripts/serve from a checkout."
     ),
@@ -185,7 +187,6 @@ REWORDED: dict[tuple[str, ...], str] = {
 """More words for the same, which come last in training: facts that are asked in few ways are learned by heart, but not
 recognised in others. Words that are nowhere else are no tokens of their own."""
 
-UNKNOWN = "I do not know that. Ask me what I can do."
 TOO_LARGE = "I only know numbers up to 999."
 
 _UNKNOWN = (
