@@ -23,7 +23,7 @@ TOKEN_STREAM = 0
 
 _LANES = 4
 _WORD = 0xFFFFFFFF
-_NOISE_RANGE = 26.01
+NOISE_RANGE = 26.01
 """Just over the largest minus the smallest noise that a 32-bit word can give (22.88 + 3.13): a token whose scaled logit
 is further than this below the best one cannot win, so its noise is not computed."""
 _MAX_SCORES = 4_194_304
@@ -44,7 +44,7 @@ def _draw(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     num_groups = -(-vocab_size // _LANES)
     padded_DV = torch.nn.functional.pad(_scaled(logits_BV, draws), (0, -vocab_size % _LANES), value=-torch.inf)
     scaled_G4 = padded_DV.view(-1, _LANES)
-    group_N = (scaled_G4 >= -_NOISE_RANGE).any(dim=-1).nonzero().flatten()  # of all draws, one after the other
+    group_N = (scaled_G4 >= -NOISE_RANGE).any(dim=-1).nonzero().flatten()  # of all draws, one after the other
     score_G4 = torch.full_like(scaled_G4, -torch.inf, dtype=torch.float64)
     score_G4[group_N] = scaled_G4[group_N] + _noise(draws, group_N // num_groups, group_N % num_groups)
     tokens: list[int] = score_G4.view(len(draws), -1).argmax(dim=-1).tolist()  # the first of equals

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from pdserve.kernels.operations import ALL_KEPT, Draw, Kept, Nucleus
-from pdserve.kernels.torch_gumbel import TOKEN_STREAM
+from pdserve.kernels.torch_gumbel import NOISE_RANGE, TOKEN_STREAM
 
 _DRAW = np.dtype(
     [
@@ -55,8 +55,7 @@ _NUCLEUS_WORDS = tl.constexpr(_NUCLEUS.itemsize // 4)
 
 _TILE = 1024
 _STREAM = tl.constexpr(TOKEN_STREAM)
-_NOISE_RANGE = tl.constexpr(26.01)
-"""As in `pdserve.kernels.torch_gumbel`."""
+_NOISE_RANGE = tl.constexpr(NOISE_RANGE)
 _LAST_ID = tl.constexpr(ALL_KEPT.last_equal)
 
 
