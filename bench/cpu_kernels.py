@@ -36,7 +36,7 @@ from pdserve.kernels.cpu_threads import use_threads
 from pdserve.kernels.selection import CPU_KERNELS
 
 NUM_ROWS = (1, 8, 32, 256, 2048)
-FORMS = ("torch", "float32", "bfloat16", "float16", "int8")
+FORMS = ("torch", "float32", "bfloat16", "float16", "int8", "int4")
 """``torch`` is `torch.nn.functional.linear` in float32; the others are the kernels' forms of weight."""
 MAX_WEIGHTS = 2**27
 """Of the copies of one matrix, together: 512 MiB in float32, beyond any cache."""
@@ -112,8 +112,8 @@ def _matrix(form: str, case: Case) -> Multiply:
     weight_FE = torch.randn(case.num_outputs, case.num_inputs) / case.num_inputs**0.5
     if form == "torch":
         return lambda x_TE: linear(x_TE, weight_FE)
-    if form == "int8":
-        return CPU_KERNELS.pack_linear(weight_FE.bfloat16(), None, "int8")
+    if form in ("int8", "int4"):
+        return CPU_KERNELS.pack_linear(weight_FE.bfloat16(), None, form)
     return CPU_KERNELS.pack_linear(weight_FE.to(getattr(torch, form)))
 
 
@@ -163,7 +163,7 @@ def compare(num_threads: int, shapes: list[str], num_rounds: int, console: Conso
 
 
 def _entry(case: Case, seconds: dict[str, float]) -> dict[str, Any]:
-    value_bytes = {"torch": 4, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+    value_bytes = {"torch": 4, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
     num_weights = case.num_inputs * case.num_outputs
     return {
         **case._asdict(),

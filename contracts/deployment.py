@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-QUANTIZATION_SETTINGS = ("none", "int8")
+QUANTIZATION_SETTINGS = ("none", "int8", "int4")
 """What `ModelConfig.quantization` may be."""
 
 
@@ -23,7 +23,8 @@ class ModelConfig:
     kv_dtype: str = "auto"
     """``auto``, which is ``dtype``, or ``int8``: about a fourth of float32's memory, and a little less accurate."""
     quantization: str = "none"
-    """``none``, or ``int8``: the matrices of the layers are held in int8, with one scale per output."""
+    """``none``, or how the matrices of the layers are held: ``int8``, with one scale per output, or ``int4``, with one
+    per output and group of 128 inputs."""
     max_model_len: int = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's own limit."""
     block_size: int = 16

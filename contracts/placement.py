@@ -29,7 +29,7 @@ class WorkerConfig:
     kv_dtype: str = "auto"
     """``auto``, which is ``dtype``, or ``int8``."""
     quantization: str = "none"
-    """Of the weights: ``none`` or ``int8``."""
+    """Of the weights: ``none``, ``int8`` or ``int4``."""
     max_model_len: int = 0
     """0 takes the checkpoint's own limit."""
     block_size: int = 16

@@ -123,7 +123,7 @@ def profile(
     model: Annotated[Path, typer.Option(help="Model folder, or a config.json: weights are random then.")],
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "float32",
     kv_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto or int8.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Of the layers' weights: none or int8.")] = "none",
+    quantization: Annotated[str, typer.Option(help="Of the layers' weights: none, int8 or int4.")] = "none",
     max_model_len: Annotated[int, typer.Option(min=0, help="Longest sequence; 0 is the model's limit.")] = 0,
     cores: Annotated[
         list[int] | None, typer.Option(min=1, help="Cores of a worker; several times for several kinds of workers.")

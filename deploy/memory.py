@@ -68,8 +68,8 @@ def _remedy(configs: Sequence[WorkerConfig], *, weights_fit: bool) -> str:
         remedies = ["fewer workers", "a smaller model"]
         if configs[0].dtype == "float32":
             remedies.append("model.dtype bfloat16")
-        if configs[0].quantization == "none":
-            remedies.append("model.quantization int8")
+        if configs[0].quantization != "int4":
+            remedies.append("model.quantization " + ("int8 or int4" if configs[0].quantization == "none" else "int4"))
         return f"use {', '.join(remedies[:-1])} or {remedies[-1]}"
     knobs = [f"{config.role.value}.kv_memory" for config in configs if config.kv_memory_bytes]
     knobs += [f"{config.role.value}.swap_memory" for config in configs if config.swap_memory_bytes]

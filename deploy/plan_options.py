@@ -38,7 +38,7 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="Of weights and activations: float32, bfloat16 (the default) or float16.")
 ]
 KvDtypeOption = Annotated[str | None, typer.Option(help="Of the KV cache: auto is the dtype of the model, or int8.")]
-QuantizationOption = Annotated[str | None, typer.Option(help="Of the layers' weights: none or int8.")]
+QuantizationOption = Annotated[str | None, typer.Option(help="Of the layers' weights: none, int8 or int4.")]
 MaxModelLenOption = Annotated[
     int | None,
     typer.Option(min=0, help="Prompt and answer tokens together, at most; else the model's limit, up to 8192."),

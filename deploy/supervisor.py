@@ -264,7 +264,8 @@ class Supervisor:
 
     def _banner_rows(self, router: RouterProcess) -> list[tuple[str, str]]:
         config = self._launch.config
-        held = config.model.dtype + ", int8 weights" * (config.model.quantization == "int8")
+        quantization = config.model.quantization
+        held = config.model.dtype + (f", {quantization} weights" if quantization != "none" else "")
         rows = [("model", f"{router.config.served_name} ({held})")]
         if self._launch.emulate:
             rows[0] = ("model", f"{rows[0][1]}, emulated on {self._launch.emulate}")

@@ -48,7 +48,7 @@ def memory_beside_weights(weight_bytes: int, available_bytes: int) -> int:
     if weight_bytes > available_bytes:
         raise ValueError(
             f"the model's weights take {weight_bytes} bytes on this host and {available_bytes} are available: "
-            f"serve a smaller model, or this one in a 16-bit dtype or with quantization int8"
+            f"serve a smaller model, or this one in a 16-bit dtype or with quantization int8 or int4"
         )
     return available_bytes - weight_bytes
 

@@ -2,13 +2,16 @@
 // before a call: nothing is checked here.
 //
 // A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up with
-// zeros, as float, bfloat16, float16, or int8 with one scale per output; outputs of a bfloat16 panel are in the order
-// 0, kLanes, 1, kLanes + 1 ... Activations and arithmetic are float.
+// zeros, as float, bfloat16, float16, int8 with one scale per output, or int4 with one per output and group of inputs,
+// [panel][group][kPanel]. Outputs of a bfloat16 panel are in the order 0, kLanes, 1, kLanes + 1 ...; of an int4 panel
+// byte i of an input holds output i in its low bits and output kLanes + i in its high ones. Activations and arithmetic
+// are float.
 //
-// An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order. Every path
-// here keeps to that, so that a row's result depends on neither its neighbours nor the number of threads. The blocking
-// is that of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies
-// in the L1 cache as floats and a block of rows in L2, while a tile of results stays in registers.
+// An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order; the blocks of
+// int4 are its groups, and their sums are multiplied with the scales. Every path here keeps to that, so that a row's
+// result depends on neither its neighbours nor the number of threads. The blocking is that of Goto and van de Geijn,
+// "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies in the L1 cache as floats and a
+// block of rows in L2, while a tile of results stays in registers.
 
 #include <algorithm>
 #include <cmath>
@@ -24,14 +27,30 @@ using namespace pdserve;
 
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;  // What the registers of AVX-512, and of AVX2, hold.
 constexpr int kPanel = 2 * kLanes;
-constexpr int kDepth = 256;              // Inputs of one block.
 constexpr int kFewRows = 4 * kTileRows;  // Up to here, making floats of weights beforehand does not pay.
 constexpr int kBlockRows = 32 * kTileRows;
 constexpr int kBlockPanels = 16;          // Panels that one block of rows is multiplied with, at most.
 constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while a core waits for its first byte.
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
 
-enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8 };
+enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
+
+// Weights of one input for an output of a panel's first half, and for its counterpart of the second.
+struct Int4Pair {
+  int8_t bits;
+};
+
+// Inputs of one block.
+template <typename W>
+constexpr int kDepth = 256;
+template <>
+constexpr int kDepth<Int4Pair> = 128;
+
+// Values that hold the weights of one input for a panel.
+template <typename W>
+constexpr int kStep = kPanel;
+template <>
+constexpr int kStep<Int4Pair> = kLanes;
 
 // Mirrored by cpu_dense._Weight.
 struct Weight {
@@ -39,8 +58,19 @@ struct Weight {
   int64_t num_outputs;
   int64_t num_inputs;
   const void* panels;
-  const float* scales;  // [num_outputs], or null.
-  const float* bias;    // [num_outputs], or null.
+  const float* scales;        // [num_outputs], or null.
+  const float* group_scales;  // [panel][group][kPanel], or null.
+  const float* bias;          // [num_outputs], or null.
+};
+
+// Weights of some inputs for one panel or several.
+template <typename W>
+struct Block {
+  const W* weights;
+  int64_t stride;       // Values between panels.
+  const float* scales;  // Of the block's sums, [kPanel] for the first panel; or null.
+  int64_t scale_stride;
+  int64_t depth;  // Inputs.
 };
 
 // The weights of one input for the outputs of a panel, as floats: first half, second half.
@@ -58,6 +88,12 @@ inline void load_panel(const BFloat16* p, Vec& low, Vec& high) {
   high = reinterpret_cast<Vec>(pairs & static_cast<int32_t>(0xffff0000));
 }
 
+inline void load_panel(const Int4Pair* p, Vec& low, Vec& high) {
+  const IntVec pairs = load_integers(&p->bits);
+  low = __builtin_convertvector(pairs << 28 >> 28, Vec);
+  high = __builtin_convertvector(pairs >> 4, Vec);
+}
+
 // Keeps a value in a register: left alone, the compiler reads weights from memory again for every row.
 inline void keep([[maybe_unused]] Vec& x) {
 #if defined(__AVX2__)
@@ -65,16 +101,26 @@ inline void keep([[maybe_unused]] Vec& x) {
 #endif
 }
 
-// total[p][r][f] = (is_first ? 0 : total[p][r][f]) + sum over d of x[r][d] * w[p][d][f], where w and total are of
-// kPanels panels, which lie w_stride and kRows * kPanel values apart.
+// Adds what a block makes of half a panel's outputs to their total, or begins it.
+inline void add_sum(Vec sum, const float* scales, float* total, bool is_first) {
+  if (scales) {
+    sum *= load(scales);
+    keep(sum);  // Rounded here, and not joined with the addition wherever the compiler finds that it can be.
+  }
+  store(total, is_first ? sum : load(total) + sum);
+}
+
+// total[p][r][f] = (is_first ? 0 : total[p][r][f]) + scale[p][f] * sum over d of x[r][d] * w[p][d][f], where the block
+// and total are of kPanels panels, in total kRows * kPanel values apart.
 template <int kRows, int kPanels, int kAhead, typename W>
-inline void add_tile(const float* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t depth, float* total,
-                     bool is_first) {
+inline void add_tile(const float* x, int64_t x_stride, const Block<W>& block, float* total, bool is_first) {
   Vec sum[kPanels][kRows][2] = {};
-  for (int64_t d = 0; d < depth; ++d) {
+  if (block.scales)
+    for (int p = 0; p < kPanels; ++p) __builtin_prefetch(block.scales + p * block.scale_stride);
+  for (int64_t d = 0; d < block.depth; ++d) {
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
-      const W* from = w + p * w_stride + d * kPanel;
+      const W* from = block.weights + p * block.stride + d * kStep<W>;
       if constexpr (kAhead > 0) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
       Vec low, high;
       load_panel(from, low, high);
@@ -91,18 +137,19 @@ inline void add_tile(const float* x, int64_t x_stride, const W* w, int64_t w_str
   for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
+      const float* scales = block.scales ? block.scales + p * block.scale_stride : nullptr;
       float* to = total + (p * kRows + r) * kPanel;
-      store(to, is_first ? sum[p][r][0] : load(to) + sum[p][r][0]);
-      store(to + kLanes, is_first ? sum[p][r][1] : load(to + kLanes) + sum[p][r][1]);
+      add_sum(sum[p][r][0], scales, to, is_first);
+      add_sum(sum[p][r][1], scales ? scales + kLanes : nullptr, to + kLanes, is_first);
     }
 }
 
 // add_tile of one panel, for 1 to kRows rows.
 template <int kAhead, int kRows = kTileRows, typename W>
-inline void add_small_tile(int64_t rows, const float* x, int64_t x_stride, const W* w, int64_t depth, float* total,
+inline void add_small_tile(int64_t rows, const float* x, int64_t x_stride, const Block<W>& block, float* total,
                            bool is_first) {
-  if (rows == kRows) return add_tile<kRows, 1, kAhead>(x, x_stride, w, 0, depth, total, is_first);
-  if constexpr (kRows > 1) add_small_tile<kAhead, kRows - 1>(rows, x, x_stride, w, depth, total, is_first);
+  if (rows == kRows) return add_tile<kRows, 1, kAhead>(x, x_stride, block, total, is_first);
+  if constexpr (kRows > 1) add_small_tile<kAhead, kRows - 1>(rows, x, x_stride, block, total, is_first);
 }
 
 // Memory that the next block needs, asked for bit by bit while this one is worked on.
@@ -118,13 +165,13 @@ struct Prefetch {
 
 // add_tile of one panel, for any number of rows, cut into tiles of much the same size.
 template <int kAhead, typename W>
-inline void add_rows(int64_t rows, const float* x, int64_t x_stride, const W* w, int64_t depth, float* total,
-                     bool is_first, Prefetch next = {}) {
+inline void add_rows(int64_t rows, const float* x, int64_t x_stride, const Block<W>& block, float* total, bool is_first,
+                     Prefetch next = {}) {
   const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
     next.ask(tile, num_tiles);
     const int64_t end = rows * (tile + 1) / num_tiles;
-    add_small_tile<kAhead>(end - row, x + row * x_stride, x_stride, w, depth, total + row * kPanel, is_first);
+    add_small_tile<kAhead>(end - row, x + row * x_stride, x_stride, block, total + row * kPanel, is_first);
     row = end;
   }
 }
@@ -132,14 +179,21 @@ inline void add_rows(int64_t rows, const float* x, int64_t x_stride, const W* w,
 inline const float* as_floats(const float* from, int64_t, float*) { return from; }
 
 template <typename W>
-inline const float* as_floats(const W* from, int64_t count, float* scratch) {
-  for (int64_t i = 0; i < count; i += kPanel) {
+inline const float* as_floats(const W* from, int64_t depth, float* scratch) {
+  for (int64_t d = 0; d < depth; ++d) {
     Vec low, high;
-    load_panel(from + i, low, high);
-    store(scratch + i, low);
-    store(scratch + i + kLanes, high);
+    load_panel(from + d * kStep<W>, low, high);
+    store(scratch + d * kPanel, low);
+    store(scratch + d * kPanel + kLanes, high);
   }
   return scratch;
+}
+
+// The scales of a panel's outputs in the group of an input, or null.
+inline const float* group_scales(const Weight& weight, int64_t panel, int64_t input) {
+  constexpr int64_t kGroup = kDepth<Int4Pair>;
+  const int64_t num_groups = (weight.num_inputs + kGroup - 1) / kGroup;
+  return weight.group_scales ? weight.group_scales + (panel * num_groups + input / kGroup) * kPanel : nullptr;
 }
 
 template <typename W>
@@ -152,7 +206,14 @@ struct Product {
 
   int64_t inputs() const { return weight.num_inputs; }
   int64_t num_panels() const { return (weight.num_outputs + kPanel - 1) / kPanel; }
-  const W* panel_at(int64_t panel) const { return static_cast<const W*>(weight.panels) + panel * inputs() * kPanel; }
+
+  // From an input on, of a panel and those behind it.
+  Block<W> block_at(int64_t panel, int64_t input) const {
+    const int64_t stride = inputs() * kStep<W>;
+    return {static_cast<const W*>(weight.panels) + panel * stride + input * kStep<W>, stride,
+            group_scales(weight, panel, input), group_scales(weight, 1, 0) - group_scales(weight, 0, 0),
+            std::min<int64_t>(kDepth<W>, inputs() - input)};
+  }
 
   // y = total * scale + bias, or that more, for rows of one panel. total is [rows][kPanel].
   void finish(const float* total, int64_t first_row, int64_t rows, int64_t panel) const {
@@ -175,10 +236,8 @@ struct Product {
   void stream(int64_t first, int64_t end) const {
     float total[kPanels * kRows * kPanel];
     for (; first + kPanels <= end; first += kPanels) {
-      for (int64_t d = 0; d < inputs(); d += kDepth)
-        add_tile<kRows, kPanels, kAheadBytes / kPanels>(x + d, inputs(), panel_at(first) + d * kPanel,
-                                                        inputs() * kPanel, std::min<int64_t>(kDepth, inputs() - d),
-                                                        total, d == 0);
+      for (int64_t d = 0; d < inputs(); d += kDepth<W>)
+        add_tile<kRows, kPanels, kAheadBytes / kPanels>(x + d, inputs(), block_at(first, d), total, d == 0);
       for (int p = 0; p < kPanels; ++p) finish(total + p * kRows * kPanel, 0, kRows, first + p);
     }
     if constexpr (kPanels > 1) stream<kRows, kPanels / 2>(first, end);
@@ -190,27 +249,26 @@ struct Product {
     if (num_rows == 2) return stream<2, 2>(first, end);
     float total[kFewRows * kPanel];
     for (int64_t panel = first; panel < end; ++panel) {
-      for (int64_t d = 0; d < inputs(); d += kDepth)
-        add_rows<kAheadBytes>(num_rows, x + d, inputs(), panel_at(panel) + d * kPanel,
-                              std::min<int64_t>(kDepth, inputs() - d), total, d == 0);
+      for (int64_t d = 0; d < inputs(); d += kDepth<W>)
+        add_rows<kAheadBytes>(num_rows, x + d, inputs(), block_at(panel, d), total, d == 0);
       finish(total, 0, num_rows, panel);
     }
   }
 
   // Many rows: a block of weights becomes floats once for a block of rows.
   void multiply_block(int64_t first_row, int64_t rows, int64_t first_panel, int64_t panels) const {
-    static thread_local std::vector<float> x_block(kBlockRows * kDepth), w_block(kDepth * kPanel),
+    static thread_local std::vector<float> x_block(kBlockRows * kDepth<W>), w_block(kDepth<W> * kPanel),
         total(kBlockPanels * kBlockRows * kPanel);
-    for (int64_t d = 0; d < inputs(); d += kDepth) {
-      const int64_t depth = std::min<int64_t>(kDepth, inputs() - d);
+    for (int64_t d = 0; d < inputs(); d += kDepth<W>) {
+      const int64_t depth = block_at(first_panel, d).depth;
       for (int64_t r = 0; r < rows; ++r)
-        std::copy_n(x + (first_row + r) * inputs() + d, depth, x_block.data() + r * kDepth);
+        std::copy_n(x + (first_row + r) * inputs() + d, depth, x_block.data() + r * kDepth<W>);
       for (int64_t p = 0; p < panels; ++p) {
-        const float* w = as_floats(panel_at(first_panel + p) + d * kPanel, depth * kPanel, w_block.data());
-        const W* next = p + 1 < panels ? panel_at(first_panel + p + 1) + d * kPanel
-                                       : panel_at(first_panel) + (d + kDepth) * kPanel;
-        add_rows<0>(rows, x_block.data(), kDepth, w, depth, total.data() + p * kBlockRows * kPanel, d == 0,
-                    {reinterpret_cast<const char*>(next), depth * kPanel * static_cast<int64_t>(sizeof(W))});
+        const Block<W> held = block_at(first_panel + p, d);
+        const Block<float> block{as_floats(held.weights, depth, w_block.data()), 0, held.scales, 0, depth};
+        const W* next = p + 1 < panels ? held.weights + held.stride : block_at(first_panel, d + kDepth<W>).weights;
+        add_rows<0>(rows, x_block.data(), kDepth<W>, block, total.data() + p * kBlockRows * kPanel, d == 0,
+                    {reinterpret_cast<const char*>(next), depth * kStep<W> * static_cast<int64_t>(sizeof(W))});
       }
     }
     for (int64_t p = 0; p < panels; ++p)
@@ -244,13 +302,14 @@ template <typename W>
 void copy_rows(const Weight& weight, const int64_t* ids, int64_t num_ids, float* out) {
   const int64_t inputs = weight.num_inputs;
   for (int64_t i = 0; i < num_ids; ++i) {
-    const W* from = static_cast<const W*>(weight.panels) + ids[i] / kPanel * inputs * kPanel;
-    const int64_t half = ids[i] % kPanel / kLanes, lane = ids[i] % kLanes;
-    const float scale = weight.scales ? weight.scales[ids[i]] : 1.0f;
+    const int64_t panel = ids[i] / kPanel, place = ids[i] % kPanel;
+    const W* from = static_cast<const W*>(weight.panels) + panel * inputs * kStep<W>;
     for (int64_t d = 0; d < inputs; ++d) {
       Vec halves[2];
-      load_panel(from + d * kPanel, halves[0], halves[1]);
-      out[i * inputs + d] = halves[half][lane] * scale;
+      load_panel(from + d * kStep<W>, halves[0], halves[1]);
+      const float* of_group = group_scales(weight, panel, d);
+      const float scale = of_group ? of_group[place] : weight.scales ? weight.scales[ids[i]] : 1.0f;
+      out[i * inputs + d] = halves[place / kLanes][place % kLanes] * scale;
     }
   }
 }
@@ -262,6 +321,7 @@ void with_kind(int64_t kind, Call call) {
     case kBFloat16: return call(BFloat16{});
     case kFloat16: return call(Float16{});
     case kInt8: return call(int8_t{});
+    case kInt4: return call(Int4Pair{});
   }
 }
 

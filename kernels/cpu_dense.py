@@ -1,10 +1,11 @@
 """Linear layers, RMS norm and gate in C++, through ctypes: what is not asserted here is not checked on the other side.
 
 Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_dense.cpp and cpu_pointwise.cpp.
-Activations are float32; weights stay in the dtype of the checkpoint, or in int8. A row's result depends on neither the
-other rows nor the number of threads (`pdserve.kernels.cpu_threads`).
+Activations are float32; weights stay in the dtype of the checkpoint, or in int8 or int4. A row's result depends on
+neither the other rows nor the number of threads (`pdserve.kernels.cpu_threads`).
 
-Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel, L = W / 2.
+Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel, L = W / 2, G
+groups of inputs.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pdserve.kernels.cpu_build import kernel
-from pdserve.kernels.weight_quantisation import quantise_int8
+from pdserve.kernels.weight_quantisation import int4_values, quantise_int4, quantise_int8
 
 # As declared in those.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_INT4_KIND = 4
 _GATE = (c_void_p, c_void_p, c_int64, c_int64)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dense_panel_width": (),
@@ -41,35 +43,57 @@ class _Weight(ctypes.Structure):
         ("num_inputs", c_int64),
         ("panels", c_void_p),
         ("scales", c_void_p),
+        ("group_scales", c_void_p),
         ("bias", c_void_p),
     )
 
 
+class _Held(NamedTuple):
+    """A weight as cpu_dense.cpp describes it."""
+
+    kind: int
+    panels: torch.Tensor
+    """``[P, E, W]``, or ``[P, E, L]`` of int4."""
+    scales: torch.Tensor | None = None
+    """``[F]``."""
+    group_scales: torch.Tensor | None = None
+    """``[P, G, W]``."""
+
+
 def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none") -> CpuLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
-    assert quantization in ("none", "int8"), f"quantization {quantization!r} got past the configuration"
-    if quantization == "int8":
-        return CpuLinear(*quantise_int8(weight_FE), bias_F)
-    return CpuLinear(weight_FE, None, bias_F)
+    num_outputs, num_inputs = weight_FE.shape
+    return CpuLinear(_hold(weight_FE, quantization), num_outputs, num_inputs, bias_F)
+
+
+def _hold(weight_FE: torch.Tensor, quantization: str) -> _Held:
+    match quantization:
+        case "int8":
+            quantised = quantise_int8(weight_FE)
+            return _Held(_KINDS[torch.int8], _pack(quantised.values), scales=quantised.scales)
+        case "int4":
+            weight = quantise_int4(weight_FE)
+            low_PEL, high_PEL = _pack(int4_values(weight)).chunk(2, dim=-1)
+            return _Held(_INT4_KIND, low_PEL & 15 | high_PEL << 4, group_scales=_pack(weight.scales))
+        case "none":
+            return _Held(_KINDS[weight_FE.dtype], _pack(weight_FE))
+    raise AssertionError(f"quantization {quantization!r} got past the configuration")
 
 
 class CpuLinear:
     """Implements `pdserve.kernels.operations.Linear` for float32 activations."""
 
-    def __init__(self, weight_FE: torch.Tensor, scales_F: torch.Tensor | None, bias_F: torch.Tensor | None) -> None:
-        """Pack ``weight_FE``, times ``scales_F``."""
-        self._num_outputs, self._num_inputs = weight_FE.shape
-        for vector_F in (scales_F, bias_F):
-            assert vector_F is None or vector_F.shape == (self._num_outputs,)
-        self._panels_PEW = _pack(weight_FE)
-        self._scales_F = scales_F
+    def __init__(self, held: _Held, num_outputs: int, num_inputs: int, bias_F: torch.Tensor | None) -> None:
+        assert bias_F is None or bias_F.shape == (num_outputs,)
+        self._num_outputs, self._num_inputs = num_outputs, num_inputs
+        self._held = held
         self._bias_F = None if bias_F is None else bias_F.float()
         struct = _Weight(
-            _KINDS[weight_FE.dtype],
-            self._num_outputs,
-            self._num_inputs,
-            self._panels_PEW.data_ptr(),
-            None if self._scales_F is None else self._scales_F.data_ptr(),
+            held.kind,
+            num_outputs,
+            num_inputs,
+            held.panels.data_ptr(),
+            *(None if scales is None else scales.data_ptr() for scales in (held.scales, held.group_scales)),
             None if self._bias_F is None else self._bias_F.data_ptr(),
         )
         self._struct = ctypes.byref(struct)
@@ -77,8 +101,8 @@ class CpuLinear:
 
     @property
     def num_bytes(self) -> int:
-        vectors = (vector_F for vector_F in (self._scales_F, self._bias_F) if vector_F is not None)
-        return self._panels_PEW.nbytes + sum(vector_F.nbytes for vector_F in vectors)
+        parts = (self._held.panels, self._held.scales, self._held.group_scales, self._bias_F)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
         num_rows, num_inputs = x_TE.shape

@@ -40,17 +40,19 @@ struct Float16 {
 static inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 static inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
 
-// kLanes values as floats. Where the compiler makes poor code of the portable form, the instruction is named.
-static inline Vec load(const int8_t* p) {
+// kLanes values as integers, or as floats. Where the compiler makes poor code of the portable form, the instruction is
+// named.
+static inline IntVec load_integers(const int8_t* p) {
 #if PDSERVE_LANES == 16
-  const auto integers = reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(*reinterpret_cast<const __m128i_u*>(p)));
+  return reinterpret_cast<IntVec>(_mm512_cvtepi8_epi32(*reinterpret_cast<const __m128i_u*>(p)));
 #elif defined(__AVX2__)
-  const auto integers = reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+  return reinterpret_cast<IntVec>(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
 #else
-  const auto integers = __builtin_convertvector(*reinterpret_cast<const ByteVec*>(p), IntVec);
+  return __builtin_convertvector(*reinterpret_cast<const ByteVec*>(p), IntVec);
 #endif
-  return __builtin_convertvector(integers, Vec);
 }
+
+static inline Vec load(const int8_t* p) { return __builtin_convertvector(load_integers(p), Vec); }
 
 static inline Vec load(const BFloat16* p) {
 #if PDSERVE_LANES == 16

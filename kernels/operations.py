@@ -48,7 +48,8 @@ class PackLinear(Protocol):
         """Take over a weight of the checkpoint, in the model's dtype, and a bias.
 
         Args:
-            quantization: ``none``, or ``int8``: symmetric, one scale per output.
+            quantization: ``none``, ``int8``: symmetric, one scale per output, or ``int4``: the same, with one scale
+                per output and group of 128 inputs, of which the last may have fewer.
         """
         ...
 

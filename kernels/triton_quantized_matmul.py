@@ -20,7 +20,14 @@ import triton.language as tl
 from pdserve.kernels.torch_dense import TorchLinear
 from pdserve.kernels.triton_configs import MatmulTile, matmul_tile, split_inputs
 from pdserve.kernels.triton_flash import load
-from pdserve.kernels.weight_quantisation import GROUP_INPUTS, Int4Weight, QuantisedWeight, quantise_int8
+from pdserve.kernels.weight_quantisation import (
+    GROUP_INPUTS,
+    Int4Weight,
+    QuantisedWeight,
+    dequantise_int4,
+    quantise_int4,
+    quantise_int8,
+)
 
 _GROUP_TILES = 8
 """Tiles of tokens whose programs run at a time, so that they find their weights in L2."""
@@ -31,16 +38,20 @@ def pack_linear(
     weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none"
 ) -> TorchLinear | TritonLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
-    assert quantization in ("none", "int8"), f"quantization {quantization!r} got past the configuration"
-    if quantization == "int8":
-        return TritonLinear(quantise_int8(weight_FE), bias_F, weight_FE.dtype)
-    return TorchLinear(weight_FE, bias_F)
+    match quantization:
+        case "int8":
+            return TritonLinear(quantise_int8(weight_FE), bias_F, weight_FE.dtype)
+        case "int4":
+            return TritonLinear(quantise_int4(weight_FE), bias_F, weight_FE.dtype)
+        case "none":
+            return TorchLinear(weight_FE, bias_F)
+    raise AssertionError(f"quantization {quantization!r} got past the configuration")
 
 
 class TritonLinear:
-    """Implements `pdserve.kernels.operations.Linear` for a weight of int8."""
+    """Implements `pdserve.kernels.operations.Linear` for a weight of int8 or int4."""
 
-    def __init__(self, weight: QuantisedWeight, bias_F: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantisedWeight | Int4Weight, bias_F: torch.Tensor | None, dtype: torch.dtype) -> None:
         """
         Args:
             dtype: of the activations.
@@ -51,14 +62,17 @@ class TritonLinear:
 
     @property
     def num_bytes(self) -> int:
-        bias_bytes = 0 if self._bias_F is None else self._bias_F.nbytes
-        return self._weight.values.nbytes + self._weight.scales.nbytes + bias_bytes
+        return sum(part.nbytes for part in (*self._weight, self._bias_F) if isinstance(part, torch.Tensor))
 
     def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
         return quantized_matmul(x_TE, self._weight, self._bias_F, add_to_TF)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return (self._weight.values[ids_T] * self._weight.scales[ids_T, None]).to(self._dtype)
+        weight = self._weight
+        if isinstance(weight, Int4Weight):
+            some = weight._replace(packed=weight.packed[ids_T], scales=weight.scales[ids_T])
+            return dequantise_int4(some).to(self._dtype)
+        return (weight.values[ids_T] * weight.scales[ids_T, None]).to(self._dtype)
 
 
 def quantized_matmul(

@@ -64,11 +64,16 @@ def quantise_int4(weight_FE: torch.Tensor) -> Int4Weight:
     return Int4Weight(packed_FH, scales_FG, num_inputs)
 
 
+def int4_values(weight: Int4Weight) -> torch.Tensor:
+    """int8 ``[F, E]``, -7 to 7."""
+    bytes_FGH = weight.packed.view(*weight.scales.shape, GROUP_INPUTS // 2)
+    return torch.cat((bytes_FGH << 4 >> 4, bytes_FGH >> 4), dim=-1).flatten(1)[:, : weight.num_inputs]
+
+
 def dequantise_int4(weight: Int4Weight) -> torch.Tensor:
     """float32 ``[F, E]``."""
-    bytes_FGH = weight.packed.view(*weight.scales.shape, GROUP_INPUTS // 2)
-    values_FGE = torch.cat((bytes_FGH << 4 >> 4, bytes_FGH >> 4), dim=-1)
-    return (values_FGE * weight.scales[..., None]).flatten(1)[:, : weight.num_inputs]
+    scales_FE = weight.scales.repeat_interleave(GROUP_INPUTS, dim=1)
+    return int4_values(weight) * scales_FE[:, : weight.num_inputs]
 
 
 def _rounded(part: torch.Tensor, largest_value: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,7 +74,7 @@ class CostModel:
         dtype: of weights and activations; one of `MODEL_DTYPES`.
         tensor_parallel: ranks that share the model's heads and columns.
         kv_dtype: ``auto``, which is ``dtype``, or ``int8``.
-        quantization: of the weights: ``none`` or ``int8``; arithmetic stays in ``dtype``.
+        quantization: of the weights: ``none``, ``int8`` or ``int4``; arithmetic stays in ``dtype``.
         pipeline_parallel: stages that have an equal share of the layers each.
 
     Raises:

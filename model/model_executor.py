@@ -74,7 +74,7 @@ class ModelExecutor:
             layout: of the pool; the model must be the one that ``config`` describes.
             pool: laid out as ``layout`` says; this writes new tokens' KV to it.
             dtype: of weights and activations: ``float32``, ``bfloat16`` or ``float16``.
-            quantization: of the weights of layers: ``none`` or ``int8``.
+            quantization: of the weights of layers: ``none``, ``int8`` or ``int4``.
             num_swap_slots: host slots for blocks of preempted sequences.
 
         Raises:

@@ -7,11 +7,20 @@ models that are not here, or cannot be served, can be planned for. Part of a che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.model.config_values import positive_int
 from pdserve.model.families import Family, find_planned_family
+
+
+class _Matrices(NamedTuple):
+    """Matrices of one layer that are alike."""
+
+    number: int
+    num_outputs: int
+    num_inputs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +126,19 @@ class ModelShape:
 
     @property
     def layer_outputs(self) -> int:
-        """Outputs of one layer's matrices: when quantised, each has a scale."""
-        outputs = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.hidden_size
-        outputs += max(1, self.num_experts) * self._mlp_outputs + self.num_experts
-        if self.shared_intermediate_size:
-            outputs += 2 * self.shared_intermediate_size + self.hidden_size + 1
-        return outputs
+        """Outputs of one layer's matrices: in int8, each has a scale."""
+        return sum(matrices.number * matrices.num_outputs for matrices in self._layer_matrices())
+
+    def layer_groups(self, group_inputs: int) -> int:
+        """Groups of inputs of all outputs of one layer's matrices: in int4, each has a scale.
+
+        Args:
+            group_inputs: the most inputs of a group.
+        """
+        return sum(
+            matrices.number * matrices.num_outputs * -(-matrices.num_inputs // group_inputs)
+            for matrices in self._layer_matrices()
+        )
 
     @property
     def layer_vector_parameters(self) -> int:
@@ -149,6 +165,18 @@ class ModelShape:
     def kv_vectors_per_token(self) -> int:
         """Vectors of ``head_dim`` that one token adds to the KV cache: K and V of every layer and KV head."""
         return 2 * self.num_layers * self.num_kv_heads
+
+    def _layer_matrices(self) -> Iterator[_Matrices]:
+        """Those that `layer_parameters` counts."""
+        width, expert_width = self.hidden_size, self.intermediate_size
+        yield _Matrices(1, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, width)
+        yield _Matrices(1, width, self.num_heads * self.head_dim)
+        yield _Matrices(max(1, self.num_experts), (2 if self.gated_mlp else 1) * expert_width, width)
+        yield _Matrices(max(1, self.num_experts), width, expert_width)
+        yield _Matrices(1, self.num_experts, width)
+        if self.shared_intermediate_size:
+            yield _Matrices(1, 2 * self.shared_intermediate_size + 1, width)
+            yield _Matrices(1, width, self.shared_intermediate_size)
 
     @property
     def _norm_parameters(self) -> int:

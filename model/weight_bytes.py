@@ -14,6 +14,8 @@ from pdserve.contracts.kv_layout import DTYPE_BYTES
 from pdserve.model.shape import ModelShape
 
 _SCALE_BYTES = 4
+_GROUP_INPUTS = 128
+"""As `pdserve.kernels.weight_quantisation.GROUP_INPUTS`."""
 
 
 class WeightBytes(NamedTuple):
@@ -42,10 +44,11 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightByte
             f"quantization {quantization!r} is not supported: use one of {', '.join(QUANTIZATION_SETTINGS)}"
         )
     value_bytes = DTYPE_BYTES[dtype]
-    if quantization == "int8":
-        layer_bytes = shape.layer_parameters + shape.layer_outputs * _SCALE_BYTES
-    else:
-        layer_bytes = shape.layer_parameters * value_bytes
+    layer_bytes = {
+        "none": shape.layer_parameters * value_bytes,
+        "int8": shape.layer_parameters + shape.layer_outputs * _SCALE_BYTES,
+        "int4": shape.layer_parameters // 2 + shape.layer_groups(_GROUP_INPUTS) * _SCALE_BYTES,
+    }[quantization]
     num_in_layers = shape.num_layers * shape.layer_parameters
     return WeightBytes(
         layers=shape.num_layers * layer_bytes,

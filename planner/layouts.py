@@ -186,11 +186,11 @@ def _remedy(question: Question) -> str:
     smallest = [found for supply in fleet if (found := smallest_worker(supply.hardware, model)) is not None]
     what = f"{name} in {model.dtype} and one sequence of {model.max_model_len} tokens do not fit {have}"
     if not smallest:
-        return f"{what}, nor any number of them: use larger devices, a smaller max_model_len, or int8 weights"
+        return f"{what}, nor any number of them: use larger devices, a smaller max_model_len, or int8 or int4 weights"
     pool = min(smallest, key=lambda pool: pool.devices_per_worker)
     return (
         f"{what}: the smallest worker that would hold them is TP{pool.tensor_parallel} PP{pool.pipeline_parallel}, "
-        f"{pool.devices_per_worker} x {pool.hardware.name}; add devices, or use int8 weights"
+        f"{pool.devices_per_worker} x {pool.hardware.name}; add devices, or use int8 or int4 weights"
     )
 
 

@@ -46,7 +46,7 @@ class RouterProcessConfig:
     kv_dtype: str = "auto"
     """``auto``, which is ``dtype``, or ``int8``."""
     quantization: str = "none"
-    """Of the weights: ``none`` or ``int8``."""
+    """Of the weights: ``none``, ``int8`` or ``int4``."""
     drain_timeout_s: float = 30.0
     """Seconds that requests in flight may take after SIGTERM."""
 

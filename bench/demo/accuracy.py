@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "bfloat16, mixed": {"model": {"dtype": "bfloat16"}, **MIXED},
     "bfloat16, int8 weights": {"model": {"dtype": "bfloat16", "quantization": "int8"}},
+    "bfloat16, int4 weights": {"model": {"dtype": "bfloat16", "quantization": "int4"}},
     "bfloat16, int8 KV": {"model": {"dtype": "bfloat16", "kv_dtype": "int8"}},
 }
 """Deployments; prefill and decode on a worker each where nothing else is said."""

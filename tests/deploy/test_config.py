@@ -21,7 +21,7 @@ from pdserve.model.hardware import hardware
 from pdserve.planner.hardware_file import write_hardware_file
 
 EXAMPLE = """
-model: {path: ./model, dtype: bfloat16, kv_dtype: int8, quantization: int8, max_model_len: 8192, block_size: 16}
+model: {path: ./model, dtype: bfloat16, kv_dtype: int8, quantization: int4, max_model_len: 8192, block_size: 16}
 slo: {ttft_seconds: 0.25, tpot_seconds: 0.05, attainment: 0.9}
 prefill: {replicas: 1, tensor_parallel: 1, pipeline_parallel: 1, kv_memory: auto, max_batch_tokens: 8192, resources: {}}
 decode:  {replicas: 1, tensor_parallel: 1, pipeline_parallel: 1, kv_memory: auto, max_batch_size: 256, resources: {}}
@@ -36,7 +36,7 @@ def test_a_full_file_is_read_as_written(tmp_path: Path) -> None:
     path.write_text(EXAMPLE)
     config = read_deployment(path)
     assert (config.model.dtype, config.model.kv_dtype) == ("bfloat16", "int8")
-    assert config.model.quantization == "int8"
+    assert config.model.quantization == "int4"
     assert config.model.max_model_len == 8192
     assert Path(config.model.path) == tmp_path / "model"
     assert config.prefill.max_batch_tokens == 8192
@@ -88,7 +88,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("slo: {attainment: 90}", "write 0.9 for 90 %"),
         ("model: {dtype: int4}", "model.dtype is 'int4'; write one of float32, bfloat16, float16"),
         ("model: {kv_dtype: fp8}", "model.kv_dtype is 'fp8'; write one of auto, int8"),
-        ("model: {quantization: awq}", "model.quantization is 'awq'; write one of none, int8"),
+        ("model: {quantization: awq}", "model.quantization is 'awq'; write one of none, int8, int4"),
         ("model: {block_size: 0}", "model.block_size is 0; write a number from 1"),
         ("decode: {replicas: -1}", "decode.replicas is -1; write a number from 0"),
         ("decode: {tensor_parallel: 2}", "decode.tensor_parallel is 2; only 1 is supported today"),

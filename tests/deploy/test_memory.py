@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,13 @@ def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfi
         (
             [a_worker(), a_worker()],
             -1,
-            "2 workers need .* use fewer workers, a smaller model, model.dtype bfloat16 or model.quantization int8",
+            "2 workers need .* use fewer workers, a smaller model, model.dtype bfloat16 or "
+            "model.quantization int8 or int4",
+        ),
+        (
+            [replace(a_worker(), dtype="bfloat16", quantization="int8")],
+            -200 * MIB,
+            "use fewer workers, a smaller model or model.quantization int4",
         ),
         ([a_worker()], 2**10, "1 worker needs .* lower model.max_model_len, or use fewer workers"),
         ([a_worker(kv=50 * MIB)], 50 * MIB - 1, "KV cache 50 MiB.* lower decode.kv_memory, or use fewer workers"),

@@ -69,10 +69,11 @@ def test_weights_are_counted_as_they_are_held(config: WorkerConfig, monkeypatch:
         choose_backend(config)
 
 
-def test_int8_weights_leave_more_memory_and_are_another_model(
-    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_leave_more_memory_and_are_another_model(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, quantization: str
 ) -> None:
-    quantised = replace(config, quantization="int8")
+    quantised = replace(config, quantization=quantization)
     saved_bytes = held_bytes(config) - held_bytes(quantised)
     assert saved_bytes > 0
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**6)
@@ -100,7 +101,7 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
         ({"block_size": 0}, "block_size 0"),
         ({"dtype": "int8"}, "use one of float32"),
         ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported: use one of auto, int8"),
-        ({"quantization": "int4"}, "quantization 'int4' is not supported: use one of none, int8"),
+        ({"quantization": "awq"}, "quantization 'awq' is not supported: use one of none, int8, int4"),
     ],
 )
 def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, Any], remedy: str) -> None:

@@ -167,7 +167,8 @@ def test_choices_of_a_mixed_worker_end_one_by_one(slow_mixed: WorkerProcess) -> 
         router.wait_until_free(SOON_S)
 
 
-def real_model_config(checkpoint: Path, role: WorkerRole, core: int, int8: bool = False) -> WorkerConfig:
+def real_model_config(checkpoint: Path, role: WorkerRole, core: int, quantization: str = "none") -> WorkerConfig:
+    """KV is quantised where weights are."""
     cores = sorted(os.sched_getaffinity(0))
     return WorkerConfig(
         worker_id=role.value,
@@ -176,8 +177,8 @@ def real_model_config(checkpoint: Path, role: WorkerRole, core: int, int8: bool 
         max_model_len=256,
         num_kv_blocks=64,
         max_batch_tokens=64,
-        kv_dtype="int8" if int8 else "auto",
-        quantization="int8" if int8 else "none",
+        kv_dtype="auto" if quantization == "none" else "int8",
+        quantization=quantization,
         cpu_cores=(cores[core % len(cores)],),
     )
 
@@ -196,10 +197,10 @@ def test_choices_of_the_real_model_equal_each_of_them_alone(checkpoint: Path) ->
             assert len({tuple(answer) for answer in answers}) == 3
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
-def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, int8: bool) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, quantization: str) -> None:
     """To the token, int8 KV included: compiled kernels compute a row alike in any batch."""
-    config = partial(real_model_config, checkpoint, int8=int8)
+    config = partial(real_model_config, checkpoint, quantization=quantization)
     requests = [a_request(n, num_prompt=50 + 20 * n) for n in range(4)]
     with WorkerProcess(config(WorkerRole.MIXED, 0)) as mixed_worker, mixed_worker.connect() as mixed:
         for request in requests:

@@ -11,16 +11,17 @@ from pdserve.kernels.cpu_threads import use_threads
 from pdserve.kernels.operations import DecoderKernels, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch_dense import matrix_dtype
-from pdserve.kernels.weight_quantisation import INT8_MAX, quantise_int8
+from pdserve.kernels.weight_quantisation import INT8_MAX, dequantise_int4, quantise_int4, quantise_int8
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Around one row, two, a tile, a few tiles, a block, and more than one block; one panel, several, and parts of one.
 NUM_ROWS = (0, 1, 2, 3, 5, 6, 7, 12, 23, 24, 25, 49, 70, 192, 193, 300)
 SHAPES = ((1, 1), (16, 3), (17, 255), (33, 256), (48, 257), (65, 600), (150, 96))
+QUANTISED = ("int8", "int4")
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-every_weight = pytest.mark.parametrize("form", [*DTYPES, "int8"])
+every_weight = pytest.mark.parametrize("form", [*DTYPES, *QUANTISED])
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,8 +29,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def cpu_linear(form: str, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None) -> Linear:
-    if form == "int8":
-        return CPU_KERNELS.pack_linear(weight_FE, bias_F, "int8")
+    if form in QUANTISED:
+        return CPU_KERNELS.pack_linear(weight_FE, bias_F, form)
     return CPU_KERNELS.pack_linear(weight_FE.to(DTYPES[form]), bias_F)
 
 
@@ -38,6 +39,8 @@ def held(form: str, weight_FE: torch.Tensor) -> torch.Tensor:
     if form == "int8":
         quantised = quantise_int8(weight_FE)
         return quantised.values.double() * quantised.scales.double()[:, None]
+    if form == "int4":
+        return dequantise_int4(quantise_int4(weight_FE)).double()
     return weight_FE.to(DTYPES[form]).double()
 
 
@@ -101,7 +104,7 @@ def test_nan_and_infinity_go_where_they_belong(form: str, num_rows: int) -> None
     assert y_TF[: num_rows - 1].isfinite().sum() == 38 * (num_rows - 1)
 
 
-@pytest.mark.parametrize("form", [*DTYPES, "int8"])
+@every_weight
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 70])
 def test_a_product_is_added_in_place(form: str, num_rows: int) -> None:
     linear = cpu_linear(form, random(40, 300), random(40))
@@ -139,12 +142,14 @@ def test_rows_of_both_kernels(kernels: DecoderKernels) -> None:
 
 def test_bytes_are_those_of_the_dtype() -> None:
     weight_FE, bias_F = random(64, 100), random(64)
-    assert {form: cpu_linear(form, weight_FE, bias_F).num_bytes for form in (*DTYPES, "int8")} == {
+    assert {form: cpu_linear(form, weight_FE, bias_F).num_bytes for form in (*DTYPES, *QUANTISED)} == {
         "fp32": 64 * 100 * 4 + 64 * 4,
         "bf16": 64 * 100 * 2 + 64 * 4,
         "fp16": 64 * 100 * 2 + 64 * 4,
         "int8": 64 * 100 + 64 * 4 + 64 * 4,
+        "int4": 64 * 100 // 2 + 64 * 4 + 64 * 4,
     }
+    assert cpu_linear("int4", random(64, 300)).num_bytes == 64 * 300 // 2 + 64 * 3 * 4
 
 
 def test_quantised_weights_are_within_half_a_scale() -> None:
@@ -160,16 +165,30 @@ def test_quantised_weights_are_within_half_a_scale() -> None:
     assert (error_FE <= limit_F[:, None]).all()
 
 
-def test_a_weight_that_is_not_finite_makes_its_output_nan_when_quantised() -> None:
-    weight_FE = random(20, 30)
-    weight_FE[3, 4], weight_FE[5, 6] = math.nan, -math.inf
-    y_TF = CPU_KERNELS.pack_linear(weight_FE, None, "int8")(random(2, 30))
+@pytest.mark.parametrize("form", QUANTISED)
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 70])
+def test_a_weight_that_is_not_finite_makes_its_output_nan_when_quantised(form: str, num_rows: int) -> None:
+    weight_FE = random(20, 300)
+    weight_FE[3, 4], weight_FE[5, 260] = math.nan, -math.inf
+    y_TF = CPU_KERNELS.pack_linear(weight_FE, None, form)(random(num_rows, 300))
     assert y_TF.isnan().all(dim=0).nonzero().flatten().tolist() == [3, 5]
+    assert y_TF.isfinite().sum() == 18 * num_rows
 
 
-def test_quantised_weights_need_the_compiled_kernels() -> None:
-    with pytest.raises(ValueError, match=r"install g\+\+, or set model.quantization none"):
-        TORCH_KERNELS.pack_linear(random(4, 4), None, "int8")
+@pytest.mark.parametrize("form", QUANTISED)
+def test_quantised_weights_need_the_compiled_kernels(form: str) -> None:
+    with pytest.raises(ValueError, match=rf"{form} weights need .*: install g\+\+, or set model.quantization none"):
+        TORCH_KERNELS.pack_linear(random(4, 4), None, form)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
+def test_int4_scales_are_those_of_their_group(num_rows: int) -> None:
+    """Groups so different that a scale of another one would show, and a last one of few inputs."""
+    weight_FE = random(40, 260) * torch.logspace(-4, 4, 3).repeat_interleave(128)[:260]
+    x_TE = random(num_rows, 260) / torch.logspace(-4, 4, 3).repeat_interleave(128)[:260]
+    y_TF = cpu_linear("int4", weight_FE)(x_TE)
+    expected = x_TE.double() @ held("int4", weight_FE).T
+    torch.testing.assert_close(y_TF.double(), expected, atol=2e-4, rtol=2e-5)
 
 
 @both_kernels

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from pdserve.kernels.selection import CPU_KERNELS
 from pdserve.kernels.triton_configs import MatmulTile, split_inputs
 from pdserve.kernels.triton_quantized_matmul import TritonLinear, _multiply_kernel, pack_linear, quantized_matmul
 from pdserve.kernels.weight_quantisation import (
@@ -166,14 +167,16 @@ def test_int4_bytes_hold_the_halves_of_a_group() -> None:
     assert packed[64:66].tolist() == [0, 7]
 
 
+@both_forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_matrix(dtype: torch.dtype) -> None:
+def test_a_packed_matrix(form: str, dtype: torch.dtype) -> None:
     weight_FE, bias_F = random(24, 48).to(dtype), random(24).to(dtype)
-    linear, plain = pack_linear(weight_FE, bias_F, "int8"), pack_linear(weight_FE, bias_F)
+    linear, plain = pack_linear(weight_FE, bias_F, form), pack_linear(weight_FE, bias_F)
     assert isinstance(linear, TritonLinear)
-    assert linear.num_bytes == 24 * 48 + 24 * 4 + 24 * dtype.itemsize
+    values_bytes = {"int8": 24 * 48, "int4": 24 * 128 // 2}[form]
+    assert linear.num_bytes == values_bytes + 24 * 4 + 24 * dtype.itemsize
     x_TE = random(5, 48).to(dtype)
-    weight = quantise_int8(weight_FE)
+    weight = quantise(form, weight_FE)
     assert_rounded_once(linear(x_TE), x_TE.double() @ held(weight).T + bias_F.double(), dtype)
     assert torch.equal(plain(x_TE), torch.nn.functional.linear(x_TE, weight_FE, bias_F))
     ids_T = torch.tensor([23, 0, 23])
@@ -182,6 +185,17 @@ def test_a_packed_matrix(dtype: torch.dtype) -> None:
     y_TF = torch.zeros(5, 24, dtype=dtype)
     assert linear(x_TE, y_TF) is y_TF
     assert y_TF.any()
+
+
+@both_forms
+def test_products_are_those_of_the_cpu(form: str) -> None:
+    """Both hold the same rounded weight, in forms of their own."""
+    weight_FE, bias_F, x_TE = random(40, 300) / 17, random(40), random(3, 300, seed=1)
+    on_cpu = CPU_KERNELS.pack_linear(weight_FE, bias_F, form)
+    interpreted = pack_linear(weight_FE, bias_F, form)
+    torch.testing.assert_close(interpreted(x_TE), on_cpu(x_TE), atol=5e-6, rtol=5e-6)
+    ids_T = torch.arange(40)
+    assert torch.equal(interpreted.rows(ids_T), on_cpu.rows(ids_T))
 
 
 def test_inputs_are_split_where_outputs_leave_a_gpu_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,15 @@ def test_a_nucleus_of_equals_ends_at_an_id() -> None:
     assert find_nuclei(torch.full((1, 1000), -0.0), [Nucleus(0, 0.25, 0.0, 1.0, -INF)]) == [Kept(0.0, 249)]
 
 
+def test_a_nucleus_whose_candidates_weigh_too_little_by_rounding_keeps_all_of_them() -> None:
+    """Summed tile by tile the light tokens count; behind the heavy one, where candidates lie, some of them do not."""
+    light = math.log(0.9 * 2**-53)
+    logits_BV = torch.full((1, 1512), -INF)
+    logits_BV[0, 0], logits_BV[0, 512:] = 0.0, light
+    nucleus = Nucleus(0, math.nextafter(1.0, 0.0), 0.0, 1.0, -INF)
+    assert find_nuclei(logits_BV, [nucleus]) == [Kept(logits_BV[0, 512].item(), ALL_KEPT.last_equal)]
+
+
 def test_tokens_with_penalties_and_truncation_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_BV = random_logits(18, 400, 2.0)
     rows = []

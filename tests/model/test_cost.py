@@ -53,8 +53,18 @@ def test_int8_weights_are_smaller_and_read_faster() -> None:
     saved_s = whole.decode_s(1, 0) - quantised.decode_s(1, 0)
     assert saved_s == pytest.approx((num_in_layers - 4 * num_outputs) / H100.bandwidth)
     assert whole.prefill_s(8192) == quantised.prefill_s(8192)
-    with pytest.raises(ValueError, match="quantization 'int4' is not supported: use one of none, int8"):
-        CostModel(shape, H100, "bfloat16", quantization="int4")
+    with pytest.raises(ValueError, match="quantization 'awq' is not supported: use one of none, int8, int4"):
+        CostModel(shape, H100, "bfloat16", quantization="awq")
+
+
+def test_int4_weights_take_half_a_byte_and_a_scale_for_128_of_them() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    whole, quantised = (CostModel(shape, H100, "bfloat16", quantization=how) for how in ("none", "int4"))
+    num_in_layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert quantised.weight_bytes == num_in_layers * (1 / 2 + 4 / 128) + 2 * (2 * 128256 * 4096 + 65 * 4096)
+    saved_s = whole.decode_s(1, 0) - quantised.decode_s(1, 0)
+    assert saved_s == pytest.approx(num_in_layers * (2 - 1 / 2 - 4 / 128) / H100.bandwidth)
+    assert whole.prefill_s(8192) == quantised.prefill_s(8192)
 
 
 def test_tied_embeddings_are_counted_once() -> None:

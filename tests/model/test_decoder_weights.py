@@ -31,7 +31,10 @@ def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
+)
 def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quantization: str, family: str) -> None:
     folder = write_family(tmp_path, family)
     config = DecoderConfig.from_folder(folder)
@@ -53,8 +56,9 @@ def test_without_a_compiler_matrices_are_held_as_this_cpu_multiplies_them(
     monkeypatch.setattr(decoder_weights, "load_library", lambda: None)
     held_in = torch_dense.matrix_dtype(torch.bfloat16)
     assert held_bytes(shape, "bfloat16", "none") == shape.num_parameters * held_in.itemsize
-    with pytest.raises(ValueError, match=r"install g\+\+, or set model.quantization none"):
-        held_bytes(shape, "bfloat16", "int8")
+    for quantization in ("int8", "int4"):
+        with pytest.raises(ValueError, match=r"install g\+\+, or set model.quantization none"):
+            held_bytes(shape, "bfloat16", quantization)
 
 
 def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path: Path) -> None:

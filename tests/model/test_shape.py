@@ -78,6 +78,7 @@ def test_experts_are_all_held_and_few_are_used() -> None:
     assert shape.layer_parameters == attention + router + 8 * expert
     assert shape.active_layer_parameters == attention + router + 2 * expert
     assert shape.layer_outputs == 4096 + 2 * 1024 + 4096 + 8 * (2 * 14336 + 4096) + 8
+    assert shape.layer_groups(128) == shape.layer_parameters / 128
 
 
 def test_an_expert_for_all_tokens_has_a_gate() -> None:
@@ -86,6 +87,21 @@ def test_an_expert_for_all_tokens_has_a_gate() -> None:
     assert shape.common_layer_parameters == attention + shared + 2048 + 60 * 2048
     assert shape.active_layer_parameters == shape.common_layer_parameters + 4 * expert
     assert shape.layer_outputs == 4 * 2048 + 60 * (2 * 1408 + 2048) + 60 + 2 * 5632 + 2048 + 1
+    assert shape.layer_groups(128) == shape.layer_parameters / 128
+    assert shape.layer_groups(1) == shape.layer_parameters
+
+
+def test_the_last_group_of_inputs_may_be_smaller() -> None:
+    shape = ModelShape(
+        num_layers=1,
+        hidden_size=96,
+        intermediate_size=130,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=64,
+        vocab_size=100,
+    )
+    assert shape.layer_groups(128) == 5 * 64 * 1 + 96 * 2 + 2 * 130 * 1 + 96 * 2
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def explanations(
 
 @pytest.mark.parametrize("config", [LLAMA_3_70B, MIXTRAL_8X7B, OPT_13B, QWEN3_30B_A3B])
 @pytest.mark.parametrize("degrees", [(1, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_the_numbers_give_the_result(config: dict[str, object], degrees: tuple[int, int], quantization: str) -> None:
     for line in explanations(config, degrees, quantization=quantization).values():
         assert eval(line.numbers, {"max": max, "min": min}) == pytest.approx(line.result, rel=1e-4), line
