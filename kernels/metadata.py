@@ -1,7 +1,8 @@
 """The geometry of one step's ragged batch, as every attention kernel takes it.
 
 Built once per step by an executor and shared by all layers. Bounds are asserted here, once, so that kernels index
-without checks. Holds no tokens and no model knowledge.
+without checks. A batch may be padded to a size for which a decode step was captured (`pdserve.model.decode_graphs`).
+Holds no tokens and no model knowledge.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -21,23 +23,27 @@ class AttentionMetadata:
     Row r's new tokens are ``query_starts[r] .. query_starts[r + 1]`` of the flat batch, at positions
     ``kv_lengths[r] - num_new .. kv_lengths[r]`` of its sequence; token at position p has its KV in block
     ``block_ids[block_starts[r] + p // block_size]`` at offset ``p % block_size``.
+
+    A batch may be padded: its last rows have no token, and its last tokens, from ``query_starts[num_rows]`` on, are
+    nobody's. Of those nothing is written to the pool, and what is computed for them is unspecified.
     """
 
+    words: torch.Tensor
+    """``positions``, then ``packed``: all that is copied to another device."""
     packed: torch.Tensor
-    """``num_rows``, then the five tensors that follow, one behind the other: all that the C++ kernels are told, and all
-    that is copied to another device."""
+    """``num_rows``, then the four tensors that follow, one behind the other: all that the C++ kernels are told."""
     query_starts: torch.Tensor
-    """``[num_rows + 1]``, ascending strictly from 0."""
+    """``[num_rows + 1]``, ascending from 0, strictly but for padding."""
     kv_lengths: torch.Tensor
-    """``[num_rows]``: tokens of each sequence once this step is done, the new ones included."""
+    """``[num_rows]``: tokens of each sequence once this step is done, the new ones included; 0 in padding."""
     block_starts: torch.Tensor
     """``[num_rows + 1]``: each row's range in ``block_ids``."""
     block_ids: torch.Tensor
-    """``[total]``: pool blocks of every row in sequence order, one row after the other."""
+    """``[total]``: pool blocks of every row in sequence order, one row after the other; there may be room behind."""
     positions: torch.Tensor
-    """``[num_tokens]``: of every new token in its sequence."""
+    """``[num_tokens]``: of every new token in its sequence; 0 in padding."""
     min_new_tokens: int
-    """Of the row that has the fewest."""
+    """Of the row that has the fewest; padding does not count."""
     max_new_tokens: int
     """Of the row that has the most."""
 
@@ -59,43 +65,44 @@ class AttentionMetadata:
         *,
         num_blocks: int,
         block_size: int,
+        num_padding: int = 0,
     ) -> AttentionMetadata:
         """Describe rows of ``num_new_tokens`` after ``cached_lengths`` whose KV is in ``block_tables``.
 
         A table may be longer than its row needs. Asserts that every row has a new token, that every table covers its
         row, and that every block id lies in a pool of ``num_blocks``.
+
+        Args:
+            num_padding: rows without a token, and tokens without a row, at the end.
         """
-        num_rows = len(num_new_tokens)
-        new_tokens = np.fromiter(num_new_tokens, np.int64, num_rows)
-        kv_lengths = np.fromiter(cached_lengths, np.int64, num_rows) + new_tokens
-        table_lengths = np.fromiter(map(len, block_tables), np.int64, num_rows)
-        block_ids = np.fromiter(chain.from_iterable(block_tables), np.int64, table_lengths.sum())
-        assert num_rows > 0, "a step has at least one row"
-        assert (new_tokens > 0).all(), f"a row without a new token: {num_new_tokens}"
-        assert (kv_lengths >= new_tokens).all(), f"a negative cached length: {cached_lengths}"
-        assert (table_lengths * block_size >= kv_lengths).all(), f"a block table is short of its tokens: {kv_lengths}"
-        assert block_ids.min() >= 0, f"block id {block_ids.min()} is negative"
-        assert block_ids.max() < num_blocks, f"block id {block_ids.max()} is outside a pool of {num_blocks} blocks"
-        ends = new_tokens.cumsum()
-        positions = np.arange(ends[-1]) + np.repeat(kv_lengths - ends, new_tokens)
-        parts = ([num_rows, 0], ends, kv_lengths, [0], table_lengths.cumsum(), block_ids, positions)
-        return cls._of_packed(
-            _int32(np.concatenate(parts)),
-            num_rows=num_rows,
-            num_tokens=int(ends[-1]),
-            min_new_tokens=int(new_tokens.min()),
-            max_new_tokens=int(new_tokens.max()),
+        words = attention_words(
+            num_new_tokens,
+            cached_lengths,
+            block_tables,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_padding=num_padding,
+        )
+        return cls.of_words(
+            torch.from_numpy(words),
+            num_rows=len(num_new_tokens) + num_padding,
+            num_tokens=sum(num_new_tokens) + num_padding,
+            min_new_tokens=min(num_new_tokens),
+            max_new_tokens=max(num_new_tokens),
         )
 
     @classmethod
-    def _of_packed(
-        cls, packed: torch.Tensor, *, num_rows: int, num_tokens: int, min_new_tokens: int, max_new_tokens: int
+    def of_words(
+        cls, words: torch.Tensor, *, num_rows: int, num_tokens: int, min_new_tokens: int, max_new_tokens: int
     ) -> AttentionMetadata:
-        num_block_ids = len(packed) - 1 - 2 * (num_rows + 1) - num_rows - num_tokens
-        query_starts, kv_lengths, block_starts, block_ids, positions = packed[1:].split_with_sizes(
-            [num_rows + 1, num_rows, num_rows + 1, num_block_ids, num_tokens]
+        """View what `attention_words` returned, on any device; whatever lies behind it belongs to ``block_ids``."""
+        num_block_ids = len(words) - num_tokens - 1 - 2 * (num_rows + 1) - num_rows
+        positions, packed = words.split_with_sizes([num_tokens, len(words) - num_tokens])
+        query_starts, kv_lengths, block_starts, block_ids = packed[1:].split_with_sizes(
+            [num_rows + 1, num_rows, num_rows + 1, num_block_ids]
         )
         return cls(
+            words=words,
             packed=packed,
             query_starts=query_starts,
             kv_lengths=kv_lengths,
@@ -108,10 +115,10 @@ class AttentionMetadata:
 
     def to(self, device: torch.device) -> AttentionMetadata:
         """The same on ``device``, by one copy that the host does not wait for."""
-        if device == self.packed.device:
+        if device == self.words.device:
             return self
-        pinned = self.packed.pin_memory() if device.type == "cuda" else self.packed
-        return self._of_packed(
+        pinned = self.words.pin_memory() if device.type == "cuda" else self.words
+        return self.of_words(
             pinned.to(device, non_blocking=True),
             num_rows=self.num_rows,
             num_tokens=self.num_tokens,
@@ -120,6 +127,33 @@ class AttentionMetadata:
         )
 
 
-def _int32(values: np.ndarray) -> torch.Tensor:
-    assert values.max() < 2**31, "a step's tokens and blocks are counted in 32 bits"
-    return torch.from_numpy(values.astype(np.int32))
+def attention_words(
+    num_new_tokens: Sequence[int],
+    cached_lengths: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_padding: int = 0,
+) -> npt.NDArray[np.int32]:
+    """``AttentionMetadata.words`` on the host, for `AttentionMetadata.of_words`; see `AttentionMetadata.build`."""
+    num_rows = len(num_new_tokens)
+    new_tokens = np.fromiter(num_new_tokens, np.int64, num_rows)
+    kv_lengths = np.fromiter(cached_lengths, np.int64, num_rows) + new_tokens
+    table_lengths = np.fromiter(map(len, block_tables), np.int64, num_rows)
+    block_ids = np.fromiter(chain.from_iterable(block_tables), np.int64, table_lengths.sum())
+    assert num_rows > 0, "a step has at least one row"
+    assert (new_tokens > 0).all(), f"a row without a new token: {num_new_tokens}"
+    assert (kv_lengths >= new_tokens).all(), f"a negative cached length: {cached_lengths}"
+    assert (table_lengths * block_size >= kv_lengths).all(), f"a block table is short of its tokens: {kv_lengths}"
+    assert block_ids.min() >= 0, f"block id {block_ids.min()} is negative"
+    assert block_ids.max() < num_blocks, f"block id {block_ids.max()} is outside a pool of {num_blocks} blocks"
+    ends = new_tokens.cumsum()
+    positions = np.arange(ends[-1]) + np.repeat(kv_lengths - ends, new_tokens)
+    zeros = np.zeros(num_padding, np.int64)
+    starts = ([0], ends, zeros + ends[-1]), ([0], table_lengths.cumsum(), zeros + len(block_ids))
+    words = np.concatenate(
+        (positions, zeros, [num_rows + num_padding], *starts[0], kv_lengths, zeros, *starts[1], block_ids)
+    )
+    assert words.max() < 2**31, "a step's tokens and blocks are counted in 32 bits"
+    return words.astype(np.int32)

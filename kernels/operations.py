@@ -138,6 +138,9 @@ class DecoderKernels(NamedTuple):
     gate: Gate
     rope_and_write_kv: RopeAndWriteKv
     paged_attention: PagedAttention
+    is_capturable: bool = False
+    """What is launched follows from shapes and from `AttentionMetadata`'s numbers of new tokens alone, and waits for
+    nothing: a step can be captured in a CUDA graph."""
     device: torch.device = torch.device("cpu")
     """Where weights and activations lie, and what is told of a batch."""
     mlp_rows: int | None = None
@@ -211,3 +214,63 @@ class SamplingKernels(NamedTuple):
 
     draw_tokens: DrawTokens
     find_nuclei: FindNuclei
+
+
+class DrawTensors(NamedTuple):
+    """Draws as the device knows them, field by field as `Draw`: ``[D]`` each, on the device of the logits."""
+
+    row: torch.Tensor
+    """int32, and so are ``position``, ``choice`` and ``last_equal``."""
+    seed: torch.Tensor
+    """int64, the bits of the seed."""
+    position: torch.Tensor
+    choice: torch.Tensor
+    best: torch.Tensor
+    """float32, and so are ``temperature`` and ``lowest``."""
+    temperature: torch.Tensor
+    lowest: torch.Tensor
+    last_equal: torch.Tensor
+
+
+class NucleusTensors(NamedTuple):
+    """Nuclei as the device knows them, field by field as `Nucleus`: ``[R]`` each, on the device of the logits."""
+
+    row: torch.Tensor
+    """int32."""
+    top_p: torch.Tensor
+    """float64."""
+    best: torch.Tensor
+    """float32, and so are ``temperature`` and ``lowest``."""
+    temperature: torch.Tensor
+    lowest: torch.Tensor
+
+
+class KeptTensors(NamedTuple):
+    """What truncation leaves, field by field as `Kept`."""
+
+    lowest: torch.Tensor
+    """float32."""
+    last_equal: torch.Tensor
+    """int32."""
+
+
+class DrawOnDevice(Protocol):
+    def __call__(self, logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
+        """What `DrawTokens` returns, as integers ``[D]`` on the device: the host waits for nothing.
+
+        Nothing is checked: rows are in range, and where the best logit is not finite any token may come.
+        """
+        ...
+
+
+class FindNucleiOnDevice(Protocol):
+    def __call__(self, logits_BV: torch.Tensor, nuclei: NucleusTensors) -> KeptTensors:
+        """What `FindNuclei` returns, on the device: the host waits for nothing, and nothing is checked."""
+        ...
+
+
+class DeviceSamplingKernels(NamedTuple):
+    """One implementation of both."""
+
+    draw: DrawOnDevice
+    find_nuclei: FindNucleiOnDevice

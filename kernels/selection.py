@@ -20,7 +20,7 @@ from pdserve.kernels import (
 )
 from pdserve.kernels.cpu_build import load_library
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.operations import DecoderKernels, SamplingKernels
+from pdserve.kernels.operations import DecoderKernels, DeviceSamplingKernels, SamplingKernels
 
 TORCH_KERNELS = DecoderKernels(
     name="torch",
@@ -50,6 +50,7 @@ _CPU_KERNELS_BUT_ATTENTION = CPU_KERNELS._replace(
 )
 TORCH_SAMPLING = SamplingKernels(torch_gumbel.draw_tokens, torch_nucleus.find_nuclei)
 CPU_SAMPLING = SamplingKernels(cpu_sampling.draw_tokens, cpu_sampling.find_nuclei)
+TORCH_DEVICE_SAMPLING = DeviceSamplingKernels(torch_gumbel.draw_on_device, torch_nucleus.find_nuclei_on_device)
 
 
 def select_sampling_kernels(logits_BV: torch.Tensor) -> SamplingKernels:
@@ -59,6 +60,15 @@ def select_sampling_kernels(logits_BV: torch.Tensor) -> SamplingKernels:
 
         return TRITON_SAMPLING
     return CPU_SAMPLING if cpu_sampling.supports(logits_BV) else TORCH_SAMPLING
+
+
+def select_device_sampling_kernels(device: torch.device) -> DeviceSamplingKernels:
+    """The fastest implementation of sampling that leaves its results on ``device``, in the same manner."""
+    if device.type != "cpu" and find_spec("triton") is not None:
+        from pdserve.kernels.triton_kernels import TRITON_DEVICE_SAMPLING
+
+        return TRITON_DEVICE_SAMPLING
+    return TORCH_DEVICE_SAMPLING
 
 
 def select_kernels(kv_pool: KvPool) -> DecoderKernels:

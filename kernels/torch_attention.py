@@ -83,15 +83,16 @@ def rope_and_write_kv(
     low, high = normed_TND.chunk(2, dim=-1)
     cos, sin = cos_TC[:, None], sin_TC[:, None]
     rotated_TND.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
-    positions = metadata.positions
     rows = torch.repeat_interleave(metadata.query_starts.diff())
+    num_tokens = len(rows)  # without padding
+    positions = metadata.positions[:num_tokens]
     blocks = metadata.block_ids[metadata.block_starts[rows] + positions // block_size].long()
     offsets = positions % block_size
     for side, x_THD in ((_KEYS, rotated_TND[:, -num_kv_heads:]), (_VALUES, v_THD)):
         if kv_pool.scales is None:
-            kv_pool.values[:, :, layer, side][blocks, :, offsets] = x_THD.to(kv_pool.dtype)
+            kv_pool.values[:, :, layer, side][blocks, :, offsets] = x_THD[:num_tokens].to(kv_pool.dtype)
         else:
-            values_THD, scales_TH = _quantise(x_THD.float())
+            values_THD, scales_TH = _quantise(x_THD[:num_tokens].float())
             kv_pool.values[:, :, layer, side][blocks, :, offsets] = values_THD
             kv_pool.scales[:, :, layer, side][blocks, :, offsets] = scales_TH
 

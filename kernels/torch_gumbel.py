@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from pdserve.kernels.operations import Draw
+from pdserve.kernels.operations import Draw, DrawTensors
 from pdserve.kernels.philox import Counter, philox4x32, uniform
 
 TOKEN_STREAM = 0
@@ -35,11 +36,13 @@ def draw_tokens(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     num_at_once = max(1, _MAX_SCORES // logits_BV.shape[1])
     tokens: list[int] = []
     for start in range(0, len(draws), num_at_once):
-        tokens += _draw(logits_BV, draws[start : start + num_at_once])
+        some = draw_tensors(draws[start : start + num_at_once], logits_BV.device)
+        tokens += draw_on_device(logits_BV, some).tolist()
     return tokens
 
 
-def _draw(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+def draw_on_device(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
+    """See `pdserve.kernels.operations.DrawOnDevice`. Which tokens can win is found by the host, which waits for it."""
     vocab_size = logits_BV.shape[1]
     num_groups = -(-vocab_size // _LANES)
     padded_DV = torch.nn.functional.pad(_scaled(logits_BV, draws), (0, -vocab_size % _LANES), value=-torch.inf)
@@ -47,26 +50,43 @@ def _draw(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     group_N = (scaled_G4 >= -NOISE_RANGE).any(dim=-1).nonzero().flatten()  # of all draws, one after the other
     score_G4 = torch.full_like(scaled_G4, -torch.inf, dtype=torch.float64)
     score_G4[group_N] = scaled_G4[group_N] + _noise(draws, group_N // num_groups, group_N % num_groups)
-    tokens: list[int] = score_G4.view(len(draws), -1).argmax(dim=-1).tolist()  # the first of equals
-    return tokens
+    return score_G4.view(len(draws.row), -1).argmax(dim=-1)  # the first of equals
 
 
-def _scaled(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def draw_tensors(draws: Sequence[Draw], device: torch.device) -> DrawTensors:
+    """The same on ``device``. torch computes with signed numbers only: they have the bits of what is unsigned."""
+
+    def bits(values: list[int], unsigned: type[np.unsignedinteger]) -> torch.Tensor:
+        signed = np.int64 if unsigned is np.uint64 else np.int32
+        return torch.from_numpy(np.array(values, unsigned).view(signed)).to(device)
+
+    def floats(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return DrawTensors(
+        row=bits([draw.row for draw in draws], np.uint32),
+        seed=bits([draw.seed for draw in draws], np.uint64),
+        position=bits([draw.position for draw in draws], np.uint32),
+        choice=bits([draw.choice for draw in draws], np.uint32),
+        best=floats([draw.best for draw in draws]),
+        temperature=floats([draw.temperature for draw in draws]),
+        lowest=floats([draw.kept.lowest for draw in draws]),
+        last_equal=bits([draw.kept.last_equal for draw in draws], np.uint32),
+    )
+
+
+def _scaled(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
     """``(logit - best) / temperature``, ``[D, V]``; minus infinity for what must not be drawn."""
-    logits_DV = logits_BV[[draw.row for draw in draws]]
+    logits_DV = logits_BV[draws.row.long()]
     ids_V = torch.arange(logits_DV.shape[1], device=logits_DV.device)
-    lowest_D1 = logits_DV.new_tensor([draw.kept.lowest for draw in draws])[:, None]
-    last_equal_D1 = ids_V.new_tensor([draw.kept.last_equal for draw in draws])[:, None]
-    is_kept_DV = (logits_DV > lowest_D1) | ((logits_DV == lowest_D1) & (ids_V <= last_equal_D1))
-    scaled_DV = logits_DV - logits_DV.new_tensor([draw.best for draw in draws])[:, None]
-    scaled_DV /= logits_DV.new_tensor([draw.temperature for draw in draws])[:, None]
-    return scaled_DV.masked_fill_(~is_kept_DV, -torch.inf)
+    is_equal_DV = (logits_DV == draws.lowest[:, None]) & (ids_V <= draws.last_equal[:, None])
+    scaled_DV = (logits_DV - draws.best[:, None]) / draws.temperature[:, None]
+    return scaled_DV.masked_fill_(~((logits_DV > draws.lowest[:, None]) | is_equal_DV), -torch.inf)
 
 
-def _noise(draws: Sequence[Draw], draw_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
+def _noise(draws: DrawTensors, draw_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
     """Gumbel noise, float64 ``[N, 4]``, for groups of 4 token ids."""
-    position, choice, key_0, key_1 = draw_N.new_tensor(
-        [(draw.position, draw.choice, draw.seed & _WORD, draw.seed >> 32) for draw in draws]
-    ).T[:, draw_N]
-    words_N4 = philox4x32(Counter(position, choice, group_N.new_tensor(TOKEN_STREAM), group_N), key_0, key_1)
+    position, choice, seed = (field.long()[draw_N] for field in (draws.position, draws.choice, draws.seed))
+    counter = Counter(position & _WORD, choice & _WORD, group_N.new_tensor(TOKEN_STREAM), group_N)
+    words_N4 = philox4x32(counter, seed & _WORD, seed >> 32 & _WORD)
     return uniform(words_N4).log_().neg_().log_().neg_()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve.kernels.operations import ALL_KEPT, Kept, Nucleus
+from pdserve.kernels.operations import ALL_KEPT, Kept, KeptTensors, Nucleus, NucleusTensors
 
 _FIRST_CANDIDATES = 64
 _MORE_CANDIDATES = 16
@@ -52,3 +52,21 @@ def _prefixes(logits_RV: torch.Tensor, weight_RV: torch.Tensor, wanted_R1: torch
         left = [row for row, short in zip(left, is_short, strict=True) if short]
         size *= _MORE_CANDIDATES
     return prefixes
+
+
+def find_nuclei_on_device(logits_BV: torch.Tensor, nuclei: NucleusTensors) -> KeptTensors:
+    """See `pdserve.kernels.operations.FindNucleiOnDevice`. Sorts whole rows, because it may not look at any."""
+    logits_RV = logits_BV[nuclei.row.long()]
+    weight_RV = ((logits_RV - nuclei.best[:, None]) / nuclei.temperature[:, None]).exp_()
+    weight_RV.masked_fill_(logits_RV < nuclei.lowest[:, None], 0)
+    wanted_R1 = weight_RV.sum(dim=-1, keepdim=True, dtype=torch.float64) * nuclei.top_p[:, None]
+    heaviest = logits_RV.sort(dim=-1, descending=True, stable=True)
+    lighter_RV = weight_RV.gather(1, heaviest.indices).cumsum(dim=-1, dtype=torch.float64) < wanted_R1
+    end_R1 = lighter_RV.sum(dim=-1, keepdim=True).clamp_(max=logits_RV.shape[1] - 1)
+    lowest_R, last_R = (field.gather(1, end_R1)[:, 0] for field in heaviest)
+    # Where rounding lets no sum reach the share, all are kept that were not left out beforehand.
+    is_short_R = lighter_RV[:, -1]
+    return KeptTensors(
+        lowest=torch.where(is_short_R, nuclei.lowest, lowest_R),
+        last_equal=torch.where(is_short_R, ALL_KEPT.last_equal, last_R).int(),
+    )

@@ -129,6 +129,8 @@ def _rope_kernel(
         is_row_R = row_R < num_rows
         end_R = tl.load(query_starts_ptr + row_R + 1, mask=is_row_R, other=0)
         row += tl.sum((is_row_R & (end_R <= token)).to(tl.int32))
+    if row >= num_rows:  # padding
+        return
     position = tl.load(positions_ptr + token)
     block = tl.load(block_ids_ptr + tl.load(block_starts_ptr + row) + position // BLOCK_SIZE).to(tl.int64)
     slot = position % BLOCK_SIZE

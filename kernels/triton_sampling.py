@@ -2,7 +2,7 @@
 passes over the logits and without a copy of them.
 
 Chosen by `pdserve.kernels.selection`. What is to be done goes to the device in one copy, and the host waits once, for
-the answers.
+the answers; or both are on the device, and it waits for nothing.
 
 A draw is one pass: programs find the best score of a tile of the vocabulary each, and one more the best of those. A
 nucleus is two: tokens too light to matter, even if all others were like them, are left out; the others are put one
@@ -18,13 +18,14 @@ Philox.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.operations import ALL_KEPT, Draw, Kept, Nucleus
+from pdserve.kernels.operations import ALL_KEPT, Draw, DrawTensors, Kept, KeptTensors, Nucleus, NucleusTensors
 from pdserve.kernels.torch_gumbel import NOISE_RANGE, TOKEN_STREAM
 
 _DRAW = np.dtype(
@@ -61,10 +62,21 @@ _LAST_ID = tl.constexpr(ALL_KEPT.last_equal)
 
 def draw_tokens(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """See `pdserve.kernels.operations.DrawTokens`."""
-    vocab_size, num_draws = _checked(logits_BV, draws), len(draws)
-    num_tiles = triton.cdiv(vocab_size, _TILE)
+    _check(logits_BV, draws)
     flat = [(*draw[:-1], *draw.kept) for draw in draws]
-    draws_DW = _words(np.array(flat, _DRAW), logits_BV.device)
+    tokens: list[int] = _draw(logits_BV, _words(np.array(flat, _DRAW), logits_BV.device)).tolist()
+    return tokens
+
+
+def draw_on_device(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
+    """See `pdserve.kernels.operations.DrawOnDevice`."""
+    return _draw(logits_BV, _columns(*draws))
+
+
+def _draw(logits_BV: torch.Tensor, draws_DW: torch.Tensor) -> torch.Tensor:
+    """A token for each of `_DRAW`: int32 ``[D]``."""
+    num_draws, vocab_size = len(draws_DW), logits_BV.shape[1]
+    num_tiles = triton.cdiv(vocab_size, _TILE)
     score_DN = logits_BV.new_empty((num_draws, num_tiles), dtype=torch.float64)
     token_DN = logits_BV.new_empty((num_draws, num_tiles), dtype=torch.int32)
     token_D = logits_BV.new_empty(num_draws, dtype=torch.int32)
@@ -74,17 +86,37 @@ def draw_tokens(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     _best_kernel[num_draws,](
         score_DN, token_DN, token_D, NUM_TILES=num_tiles, PADDED=triton.next_power_of_2(num_tiles), num_warps=1
     )
-    tokens: list[int] = token_D.tolist()
-    return tokens
+    return token_D
 
 
 def find_nuclei(logits_BV: torch.Tensor, nuclei: Sequence[Nucleus]) -> list[Kept]:
     """See `pdserve.kernels.operations.FindNuclei`."""
-    vocab_size, num_nuclei = _checked(logits_BV, nuclei), len(nuclei)
+    _check(logits_BV, nuclei)
+    flat = [(*nucleus, _least_weight(nucleus.top_p, logits_BV.shape[1])) for nucleus in nuclei]
+    kept_R2 = _find(logits_BV, _words(np.array(flat, _NUCLEUS), logits_BV.device)).cpu()
+    lowest, last_equal = kept_R2.view(torch.float32)[:, 0].tolist(), kept_R2[:, 1].tolist()
+    return [Kept(*limits) for limits in zip(lowest, last_equal, strict=True)]
+
+
+def find_nuclei_on_device(logits_BV: torch.Tensor, nuclei: NucleusTensors) -> KeptTensors:
+    """See `pdserve.kernels.operations.FindNucleiOnDevice`."""
+    least_weight_R = _least_weight(nuclei.top_p, logits_BV.shape[1]).float()
+    kept_R2 = _find(logits_BV, _columns(*nuclei, least_weight_R))
+    return KeptTensors(kept_R2.view(torch.float32)[:, 0], kept_R2[:, 1])
+
+
+_Share = TypeVar("_Share", float, torch.Tensor)
+
+
+def _least_weight(top_p: _Share, vocab_size: int) -> _Share:
+    """The best token weighs 1: what all lighter tokens weigh together is less than what a nucleus may leave."""
+    return (1 - top_p) * (0.5 / vocab_size)
+
+
+def _find(logits_BV: torch.Tensor, nuclei_RW: torch.Tensor) -> torch.Tensor:
+    """What each of `_NUCLEUS` keeps: int32 ``[R, 2]``, the bits of the lowest logit and the last id that equals it."""
+    num_nuclei, vocab_size = len(nuclei_RW), logits_BV.shape[1]
     num_tiles = triton.cdiv(vocab_size, _TILE)
-    # The best token weighs 1: what all lighter tokens weigh together is less than what a nucleus may leave.
-    flat = [(*nucleus, 0.5 * (1 - nucleus.top_p) / vocab_size) for nucleus in nuclei]
-    nuclei_RW = _words(np.array(flat, _NUCLEUS), logits_BV.device)
     sum_RN = logits_BV.new_empty((num_nuclei, num_tiles), dtype=torch.float64)
     count_RN = logits_BV.new_empty((num_nuclei, num_tiles), dtype=torch.int32)
     logit_RV = logits_BV.new_empty((num_nuclei, vocab_size))
@@ -104,24 +136,26 @@ def find_nuclei(logits_BV: torch.Tensor, nuclei: Sequence[Nucleus]) -> list[Kept
         nuclei_RW, sum_RN, count_RN, logit_RV, weight_RV, token_RV, kept_R2,
         VOCAB_SIZE=vocab_size, NUM_TILES=num_tiles, PADDED=padded, TILE=_TILE, num_warps=4,
     )  # fmt: skip
-    kept_R2 = kept_R2.cpu()
-    lowest, last_equal = kept_R2.view(torch.float32)[:, 0].tolist(), kept_R2[:, 1].tolist()
-    return [Kept(*limits) for limits in zip(lowest, last_equal, strict=True)]
+    return kept_R2
 
 
-def _checked(logits_BV: torch.Tensor, tasks: Sequence[Draw] | Sequence[Nucleus]) -> int:
+def _check(logits_BV: torch.Tensor, tasks: Sequence[Draw] | Sequence[Nucleus]) -> None:
     """The vocabulary's size, once what the kernels take for granted is asserted."""
     num_rows, vocab_size = logits_BV.shape
     assert logits_BV.dtype == torch.float32
     assert logits_BV.stride(1) == 1
     assert vocab_size < 2**31
     assert all(0 <= task.row < num_rows for task in tasks)
-    return vocab_size
 
 
 def _words(tasks: np.ndarray, device: torch.device) -> torch.Tensor:
     """int32, ``[tasks, words]``."""
     return torch.from_numpy(tasks.view(np.int32).reshape(len(tasks), -1)).to(device)
+
+
+def _columns(*fields: torch.Tensor) -> torch.Tensor:
+    """The same of fields on the device, in order."""
+    return torch.cat([field.contiguous().view(torch.int32).view(len(field), -1) for field in fields], dim=1)
 
 
 @triton.jit

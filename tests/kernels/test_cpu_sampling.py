@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from pdserve.kernels import cpu_sampling, torch_gumbel, torch_nucleus
 from pdserve.kernels.operations import ALL_KEPT, Draw, Kept, Nucleus
 from pdserve.kernels.selection import CPU_SAMPLING, TORCH_SAMPLING, select_sampling_kernels
+from tests.kernels.device_nuclei import as_find_nuclei
 
 DrawTokens = Callable[[torch.Tensor, Sequence[Draw]], list[int]]
 
+ALL_FIND_NUCLEI = (
+    cpu_sampling.find_nuclei,
+    torch_nucleus.find_nuclei,
+    as_find_nuclei(torch_nucleus.find_nuclei_on_device),
+)
 EITHER = pytest.mark.parametrize("draw_tokens", [cpu_sampling.draw_tokens, torch_gumbel.draw_tokens])
 
 
@@ -120,7 +126,7 @@ def test_a_nucleus_is_the_smallest_prefix_with_the_share(
     lowest = sorted_BV[:, min(num_left, vocab_size) - 1].tolist()
     best = sorted_BV[:, 0].tolist()
     nuclei = [Nucleus(row, top_p, best[row], temperature, lowest[row]) for row in (1, 0)]
-    for find_nuclei in (cpu_sampling.find_nuclei, torch_nucleus.find_nuclei):
+    for find_nuclei in ALL_FIND_NUCLEI:
         for nucleus, kept in zip(nuclei, find_nuclei(logits_BV, nuclei), strict=True):
             logit_V = sorted_BV[nucleus.row].double()
             weight_V = ((logit_V - nucleus.best) / temperature).exp().where(logit_V >= nucleus.lowest, 0)
@@ -138,16 +144,15 @@ def test_nuclei_of_a_large_vocabulary_are_those_of_torch() -> None:
     best = logits_BV.amax(dim=-1).tolist()
     nuclei = [Nucleus(row, 0.9, best[row], 1.0, -math.inf) for row in (0, 1, 2)]
     kept = cpu_sampling.find_nuclei(logits_BV, nuclei)
-    assert [limits.lowest for limits in kept] == [
-        limits.lowest for limits in torch_nucleus.find_nuclei(logits_BV, nuclei)
-    ]
+    for find_nuclei in ALL_FIND_NUCLEI:
+        assert [limits.lowest for limits in kept] == [limits.lowest for limits in find_nuclei(logits_BV, nuclei)]
     sizes = [int((logits_BV[row] >= limits.lowest).sum()) for row, limits in enumerate(kept)]
     assert sizes[0] > 10_000 > 1024 > sizes[1] > 64 > sizes[2]
 
 
 def test_a_nucleus_of_equals_ends_at_an_id() -> None:
     nucleus = Nucleus(0, 0.5, 2.0, 1.0, -math.inf)
-    for find_nuclei in (cpu_sampling.find_nuclei, torch_nucleus.find_nuclei):
+    for find_nuclei in ALL_FIND_NUCLEI:
         [kept] = find_nuclei(torch.full((1, 1000), 2.0), [nucleus])
         assert kept == Kept(2.0, 499)
 

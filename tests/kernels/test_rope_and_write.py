@@ -12,6 +12,7 @@ import torch
 from pdserve.kernels import cpu_attention, cpu_build
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, QkNorm
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from tests.kernels.padding import assert_padding_is_nobodys
 from tests.kernels.paged_batch import LAYER, Row, make_batch, reference_attention, reference_qk_norm, reference_rotation
 from tests.kernels.rotation import NUM_KV_HEADS, assert_rotates_and_writes, assert_scales_what_is_hard, random_qkv
 
@@ -38,6 +39,12 @@ def test_attention_over_what_was_just_written(kernels: DecoderKernels) -> None:
     rule = AttentionRule(scale=0.2)
     o_TND = kernels.paged_attention(written.queries, batch.kv_pool, LAYER, batch.metadata, rule)
     torch.testing.assert_close(o_TND.double(), reference_attention(written, rule), atol=2e-5, rtol=2e-5)
+
+
+@both_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_padding_is_nobodys(kernels: DecoderKernels, dtype: torch.dtype) -> None:
+    assert_padding_is_nobodys(kernels, dtype)
 
 
 @both_kernels

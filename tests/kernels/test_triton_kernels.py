@@ -13,6 +13,7 @@ from pdserve.kernels.triton_kernels import TRITON_KERNELS
 from pdserve.kernels.weight_quantisation import quantise_int8
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
+from tests.kernels.padding import assert_padding_is_nobodys
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import load_reference, reference_logits, write_family
 
@@ -62,3 +63,8 @@ def test_int8_layers_compute_what_their_rounded_weights_do(tmp_path: Path) -> No
     pool = nan_pool(config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash").shape)
     logits = decoder.logits(decoder.forward(tokens_T, pool, metadata, torch.arange(5)))
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_padding_is_nobodys(dtype: torch.dtype) -> None:
+    assert_padding_is_nobodys(TRITON_KERNELS, dtype)

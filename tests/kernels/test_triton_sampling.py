@@ -12,10 +12,11 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.kernels import torch_gumbel, torch_nucleus, triton_sampling
 from pdserve.kernels.operations import ALL_KEPT, Draw, Kept, Nucleus
 from pdserve.kernels.triton_kernels import TRITON_SAMPLING
-from pdserve.kernels.triton_sampling import draw_tokens, find_nuclei
+from pdserve.kernels.triton_sampling import draw_on_device, draw_tokens, find_nuclei, find_nuclei_on_device
 from pdserve.model import sampling, truncation
 from pdserve.model.sampling import SamplingRow, sample
 from pdserve.model.token_counts import TokenCounts
+from tests.kernels.device_nuclei import as_find_nuclei
 
 INF = math.inf
 
@@ -57,7 +58,9 @@ def test_draws_are_those_of_torch(vocab_size: int, scale: float) -> None:
         kept = Kept(logits_BV[row].median().item(), equals[len(equals) // 2]) if index % 2 else ALL_KEPT
         drawn = a_draw(logits_BV, row, seed=2**64 - 1 - index * 2**31, position=2**32 - 1 - index, choice=index * 2**26)
         draws.append(drawn._replace(kept=kept, temperature=(1e-6, 0.5, 1.0, 7.0)[index % 4]))
-    assert draw_tokens(logits_BV, draws) == torch_gumbel.draw_tokens(logits_BV, draws)
+    tokens = torch_gumbel.draw_tokens(logits_BV, draws)
+    assert draw_tokens(logits_BV, draws) == tokens
+    assert draw_on_device(logits_BV, torch_gumbel.draw_tensors(draws, logits_BV.device)).tolist() == tokens
 
 
 def test_many_draws_of_one_row() -> None:
@@ -108,7 +111,9 @@ def test_a_nucleus_is_the_smallest_prefix_with_the_share(vocab_size: int, scale:
         sorted_V = logits_BV[index % 2].sort(descending=True).values
         lowest = sorted_V[vocab_size // 3].item() if index % 3 else -INF
         nuclei.append(Nucleus(index % 2, top_p, sorted_V[0].item(), (0.5, 1.0, 7.0)[index % 3], lowest))
-    for nucleus, kept in zip(nuclei, find_nuclei(logits_BV, nuclei), strict=True):
+    found = find_nuclei(logits_BV, nuclei)
+    assert as_find_nuclei(find_nuclei_on_device)(logits_BV, nuclei) == found
+    for nucleus, kept in zip(nuclei, found, strict=True):
         logits_V = logits_BV[nucleus.row].double()
         sorted_V, order_V = logits_V.sort(descending=True, stable=True)
         weight_V = ((sorted_V - nucleus.best) / nucleus.temperature).exp().where(sorted_V >= nucleus.lowest, 0)
