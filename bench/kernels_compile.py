@@ -1,19 +1,21 @@
 """What the kernels of Triton become on a GPU that is not here: registers, spills, shared memory, instructions.
 
-``python -m pdserve.bench.kernels_compile`` compiles every launch that serving makes, for sm_90, and prints a line for
-each. The launchers run as they do in serving, on small tensors in host memory; only the launch itself is left out, so
-that what is compiled is what they ask for.
+``pdserve bench kernels --compile-only`` compiles every launch that serving makes, for sm_90, and prints a line for
+each; so does ``python -m pdserve.bench.kernels_compile``. The launchers run as they do in serving, on small tensors in
+host memory; only the launch itself is left out, so that what is compiled is what they ask for.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ from pdserve.kernels.triton_prefill_attention import prefill_attention
 from pdserve.kernels.triton_quantized_matmul import quantized_matmul
 from pdserve.kernels.triton_rope import rope_and_write_kv
 from pdserve.kernels.triton_sampling import draw_tokens, find_nuclei
-from pdserve.kernels.weight_quantisation import quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import Int4Weight, QuantisedWeight, quantise_int4, quantise_int8
 
 _TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
@@ -229,7 +231,7 @@ def _rope_launch(
 def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, is_int4: bool) -> Launch:
     """A product with a quantised weight and a bias, added to a residual, and the sum of its splits."""
     num_outputs, num_inputs = 128, 4096
-    weight = (quantise_int4 if is_int4 else quantise_int8)(torch.zeros(num_outputs, num_inputs))
+    weight = _weight(num_outputs, num_inputs, is_int4)
     y_TF = torch.zeros(num_tokens, num_outputs, dtype=dtype)
     run = partial(
         quantized_matmul,
@@ -241,6 +243,11 @@ def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, is_int4
     )
     name = f"quantized_matmul {dtype} by int{4 if is_int4 else 8} T{num_tokens} {num_splits} splits"
     return Launch(name.replace("torch.", ""), run, is_wgmma=dtype != _FP32)
+
+
+@cache
+def _weight(num_outputs: int, num_inputs: int, is_int4: bool) -> QuantisedWeight | Int4Weight:
+    return (quantise_int4 if is_int4 else quantise_int8)(torch.zeros(num_outputs, num_inputs))
 
 
 def _sampling_launch(vocab_size: int) -> Launch:
@@ -277,13 +284,30 @@ def _pool(dtype: torch.dtype, head_dim: int) -> KvPool:
     return KvPool(torch.zeros(2 * 2 * 2 * 16 * vector_bytes, dtype=torch.uint8), shape, dtype)
 
 
-def main() -> None:
-    print(f"{'launch':60} registers  spilled  shared KiB  wgmma")
-    for launch in launches():
+def fits(kernel: Compiled) -> bool:
+    """Whether it runs on a Hopper GPU as it should."""
+    return kernel.spilled_bytes == 0 and kernel.shared_bytes <= MAX_SHARED_BYTES
+
+
+def compile_all(some: Iterable[Launch], echo: Callable[[str], None], *, as_json: bool = False) -> int:
+    """Compile launches, and print a line for each of their kernels, or one JSON document.
+
+    Returns:
+        The exit status: 1 if one of them does not fit.
+    """
+    if not as_json:
+        echo(f"{'launch':60} registers  spilled  shared KiB  wgmma")
+    rows = []
+    for launch in some:
         for kernel in compile_launch(launch):
-            sizes = f"{kernel.num_registers:9}  {kernel.spilled_bytes:7}  {kernel.shared_bytes / 1024:10.1f}"
-            print(f"{launch.name:60} {sizes}  {kernel.has_wgmma}")
+            rows.append({"launch": launch.name, **kernel._asdict(), "fits": fits(kernel)})
+            if not as_json:
+                sizes = f"{kernel.num_registers:9}  {kernel.spilled_bytes:7}  {kernel.shared_bytes / 1024:10.1f}"
+                echo(f"{launch.name:60} {sizes}  {kernel.has_wgmma}")
+    if as_json:
+        echo(json.dumps({"target": f"sm_{_TARGET.arch}", "triton": triton.__version__, "kernels": rows}))
+    return 0 if all(row["fits"] for row in rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(compile_all(launches(), print))

@@ -1,4 +1,5 @@
-"""``pdserve bench``: measurements of a running server. What measures the project itself is run from `pdserve.bench`.
+"""``pdserve bench``: measurements of a running server, and of the kernels on this machine's GPU. What else measures the
+project itself is run from `pdserve.bench`.
 
 Reads arguments and prints; a command imports what it needs when it runs.
 """
@@ -14,12 +15,12 @@ import typer
 if TYPE_CHECKING:
     from pdserve.planner.workload import Workload
 
-app = typer.Typer(help="Measure a running server.")
+app = typer.Typer(help="Measure a running server, or the kernels.")
 
 
 @app.callback()
 def group() -> None:
-    """Measure a running server."""
+    """Measure a running server, or the kernels."""
 
 
 @app.command(epilog="Example: pdserve bench serve --rate 4 --requests 500 --workload chat")
@@ -87,6 +88,50 @@ def serve(
     if report.problems:
         raise DeployError(f"these figures do not count: {'; '.join(report.problems)}")
     return 0 if report.num_finished else 1
+
+
+@app.command(epilog="Example: pdserve bench kernels --only decode_attention --quick")
+def kernels(
+    only: Annotated[str, typer.Option(metavar="NAME", help="Kernels with this in their names.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes of each kernel.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that a kernel and its peers take turns.")] = 3,
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="Compile for a Hopper GPU: registers, spills, shared memory.")
+    ] = False,
+    folder: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Where the dated file of results goes.")
+    ] = Path(),
+    with_plot: Annotated[bool, typer.Option("--plot", help="Draw a picture beside it.")] = False,
+    hardware: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm, if it is not recognised.")] = "",
+    skip_peer: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Leave out, such as flex.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Measure every kernel on this GPU beside its limit and its peers; or compile them, which needs no GPU."""
+    from importlib.util import find_spec
+
+    from pdserve.deploy.errors import DeployError
+
+    if find_spec("triton") is None:
+        raise DeployError("the kernels of a GPU need Triton, which is not installed: pip install triton, on Linux")
+    from pdserve.bench.kernels.run import NoGpuError, Request, run
+
+    request = Request(
+        only=only,
+        quick=quick,
+        num_rounds=rounds,
+        compile_only=compile_only,
+        as_json=as_json,
+        folder=folder,
+        with_plot=with_plot,
+        hardware=hardware,
+        skipped_peers=tuple(skip_peer or ()),
+    )
+    try:
+        return run(request, typer.echo)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except NoGpuError as error:
+        raise DeployError(str(error)) from error
 
 
 def _workload(name: str, trace: Path | None, input_tokens: int, output_tokens: int, burstiness: float) -> Workload:

@@ -101,7 +101,7 @@ def quantized_matmul(
     y_TF = x_TE.new_empty((num_tokens, num_outputs)) if add_to_TF is None else add_to_TF
     assert (y_TF.shape, y_TF.dtype) == ((num_tokens, num_outputs), x_TE.dtype)
     assert all(matrix.is_contiguous() for matrix in (x_TE, y_TF, values, weight.scales))
-    tile = tile or matmul_tile(num_tokens, x_TE.dtype, is_int4=isinstance(weight, Int4Weight))
+    tile = tile or matmul_tile(x_TE, num_outputs, is_int4=isinstance(weight, Int4Weight))
     assert tile.inputs == GROUP_INPUTS or not isinstance(weight, Int4Weight)
     num_tiles = triton.cdiv(num_outputs, tile.outputs)
     per_split = split_inputs(x_TE.device, num_tokens, num_tiles, num_inputs, tile.inputs, num_splits)

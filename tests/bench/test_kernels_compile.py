@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from pdserve.bench.kernels.tile_launches import tile_launches
 from pdserve.bench.kernels_compile import (
     MAX_SHARED_BYTES,
+    Compiled,
     Launch,
+    compile_all,
     compile_launch,
     compiled_kernels,
+    fits,
     launches,
     launches_of_a_step,
     product_launch,
 )
+from pdserve.kernels.tuned_tiles import tuned_tiles
 
 
-@pytest.mark.parametrize("launch", launches(), ids=lambda launch: launch.name)
+@pytest.mark.parametrize("launch", [*launches(), *tile_launches(tuned_tiles())], ids=lambda launch: launch.name)
 def test_a_launch_fits_the_gpu(launch: Launch) -> None:
     kernels = compile_launch(launch)
     assert kernels
+    assert all(fits(kernel) for kernel in kernels)
     for kernel in kernels:
         assert kernel.spilled_bytes == 0
         assert kernel.shared_bytes <= MAX_SHARED_BYTES
@@ -41,3 +49,31 @@ def test_the_number_of_tokens_needs_no_other_kernels(is_int4: bool) -> None:
     fewer, more = (compiled_kernels(product_launch(torch.bfloat16, num_tokens, 4, is_int4)) for num_tokens in (17, 32))
     assert len(fewer) == 2
     assert all(kernel is other for kernel, other in zip(fewer, more, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spilled_bytes", "shared_bytes", "expected"),
+    [(0, MAX_SHARED_BYTES, True), (8, 0, False), (0, MAX_SHARED_BYTES + 1, False)],
+)
+def test_what_fits(spilled_bytes: int, shared_bytes: int, expected: bool) -> None:
+    assert fits(Compiled(32, spilled_bytes, shared_bytes, has_wgmma=False)) == expected
+
+
+def test_launches_are_printed_a_line_for_each_kernel() -> None:
+    some = [launch for launch in launches() if "gates bfloat16" in launch.name]
+    lines: list[str] = []
+    assert compile_all(some, lines.append) == 0
+    assert lines[0].split() == ["launch", "registers", "spilled", "shared", "KiB", "wgmma"]
+    assert [line.split()[-1] for line in lines[1:]] == ["False"] * 3
+    documents: list[str] = []
+    assert compile_all(some, documents.append, as_json=True) == 0
+    document = json.loads(documents[0])
+    assert document["target"] == "sm_90"
+    assert [kernel["spilled_bytes"] for kernel in document["kernels"]] == [0] * 3
+    assert all(kernel["num_registers"] > 0 for kernel in document["kernels"])
+
+
+def test_what_does_not_fit_is_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.bench.kernels_compile.MAX_SHARED_BYTES", -1)
+    some = [launch for launch in launches() if "gates bfloat16" in launch.name]
+    assert compile_all(some, lambda line: None) == 1

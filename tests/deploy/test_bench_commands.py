@@ -51,3 +51,17 @@ def test_nothing_finished_is_a_failure() -> None:
         run = pdserve("bench", "serve", "--url", server.url, "--requests", "2", "--rate", "20")
     assert run.returncode == 1
     assert "failed 2 x: broken" in run.stdout
+
+
+def test_kernels_are_compiled_where_there_is_no_gpu() -> None:
+    run = pdserve("bench", "kernels", "--compile-only", "--only", "gates bfloat16", "--json")
+    assert run.returncode == 0, run.stderr
+    kernels = json.loads(run.stdout)["kernels"]
+    assert len(kernels) == 3
+    assert all(kernel["fits"] for kernel in kernels)
+
+
+def test_kernels_are_measured_on_a_gpu_only() -> None:
+    run = pdserve("bench", "kernels", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 1
+    assert run.stderr == "pdserve: no GPU here: --compile-only compiles the kernels without one\n"

@@ -21,7 +21,7 @@ def test_help_is_quick_and_loads_no_engine() -> None:
     assert run.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "chat", "status", "profile", "bench serve"])
+@pytest.mark.parametrize("command", ["up", "chat", "status", "profile", "bench serve", "bench kernels"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     run = pdserve(*command.split(), "--help")
     assert run.returncode == 0
@@ -65,6 +65,7 @@ def test_version() -> None:
         (["bench", "serve", "--workload", "chut"], 2, "use chat"),
         (["bench", "serve", "--workload", "chat", "--trace", "x"], 2, "exclude each other"),
         (["bench", "serve", "--trace", "/absent"], 1, "cannot read /absent"),
+        (["bench", "kernels", "--folder", "/absent"], 2, "/absent"),
         (["status", "--admin-url", "nonsense"], 1, "no pdserve router answers at nonsense"),
     ],
 )

@@ -1,0 +1,98 @@
+"""Sampling as it is benchmarked: a draw, and the nucleus of top-p, for every row of a batch of logits.
+
+The cases of `pdserve.kernels.triton_sampling`. What is timed ends with the answers on the host, as in serving. Peers
+that draw with random numbers of their own are left out, for there would be nothing to compare.
+
+Shape suffixes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+
+import torch
+
+from pdserve.bench.kernels.contest import Contender, Contest, Work
+from pdserve.kernels import torch_gumbel, torch_nucleus, triton_sampling
+from pdserve.kernels.operations import ALL_KEPT, Draw, Kept, Nucleus
+
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawCase:
+    """A token for every row, of all that there are."""
+
+    num_rows: int
+    vocab_size: int = 128_256
+
+    @property
+    def kernel(self) -> str:
+        return "draw_tokens"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.num_rows} x {self.vocab_size}"
+
+    @property
+    def work(self) -> Work:
+        return Work(_LOGIT_BYTES * self.num_rows * self.vocab_size)
+
+    def contest(self, device: torch.device) -> Contest:
+        logits_BV = _logits(self.num_rows, self.vocab_size, device)
+        draws = [
+            Draw(row, row + 1, 7, 0, best, 1.0, ALL_KEPT) for row, best in enumerate(logits_BV.amax(dim=1).tolist())
+        ]
+        peers = {"torch gumbel": lambda: Contender(partial(torch_gumbel.draw_tokens, logits_BV, draws), torch.tensor)}
+        own = Contender(partial(triton_sampling.draw_tokens, logits_BV, draws), torch.tensor)
+        return Contest(own, peers, tolerance=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NucleusCase:
+    """Top-p of every row."""
+
+    num_rows: int
+    vocab_size: int = 128_256
+    top_p: float = 0.9
+
+    @property
+    def kernel(self) -> str:
+        return "find_nuclei"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.num_rows} x {self.vocab_size}, top-p {self.top_p}"
+
+    @property
+    def work(self) -> Work:
+        return Work(2 * _LOGIT_BYTES * self.num_rows * self.vocab_size)
+
+    def contest(self, device: torch.device) -> Contest:
+        logits_BV = _logits(self.num_rows, self.vocab_size, device)
+        nuclei = [Nucleus(row, self.top_p, best, 1.0, -inf) for row, best in enumerate(logits_BV.amax(dim=1).tolist())]
+        peers = {
+            "sort": lambda: Contender(partial(_lowest_by_sorting, logits_BV, self.top_p)),
+            "torch topk": lambda: Contender(partial(torch_nucleus.find_nuclei, logits_BV, nuclei), _lowest),
+        }
+        own = Contender(partial(triton_sampling.find_nuclei, logits_BV, nuclei), _lowest)
+        # A sum in another order may end one token sooner or later, whose logit is the next one.
+        return Contest(own, peers, tolerance=0.001)
+
+
+def _logits(num_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    return 3 * torch.randn(num_rows, vocab_size, device=device)
+
+
+def _lowest(nuclei: Sequence[Kept]) -> torch.Tensor:
+    return torch.tensor([kept.lowest for kept in nuclei])
+
+
+def _lowest_by_sorting(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The lowest logit of every nucleus, as most samplers find it."""
+    sorted_BV = logits_BV.sort(dim=-1, descending=True).values
+    ends_B1 = (sorted_BV.softmax(dim=-1).cumsum(dim=-1) < top_p).sum(dim=-1, keepdim=True)
+    return sorted_BV.gather(1, ends_B1)[:, 0].cpu()

@@ -1,0 +1,194 @@
+"""``pdserve bench kernels``: every kernel of a GPU against its formula and its peers, or compiled without a GPU.
+
+    python -m pdserve.bench.kernels [--only NAME] [--quick] [--folder FOLDER] [--plot] [--compile-only] [--json]
+
+Called by the command line and by `pdserve.bench.kernels.__main__`, which needs neither typer nor rich. Writes a dated
+file of results and prints tables.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from pdserve.bench.kernels.cases import chosen_cases
+from pdserve.bench.kernels.contest import Case, Limits
+from pdserve.bench.kernels.measure import Result, measure
+from pdserve.bench.kernels.plot import plot
+from pdserve.bench.kernels.report import Report
+from pdserve.bench.kernels.tile_launches import tile_launches
+from pdserve.bench.kernels.timing import CudaTimer, Timer, clocks_under
+from pdserve.bench.kernels_compile import compile_all, launches
+from pdserve.kernels.tuned_tiles import tuned_tiles
+from pdserve.model.hardware import hardware
+
+HARDWARE_OF_DEVICE = {
+    "NVIDIA A100-SXM4-40GB": "a100-40gb-sxm",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb-sxm",
+    "NVIDIA H100 80GB HBM3": "h100-sxm",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA H200": "h200",
+}
+"""The catalogue's names of devices, by what CUDA calls them."""
+
+
+class NoGpuError(RuntimeError):
+    """There is nothing to measure on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to be measured, and where results go."""
+
+    only: str = ""
+    """Kernels, or launches with ``compile_only``, with this in their names; empty for all."""
+    quick: bool = False
+    num_rounds: int = 3
+    compile_only: bool = False
+    as_json: bool = False
+    """Print JSON instead of tables."""
+    folder: Path = Path()
+    """Where the dated file goes."""
+    with_plot: bool = False
+    hardware: str = ""
+    """The catalogue's name of the device; by default the one that CUDA's name stands for."""
+    skipped_peers: tuple[str, ...] = ()
+
+
+def run(request: Request, echo: Callable[[str], None]) -> int:
+    """Do it; returns the exit status: 1 if a kernel failed, or differs from a peer.
+
+    Raises:
+        ValueError: no kernel has such a name, or no hardware.
+        NoGpuError: there is no GPU.
+    """
+    if request.compile_only:
+        named = [launch for launch in (*launches(), *tile_launches(tuned_tiles())) if request.only in launch.name]
+        if not named:
+            raise ValueError(f"no launch is named {request.only!r}: use a part of a kernel's name, such as gate")
+        return compile_all(named, echo, as_json=request.as_json)
+    cases = chosen_cases(request.only, quick=request.quick)
+    if request.with_plot and find_spec("matplotlib") is None:
+        raise ValueError("pictures need matplotlib: pip install 'pdserve[bench]', or leave --plot out")
+    device = cuda_device()
+    name = request.hardware or HARDWARE_OF_DEVICE.get(torch.cuda.get_device_name(device), "")
+    limits = limits_of(name) if name else None
+    report = measure_all(cases, device, CudaTimer(device), request, limits=limits, machine=_machine(device, name))
+    return publish(report, request, echo)
+
+
+def cuda_device() -> torch.device:
+    """The current one.
+
+    Raises:
+        NoGpuError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise NoGpuError("no GPU here: --compile-only compiles the kernels without one")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def limits_of(name: str) -> Limits:
+    """Of a device of the catalogue.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    found = hardware(name)
+    return Limits(found.peak("bfloat16"), found.memory_bandwidth, found.host_bandwidth)
+
+
+@torch.no_grad()
+def measure_all(
+    cases: list[Case],
+    device: torch.device,
+    timer: Timer,
+    request: Request,
+    *,
+    limits: Limits | None,
+    machine: dict[str, Any],
+) -> Report:
+    """One case after the other; one that our kernel fails in does not stop the others."""
+    results: list[Result] = []
+    failures: dict[str, str] = {}
+    clocks: dict[str, dict[str, str]] = {}
+    for kernel, of_kernel in groupby(cases, key=lambda case: case.kernel):
+        for case in of_kernel:
+            _tell(f"{kernel}: {case.shape}")
+            try:
+                results.append(
+                    measure(
+                        case,
+                        device,
+                        timer,
+                        limits=limits,
+                        num_rounds=request.num_rounds,
+                        skipped=request.skipped_peers,
+                    )
+                )
+            except RuntimeError as error:
+                failures[f"{kernel}: {case.shape}"] = str(error).splitlines()[0]
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        if device.type == "cuda":
+            clocks[kernel] = clocks_under(case.contest(device).own.run, device)
+    return Report(machine, results, clocks, failures)
+
+
+def publish(report: Report, request: Request, echo: Callable[[str], None]) -> int:
+    """Write and print a report; returns the exit status."""
+    document = report.as_dict()
+    machine = report.machine
+    words = (machine["measured"][:10], "kernels", request.only, machine["hardware"])
+    file = request.folder / f"{'_'.join(filter(None, words))}.json"
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    if request.with_plot and machine["hardware"]:
+        plot(report.results, f"{machine['device']}, {machine['commit']}", file.with_suffix(".png"))
+    if request.as_json:
+        echo(json.dumps(document))
+    else:
+        report.show(echo)
+    _tell(f"written: {file}")
+    return 1 if report.failures or any(result.disagreeing for result in report.results) else 0
+
+
+def _machine(device: torch.device, name: str) -> dict[str, Any]:
+    return {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device),
+        "hardware": name or None,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def commit() -> str:
+    """Of the code that runs, if git knows it."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _tell(line: str) -> None:
+    """Progress, which is no part of what is printed."""
+    sys.stderr.write(f"{line}\n")

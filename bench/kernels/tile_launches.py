@@ -1,0 +1,70 @@
+"""Launches with given tiles, to be compiled: those of the table of tiles, and those that tuning thinks of.
+
+Read by the tests, ``--compile-only`` and `pdserve.bench.kernels.tune`. Small tensors in host memory stand for what a
+GPU would hold; of a weight there is only the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pdserve.bench.kernels.attention import AttentionCase, Row
+from pdserve.bench.kernels.products import ProductCase
+from pdserve.bench.kernels_compile import Launch
+from pdserve.kernels.triton_configs import AttentionTile, MatmulTile
+from pdserve.kernels.tuned_tiles import AttentionShape, Key, Tile
+from pdserve.kernels.weight_quantisation import GROUP_INPUTS, Int4Weight, QuantisedWeight
+
+_KV_HEADS = 2
+_HOST = torch.device("cpu")
+
+
+def tile_launches(tiles: Mapping[Key, Tile]) -> list[Launch]:
+    """One for each entry of a table."""
+    return [tile_launch(key, tile) for key, tile in tiles.items()]
+
+
+def tile_launch(key: Key, tile: Tile) -> Launch:
+    """The kernel of a shape, cut by a tile.
+
+    Raises:
+        TypeError: the fields are not those of the kernel's tile.
+    """
+    shape = key.shape
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    name = f"{key.kernel} {' '.join(map(str, shape))} {' '.join(map(str, tile.values()))} for {key.device}"
+    if isinstance(shape, AttentionShape):
+        case = AttentionCase(
+            kernel=key.kernel,
+            rows=(Row(3), Row(2)) if key.kernel == "prefill_attention" else (Row(1), Row(1)),
+            num_heads=_KV_HEADS * shape.group,
+            num_kv_heads=_KV_HEADS,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            kv_dtype=getattr(torch, shape.kv_dtype),
+        )
+        run: Any = case.launch(case.inputs(_HOST), AttentionTile(**tile))
+        return Launch(name, run, is_wgmma=key.kernel == "prefill_attention" and dtype != torch.float32)
+    product = ProductCase(
+        weight=shape.weight,
+        num_tokens=shape.num_tokens,
+        num_inputs=shape.num_inputs,
+        num_outputs=shape.num_outputs,
+        dtype=dtype,
+    )
+    x_TE = torch.empty(shape.num_tokens, shape.num_inputs, dtype=dtype)
+    run = product.launch(x_TE, _weight(product), MatmulTile(**tile))
+    return Launch(name, run, is_wgmma=dtype != torch.float32)
+
+
+def _weight(case: ProductCase) -> QuantisedWeight | Int4Weight:
+    """Of memory that nobody writes."""
+    num_outputs, num_inputs = case.num_outputs, case.num_inputs
+    if case.weight == "int8":
+        return QuantisedWeight(torch.empty(num_outputs, num_inputs, dtype=torch.int8), torch.empty(num_outputs))
+    num_groups = -(-num_inputs // GROUP_INPUTS)
+    packed = torch.empty(num_outputs, num_groups * GROUP_INPUTS // 2, dtype=torch.int8)
+    return Int4Weight(packed, torch.empty(num_outputs, num_groups), num_inputs)

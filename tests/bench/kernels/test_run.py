@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.bench.kernels.contest import Case
+from pdserve.bench.kernels.report import Report
+from pdserve.bench.kernels.run import NoGpuError, Request, commit, limits_of, measure_all, publish, run
+from tests.bench.kernels.fake_timer import FakeTimer
+from tests.bench.kernels.scripted_case import ScriptedCase, fails, gives
+
+MACHINE: dict[str, Any] = {
+    "measured": "2026-11-21T10:00:00+00:00",
+    "device": "GPU",
+    "hardware": "h200",
+    "commit": "abc",
+}
+
+
+def report_of(*cases: Case, request: Request | None = None) -> Report:
+    limits = limits_of("h200")
+    device = torch.device("cpu")
+    return measure_all(list(cases), device, FakeTimer(), request or Request(), limits=limits, machine=MACHINE)
+
+
+def test_a_kernel_that_fails_does_not_stop_the_others() -> None:
+    broken = ScriptedCase(shape="broken", own=lambda: fails(RuntimeError("out of memory\nmore")))
+    report = report_of(broken, ScriptedCase(shape="good"))
+    assert [result.shape for result in report.results] == ["good"]
+    assert report.failures == {"scripted: broken": "out of memory"}
+
+
+def test_a_dated_file_is_written(tmp_path: Path) -> None:
+    request = Request(only="scripted", folder=tmp_path)
+    printed: list[str] = []
+    assert publish(report_of(ScriptedCase(), request=request), request, printed.append) == 0
+    document = json.loads((tmp_path / "2026-11-21_kernels_scripted_h200.json").read_text())
+    assert document["results"][0]["shape"] == "2 x 3"
+    assert document["commit"] == "abc"
+    assert printed[0].startswith("scripted on GPU")
+
+
+def test_json_is_printed_where_it_is_asked_for(tmp_path: Path) -> None:
+    request = Request(folder=tmp_path, as_json=True)
+    printed: list[str] = []
+    publish(report_of(ScriptedCase()), request, printed.append)
+    assert json.loads(printed[0])["device"] == "GPU"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ScriptedCase(peers={"peer": lambda: gives(7.0, 7.0)}),
+        ScriptedCase(own=lambda: fails(RuntimeError("broken"))),
+    ],
+)
+def test_failures_and_differences_are_in_the_status(case: ScriptedCase, tmp_path: Path) -> None:
+    assert publish(report_of(case), Request(folder=tmp_path), lambda line: None) == 1
+
+
+def test_limits_are_the_data_sheets() -> None:
+    assert limits_of("h100-sxm") == (989e12, 3.35e12, 64e9)
+    with pytest.raises(ValueError, match="unknown hardware 'h300'"):
+        limits_of("h300")
+
+
+def test_without_a_gpu_there_is_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NoGpuError, match="--compile-only"):
+        run(Request(), lambda line: None)
+
+
+def test_pictures_are_not_found_impossible_after_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.bench.kernels.run.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="need matplotlib"):
+        run(Request(with_plot=True), lambda line: None)
+
+
+def test_names_are_checked_before_anything_is_compiled() -> None:
+    with pytest.raises(ValueError, match="no launch is named 'gaze'"):
+        run(Request(compile_only=True, only="gaze"), lambda line: None)
+
+
+def test_results_name_their_commit() -> None:
+    assert commit()
