@@ -53,6 +53,11 @@ class PhaseConfig:
     replicas: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    device: str = "auto"
+    """``cpu``, ``cuda``, or ``auto``: GPUs, if Ray has enough for every worker that may have one."""
+    gpu_memory_utilization: float = 0.9
+    """On GPUs: share of a GPU's memory that weights, activations and an automatic KV pool take together. Workers with a
+    half or less share GPUs."""
     kv_memory: str = "auto"
     """``auto``, or bytes with a unit: ``512MiB``, ``8GiB``."""
     swap_memory: str | int = "auto"

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+DEVICE_SETTINGS = ("auto", "cpu", "cuda")
+"""What `WorkerConfig.device` may be."""
+
 
 class WorkerRole(Enum):
     """Which phases a worker serves. A decode worker can also prefill locally when the policy asks it to."""
@@ -30,6 +33,10 @@ class WorkerConfig:
     """``auto``, which is ``dtype``, or ``int8``."""
     quantization: str = "none"
     """Of the weights: ``none``, ``int8`` or ``int4``."""
+    device: str = "auto"
+    """Where weights and KV pool lie: ``cpu``, ``cuda``, or ``auto``, which is ``cuda`` where torch sees a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that weights, activations and an automatic KV pool take together."""
     max_model_len: int = 0
     """0 takes the checkpoint's own limit."""
     block_size: int = 16

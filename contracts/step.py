@@ -117,10 +117,11 @@ class StepHandle(Protocol):
     """A step on its way."""
 
     def result(self) -> StepOutput:
-        """Wait for the step and return its output.
+        """Wait for the step and return its output. The KV that it computed is in the pool by then, for any reader.
 
         Raises:
-            RuntimeError: the computation failed; no row of the step has a result.
+            RuntimeError: the computation failed; no row of the step has a result, and nothing of it writes to the pool
+                any more.
         """
         ...
 

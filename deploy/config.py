@@ -18,6 +18,7 @@ import yaml
 
 from pdserve.contracts.deployment import QUANTIZATION_SETTINGS, DeploymentConfig, PhaseConfig
 from pdserve.contracts.kv_layout import KV_DTYPE_SETTINGS
+from pdserve.contracts.placement import DEVICE_SETTINGS
 from pdserve.model.hardware import Hardware
 from pdserve.planner.hardware_file import HardwareFileError, read_hardware_file
 
@@ -140,8 +141,7 @@ def check_deployment(config: DeploymentConfig, *, is_served: bool = True) -> Non
     _in_range("model.block_size", model.block_size, 1, 256)
     _positive("slo.ttft_seconds", slo.ttft_seconds)
     _positive("slo.tpot_seconds", slo.tpot_seconds)
-    if not 0 < slo.attainment <= 1:
-        raise ConfigError(f"slo.attainment is {slo.attainment}; it is a share of requests: write 0.9 for 90 %")
+    _share("slo.attainment", slo.attainment, "requests")
     for name in PHASES:
         _check_phase(name, getattr(config, name), is_served=is_served)
     if not config.mixed.replicas and not (config.prefill.replicas and config.decode.replicas):
@@ -165,6 +165,8 @@ def _check_phase(name: str, phase: PhaseConfig, *, is_served: bool) -> None:
         _in_range(key, value, 1, MAX_DEGREE)
         if is_served:
             _supported_once(key, value)
+    _one_of(f"{name}.device", phase.device, DEVICE_SETTINGS)
+    _share(f"{name}.gpu_memory_utilization", phase.gpu_memory_utilization, "a GPU's memory")
     _in_range(f"{name}.max_batch_tokens", phase.max_batch_tokens, 1, 2**20)
     _in_range(f"{name}.max_batch_size", phase.max_batch_size, 1, 2**16)
     try:
@@ -189,6 +191,11 @@ def _in_range(key: str, value: int, low: int, high: int) -> None:
 def _positive(key: str, value: float) -> None:
     if not 0 < value < float("inf"):
         raise ConfigError(f"{key} is {value}; write a number above 0")
+
+
+def _share(key: str, value: float, whole: str) -> None:
+    if not 0 < value <= 1:
+        raise ConfigError(f"{key} is {value}; it is a share of {whole}: write 0.9 for 90 %")
 
 
 def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:

@@ -101,6 +101,8 @@ def worker_configs(
                 dtype=model.dtype,
                 kv_dtype=model.kv_dtype,
                 quantization=model.quantization,
+                device=phase.device,
+                gpu_memory_utilization=phase.gpu_memory_utilization,
                 max_model_len=model.max_model_len,
                 block_size=model.block_size,
                 kv_memory_bytes=kv_memory_bytes(phase),

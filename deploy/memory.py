@@ -22,11 +22,12 @@ PROCESS_BYTES = 300 * 2**20
 
 
 class WorkerMemory(NamedTuple):
-    """Bytes of one worker."""
+    """Bytes of the host that one worker takes."""
 
     weights: int
+    """0 where they are surely on a GPU."""
     kv: int
-    """As told; where it is automatic, what one sequence of the model's length needs."""
+    """Of the pool, or of its mirror. As told; where it is automatic, what one sequence of the model's length needs."""
     swap: int
     """As told; 0 where it is automatic, because that takes no more than there is."""
 
@@ -41,7 +42,8 @@ def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     needed_bytes = -(-limits.max_model_len // config.block_size) * block_bytes
     num_blocks = num_kv_blocks(config, limits, block_bytes, needed_bytes)
     num_slots = num_swap_slots(config, 0, block_bytes, sys.maxsize)
-    return WorkerMemory(cost.weight_bytes, num_blocks * block_bytes, num_slots * block_bytes)
+    weight_bytes = 0 if config.device == "cuda" else cost.weight_bytes
+    return WorkerMemory(weight_bytes, num_blocks * block_bytes, num_slots * block_bytes)
 
 
 def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig) -> None:

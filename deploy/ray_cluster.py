@@ -145,6 +145,13 @@ def worker_resources() -> dict[str, float]:
     return {WORKER_RESOURCE: 1} if WORKER_RESOURCE in ray.cluster_resources() else {}
 
 
+def num_gpus() -> float:
+    """GPUs of the cluster that this process is in."""
+    import ray
+
+    return float(ray.cluster_resources().get("GPU", 0))
+
+
 def _connect(address: str) -> None:
     import ray
 

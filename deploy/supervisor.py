@@ -8,6 +8,7 @@ afterwards is started again. A first SIGINT or SIGTERM drains, a second one cuts
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import signal
@@ -26,11 +27,12 @@ from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote
 from pdserve.deploy.cores import split_cores
 from pdserve.deploy.demo_model import QUESTION, demo_model_folder
 from pdserve.deploy.errors import DeployError
+from pdserve.deploy.gpus import gpu_shares
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.deploy.model_check import check_model
 from pdserve.deploy.processes import pin_process
 from pdserve.deploy.progress import Progress
-from pdserve.deploy.ray_cluster import PrivateRay, connect_existing, disconnect, worker_resources
+from pdserve.deploy.ray_cluster import PrivateRay, connect_existing, disconnect, num_gpus, worker_resources
 from pdserve.deploy.router_process import RouterProcess
 from pdserve.deploy.worker_seat import SeatState, WorkerSeat, restart_delay_s
 
@@ -182,9 +184,10 @@ class Supervisor:
         counted = worker_resources()
         board = str(self._folder.path / "cores")
         configs = worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token, board)
-        for config in configs:
+        for config, share in zip(configs, gpu_shares(configs, num_gpus()), strict=True):
             resources = counted | self._launch.phase(config.role).resources
-            self._seats.append(WorkerSeat(config, WORKER_CLASSES[config.role], resources))
+            seated = config if share else dataclasses.replace(config, device="cpu")
+            self._seats.append(WorkerSeat(seated, WORKER_CLASSES[config.role], resources, share))
 
     def _tend_seat(self, seat: WorkerSeat, now_s: float) -> None:
         num_restarts, state = seat.num_restarts, seat.state

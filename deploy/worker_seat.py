@@ -47,13 +47,16 @@ def restart_delay_s(num_failures: int, jitter: float) -> float:
 class WorkerSeat:
     """See the module."""
 
-    def __init__(self, config: WorkerConfig, worker_class: type, resources: dict[str, float]) -> None:
+    def __init__(
+        self, config: WorkerConfig, worker_class: type, resources: dict[str, float], num_gpus: float = 0.0
+    ) -> None:
         """An empty seat; `check` fills it.
 
         Args:
             worker_class: becomes the actor, and gives it its name; its methods are those of
                 `pdserve.engine.actor.WorkerActor`.
             resources: Ray resources that its actor asks for.
+            num_gpus: GPUs, or a share of one, that it asks for; Ray shows the actor no others.
         """
         self.config = config
         self.state = SeatState.EMPTY
@@ -66,6 +69,7 @@ class WorkerSeat:
         self.num_restarts = 0
         self._worker_class = worker_class
         self._resources = resources
+        self._num_gpus = num_gpus
         self._num_failures = 0
         self._retry_at_s = 0.0
         self._up_since_s = 0.0
@@ -105,7 +109,12 @@ class WorkerSeat:
     def _fill(self) -> None:
         import ray
 
-        options = {"num_cpus": 0, "resources": self._resources, "max_concurrency": _CONCURRENT_CALLS}
+        options = {
+            "num_cpus": 0,
+            "num_gpus": self._num_gpus,
+            "resources": self._resources,
+            "max_concurrency": _CONCURRENT_CALLS,
+        }
         self._actor = ray.remote(self._worker_class).options(**options).remote(config_to_fields(self.config))
         self._pending_process_id = self._actor.process_id.remote()
         self._pending = self._actor.start.remote()

@@ -1,4 +1,4 @@
-"""What a worker computes with: the real model, or an emulated GPU. Decided once, when the worker starts.
+"""What a worker computes with: the real model, on a CPU or a GPU, or an emulated GPU. Decided once, at its start.
 
 Called on the step loop's thread, after that thread was pinned. Torch is imported for the real model only, and only once
 the rest of the configuration was found good; nothing heavy is allocated before the executor is built.
@@ -12,17 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.pool_size import (
-    AUTO_MEMORY_SHARE,
-    check_pool_fits,
-    memory_beside_weights,
-    num_kv_blocks,
-    num_swap_slots,
-)
+from pdserve.engine.mirrored_transfer import Mirror
+from pdserve.engine.pool_size import check_pool_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
@@ -34,6 +30,12 @@ from pdserve.model.slowed_hardware import slowed
 from pdserve.model.weight_files import check_weights
 
 
+class BuiltExecutor(NamedTuple):
+    executor: Executor
+    mirror: Mirror | None = None
+    """Where the pool lies on a device: what copies blocks between it and the memory that it was built with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """The executor of a worker and what must be known beside it."""
@@ -43,7 +45,8 @@ class Backend:
     cost: CostModel
     num_swap_slots: int
     """Host slots for KV blocks of preempted sequences."""
-    build_executor: Callable[[PoolMemory], Executor]
+    build_executor: Callable[[PoolMemory], BuiltExecutor]
+    """Given the memory that the transfer process maps."""
     emulated_pull_s: Callable[[int], float] | None = None
     """Seconds that pulling this many blocks lasts at least; ``None`` when nothing is emulated."""
 
@@ -54,7 +57,7 @@ def choose_backend(config: WorkerConfig) -> Backend:
 
 
 def _model_backend(config: WorkerConfig) -> Backend:
-    """The checkpoint on this host's CPU."""
+    """The checkpoint, on this host's CPU or on a GPU."""
     folder = Path(config.model_path)
     model = DecoderConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
@@ -66,25 +69,23 @@ def _model_backend(config: WorkerConfig) -> Backend:
     content_hash = model_hash(folder, f"{model.layers} {config.dtype} {config.quantization}")
     _configure_openmp(config)
 
-    import torch
-
+    from pdserve.engine.model_device import CPU, build_pool, choose_device, room_for_kv
     from pdserve.kernels.cpu_threads import use_cores
-    from pdserve.kernels.kv_pool import KvPool
-    from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
-    from pdserve.model.decoder_weights import held_bytes
+    from pdserve.kv_transfer.kv_mirror import KvMirror
     from pdserve.model.model_executor import ModelExecutor
 
-    weight_bytes = held_bytes(model.shape, config.dtype, config.quantization)
-    spare_bytes = memory_beside_weights(weight_bytes, available_memory_bytes())
+    device = choose_device(config.device)
+    room = room_for_kv(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
-    num_blocks = num_kv_blocks(config, limits, block_bytes, int(spare_bytes * AUTO_MEMORY_SHARE))
-    check_pool_fits(num_blocks * block_bytes, spare_bytes)
-    num_slots = num_swap_slots(config, num_blocks, block_bytes, spare_bytes - num_blocks * block_bytes)
+    num_blocks = num_kv_blocks(config, limits, block_bytes, room.auto_bytes)
+    check_pool_fits(num_blocks * block_bytes, room.max_bytes)
+    num_slots = num_swap_slots(config, num_blocks, block_bytes, room.host_bytes - num_blocks * block_bytes)
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
 
-    def build_executor(memory: PoolMemory) -> Executor:
-        use_cores(config.cpu_cores or sorted(os.sched_getaffinity(0)))
-        pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, getattr(torch, layout.dtype))
+    def build_executor(memory: PoolMemory) -> BuiltExecutor:
+        if device == CPU:
+            use_cores(config.cpu_cores or sorted(os.sched_getaffinity(0)))
+        pool = build_pool(device, memory)
         executor = ModelExecutor(
             folder=folder,
             config=model,
@@ -94,12 +95,17 @@ def _model_backend(config: WorkerConfig) -> Backend:
             quantization=config.quantization,
             num_swap_slots=num_slots,
         )
-        if not config.core_board:
-            return executor
-        board = CoreBoard(Path(config.core_board), config.core_seat, config.core_seats)
-        return CoreSharingExecutor(executor, board)
+        if device == CPU:
+            return BuiltExecutor(_lending_cores(executor, config) if config.core_board else executor)
+        return BuiltExecutor(executor, KvMirror(pool.blocks, memory))
 
     return Backend(limits=limits, layout=layout, cost=cost, num_swap_slots=num_slots, build_executor=build_executor)
+
+
+def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
+    from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
+
+    return CoreSharingExecutor(executor, CoreBoard(Path(config.core_board), config.core_seat, config.core_seats))
 
 
 def _emulated_backend(config: WorkerConfig) -> Backend:
@@ -136,8 +142,8 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     # The emulated host has what is asked of it.
     num_slots = num_swap_slots(config, layout.num_blocks, block_bytes, sys.maxsize)
 
-    def build_executor(memory: PoolMemory) -> Executor:
-        return EmulatedExecutor(
+    def build_executor(memory: PoolMemory) -> BuiltExecutor:
+        executor = EmulatedExecutor(
             layout=layout,
             pool=memory.blocks,
             vocab_size=limits.vocab_size,
@@ -148,6 +154,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
             # Against the clock the host's time belongs to the steps; the last cached token is checked all the same.
             check_context=is_instant,
         )
+        return BuiltExecutor(executor)
 
     def emulated_pull_s(num_blocks: int) -> float:
         return 0.0 if is_instant else cost.transfer_s(num_blocks * config.block_size, same_host=True)

@@ -5,6 +5,8 @@ Called once when a worker starts. Never allocates.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
 
@@ -15,6 +17,60 @@ the same moment, and the pages of a pool are taken from the host only as they ar
 AUTO_SWAP_SHARE = 0.25
 """Host slots for each block of the pool, unless told: preemption is the exception, and only the answers that outgrew
 their expected length are swapped."""
+
+MIRROR_MEMORY_SHARE = 0.5
+"""Share of the host's available memory that the mirror of an automatic pool on a GPU may grow to."""
+
+
+class PoolRoom(NamedTuple):
+    """Bytes that a worker has for KV."""
+
+    max_bytes: int
+    """What a pool may take at most, however it is asked for."""
+    auto_bytes: int
+    """What an automatic pool takes."""
+    host_bytes: int
+    """Of the host, for the pool, or for its mirror where it lies on a GPU, and for swap slots."""
+
+
+def room_on_cpu(weight_bytes: int, available_bytes: int) -> PoolRoom:
+    """Raises ValueError if the weights do not fit into what is available of the host's memory."""
+    spare_bytes = memory_beside_weights(weight_bytes, available_bytes)
+    return PoolRoom(spare_bytes, int(spare_bytes * AUTO_MEMORY_SHARE), spare_bytes)
+
+
+def room_on_gpu(
+    *,
+    weight_bytes: int,
+    activation_bytes: int,
+    free_bytes: int,
+    total_bytes: int,
+    utilization: float,
+    host_bytes: int,
+) -> PoolRoom:
+    """What a GPU has room for before the weights are there.
+
+    An automatic pool takes what weights and activations leave of ``utilization`` of the whole GPU, as with vLLM, or of
+    what is free, if that is less.
+
+    Args:
+        activation_bytes: of the largest step.
+        free_bytes: of the GPU, and so is ``total_bytes``.
+        host_bytes: available memory of the host.
+
+    Raises:
+        ValueError: weights and activations do not fit.
+    """
+    used_bytes = weight_bytes + activation_bytes
+    granted_bytes = min(free_bytes, int(total_bytes * utilization))
+    if used_bytes > granted_bytes:
+        raise ValueError(
+            f"weights take {weight_bytes} bytes and activations {activation_bytes}, and {granted_bytes} of the GPU's "
+            f"memory are granted (gpu_memory_utilization {utilization:g}) and free: raise gpu_memory_utilization, end "
+            f"what else runs on the GPU, or serve a smaller model"
+        )
+    auto_bytes = min(granted_bytes - used_bytes, int(host_bytes * MIRROR_MEMORY_SHARE))
+    return PoolRoom(free_bytes - used_bytes, auto_bytes, host_bytes)
 
 
 def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:

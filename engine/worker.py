@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol, cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
@@ -23,13 +24,15 @@ from pdserve.engine.backend import Backend, choose_backend
 from pdserve.engine.frames import KvOrigin
 from pdserve.engine.inbox import Inbox, PartDied, StartDrain, StopLoop, TransferSaid
 from pdserve.engine.loop import StepLoop
+from pdserve.engine.mirrored_transfer import Mirror, MirroredTransfer
+from pdserve.engine.orders import TransferLink
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.service import ServiceSettings, WorkerService
 from pdserve.engine.step_times import StepTimes
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
-from pdserve.proto.v1 import worker_pb2
+from pdserve.proto.v1 import transfer_pb2, worker_pb2
 
 STOP_TIMEOUT_S = 10.0
 
@@ -130,10 +133,10 @@ class EngineWorker:
         backend = choose_backend(config)
         memory = PoolMemory.create(backend.layout)
         stack.callback(memory.close)
-        transfer = self._start_transfer(memory)
-        stack.callback(transfer.close)
-        executor = backend.build_executor(memory)
+        executor, mirror = backend.build_executor(memory)
         stack.callback(executor.close)
+        transfer = self._start_transfer(memory, mirror)
+        stack.callback(transfer.close)
         # A view of 64-bit items is all that the pool asks of a mutable sequence; typeshed says otherwise.
         generations = cast(MutableSequence[int], memory.generations)
         pool = BlockPool(backend.layout.num_blocks, config.block_size, generations)
@@ -155,18 +158,29 @@ class EngineWorker:
         stack.callback(service.stop)
         return loop, address
 
-    def _start_transfer(self, memory: PoolMemory) -> TransferProcess:
+    def _start_transfer(self, memory: PoolMemory, mirror: Mirror | None) -> TransferLink:
         config = self._config
-        return TransferProcess.start(
+        start = partial(
+            TransferProcess.start,
             memory=memory,
             worker_epoch=self._epoch,
             host=config.host,
             cluster_token=config.cluster_token,
             transport=config.transport,
             cpu_cores=config.transfer_cpu_cores,
-            on_message=lambda message: self._inbox.put(TransferSaid(message)),
             on_death=lambda: self._inbox.put(PartDied("the transfer process")),
         )
+        if mirror is None:
+            return start(on_message=self._transfer_said)
+        return MirroredTransfer(
+            mirror,
+            lambda on_message: start(on_message=on_message),
+            self._transfer_said,
+            on_failure=lambda: self._inbox.put(PartDied("the mirror of the KV pool")),
+        )
+
+    def _transfer_said(self, message: transfer_pb2.TransferToEngine) -> None:
+        self._inbox.put(TransferSaid(message))
 
     def _service_settings(self, backend: Backend, kv_address: str) -> ServiceSettings:
         config, layout = self._config, backend.layout

@@ -10,12 +10,16 @@ from itertools import count
 from random import Random
 
 import numpy as np
+import torch
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import BlockCopy, ModelLimits, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import SwapSpace
+from pdserve.engine.scheduler import Event
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.kv_transfer.kv_mirror import KvMirror
+from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 
@@ -50,6 +54,8 @@ class WorldConfig:
     """Share of preemptions soon after which the client leaves."""
     drop: float = 0.0
     """Share of choices of which the client has enough at some time."""
+    is_mirrored: bool = False
+    """Pulls read and write a mirror of the pool, and what is told to and by transfer processes waits for copies."""
 
     @property
     def num_seats(self) -> int:
@@ -128,6 +134,15 @@ class _LateStep:
         return self.executor.compute(self.batch)
 
 
+def _mirror(memory: np.ndarray, layout: KvLayout) -> tuple[KvMirror, np.ndarray]:
+    mirrored = PoolMemory.create(layout)
+    blocks = torch.from_numpy(memory.view(np.uint8).reshape(layout.num_blocks, layout.block_bytes))
+    mirror = KvMirror(blocks, mirrored)
+    view = np.frombuffer(mirrored.blocks, np.uint64).reshape(layout.shape)
+    mirrored.close()  # of its descriptor; what is mapped stays with the views
+    return mirror, view
+
+
 class Node:
     """A worker: a scheduler, its pool, and the executor under both."""
 
@@ -145,6 +160,15 @@ class Node:
             model_hash="hash-chain",
         )
         self.memory = np.zeros(layout.shape, dtype=np.uint64)
+        self.mirror: KvMirror | None = None
+        self.transferred = self.memory
+        """What pulls read and write."""
+        if config.is_mirrored:
+            self.mirror, self.transferred = _mirror(self.memory, layout)
+        self.orders: deque[Event] = deque()
+        """For the transfer process."""
+        self.messages: deque[Callable[[], None]] = deque()
+        """From it: each tells the scheduler something."""
         eos = (EOS,)
         inner = EmulatedExecutor(
             layout=layout,

@@ -1,15 +1,17 @@
 """A cluster in one thread under a virtual clock: real schedulers, pools and executor, everything else made up.
 
 Workers run the hash-chain executor over in-memory pools, so that one wrong, lost or repeated token, or a block reused
-too early, shows in the next token. The world plays the transfer processes (pulls copy bytes between pools, late, in
-parts, and sometimes not to the end), the clients (who leave, or drop one of their choices, at any time) and the router
-(which has a parked prompt pulled again, or sends a failed request again, keeping the tokens it has, then each choice
-alone). After every turn each pool's integrity is checked, and in every step what sampling is told.
+too early, shows in the next token. The world plays the transfer processes (pulls copy bytes between pools, or between
+mirrors of them, late, in parts, and sometimes not to the end), the clients (who leave, or drop one of their choices, at
+any time) and the router (which has a parked prompt pulled again, or sends a failed request again, keeping the tokens it
+has, then each choice alone). After every turn each pool's integrity is checked, and in every step what sampling is
+told.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -284,17 +286,41 @@ class World:
                 self._on_prompt_logprobs(node, event)
             case RequestEvent():
                 self._on_request_event(node, event)
+            case _ if node.mirror is not None:
+                node.orders.append(event)
+            case _:
+                self._obey(node, event)
+
+    def _obey(self, node: Node, order: Event) -> None:
+        """An order reaches the transfer process; what it grants is in the mirror by then."""
+        match order:
             case OfferEvent():
-                self._offers[event.handle] = _Offer(node)
+                self._offers[order.handle] = _Offer(node)
             case GrantEvent():
-                self._grant(event)
+                if node.mirror is not None:
+                    node.mirror.download(order.block_ids, order.generations)
+                self._grant(order)
             case WithdrawEvent():
-                self._offers.pop(event.handle, None)  # the puller may have released it meanwhile
+                self._offers.pop(order.handle, None)  # the puller may have released it meanwhile
             case StartPullEvent():
                 opens_at_turn = self.num_turns + self.random.randrange(4)
-                self._pulls.append(_Pull(node, event, opens_at_turn))
+                self._pulls.append(_Pull(node, order, opens_at_turn))
             case AbortPullEvent():
-                self._abort(node, event.pull_id)
+                self._abort(node, order.pull_id)
+
+    def _tell(self, node: Node, message: Callable[[], None]) -> None:
+        """A transfer process tells a worker something: at once, or when the copies before it are done."""
+        if node.mirror is not None:
+            node.messages.append(message)
+        else:
+            message()
+
+    def _move_copies(self, node: Node) -> None:
+        """Some of what waits for copies goes on its way."""
+        while node.orders and self.random.random() < 0.6:
+            self._obey(node, node.orders.popleft())
+        while node.messages and self.random.random() < 0.6:
+            node.messages.popleft()()
 
     def _grant(self, event: GrantEvent) -> None:
         offer = self._offers[event.handle]
@@ -312,7 +338,7 @@ class World:
         offer = self._offers.get(pull.order.source.handle)
         is_failing = self.random.random() < self.config.pull_failure
         if pull.is_aborted and self.random.random() < 0.7:
-            pull.node.memory[list(pull.order.block_ids)] = 3  # a copy that was under way
+            pull.node.transferred[list(pull.order.block_ids)] = 3  # a copy that was under way
         elif pull.is_aborted or is_failing or (pull.is_open and offer is None):
             self._end_pull(pull, "aborted" if pull.is_aborted else "copy" if is_failing else "withdrawn")
         elif self.num_turns < pull.opens_at_turn:
@@ -321,7 +347,7 @@ class World:
             self._end_pull(pull, "refused")
         elif not pull.is_open:
             pull.is_open = True
-            offer.node.scheduler.lease_opened(pull.order.source.handle, self.now_s)
+            self._tell(offer.node, lambda: offer.node.scheduler.lease_opened(pull.order.source.handle, self.now_s))
         elif pull.num_grants < len(offer.grants):
             self._copy(pull, offer, offer.grants[pull.num_grants])
 
@@ -338,9 +364,11 @@ class World:
         ):
             target = index - pull.order.num_cached_blocks
             if target >= 0:
-                pull.node.memory[pull.order.block_ids[target]] = offer.node.memory[block]
+                pull.node.transferred[pull.order.block_ids[target]] = offer.node.transferred[block]
                 if offer.node.generations[block] != generation:
-                    assert all(first.finish for first in offer.grants[-1].first_tokens), "a parked block was reused"
+                    is_over = all(first.finish for first in offer.grants[-1].first_tokens)
+                    assert is_over or offer.node.orders, "a parked block was reused"
+                    self.counts["reused"] += 1
                     self._end_pull(pull, "verify")
                     return
         if grant.final:
@@ -351,19 +379,25 @@ class World:
         del self._offers[grant.handle]
         self.counts["pulled"] += 1
         self.counts["ended at token 0"] += all(first.finish for first in grant.first_tokens)
-        offer.node.scheduler.released(grant.handle, self.now_s)
+        self._tell(offer.node, lambda: offer.node.scheduler.released(grant.handle, self.now_s))
         result = PullResult(pull_id=pull.order.pull_id, num_tokens=grant.num_tokens, first_tokens=grant.first_tokens)
+        self._tell(pull.node, lambda: self._pull_done(pull, result))
+
+    def _pull_done(self, pull: _Pull, result: PullResult) -> None:
+        if pull.node.mirror is not None and not result.failure:
+            pull.node.mirror.upload(pull.order.block_ids)
         pull.node.scheduler.pull_done(result, self.now_s)
 
     def _end_pull(self, pull: _Pull, failure: str) -> None:
         """The pull fails, after a last write of garbage to its targets."""
         self._pulls.remove(pull)
         self.counts[f"pull failed: {failure}"] += 1
-        pull.node.memory[list(pull.order.block_ids)] = 2
-        offer = self._offers.get(pull.order.source.handle)
-        if pull.is_open and offer is not None:
-            offer.node.scheduler.lease_lost(pull.order.source.handle, self.now_s)
-        pull.node.scheduler.pull_done(PullResult(pull_id=pull.order.pull_id, failure=failure), self.now_s)
+        pull.node.transferred[list(pull.order.block_ids)] = 2
+        handle = pull.order.source.handle
+        source = self._offers[handle].node if pull.is_open and handle in self._offers else None
+        if source is not None:
+            self._tell(source, lambda: source.scheduler.lease_lost(handle, self.now_s))
+        self._tell(pull.node, lambda: self._pull_done(pull, PullResult(pull_id=pull.order.pull_id, failure=failure)))
 
     # Time
 
@@ -380,6 +414,8 @@ class World:
             else:
                 is_busy |= node.turn(self.now_s)
         self._take_events()
+        for node in self.nodes:
+            self._move_copies(node)
         for pull in list(self._pulls):
             if pull in self._pulls and self.random.random() < 0.7:
                 self._move_pull(pull)
@@ -392,7 +428,7 @@ class World:
         self._take_events()
         for node in self.nodes:
             node.check()
-        return is_busy or bool(self._pulls)
+        return is_busy or bool(self._pulls) or any(node.orders or node.messages for node in self.nodes)
 
     def _take_events(self) -> None:
         """Handle every worker's events, and those that handling them causes."""

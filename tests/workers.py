@@ -185,11 +185,15 @@ class RouterClient:
 class WorkerProcess:
     """A worker as a plain process of its own; leaving the context ends it by SIGKILL if it still runs."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Start it and wait for its endpoint; an AssertionError shows what it wrote if it does not come up."""
-        module = "pdserve.prefill_worker" if config.role is WorkerRole.PREFILL else "pdserve.decode_worker"
+    def __init__(self, config: WorkerConfig, *, module: str = "") -> None:
+        """Start it and wait for its endpoint; an AssertionError shows what it wrote if it does not come up.
+
+        Args:
+            module: the program; empty is that of the role.
+        """
+        of_role = "pdserve.prefill_worker" if config.role is WorkerRole.PREFILL else "pdserve.decode_worker"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, "--config", "-", "--die-with-parent"],
+            [sys.executable, "-m", module or of_role, "--config", "-", "--die-with-parent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

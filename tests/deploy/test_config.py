@@ -89,6 +89,11 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("model: {dtype: int4}", "model.dtype is 'int4'; write one of float32, bfloat16, float16"),
         ("model: {kv_dtype: fp8}", "model.kv_dtype is 'fp8'; write one of auto, int8"),
         ("model: {quantization: awq}", "model.quantization is 'awq'; write one of none, int8, int4"),
+        ("decode: {device: gpu}", "decode.device is 'gpu'; write one of auto, cpu, cuda"),
+        (
+            "decode: {gpu_memory_utilization: 90}",
+            "decode.gpu_memory_utilization is 90.0; it is a share of a GPU's memory",
+        ),
         ("model: {block_size: 0}", "model.block_size is 0; write a number from 1"),
         ("decode: {replicas: -1}", "decode.replicas is -1; write a number from 0"),
         ("decode: {tensor_parallel: 2}", "decode.tensor_parallel is 2; only 1 is supported today"),

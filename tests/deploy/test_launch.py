@@ -22,7 +22,7 @@ DOCUMENT = {
         "max_model_len": 512,
     },
     "prefill": {"replicas": 2, "kv_memory": "1GiB", "max_batch_tokens": 100},
-    "decode": {"max_batch_size": 7},
+    "decode": {"max_batch_size": 7, "device": "cuda", "gpu_memory_utilization": 0.5},
     "kv_transfer": {"transport": "grpc"},
     "router": {"port": 1234, "max_queued_requests": 5},
 }
@@ -38,6 +38,8 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert (second.max_batch_tokens, third.max_batch_size) == (100, 7)
     assert {(config.dtype, config.kv_dtype) for config in (first, second, third)} == {("bfloat16", "int8")}
     assert {config.quantization for config in (first, second, third)} == {"int8"}
+    assert (first.device, first.gpu_memory_utilization) == ("auto", 0.9)
+    assert (third.device, third.gpu_memory_utilization) == ("cuda", 0.5)
     assert (third.block_size, third.max_model_len, third.transport) == (32, 512, "grpc")
     assert (third.emulate, third.time_scale, third.cluster_token) == ("a100", 2.0, "secret")
     assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == split.worker_cores

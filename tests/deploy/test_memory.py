@@ -42,6 +42,7 @@ def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfi
     assert worker_memory(a_worker(), model) == (weight_bytes(model.shape, "float32", "none").total, 10 * block_bytes, 0)
     told = worker_memory(a_worker(kv=50 * MIB, swap=8 * MIB), model)
     assert (told.kv, told.swap) == (50 * MIB, 8 * MIB)
+    assert worker_memory(replace(a_worker(kv=50 * MIB), device="cuda"), model) == (0, 50 * MIB, 0)
 
 
 @pytest.mark.parametrize(

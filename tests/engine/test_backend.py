@@ -100,6 +100,7 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
     [
         ({"block_size": 0}, "block_size 0"),
         ({"dtype": "int8"}, "use one of float32"),
+        ({"device": "tpu"}, "device 'tpu' is not supported: use one of auto, cpu, cuda"),
         ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported: use one of auto, int8"),
         ({"quantization": "awq"}, "quantization 'awq' is not supported: use one of none, int8, int4"),
     ],
@@ -117,6 +118,34 @@ def test_kv_of_dynamic_rope_is_of_one_length(config: WorkerConfig, tmp_path: Pat
     for path, num_hashes in ((str(stretched), 2), (config.model_path, 1)):
         configs = [replace(config, model_path=path, max_model_len=length) for length in (1024, 2048)]
         assert len({choose_backend(config).layout.model_hash for config in configs}) == num_hashes
+
+
+def test_a_gpu_that_is_not_here_is_one_line_with_the_remedy(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert choose_backend(replace(config, device="auto")).layout == choose_backend(replace(config, device="cpu")).layout
+    with pytest.raises(ValueError, match=r"torch sees no GPU: check nvidia-smi .* or set device to cpu") as error:
+        choose_backend(replace(config, device="cuda"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("device", "has_pool_on_gpu"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_a_pool_on_a_gpu_is_sized_by_what_is_free_there(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, device: str, has_pool_on_gpu: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2 * 10**6, 2 * 10**6))
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: 10**9)
+    told = replace(config, device=device, gpu_memory_utilization=0.5, max_batch_tokens=16, max_batch_size=100)
+    chosen = choose_backend(told)
+    memory = chosen.cost.rank_memory(max_batch_tokens=16, max_batch_size=100)
+    on_gpu = int(10**6 - memory.weight_bytes - memory.activation_bytes) // chosen.layout.block_bytes
+    on_host = int((10**9 - held_bytes(config)) * AUTO_MEMORY_SHARE) // chosen.layout.block_bytes
+    useful = 100 * MAX_MODEL_LEN // config.block_size
+    assert on_gpu < useful < on_host
+    assert chosen.layout.num_blocks == (on_gpu if has_pool_on_gpu else useful)
 
 
 def test_pickles_are_named_before_anything_is_allocated(config: WorkerConfig, tmp_path: Path) -> None:

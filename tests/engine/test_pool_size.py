@@ -6,7 +6,15 @@ import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.pool_size import check_pool_fits, memory_beside_weights, num_kv_blocks, num_swap_slots
+from pdserve.engine.pool_size import (
+    PoolRoom,
+    check_pool_fits,
+    memory_beside_weights,
+    num_kv_blocks,
+    num_swap_slots,
+    room_on_cpu,
+    room_on_gpu,
+)
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=10)
 
@@ -51,6 +59,37 @@ def test_weights_and_pool_share_the_memory() -> None:
         check_pool_fits(301, 300)
     with pytest.raises(ValueError, match="weights take 1001 bytes on this host and 1000 are available"):
         memory_beside_weights(1001, 1000)
+
+
+def test_a_cpu_s_pools_share_what_the_weights_leave() -> None:
+    assert room_on_cpu(700, 1000) == PoolRoom(max_bytes=300, auto_bytes=30, host_bytes=300)
+
+
+def gpu_room(**given: float) -> PoolRoom:
+    """Of a GPU of 1000 bytes on a large host."""
+    values: dict[str, float] = {"weight_bytes": 300, "activation_bytes": 50, "free_bytes": 1000, "total_bytes": 1000}
+    return room_on_gpu(**{**values, "utilization": 0.9, "host_bytes": 10**6, **given})  # type: ignore[arg-type]
+
+
+def test_a_gpu_s_pool_takes_what_weights_and_activations_leave_of_its_share() -> None:
+    assert gpu_room() == PoolRoom(max_bytes=650, auto_bytes=550, host_bytes=10**6)
+    assert gpu_room(utilization=0.5).auto_bytes == 150
+
+
+def test_a_gpu_that_others_use_gives_what_is_free() -> None:
+    assert gpu_room(free_bytes=400) == PoolRoom(max_bytes=50, auto_bytes=50, host_bytes=10**6)
+
+
+def test_a_gpu_s_pool_is_no_larger_than_its_mirror_may_grow() -> None:
+    assert gpu_room(host_bytes=200) == PoolRoom(max_bytes=650, auto_bytes=100, host_bytes=200)
+
+
+@pytest.mark.parametrize("given", [{"weight_bytes": 851}, {"utilization": 0.3}, {"free_bytes": 349}])
+def test_weights_that_a_gpu_does_not_hold_are_refused(given: dict[str, float]) -> None:
+    with pytest.raises(
+        ValueError, match="raise gpu_memory_utilization, end what else runs on the GPU, or serve a small"
+    ):
+        gpu_room(**given)
 
 
 def slots(swap_memory_bytes: int | None, role: WorkerRole = WorkerRole.DECODE, spare_bytes: int = 10**6) -> int:

@@ -32,6 +32,7 @@ configs = st.builds(
     num_swap_slots=st.sampled_from([0, 5, 40]),
     recompute_share=st.sampled_from([0.0, 0.3]),
     drop=st.sampled_from([0.0, 0.2]),
+    is_mirrored=st.booleans(),
 )
 
 

@@ -175,6 +175,7 @@ def real_model_config(checkpoint: Path, role: WorkerRole, core: int, quantizatio
         role=role,
         model_path=str(checkpoint),
         max_model_len=256,
+        device="cpu",
         num_kv_blocks=64,
         max_batch_tokens=64,
         kv_dtype="auto" if quantization == "none" else "int8",

@@ -1,0 +1,51 @@
+"""Which workers get a GPU, and how much of one: decided when Ray is there and before any worker starts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import isclose
+
+from pdserve.contracts.placement import WorkerConfig
+from pdserve.deploy.errors import DeployError
+
+_MAX_SHARE = 0.5
+"""A worker that takes more of a GPU's memory has it to itself."""
+
+
+def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
+    """GPUs that each worker asks Ray for; 0 for one that computes on the CPU, or emulates.
+
+    A worker takes a GPU of its own, or as large a share of one as of its memory, if that is a half or less. Workers
+    whose ``device`` is ``auto`` get GPUs if there are enough for all of them.
+
+    Args:
+        num_gpus: of the cluster.
+
+    Raises:
+        DeployError: there are too few for those whose ``device`` is ``cuda``.
+    """
+    shares = [0.0 if config.emulate or config.device == "cpu" else _share(config) for config in configs]
+    if _num_gpus(shares) <= num_gpus:
+        return shares
+    shares = [share if config.device == "cuda" else 0.0 for share, config in zip(shares, configs, strict=True)]
+    if _num_gpus(shares) > num_gpus:
+        raise DeployError(
+            f"workers with device cuda take {_num_gpus(shares)} GPUs and Ray has {num_gpus:g}: use fewer of them, "
+            f"lower their gpu_memory_utilization to share GPUs, or set device to cpu"
+        )
+    return shares
+
+
+def _share(config: WorkerConfig) -> float:
+    return config.gpu_memory_utilization if config.gpu_memory_utilization <= _MAX_SHARE else 1.0
+
+
+def _num_gpus(shares: Iterable[float]) -> int:
+    """GPUs that hold all shares: the largest first, each on the first with room."""
+    left: list[float] = []
+    for share in sorted(filter(None, shares), reverse=True):
+        index = next((index for index, room in enumerate(left) if room > share or isclose(room, share)), len(left))
+        if index == len(left):
+            left.append(1.0)
+        left[index] -= share
+    return len(left)

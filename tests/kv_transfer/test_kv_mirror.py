@@ -1,0 +1,72 @@
+"""Copies between a pool and its mirror, where the device is another piece of host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.kv_transfer import kv_mirror
+from pdserve.kv_transfer.kv_mirror import KvMirror
+from pdserve.kv_transfer.pool_memory import PoolMemory
+
+LAYOUT = KvLayout(
+    num_blocks=8, num_kv_heads=2, num_layers=3, block_size=4, head_dim=8, dtype="float32", model_hash="model"
+)
+
+
+class Rig:
+    """A pool of random bytes and a mirror of zeros."""
+
+    def __init__(self) -> None:
+        self.memory = PoolMemory.create(LAYOUT)
+        self.pool = torch.randint(1, 256, (LAYOUT.num_blocks, LAYOUT.block_bytes), dtype=torch.uint8)
+        self.mirror = KvMirror(self.pool, self.memory)
+
+    def mirrored(self, block: int) -> bytes:
+        return bytes(self.memory.block(block, 0, LAYOUT.num_kv_heads))
+
+    def pooled(self, block: int) -> bytes:
+        return self.pool[block].numpy().tobytes()
+
+
+@pytest.fixture(params=[1, 2, 100], ids=lambda blocks: f"{blocks} staged blocks")
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setattr(kv_mirror, "STAGING_BYTES", request.param * LAYOUT.block_bytes)
+    return Rig()
+
+
+def test_just_the_granted_blocks_come_to_the_mirror(rig: Rig) -> None:
+    rig.mirror.download([6, 0, 3], [1, 1, 1])
+    for block in range(LAYOUT.num_blocks):
+        expected = rig.pooled(block) if block in (0, 3, 6) else bytes(LAYOUT.block_bytes)
+        assert rig.mirrored(block) == expected
+
+
+def test_just_the_pulled_blocks_come_to_the_pool(rig: Rig) -> None:
+    before = rig.pool.clone()
+    rig.memory.blocks[:] = b"\x00" * LAYOUT.pool_bytes
+    rig.mirror.upload([5, 2, 7])
+    for block in range(LAYOUT.num_blocks):
+        expected = bytes(LAYOUT.block_bytes) if block in (2, 5, 7) else before[block].numpy().tobytes()
+        assert rig.pooled(block) == expected
+
+
+def test_a_block_is_copied_again_once_its_generation_was_raised(rig: Rig) -> None:
+    rig.mirror.download([4, 5], [1, 1])
+    first = rig.pooled(4)
+    rig.pool[4:6] = 7
+    rig.mirror.download([4, 5, 4], [1, 2, 1])
+    assert rig.mirrored(4) == first
+    assert rig.mirrored(5) == rig.pooled(5)
+
+
+def test_no_blocks_are_no_copy(rig: Rig) -> None:
+    rig.mirror.download([], [])
+    rig.mirror.upload([])
+    assert not any(rig.memory.blocks)
+
+
+def test_a_pool_of_another_layout_has_no_mirror_here() -> None:
+    with pytest.raises(AssertionError, match="is no pool"):
+        KvMirror(torch.zeros((7, LAYOUT.block_bytes), dtype=torch.uint8), PoolMemory.create(LAYOUT))

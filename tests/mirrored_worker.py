@@ -1,0 +1,43 @@
+"""A worker process whose executor computes in memory of its own, with a mirror of it for the transfer process, as where
+the pool lies on a GPU: ``python -m tests.mirrored_worker --config JSON``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.decode_worker import worker as decode_worker
+from pdserve.engine.backend import Backend, BuiltExecutor, choose_backend
+from pdserve.engine.process import main
+from pdserve.engine.scheduler import Scheduler
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.kv_transfer.kv_mirror import KvMirror
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.prefill_worker import worker as prefill_worker
+
+
+def mirrored_backend(config: WorkerConfig) -> Backend:
+    """As a worker chooses it, but for the memory of the pool."""
+    backend = choose_backend(config)
+
+    def build_executor(memory: PoolMemory) -> BuiltExecutor:
+        device = PoolMemory.create(backend.layout)
+        blocks = torch.frombuffer(device.blocks, dtype=torch.uint8).view(backend.layout.num_blocks, -1)
+        return BuiltExecutor(backend.build_executor(device).executor, KvMirror(blocks, memory))
+
+    return replace(backend, build_executor=build_executor)
+
+
+def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> Scheduler:
+    if config.role is WorkerRole.PREFILL:
+        return prefill_worker.build_scheduler(pool=pool, backend=backend, config=config)
+    return decode_worker.build_scheduler(pool=pool, backend=backend, config=config)
+
+
+if __name__ == "__main__":
+    with patch("pdserve.engine.worker.choose_backend", mirrored_backend):
+        sys.exit(main(build_scheduler, "mirrored_worker"))
