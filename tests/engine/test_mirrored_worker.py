@@ -127,7 +127,7 @@ def test_cancelled_handoffs_leave_the_others_alone(pair: Pair) -> None:
 def test_handoffs_of_the_real_model_equal_a_mixed_worker(checkpoint: Path) -> None:
     """With KV of int8, in a gRPC stream."""
     requests = [a_request(n, num_prompt=50 + 20 * n) for n in range(4)]
-    mixed_config = real_model_config(checkpoint, WorkerRole.MIXED, 0, int8=True)
+    mixed_config = real_model_config(checkpoint, WorkerRole.MIXED, 0, "int8")
     with WorkerProcess(mixed_config) as mixed_worker, mixed_worker.connect() as mixed:
         for request in requests:
             mixed.submit(request)
@@ -135,7 +135,7 @@ def test_handoffs_of_the_real_model_equal_a_mixed_worker(checkpoint: Path) -> No
 
     def config_of(role: WorkerRole) -> WorkerConfig:
         core = int(role is WorkerRole.DECODE)
-        return replace(real_model_config(checkpoint, role, core, int8=True), transport="grpc")
+        return replace(real_model_config(checkpoint, role, core, "int8"), transport="grpc")
 
     with mirrored_pair(config_of) as pair:
         assert [pair.hand_off(request) for request in requests] == expected
