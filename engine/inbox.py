@@ -23,6 +23,8 @@ class AddRequest:
 
     key: RequestKey
     request: GenerationRequest
+    received_s: float
+    """By ``time.monotonic()``: objectives run from here, not from when the loop has time to look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class PrepareRequest:
     key: RequestKey
     request: GenerationRequest
     source: KvSource
+    received_s: float
 
 
 @dataclass(frozen=True, slots=True)

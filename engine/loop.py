@@ -252,12 +252,12 @@ class StepLoop:
     def _handle(self, message: Message) -> None:
         now_s = time.monotonic()
         match message:
-            case AddRequest(key, request):
+            case AddRequest(key, request, received_s):
                 if self._accept(key):
-                    self._scheduler.add(key, request, now_s)
-            case PrepareRequest(key, request, source):
+                    self._scheduler.add(key, request, received_s)
+            case PrepareRequest(key, request, source, received_s):
                 if self._accept(key):
-                    self._scheduler.prepare(key, request, source, now_s)
+                    self._scheduler.prepare(key, request, source, received_s)
             case CancelRequest(key, choices):
                 self._scheduler.cancel(key, now_s, choices)
             case SessionEnded(session):

@@ -208,7 +208,11 @@ class Scheduler(Protocol):
     """Decides what each step computes. Not thread-safe: one loop owns it."""
 
     def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
-        """Take a request to prefill here. One that can never run gets a REJECTED event."""
+        """Take a request to prefill here. One that can never run gets a REJECTED event.
+
+        Args:
+            now_s: when the worker received it, which may be before the instants of calls that came first.
+        """
         ...
 
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:

@@ -206,9 +206,9 @@ class WorkerService:
                 raise WireError("the worker is overloaded")
             request = request_from_proto(wire_request, self._settings.limits)
             if is_prepare:
-                command = PrepareRequest(key, request, source_from_proto(message.prepare.source))
+                command = PrepareRequest(key, request, source_from_proto(message.prepare.source), time.monotonic())
             else:
-                command = AddRequest(key, request)
+                command = AddRequest(key, request, time.monotonic())
         except WireError as error:
             refused = worker_pb2.RequestEvent(
                 request_id=key.request_id,

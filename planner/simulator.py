@@ -247,11 +247,12 @@ class _Run:
         if not choice.handoff:
             seat.promise_decode(flight.request_id, request.num_known_tokens, flight.blocks.num_blocks())
         key = flight.key
-        seat.worker.tell(lambda scheduler, heard_s: scheduler.add(key, request, heard_s))
+        seat.worker.tell(lambda scheduler, _: scheduler.add(key, request, now_s))
 
     def _bind(self, flight: SimulatedFlight) -> None:
         """Name a decode worker for the parked prompt."""
         assert flight.prefill is not None
+        now_s = self._agenda.now_s
         choice = choose_decode(flight.blocks, self._snapshots(), self._costs)
         assert choice is not None
         seat = flight.decode = self._seats[choice.worker_id]
@@ -259,7 +260,7 @@ class _Run:
         source = KvSource(address=flight.prefill.worker.worker_id, worker_epoch=0, handle=flight.handle)
         seat.promise_decode(flight.request_id, request.num_known_tokens, flight.blocks.num_blocks())
         key = flight.key
-        seat.worker.tell(lambda scheduler, heard_s: scheduler.prepare(key, request, source, heard_s))
+        seat.worker.tell(lambda scheduler, _: scheduler.prepare(key, request, source, now_s))
 
     # What workers say
 

@@ -64,6 +64,7 @@ class CountingScheduler:
         self.planned: deque[list[RequestKey]] = deque()
         self.calls: list[object] = []
         self.events: list[Event] = []
+        self.added_s = 0.0
         self.max_planned = 0
         self.num_failed = 0
         self.one_at_a_time = False
@@ -72,10 +73,11 @@ class CountingScheduler:
 
     def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
         self.left[key] = request.sampling.max_tokens
+        self.added_s = now_s
         self.events.append(RequestEvent(key=key, kind=RequestEventKind.STARTED))
 
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
-        self.calls.append((key, source))
+        self.calls.append((key, source, now_s))
 
     def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
         if choices:
@@ -256,7 +258,7 @@ class Rig:
         key = RequestKey(session, request_id, 0)
         sampling = SamplingParams(max_tokens=max_tokens)
         request = GenerationRequest(request_id=request_id, prompt_tokens=(1,), sampling=sampling)
-        self.inbox.put(AddRequest(key, request))
+        self.inbox.put(AddRequest(key, request, time.monotonic()))
         return key
 
 
@@ -344,9 +346,11 @@ def test_a_cancel_of_choices_reaches_the_scheduler_and_the_request_lives_until_i
     rig = Rig()
     key = RequestKey(1, 1, 0)
     with rig.running():
-        rig.inbox.put(PrepareRequest(key, GenerationRequest(request_id=1, prompt_tokens=(1,), num_choices=3), SOURCE))
+        rig.inbox.put(
+            PrepareRequest(key, GenerationRequest(request_id=1, prompt_tokens=(1,), num_choices=3), SOURCE, 0.0)
+        )
         rig.inbox.put(CancelRequest(key, (0, 2)))
-        wait_until(lambda: rig.scheduler.calls == [(key, SOURCE), (key, (0, 2))], "the calls")
+        wait_until(lambda: rig.scheduler.calls == [(key, SOURCE, 0.0), (key, (0, 2))], "the calls")
         rig.scheduler.events.append(TokenEvent(key, 1, 0, 5, None, FinishReason.STOP))
         rig.inbox.put(StartDrain())
         wait_until(lambda: rig.reports[-1].load.draining, "a drain")
@@ -444,13 +448,14 @@ def test_words_of_the_transfer_process_reach_the_scheduler_and_the_routers() -> 
     assert (reports[0].transport, reports[0].bytes, reports[0].seconds) == ("memfd", 99, 0.5)
 
 
-def test_prepare_reaches_the_scheduler() -> None:
+def test_requests_reach_the_scheduler_with_the_instant_of_their_receipt() -> None:
     rig = Rig()
-    key = RequestKey(1, 1, 0)
+    prepared, added = RequestKey(1, 1, 0), RequestKey(1, 2, 0)
     with rig.running():
-        request = GenerationRequest(request_id=1, prompt_tokens=(1,))
-        rig.inbox.put(PrepareRequest(key, request, SOURCE))
-        wait_until(lambda: rig.scheduler.calls == [(key, SOURCE)], "the call")
+        rig.inbox.put(PrepareRequest(prepared, GenerationRequest(request_id=1, prompt_tokens=(1,)), SOURCE, 3.0))
+        wait_until(lambda: rig.scheduler.calls == [(prepared, SOURCE, 3.0)], "the call")
+        rig.inbox.put(AddRequest(added, GenerationRequest(request_id=2, prompt_tokens=(1,)), 4.0))
+        wait_until(lambda: rig.scheduler.added_s == 4.0, "the request")
 
 
 def test_an_idle_loop_sleeps_and_a_hung_one_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:

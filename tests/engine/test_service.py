@@ -93,6 +93,7 @@ def a_token(key: RequestKey, index: int = 0) -> TokenEvent:
 
 def test_welcome_then_commands_then_frames(loop_side: LoopSide) -> None:
     with RouterClient(loop_side.address, token="secret") as router:
+        began_s = time.monotonic()
         request = a_request(9, attempt=2, cache_salt=b"tenant", handoff=True)
         source = KvSource(address="127.0.0.1:5", worker_epoch=3, handle=bytes(16))
         router.submit(request)
@@ -106,7 +107,10 @@ def test_welcome_then_commands_then_frames(loop_side: LoopSide) -> None:
         key = added.key
         assert (key.request_id, key.attempt) == (9, 2)
         assert added.request == request
-        assert loop_side.next_message() == PrepareRequest(key, request, source)
+        prepared = loop_side.next_message()
+        assert isinstance(prepared, PrepareRequest)
+        assert prepared == PrepareRequest(key, request, source, prepared.received_s)
+        assert began_s <= added.received_s <= prepared.received_s <= time.monotonic()
         assert loop_side.next_message() == CancelRequest(key)
         assert loop_side.next_message() == CancelRequest(key, (1, 3))
         assert loop_side.next_message() == StartDrain()
