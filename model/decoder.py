@@ -2,7 +2,7 @@
 
 The transformer as Touvron et al. 2023 (LLaMA) have it: RMSNorm before each part, rotary attention with grouped query
 heads, a gated MLP. What other families add or change is data of `pdserve.model.config.DecoderConfig`. Used by
-`pdserve.model.model_executor`; products, attention and the rotary write are kernels. Holds weights, no sequences.
+the executors; products, attention and the rotary write are kernels. Holds weights, no sequences.
 
 Shape suffixes: T new tokens of the batch, B those whose next one is wanted, V vocabulary, E hidden size, M heads of
 queries, keys and values, N query heads, D head dim, F features.
@@ -54,7 +54,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_T: torch.Tensor, kv_pool: KvPool, metadata: AttentionMetadata, wanted_B: torch.Tensor
+        self,
+        tokens_T: torch.Tensor,
+        kv_pool: KvPool,
+        metadata: AttentionMetadata,
+        wanted_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the KV of every new token and return the last hidden states of some, for `logits`.
 
@@ -62,7 +66,7 @@ class Decoder:
             tokens_T: token ids, ``[num_tokens]``; like the rest of the batch, on any device.
             kv_pool: written in place.
             metadata: where the tokens' sequences lie in the pool.
-            wanted_B: indices into ``tokens_T`` of the tokens to return, in any order.
+            wanted_B: indices into ``tokens_T`` of the tokens to return, in any order; by default all of them.
 
         Returns:
             ``[B, E]``.
@@ -76,12 +80,18 @@ class Decoder:
             self._add_attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
             for some_TE in torch.split(x_TE, self._kernels.mlp_rows or len(x_TE)):
                 self._add_mlp(layer, some_TE)
-        return self._normalise(x_TE[wanted_B.to(x_TE.device)], self._weights.norm)
+        x_BE = x_TE if wanted_B is None else x_TE[wanted_B.to(x_TE.device)]
+        return self._normalise(x_BE, self._weights.norm)
 
     @torch.inference_mode()
-    def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
-        """What `forward` returned, or part of it, as logits: float32 ``[B, V]``."""
-        logits_BV = self._weights.lm_head(x_BE).float()
+    def logits(self, x_BE: torch.Tensor, out_BV: torch.Tensor | None = None) -> torch.Tensor:
+        """What `forward` returned, or part of it, as logits: float32 ``[B, V]``.
+
+        Args:
+            out_BV: takes them, and is returned.
+        """
+        logits_BV = self._weights.lm_head(x_BE)
+        logits_BV = logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
         softcap = self._config.logit_softcap
         return logits_BV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_BV
 

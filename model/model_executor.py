@@ -7,7 +7,6 @@ given, and samples. Knows block tables, never a block pool's bookkeeping. Thread
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -24,26 +23,10 @@ from pdserve.kernels.selection import select_kernels
 from pdserve.model.block_copies import BlockCopier
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
+from pdserve.model.finished_steps import DoneStep, FailedStep
 from pdserve.model.logprobs import logprobs_in_pieces
-from pdserve.model.sampling import SamplingRow, sample
-from pdserve.model.token_counts import TokenCountCache
-
-
-@dataclass(frozen=True, slots=True)
-class _DoneStep:
-    output: StepOutput
-
-    def result(self) -> StepOutput:
-        return self.output
-
-
-@dataclass(frozen=True, slots=True)
-class _FailedStep:
-    step_id: int
-    error: Exception
-
-    def result(self) -> StepOutput:
-        raise RuntimeError(f"step {self.step_id} failed: {self.error!r}") from self.error
+from pdserve.model.row_sampling import RowSampler
+from pdserve.model.step_inputs import Wanted
 
 
 class _Result(NamedTuple):
@@ -90,7 +73,7 @@ class ModelExecutor:
         self._vocab_size = config.shape.vocab_size
         self._model = Decoder(folder, config, getattr(torch, dtype), select_kernels(pool), quantization)
         self._previous_sampled: list[SampledToken | None] = []
-        self._token_counts = TokenCountCache()
+        self._sampler = RowSampler()
 
     @property
     def pipeline_depth(self) -> int:
@@ -106,9 +89,9 @@ class ModelExecutor:
         except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
             self._settle()
             self._previous_sampled = []
-            return _FailedStep(batch.step_id, error)
+            return FailedStep(batch.step_id, error)
         self._previous_sampled = [tokens[0] if tokens else None for tokens in result.sampled]
-        return _DoneStep(
+        return DoneStep(
             StepOutput(
                 step_id=batch.step_id,
                 sampled=list(self._previous_sampled),
@@ -137,19 +120,18 @@ class ModelExecutor:
         tokens = np.fromiter(chain.from_iterable(map(self._tokens, rows)), np.int64, metadata.num_tokens)
         assert tokens.min() >= 0, f"token id {tokens.min()} is negative"
         assert tokens.max() < self._vocab_size, f"token id {tokens.max()} is outside a vocabulary of {self._vocab_size}"
-        starts = metadata.query_starts
-        sampling = [index for index, row in enumerate(rows) if row.sample is not None]
-        asking = [index for index, row in enumerate(rows) if row.prompt_targets]
-        wanted = [starts[1:][sampling] - 1]
-        wanted += [torch.arange(len(rows[index].prompt_targets)) + starts[index] for index in asking]
-        hidden = self._model.forward(torch.from_numpy(tokens), self._pool, metadata, torch.cat(wanted))
-        hidden_BE, *prompts = torch.split(hidden, [len(indices) for indices in wanted])
+        wanted = Wanted.by(rows)
+        hidden = self._model.forward(
+            torch.from_numpy(tokens), self._pool, metadata, torch.from_numpy(wanted.tokens(rows))
+        )
+        hidden_BE, prompts = wanted.split(hidden, rows)
         result = _Result([[] for _ in rows], {})
-        if sampling:
-            sampled = sample(self._model.logits(hidden_BE), [self._sampling_row(rows[index]) for index in sampling])
-            for index, tokens_of_row in zip(sampling, sampled, strict=True):
+        if wanted.sampling:
+            sampling = [rows[index] for index in wanted.sampling]
+            sampled = self._sampler.sample(self._model.logits(hidden_BE), sampling, self._late_token)
+            for index, tokens_of_row in zip(wanted.sampling, sampled, strict=True):
                 result.sampled[index] = tokens_of_row
-        for index, hidden_TE in zip(asking, prompts, strict=True):
+        for index, hidden_TE in zip(wanted.asking, prompts, strict=True):
             row = rows[index]
             result.prompt_logprobs[index] = logprobs_in_pieces(
                 self._model.logits, hidden_TE, row.prompt_targets, row.num_prompt_logprobs
@@ -161,18 +143,10 @@ class ModelExecutor:
         if row.previous_row < 0:
             return row.tokens
         assert not row.tokens, "a row has tokens of its own or the previous step's, not both"
-        return (self._late_token(row),)
+        return (self._late_token(row.previous_row),)
 
-    def _late_token(self, row: StepRow) -> int:
-        assert row.previous_row < len(self._previous_sampled), f"the step before has no row {row.previous_row}"
-        sampled = self._previous_sampled[row.previous_row]
-        assert sampled is not None, f"row {row.previous_row} of the step before sampled nothing"
+    def _late_token(self, previous_row: int) -> int:
+        assert previous_row < len(self._previous_sampled), f"the step before has no row {previous_row}"
+        sampled = self._previous_sampled[previous_row]
+        assert sampled is not None, f"row {previous_row} of the step before sampled nothing"
         return sampled.token
-
-    def _sampling_row(self, row: StepRow) -> SamplingRow:
-        assert row.sample is not None
-        counts = None
-        if row.sample.has_penalties:
-            late_token = self._late_token(row) if row.previous_row >= 0 else None
-            counts = self._token_counts.counts(row.sequence_id, row.history, row.num_prompt_tokens, late_token)
-        return SamplingRow(row.sample, row.sample_position, row.choice, row.num_choices, row.banned_tokens, counts)

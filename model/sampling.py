@@ -83,6 +83,11 @@ def sample(logits_BV: torch.Tensor, rows: Sequence[SamplingRow]) -> list[list[Sa
     return sampled
 
 
+def drawing_temperature(params: SamplingParams) -> float:
+    """That of a draw, where it is over 0."""
+    return max(params.temperature, _MIN_TEMPERATURE)
+
+
 def _edit(logits_BV: torch.Tensor, rows: Sequence[SamplingRow]) -> bool:
     """Apply the rows' bans, bias and penalties, in place; returns whether there were any."""
     bans = [(index, row.banned_tokens) for index, row in enumerate(rows) if row.banned_tokens]
@@ -101,7 +106,7 @@ def _draws(
     logits_BV: torch.Tensor, best: Sequence[float], rows: Sequence[SamplingRow], drawn: Sequence[int]
 ) -> list[Draw]:
     """The draws of some rows, one for each of their choices, from what truncation leaves."""
-    temperatures = {index: max(rows[index].params.temperature, _MIN_TEMPERATURE) for index in drawn}
+    temperatures = {index: drawing_temperature(rows[index].params) for index in drawn}
     cut = [index for index in drawn if truncates(rows[index].params)]
     kept = dict.fromkeys(drawn, ALL_KEPT)
     if cut:

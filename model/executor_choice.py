@@ -1,0 +1,50 @@
+"""Which executor computes a model: decided by the device that the KV pool lies on. Called where a worker is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.step import Executor
+from pdserve.kernels.kv_pool import KvPool
+from pdserve.model.config import DecoderConfig
+from pdserve.model.gpu_executor import GpuExecutor
+from pdserve.model.model_executor import ModelExecutor
+
+
+def build_executor(
+    *,
+    folder: Path,
+    config: DecoderConfig,
+    layout: KvLayout,
+    pool: KvPool,
+    dtype: str,
+    quantization: str = "none",
+    num_swap_slots: int = 0,
+    max_batch_size: int,
+) -> Executor:
+    """The executor for ``pool``, whose weights are loaded to the pool's device; see `ModelExecutor`.
+
+    Args:
+        max_batch_size: sequences that decode together, at most.
+    """
+    if pool.values.device.type == "cpu":
+        return ModelExecutor(
+            folder=folder,
+            config=config,
+            layout=layout,
+            pool=pool,
+            dtype=dtype,
+            quantization=quantization,
+            num_swap_slots=num_swap_slots,
+        )
+    return GpuExecutor(
+        folder=folder,
+        config=config,
+        layout=layout,
+        pool=pool,
+        dtype=dtype,
+        quantization=quantization,
+        num_swap_slots=num_swap_slots,
+        max_batch_size=max_batch_size,
+    )

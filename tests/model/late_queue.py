@@ -1,0 +1,67 @@
+"""A queue whose copies to the host arrive when they are waited for, as those of a GPU may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve.model.device_queue import HostQueue, Mark
+
+NOT_YET = -12345
+
+
+@dataclass
+class LateQueue(HostQueue):
+    """Counts what it is asked for. Until a later mark is waited for, what was fetched is not what it will be."""
+
+    num_puts: int = 0
+    num_fetches: int = 0
+    num_replays: int = 0
+    num_captured: int = 0
+    _pending: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def put(self, words: npt.NDArray[np.int32], into: torch.Tensor | None = None) -> torch.Tensor:
+        self.num_puts += 1
+        return super().put(words, into)
+
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_fetches += 1
+        fetched = torch.full_like(values, NOT_YET)
+        self._pending.append((fetched, values.clone()))
+        return fetched
+
+    def mark(self) -> Mark:
+        return _LateMark(super().mark(), self, len(self._pending))
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            compute()
+
+        return replay
+
+    @torch.inference_mode()
+    def arrive(self, num_fetched: int) -> None:
+        """The first so many of the copies are done."""
+        for fetched, values in self._pending[:num_fetched]:
+            fetched.copy_(values)
+
+
+@dataclass
+class _LateMark:
+    inner: Mark
+    queue: LateQueue
+    num_fetched: int
+
+    def wait(self) -> None:
+        self.queue.arrive(self.num_fetched)
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _LateMark)
+        return self.inner.seconds_since(earlier.inner)
