@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool, KvPoolShape
+from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, KvPoolShape, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import ALL_KEPT, AttentionRule, Draw, Nucleus, QkNorm
 from pdserve.kernels.triton_block_copy import gather_blocks, scatter_blocks
@@ -41,7 +41,7 @@ from pdserve.kernels.weight_quantisation import Int4Weight, QuantisedWeight, qua
 _TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 """Of one program on Hopper."""
-_BF16, _FP16, _FP32, _INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Launch(NamedTuple):
@@ -133,17 +133,20 @@ def launches() -> list[Launch]:
     """Every kind of launch of every kernel: dtypes, head dims, and rules that make other code."""
     attentions = [
         *(_Attention(_BF16, _BF16, dim) for dim in (64, 128, 256)),
-        *(_Attention(_BF16, _INT8, dim) for dim in (64, 80, 128, 256)),
+        *(_Attention(_BF16, pool_dtype, dim) for pool_dtype in LARGEST_VALUES for dim in (64, 80, 128, 256)),
         *(_Attention(_FP32, _FP32, dim) for dim in (64, 128, 256)),
         _Attention(_FP16, _FP16, 128),
         _Attention(_BF16, _BF16, 128, window=4096),
         _Attention(_BF16, _BF16, 256, window=4096, softcap=50.0),
+        *(_Attention(_BF16, pool_dtype, 256, window=4096, softcap=50.0) for pool_dtype in LARGEST_VALUES),
+        *(_Attention(_FP16, pool_dtype, 64) for pool_dtype in LARGEST_VALUES),
+        *(_Attention(_FP32, pool_dtype, 256) for pool_dtype in LARGEST_VALUES),
     ]
     batches = [
         _Attention(_BF16, _BF16, 128, new_tokens=(1,) * 1000),
         *(
             _Attention(_BF16, pool_dtype, dim, new_tokens=(8,) * 3)
-            for pool_dtype in (_BF16, _INT8)
+            for pool_dtype in (_BF16, *LARGEST_VALUES)
             for dim in (128, 256)
         ),
     ]
@@ -155,13 +158,15 @@ def launches() -> list[Launch]:
         *(attention.launch(name, attend) for name, attend in kernels.items() for attention in attentions),
         *(attention.launch("decode_attention", decode_attention) for attention in batches),
         *(_pointwise_launch(dtype) for dtype in (_BF16, _FP16, _FP32)),
-        *(_rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, _INT8)),
+        *(_rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, *LARGEST_VALUES)),
         _rope_launch(_FP16, _FP16, 64),
         _rope_launch(_FP32, _FP32, 256),
         *(_sampling_launch(vocab_size) for vocab_size in (32_000, 128_256, 151_936)),
+        *(_copy_launch(_BF16, _BF16, dim) for dim in (80, 128, 256)),
         *(
             _copy_launch(pool_dtype, staging_dtype, dim)
-            for pool_dtype, staging_dtype in ((_BF16, _BF16), (_INT8, _INT8), (_BF16, _INT8), (_FP32, _INT8))
+            for staging_dtype in LARGEST_VALUES
+            for pool_dtype in (staging_dtype, _BF16, _FP32)
             for dim in (80, 128, 256)
         ),
         *(
@@ -280,8 +285,7 @@ def _metadata(new_tokens: tuple[int, ...]) -> AttentionMetadata:
 
 def _pool(dtype: torch.dtype, head_dim: int) -> KvPool:
     shape = KvPoolShape(2, 2, 1, 2, 16, head_dim)
-    vector_bytes = head_dim * dtype.itemsize + (SCALE_BYTES if dtype == _INT8 else 0)
-    return KvPool(torch.zeros(2 * 2 * 2 * 16 * vector_bytes, dtype=torch.uint8), shape, dtype)
+    return KvPool(torch.zeros(2 * 2 * 2 * 16 * vector_bytes(head_dim, dtype), dtype=torch.uint8), shape, dtype)
 
 
 def fits(kernel: Compiled) -> bool:

@@ -21,7 +21,8 @@ class ModelConfig:
     dtype: str = "float32"
     """``float32``, ``bfloat16`` or ``float16``: weights and activations."""
     kv_dtype: str = "auto"
-    """``auto``, which is ``dtype``, or ``int8``: about a fourth of float32's memory, and a little less accurate."""
+    """``auto``, which is ``dtype``, or ``int8`` or ``float8_e4m3fn``: about a fourth of float32's memory, and a little
+    less accurate. ``float8_e4m3fn`` is for GPUs; on CPUs plain torch attends to it, slowly."""
     quantization: str = "none"
     """``none``, or how the matrices of the layers are held: ``int8``, with one scale per output, or ``int4``, with one
     per output and group of 128 inputs."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}
 """Bytes per element. ``uint64`` is the emulated executor's hash state."""
 
-SCALE_BYTES = {"int8": 4}
+SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}
 """Bytes of the scale of one token's K or V, by quantised dtype; others have none."""
 
 KV_DTYPE_SETTINGS = ("auto", *SCALE_BYTES)

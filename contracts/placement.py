@@ -30,7 +30,7 @@ class WorkerConfig:
     model_path: str
     dtype: str = "float32"
     kv_dtype: str = "auto"
-    """``auto``, which is ``dtype``, or ``int8``."""
+    """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
     quantization: str = "none"
     """Of the weights: ``none``, ``int8`` or ``int4``."""
     device: str = "auto"

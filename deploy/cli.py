@@ -122,7 +122,7 @@ def up(
 def profile(
     model: Annotated[Path, typer.Option(help="Model folder, or a config.json: weights are random then.")],
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "float32",
-    kv_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto or int8.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto, int8 or float8_e4m3fn.")] = "auto",
     quantization: Annotated[str, typer.Option(help="Of the layers' weights: none, int8 or int4.")] = "none",
     max_model_len: Annotated[int, typer.Option(min=0, help="Longest sequence; 0 is the model's limit.")] = 0,
     cores: Annotated[

@@ -37,7 +37,9 @@ HardwareFileOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option(help="Of weights and activations: float32, bfloat16 (the default) or float16.")
 ]
-KvDtypeOption = Annotated[str | None, typer.Option(help="Of the KV cache: auto is the dtype of the model, or int8.")]
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="Of the KV cache: auto is the dtype of the model, or int8 or float8_e4m3fn.")
+]
 QuantizationOption = Annotated[str | None, typer.Option(help="Of the layers' weights: none, int8 or int4.")]
 MaxModelLenOption = Annotated[
     int | None,

@@ -1,7 +1,7 @@
 """Attention kernels in C++, through ctypes: shapes are asserted here, because nothing is checked on the other side.
 
 Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu_build` from cpu_attention.cpp and cpu_rope.cpp.
-Takes float32 activations over a pool of any dtype. Threads: see `pdserve.kernels.cpu_threads`.
+Takes float32 activations over a pool of any dtype but float8. Threads: see `pdserve.kernels.cpu_threads`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def supports(kv_pool: KvPool) -> bool:
     """Whether the C++ kernels run on ``kv_pool`` here. Compiles them if that was not done yet."""
     return (
         kv_pool.values.device.type == "cpu"
+        and kv_pool.dtype != torch.float8_e4m3fn
         and kv_pool.shape.head_dim % _HEAD_DIM_MULTIPLE == 0
         and load_library() is not None
     )
@@ -109,4 +110,5 @@ def _function(name: str) -> Any:
 def _pool_and_batch(kv_pool: KvPool, layer: int, metadata: AttentionMetadata) -> tuple[object, ...]:
     """The arguments that both kernels end with: pool, layer, batch."""
     assert 0 <= layer < kv_pool.shape.num_layers
+    assert kv_pool.dtype != torch.float8_e4m3fn, "no kernel in C++ reads float8"
     return ctypes.byref(kv_pool.struct), layer, metadata.packed.data_ptr()

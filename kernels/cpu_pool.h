@@ -58,7 +58,7 @@ struct Batch {
   const int32_t* block_ids;
 };
 
-// Mirrors kv_pool._DTYPES.
+// Mirrors kv_pool._DTYPES but for float8, of which no pool comes here.
 enum Dtype : int64_t { kFloat32, kBFloat16, kFloat16, kInt8 };
 
 // A KV pool. Mirrored by kv_pool.PoolStruct.

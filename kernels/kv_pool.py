@@ -3,8 +3,8 @@
 Built once by an executor, over memory that somebody else owns, and passed through the model untouched. Which block
 belongs to whom is not known here.
 
-A block is one run of bytes, and so is a KV head within it: the values of all layers, keys and values, and for int8 a
-strip of scales behind them, as `pdserve.contracts.kv_layout` describes.
+A block is one run of bytes, and so is a KV head within it: the values of all layers, keys and values, and where they
+are quantised a strip of scales behind them, as `pdserve.contracts.kv_layout` describes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from typing import NamedTuple
 
 import torch
 
-SCALE_BYTES = 4
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+LARGEST_VALUES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Dtypes of quantised pools, and what the largest magnitude of a vector becomes in them."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *LARGEST_VALUES)
+_SCALE_BYTES = 4
+
+
+def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of K, or of V, of one token and head in one layer, its scale included."""
+    return head_dim * dtype.itemsize + (_SCALE_BYTES if dtype in LARGEST_VALUES else 0)
 
 
 class KvPoolShape(NamedTuple):
@@ -53,15 +61,15 @@ class KvPool:
         Args:
             memory: uint8 ``[pool_bytes]``.
             shape: of `KvPoolShape`.
-            dtype: float32, bfloat16, float16, or int8 with float32 scales.
+            dtype: float32, bfloat16, float16, or int8 or float8_e4m3fn with float32 scales.
         """
         assert dtype in _DTYPES, f"no KV pool of {dtype}"
         self.shape = KvPoolShape(*shape)
         self.dtype = dtype
         num_blocks, num_kv_heads, num_layers, num_sides, block_size, head_dim = shape
-        value_bytes = num_layers * num_sides * block_size * head_dim * dtype.itemsize
-        scale_bytes = num_layers * num_sides * block_size * SCALE_BYTES if dtype == torch.int8 else 0
-        head_bytes = value_bytes + scale_bytes
+        num_vectors = num_layers * num_sides * block_size
+        value_bytes = num_vectors * head_dim * dtype.itemsize
+        head_bytes = num_vectors * vector_bytes(head_dim, dtype)
         assert num_sides == 2
         assert memory.dtype == torch.uint8
         assert memory.is_contiguous()
@@ -72,9 +80,9 @@ class KvPool:
         self.values = heads[..., :value_bytes].view(dtype).view(shape)
         """``[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]``."""
         self.scales: torch.Tensor | None = None
-        """int8 only: float32 ``[num_blocks, num_kv_heads, num_layers, 2, block_size]``: a value is
+        """Of quantised pools: float32 ``[num_blocks, num_kv_heads, num_layers, 2, block_size]``: a value is
         ``values * scales``."""
-        if scale_bytes:
+        if dtype in LARGEST_VALUES:
             self.scales = heads[..., value_bytes:].view(torch.float32).view(shape[:-1])
         self.struct = PoolStruct(
             memory.data_ptr(), _DTYPES.index(dtype), num_kv_heads, num_layers, block_size, head_dim, head_bytes

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import rms_norm
 
-from pdserve.kernels.kv_pool import KvPool
+from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, QkNorm
 
@@ -92,21 +92,22 @@ def rope_and_write_kv(
         if kv_pool.scales is None:
             kv_pool.values[:, :, layer, side][blocks, :, offsets] = x_THD[:num_tokens].to(kv_pool.dtype)
         else:
-            values_THD, scales_TH = _quantise(x_THD[:num_tokens].float())
+            values_THD, scales_TH = _quantise(x_THD[:num_tokens].float(), kv_pool.dtype)
             kv_pool.values[:, :, layer, side][blocks, :, offsets] = values_THD
             kv_pool.scales[:, :, layer, side][blocks, :, offsets] = scales_TH
 
 
-def _quantise(x_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 values and their float32 scales, ``[T, H, D]`` and ``[T, H]``: the largest magnitude becomes 127.
+def _quantise(x_THD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of a quantised pool and their float32 scales, ``[T, H, D]`` and ``[T, H]``, rounded to the nearest even.
 
     A vector with an infinity or NaN is NaN as a whole.
     """
+    limit = LARGEST_VALUES[dtype]
     largest_TH = x_THD.abs().amax(dim=-1)
-    scales_TH = torch.where(largest_TH.isfinite(), largest_TH / 127, torch.nan)
+    scales_TH = torch.where(largest_TH.isfinite(), largest_TH / limit, torch.nan)
     # Where the scale is 0 or NaN there is nothing to divide; a subnormal scale is too coarse to be divided by safely.
-    values_THD = (x_THD / scales_TH[..., None]).nan_to_num(0).round_().clamp_(-127, 127)
-    return values_THD.to(torch.int8), scales_TH
+    values_THD = torch.where(scales_TH[..., None] > 0, x_THD / scales_TH[..., None], 0).clamp_(-limit, limit)
+    return (values_THD if dtype.is_floating_point else values_THD.round_()).to(dtype), scales_TH
 
 
 def _normalise(x_TND: torch.Tensor, num_kv_heads: int, qk_norm: QkNorm) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """KV blocks gathered from a pool into a staging buffer, and scattered from one into a pool: one launch for all of them.
 
 For transports and swaps of a GPU's pool. A staging buffer is a small pool: dense, block after block, with just the
-heads and layers that are moved. Where one of the two is int8 and the other is not, vectors are quantised or dequantised
-on their way, with their scales in the strip behind each (block, head).
+heads and layers that are moved. Where just one of the two is quantised, vectors are quantised or dequantised on their
+way, with their scales in the strip behind each (block, head).
 
 Checks no bytes: the sum that transfers are verified with, xxh3 of a (block, head), chains what it has so far through
 every KiB, so that a GPU would take one KiB after another of each, and it covers all layers whatever is moved here.
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.triton_int8 import int8_scale, int8_values, is_finite
+from pdserve.kernels.triton_kv_quantisation import is_finite, kv_scale, kv_values
 
 _TILE = 4096
 """Elements that a program moves."""
@@ -34,7 +34,8 @@ def gather_blocks(
     Args:
         block_ids_B: int32, on the pool's device.
         staging: of the pool's block size and head dim, and of the heads and layers from the first ones on that are
-            copied; on a device, or in pinned memory of the host. Its dtype is the pool's, or one of them is int8.
+            copied; on a device, or in pinned memory of the host. Its dtype is the pool's, or just one of the two is
+            quantised.
     """
     _copy(kv_pool, staging, block_ids_B, first_head, first_layer, is_gather=True)
 
@@ -54,7 +55,7 @@ def _copy(
     assert shape[3:] == kv_pool.shape[3:]
     assert 0 <= first_head <= kv_pool.shape.num_kv_heads - shape.num_kv_heads
     assert 0 <= first_layer <= kv_pool.shape.num_layers - shape.num_layers
-    assert staging.dtype == kv_pool.dtype or torch.int8 in (staging.dtype, kv_pool.dtype)
+    assert staging.dtype == kv_pool.dtype or (staging.scales is None) != (kv_pool.scales is None)
     assert block_ids_B.dtype == torch.int32
     assert block_ids_B.is_contiguous()
     source, target = (kv_pool, staging) if is_gather else (staging, kv_pool)
@@ -110,8 +111,8 @@ def _copy_kernel(
     VECTORS: tl.constexpr,
 ):
     """Grid ``(B, H, tiles of V)``. Pointers: block ids ``[B]``, of the source in a gather and of the target else; of
-    either side its first head and layer in block 0: vectors ``[V, D]`` and, of int8, float32 scales ``[V]``, strided by
-    blocks and heads in elements. Offsets are 64 bits wide."""
+    either side its first head and layer in block 0: vectors ``[V, D]`` and, where quantised, float32 scales ``[V]``,
+    strided by blocks and heads in elements. Offsets are 64 bits wide."""
     place = tl.program_id(0).to(tl.int64)
     block = tl.load(block_ids_ptr + place).to(tl.int64)
     source_block, target_block = (block, place) if IS_GATHER else (place, block)
@@ -123,7 +124,8 @@ def _copy_kernel(
     element_VD = vector_V[:, None] * HEAD_DIM + dim_D[None, :]
     source_ptr += source_block * source_block_stride + head * source_head_stride
     target_ptr += target_block * target_block_stride + head * target_head_stride
-    x_VD = tl.load(source_ptr + element_VD, mask=is_element_VD, other=0)
+    # 0.0, because Triton converts no integer to float8.
+    x_VD = tl.load(source_ptr + element_VD, mask=is_element_VD, other=0.0)
     if source_scales_ptr is not None:
         source_scales_ptr += source_block * source_scale_block_stride + head * source_scale_head_stride
         scale_V = tl.load(source_scales_ptr + vector_V, mask=is_vector_V, other=0)
@@ -132,8 +134,9 @@ def _copy_kernel(
     if target_scales_ptr is not None:
         if source_scales_ptr is None:
             x_VD = x_VD.to(tl.float32)
-            scale_V = int8_scale(tl.max(tl.abs(x_VD), 1), is_finite(x_VD))
-            x_VD = int8_values(x_VD, scale_V)
+            DTYPE: tl.constexpr = target_ptr.dtype.element_ty
+            scale_V = kv_scale(tl.max(tl.abs(x_VD), 1), is_finite(x_VD), DTYPE)
+            x_VD = kv_values(x_VD, scale_V, DTYPE)
         target_scales_ptr += target_block * target_scale_block_stride + head * target_scale_head_stride
         tl.store(target_scales_ptr + vector_V, scale_V, mask=is_vector_V)
     tl.store(target_ptr + element_VD, x_VD.to(target_ptr.dtype.element_ty), mask=is_element_VD)

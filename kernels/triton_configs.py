@@ -29,18 +29,23 @@ class AttentionTile(NamedTuple):
     """Tiles of keys that are loaded ahead."""
 
 
+_FLOAT32_OVER_QUANTISED = AttentionTile(16, 16, 4, 1)
+
+
 def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     """For `pdserve.kernels.triton_prefill_attention`."""
     if (tile := _tuned_attention("prefill_attention", q_TND, kv_pool)) is not None:
         return tile
     head_dim = kv_pool.shape.head_dim
     if q_TND.dtype == torch.float32:
+        if kv_pool.scales is not None:
+            return _FLOAT32_OVER_QUANTISED
         return AttentionTile(32, 32, 4, 2) if head_dim <= 64 else AttentionTile(16, 16, 4, 2)
     if head_dim <= 64:
         return AttentionTile(128, 64, 4, 3)
     if head_dim <= 128:
         return AttentionTile(128, 64, 8, 3)
-    return AttentionTile(128, 32, 8, 2)
+    return AttentionTile(128 if kv_pool.scales is None else 64, 32, 8, 2)
 
 
 def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
@@ -48,9 +53,9 @@ def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     if (tile := _tuned_attention("decode_attention", q_TND, kv_pool)) is not None:
         return tile
     if q_TND.dtype == torch.float32:
-        return AttentionTile(16, 16, 4, 2)
+        return AttentionTile(16, 16, 4, 2) if kv_pool.scales is None else _FLOAT32_OVER_QUANTISED
     head_dim = kv_pool.shape.head_dim
-    if kv_pool.dtype == torch.int8 and head_dim > 64:
+    if kv_pool.scales is not None:
         return AttentionTile(16, 32, 4, 4) if head_dim <= 128 else AttentionTile(16, 16, 4, 4)
     return AttentionTile(16, 64, 4, 3) if head_dim <= 128 else AttentionTile(16, 32, 4, 3)
 

@@ -64,7 +64,7 @@ def attend(
         table_ptr: the row's block ids, int32.
         kv_ptr: keys of one head and layer in block 0: ``[BLOCK_SIZE, HEAD_DIM]``; values are ``side_stride`` further,
             and the next block ``block_stride``. Offsets are 64 bits wide.
-        scales_ptr: float32, of int8 keys: ``[BLOCK_SIZE]``, strided likewise; or ``None``.
+        scales_ptr: float32, of quantised keys: ``[BLOCK_SIZE]``, strided likewise; or ``None``.
         score_factor: of `score_constants`, and so is ``cap``.
         MASKED: some of the keys are not seen by all of the queries, or lie past ``end``.
 
@@ -111,7 +111,8 @@ def attend(
 @triton.jit
 def load(pointers: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr):
     """What lies at ``pointers``, 0 outside the mask; without ``MASKED`` the mask is known to be true."""
-    return tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
+    # 0.0, because Triton converts no integer to float8.
+    return tl.load(pointers, mask=mask, other=0.0) if MASKED else tl.load(pointers)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import QkNorm
 from pdserve.kernels.triton_flash import METADATA_POINTERS, pool_arguments
-from pdserve.kernels.triton_int8 import int8_scale, int8_values, is_finite
+from pdserve.kernels.triton_kv_quantisation import is_finite, kv_scale, kv_values
 
 _HEADS = 8
 
@@ -140,8 +140,9 @@ def _rope_kernel(
     if scales_ptr is not None:
         low_PC, high_PC = low_PC.to(tl.float32), high_PC.to(tl.float32)
         largest_P = tl.maximum(tl.max(tl.abs(low_PC), 1), tl.max(tl.abs(high_PC), 1))
-        scale_P = int8_scale(largest_P, is_finite(low_PC) & is_finite(high_PC))
-        low_PC, high_PC = int8_values(low_PC, scale_P), int8_values(high_PC, scale_P)
+        DTYPE: tl.constexpr = kv_ptr.dtype.element_ty
+        scale_P = kv_scale(largest_P, is_finite(low_PC) & is_finite(high_PC), DTYPE)
+        low_PC, high_PC = kv_values(low_PC, scale_P, DTYPE), kv_values(high_PC, scale_P, DTYPE)
         scale_offset_P = block * scale_block_stride + kv_head_P * scale_head_stride + side_P * scale_side_stride + slot
         tl.store(scales_ptr + scale_offset_P, scale_P, mask=is_kv_P)
     kv_offset_P = block * block_stride + kv_head_P * head_stride + side_P * side_stride + slot * HEAD_DIM

@@ -73,7 +73,7 @@ class CostModel:
         hardware: one device; a worker has ``tensor_parallel * pipeline_parallel`` of them.
         dtype: of weights and activations; one of `MODEL_DTYPES`.
         tensor_parallel: ranks that share the model's heads and columns.
-        kv_dtype: ``auto``, which is ``dtype``, or ``int8``.
+        kv_dtype: ``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``.
         quantization: of the weights: ``none``, ``int8`` or ``int4``; arithmetic stays in ``dtype``.
         pipeline_parallel: stages that have an equal share of the layers each.
 

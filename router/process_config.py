@@ -44,7 +44,7 @@ class RouterProcessConfig:
     dtype: str = "float32"
     """Of weights and activations."""
     kv_dtype: str = "auto"
-    """``auto``, which is ``dtype``, or ``int8``."""
+    """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
     quantization: str = "none"
     """Of the weights: ``none``, ``int8`` or ``int4``."""
     drain_timeout_s: float = 30.0

@@ -28,7 +28,7 @@ def test_sizes_of_a_known_model() -> None:
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_bytes_follow_the_shape(dtype: str) -> None:
     layout = replace(LAYOUT, dtype=dtype)
-    scales = math.prod(layout.shape[:-1]) if dtype == "int8" else 0
+    scales = math.prod(layout.shape[:-1]) if dtype in ("int8", "float8_e4m3fn") else 0
     assert layout.pool_bytes == math.prod(layout.shape) * DTYPE_BYTES[dtype] + 4 * scales
     assert layout.pool_bytes == layout.num_blocks * layout.block_bytes
     assert layout.block_bytes == layout.num_kv_heads * layout.head_bytes
@@ -45,8 +45,9 @@ def test_blocks_and_heads_are_runs_of_bytes() -> None:
 
 def test_auto_is_the_models_dtype() -> None:
     assert resolve_kv_dtype("auto", "bfloat16") == "bfloat16"
-    assert resolve_kv_dtype("int8", "bfloat16") == "int8"
-    with pytest.raises(ValueError, match="use one of auto, int8"):
+    for dtype in ("int8", "float8_e4m3fn"):
+        assert resolve_kv_dtype(dtype, "bfloat16") == dtype
+    with pytest.raises(ValueError, match="use one of auto, int8, float8_e4m3fn"):
         resolve_kv_dtype("int4", "bfloat16")
 
 
@@ -67,6 +68,7 @@ def test_pools_of_two_sizes_are_compatible() -> None:
         replace(LAYOUT, head_dim=8),
         replace(LAYOUT, dtype="float16"),
         replace(LAYOUT, dtype="int8"),
+        replace(LAYOUT, dtype="float8_e4m3fn"),
         replace(LAYOUT, model_hash="other"),
     ],
 )

@@ -87,7 +87,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("slo: {tpot_seconds: .nan}", "slo.tpot_seconds is nan; write a number above 0"),
         ("slo: {attainment: 90}", "write 0.9 for 90 %"),
         ("model: {dtype: int4}", "model.dtype is 'int4'; write one of float32, bfloat16, float16"),
-        ("model: {kv_dtype: fp8}", "model.kv_dtype is 'fp8'; write one of auto, int8"),
+        ("model: {kv_dtype: fp8}", "model.kv_dtype is 'fp8'; write one of auto, int8, float8_e4m3fn"),
         ("model: {quantization: awq}", "model.quantization is 'awq'; write one of none, int8, int4"),
         ("decode: {device: gpu}", "decode.device is 'gpu'; write one of auto, cpu, cuda"),
         (

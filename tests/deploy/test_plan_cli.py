@@ -148,7 +148,7 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "h100", "--objective", "least-cost"], 2, "--objective least-cost needs a rate: add --rate"),
         (["--gpu", "h100", "--objective", "rate", "--rate", "5"], 2, "--objective rate takes no rate"),
         (["--gpu", "h100", "--tpot", "0"], 2, "slo.tpot_seconds is 0.0; write a number above 0"),
-        (["--gpu", "h100", "--kv-dtype", "fp4"], 2, "model.kv_dtype is 'fp4'; write one of auto, int8"),
+        (["--gpu", "h100", "--kv-dtype", "fp4"], 2, "model.kv_dtype is 'fp4'; write one of auto, int8, float8_e4m3fn"),
         (["--gpu", "h100", "--nodes", "0"], 2, "--nodes"),
         (["--gpu", "h100", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
         (["--gpu", "h100", "--max-model-len", "200", *SHORT], 2, "are more than max_model_len 200: raise it"),

@@ -54,12 +54,13 @@ def test_an_automatic_pool_shares_what_the_weights_leave(config: WorkerConfig, m
     assert layout.num_blocks == int(10**6 * AUTO_MEMORY_SHARE) // layout.block_bytes
 
 
-def test_an_int8_pool_has_more_blocks_in_the_same_memory(config: WorkerConfig) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_pool_has_more_blocks_in_the_same_memory(config: WorkerConfig, dtype: str) -> None:
     config = replace(config, kv_memory_bytes=10**5)
-    whole, quantised = choose_backend(config), choose_backend(replace(config, kv_dtype="int8"))
-    assert quantised.layout.dtype == "int8"
+    whole, quantised = choose_backend(config), choose_backend(replace(config, kv_dtype=dtype))
+    assert quantised.layout.dtype == dtype
     assert quantised.layout.num_blocks == 10**5 // quantised.layout.block_bytes
-    # Of 8 values, in bfloat16 16 bytes, and in int8 with a scale 12.
+    # Of 8 values, in bfloat16 16 bytes, and in a byte each with a scale 12.
     assert quantised.layout.num_blocks == pytest.approx(whole.layout.num_blocks * 16 / 12, abs=2)
 
 
@@ -101,7 +102,7 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
         ({"block_size": 0}, "block_size 0"),
         ({"dtype": "int8"}, "use one of float32"),
         ({"device": "tpu"}, "device 'tpu' is not supported: use one of auto, cpu, cuda"),
-        ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported: use one of auto, int8"),
+        ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported: use one of auto, int8, float8_e4m3fn"),
         ({"quantization": "awq"}, "quantization 'awq' is not supported: use one of none, int8, int4"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool
+from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, QkNorm
 
@@ -54,11 +54,13 @@ class PagedBatch:
 
 
 def nan_pool(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype = torch.float32) -> KvPool:
-    """A pool where every value is NaN."""
-    scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
-    num_bytes = math.prod(shape) * dtype.itemsize + math.prod(shape[:-1]) * scale_bytes
+    """A pool where every value is NaN, and every scale."""
+    num_bytes = math.prod(shape[:-1]) * vector_bytes(shape[-1], dtype)
     pool = KvPool(torch.ones(num_bytes, dtype=torch.uint8), shape, dtype)
-    (pool.values if pool.scales is None else pool.scales).fill_(math.nan)
+    if dtype.is_floating_point:
+        pool.values.fill_(math.nan)
+    if pool.scales is not None:
+        pool.scales.fill_(math.nan)
     return pool
 
 
@@ -95,8 +97,8 @@ def make_batch(
             if kv_pool.scales is None:
                 kv_pool.values[block, :, LAYER, :, :filled] = values.to(dtype)
             else:
-                scales = values.abs().amax(dim=-1) / 127
-                kv_pool.values[block, :, LAYER, :, :filled] = (values / scales[..., None]).round().to(dtype)
+                scales = values.abs().amax(dim=-1) / LARGEST_VALUES[dtype]
+                kv_pool.values[block, :, LAYER, :, :filled] = rounded_to(dtype, values / scales[..., None])
                 kv_pool.scales[block, :, LAYER, :, :filled] = scales
     num_tokens = sum(row.new for row in rows)
     q_TND = spread * torch.randn(num_tokens, num_kv_heads * group, head_dim, generator=generator)
@@ -110,12 +112,16 @@ def make_batch(
     return PagedBatch(rows, q_TND, kv_pool, block_tables, metadata)
 
 
+def rounded_to(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+    """To the nearest even: integers where torch would truncate."""
+    return (values if dtype.is_floating_point else values.round()).to(dtype)
+
+
 def far_batch(near: PagedBatch) -> PagedBatch:
     """The same in a pool of more than 2^31 elements, in its last blocks. Only pages that are touched take memory."""
     dtype, size = near.kv_pool.dtype, near.kv_pool.shape.block_size
     shape = near.kv_pool.shape._replace(num_layers=40000)
-    vector_bytes = shape.head_dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0)
-    block_bytes = shape.num_kv_heads * shape.num_layers * 2 * size * vector_bytes
+    block_bytes = shape.num_kv_heads * shape.num_layers * 2 * size * vector_bytes(shape.head_dim, dtype)
     needed = [block for table in near.block_tables for block in table]
     num_blocks = 2**31 * dtype.itemsize // block_bytes + 2 + len(needed)
     kv_pool = KvPool(

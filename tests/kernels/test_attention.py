@@ -11,7 +11,7 @@ from pdserve.kernels.cpu_threads import use_threads
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
-from tests.kernels.paged_batch import LAYER, NUM_LAYERS, PagedBatch, Row, make_batch, reference_attention
+from tests.kernels.paged_batch import LAYER, NUM_LAYERS, PagedBatch, Row, make_batch, nan_pool, reference_attention
 
 TOLERANCE = 2e-5
 MIXED = (Row(0, 15), Row(16, 1), Row(0, 16), Row(15, 1), Row(17, 1), Row(0, 17), Row(32, 5), Row(40, 1), Row(0, 1))
@@ -172,6 +172,13 @@ def test_nan_in_a_key_that_counts_shows(softcap: float) -> None:
     assert o_TND[1].isfinite().all()
 
 
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_torch_attends_to_float8(block_size: int) -> None:
+    batch = make_batch(MIXED, group=3, block_size=block_size, dtype=torch.float8_e4m3fn)
+    for rule in (rule_of(batch), rule_of(batch, window=9), rule_of(batch, softcap=30.0)):
+        assert_matches(TORCH_KERNELS, batch, rule)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_torch_takes_queries_of_the_pools_dtype(dtype: torch.dtype) -> None:
     batch = make_batch((Row(20, 4), Row(33, 1)), dtype=dtype)
@@ -192,3 +199,5 @@ def test_cpu_kernels_refuse_what_they_would_misread() -> None:
         attend(batch.queries, batch.kv_pool, NUM_LAYERS, batch.metadata, rule)
     with pytest.raises(AssertionError):
         attend(batch.queries.mT, batch.kv_pool, LAYER, batch.metadata, rule)
+    with pytest.raises(AssertionError, match="float8"):
+        attend(batch.queries, nan_pool(batch.kv_pool.shape, torch.float8_e4m3fn), LAYER, batch.metadata, rule)

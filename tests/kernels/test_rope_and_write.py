@@ -14,7 +14,13 @@ from pdserve.kernels.operations import AttentionRule, DecoderKernels, QkNorm
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from tests.kernels.padding import assert_padding_is_nobodys
 from tests.kernels.paged_batch import LAYER, Row, make_batch, reference_attention, reference_qk_norm, reference_rotation
-from tests.kernels.rotation import NUM_KV_HEADS, assert_rotates_and_writes, assert_scales_what_is_hard, random_qkv
+from tests.kernels.rotation import (
+    NUM_KV_HEADS,
+    assert_rotates_and_writes,
+    assert_rounds_every_float8,
+    assert_scales_what_is_hard,
+    random_qkv,
+)
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
 
@@ -27,6 +33,13 @@ def test_rotates_in_place_and_touches_no_other_slot(
     kernels: DecoderKernels, has_norm: bool, dtype: torch.dtype, head_dim: int
 ) -> None:
     assert_rotates_and_writes(kernels.rope_and_write_kv, has_norm=has_norm, dtype=dtype, head_dim=head_dim)
+
+
+def test_float8_is_written_by_torch() -> None:
+    write = TORCH_KERNELS.rope_and_write_kv
+    assert_rotates_and_writes(write, has_norm=True, dtype=torch.float8_e4m3fn, head_dim=24)
+    assert_scales_what_is_hard(write, torch.float8_e4m3fn)
+    assert_rounds_every_float8(write)
 
 
 @both_kernels
@@ -49,7 +62,7 @@ def test_padding_is_nobodys(kernels: DecoderKernels, dtype: torch.dtype) -> None
 
 @both_kernels
 def test_int8_of_vectors_that_are_hard_to_scale(kernels: DecoderKernels) -> None:
-    assert_scales_what_is_hard(kernels.rope_and_write_kv)
+    assert_scales_what_is_hard(kernels.rope_and_write_kv, torch.int8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -34,6 +34,10 @@ def test_other_head_dims_run_on_the_attention_of_torch() -> None:
     assert kernels.pack_linear is CPU_KERNELS.pack_linear
 
 
+def test_float8_runs_on_the_attention_of_torch() -> None:
+    assert select_kernels(pool(torch.float8_e4m3fn)) == select_kernels(pool(torch.float32, head_dim=20))
+
+
 def test_without_a_compiler_everything_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "load_library", lambda: None)
     assert select_kernels(pool(torch.float32)) is TORCH_KERNELS

@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pdserve.kernels.kv_pool import LARGEST_VALUES
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton_configs import AttentionTile, KvSplit
 from pdserve.kernels.triton_decode_attention import decode_attention
 from tests.kernels.paged_batch import LAYER, PagedBatch, Row, far_batch, make_batch, reference_attention
 
+FLOAT8 = torch.float8_e4m3fn
 TILE = AttentionTile(rows=16, keys=16, num_warps=4, num_stages=1)
 SPLIT = KvSplit(num_chunks=4, chunk_tokens=16)
 FIXED = KvSplit(num_chunks=1, chunk_tokens=32, is_fixed=True)
@@ -75,7 +77,7 @@ def assert_matches(
 
 @pytest.mark.parametrize(
     ("group", "dtype"),
-    [(1, torch.float32), (3, torch.bfloat16), (5, torch.float16), (7, torch.int8), (8, torch.float32)],
+    [(1, torch.float32), (3, torch.bfloat16), (5, torch.float16), (7, torch.int8), (7, FLOAT8), (8, torch.float32)],
     ids=str,
 )
 def test_rows_of_awkward_lengths(group: int, dtype: torch.dtype) -> None:
@@ -83,9 +85,9 @@ def test_rows_of_awkward_lengths(group: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pool_dtype", ["same", "int8"])
-def test_half_precision(dtype: torch.dtype, pool_dtype: str) -> None:
-    batch = make_batch(singles((20, 3)), dtype=torch.int8 if pool_dtype == "int8" else dtype, head_dim=16)
+@pytest.mark.parametrize("pool_dtype", [None, *LARGEST_VALUES], ids=str)
+def test_half_precision(dtype: torch.dtype, pool_dtype: torch.dtype | None) -> None:
+    batch = make_batch(singles((20, 3)), dtype=pool_dtype or dtype, head_dim=16)
     assert_matches(batch, dtype=dtype)
     assert_matches(batch, rule_of(batch, window=9, softcap=20.0), dtype=dtype)
 
@@ -176,7 +178,7 @@ def test_a_fault_of_one_row_stays_there() -> None:
     assert o_TND[1].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [*LARGEST_VALUES, torch.bfloat16], ids=str)
 def test_blocks_beyond_32_bits(dtype: torch.dtype) -> None:
     near = make_batch(singles((20, 40)), num_kv_heads=1, head_dim=16, dtype=dtype)
     far = far_batch(near)

@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 
+from pdserve.kernels.kv_pool import LARGEST_VALUES
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton_configs import AttentionTile
 from pdserve.kernels.triton_prefill_attention import prefill_attention
 from tests.kernels.paged_batch import LAYER, PagedBatch, Row, far_batch, make_batch, reference_attention, reference_lse
 
+FLOAT8 = torch.float8_e4m3fn
 TILE = AttentionTile(rows=16, keys=16, num_warps=4, num_stages=1)
 MIXED = (Row(0, 15), Row(16, 1), Row(0, 16), Row(15, 1), Row(0, 17), Row(32, 5), Row(0, 1))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
@@ -63,7 +65,7 @@ def assert_matches(
 
 @pytest.mark.parametrize(
     ("group", "dtype"),
-    [(1, torch.float32), (3, torch.bfloat16), (5, torch.float16), (7, torch.int8), (8, torch.float32)],
+    [(1, torch.float32), (3, torch.bfloat16), (5, torch.float16), (7, torch.int8), (7, FLOAT8), (8, torch.float32)],
     ids=str,
 )
 def test_mixed_rows_of_awkward_lengths(group: int, dtype: torch.dtype) -> None:
@@ -71,9 +73,9 @@ def test_mixed_rows_of_awkward_lengths(group: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pool_dtype", ["same", "int8"])
-def test_half_precision(dtype: torch.dtype, pool_dtype: str) -> None:
-    batch = make_batch((Row(15, 1), Row(16, 18)), dtype=torch.int8 if pool_dtype == "int8" else dtype, head_dim=16)
+@pytest.mark.parametrize("pool_dtype", [None, *LARGEST_VALUES], ids=str)
+def test_half_precision(dtype: torch.dtype, pool_dtype: torch.dtype | None) -> None:
+    batch = make_batch((Row(15, 1), Row(16, 18)), dtype=pool_dtype or dtype, head_dim=16)
     assert_matches(batch, dtype=dtype)
     assert_matches(batch, rule_of(batch, window=9, softcap=20.0), dtype=dtype)
 
@@ -157,7 +159,7 @@ def test_more_rows_than_are_looked_through_at_once() -> None:
     torch.testing.assert_close(o_TND[127:].double(), expected[127:], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [*LARGEST_VALUES, torch.bfloat16], ids=str)
 def test_blocks_beyond_32_bits(dtype: torch.dtype) -> None:
     near = make_batch((Row(20, 5),), num_kv_heads=1, head_dim=16, dtype=dtype)
     far = far_batch(near)

@@ -1,8 +1,8 @@
 """Repairs of Triton's interpreter, for tests that run kernels without a GPU.
 
-Triton 3.6.0 multiplies the bit patterns of bfloat16, truncates where a GPU rounds to the nearest even, and trips over
-numpy 2.4; `install` puts that right, through torch. Installed by the conftest in processes that run with
-``TRITON_INTERPRET=1``, before any kernel is imported. Only what our kernels use is repaired.
+Triton 3.6.0 multiplies the bit patterns of bfloat16, truncates where a GPU rounds to the nearest even, loses carries on
+the way to float8, and trips over numpy 2.4; `install` puts that right, through torch. Installed by the conftest in
+processes that run with ``TRITON_INTERPRET=1``, before any kernel is imported. Only what our kernels use is repaired.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 _REPAIRED_VERSION = "3.6.0"
-_TORCH = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
+_TORCH = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+}
+_BITS = {tl.bfloat16: torch.uint16, tl.float8e4nv: torch.uint8}
+"""numpy has none of these: they are held as integers."""
 _cast = interpreter.InterpreterBuilder.cast_impl
 _binary = interpreter.InterpreterBuilder.binary_op
 _dot = interpreter.InterpreterBuilder.create_dot
@@ -42,13 +49,12 @@ def _handle(data: np.ndarray, dtype: Any) -> Any:
 
 
 def _convert(source: Any, to: Any) -> Any:
-    """Floats of another dtype, rounded to the nearest even. numpy has no bfloat16: it is held in 16 bits."""
-    data = np.ascontiguousarray(source.data)
-    is_bf16 = source.dtype.scalar == tl.bfloat16
-    given = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16) if is_bf16 else torch.from_numpy(data)
-    rounded = given.to(_TORCH[to.scalar])
-    values = rounded.view(torch.int16).numpy().view(np.uint16) if to.scalar == tl.bfloat16 else rounded.numpy()
-    return _handle(values.reshape(source.data.shape), to.scalar)
+    """Floats of another dtype, rounded to the nearest even; what is out of its range is left to torch."""
+    source_dtype, to_dtype = source.dtype.scalar, to.scalar
+    given = torch.from_numpy(np.ascontiguousarray(source.data))
+    rounded = (given.view(_TORCH[source_dtype]) if source_dtype in _BITS else given).to(_TORCH[to_dtype])
+    values = rounded.view(_BITS[to_dtype]).numpy() if to_dtype in _BITS else rounded.numpy()
+    return _handle(values.reshape(source.data.shape), to_dtype)
 
 
 def _repaired_cast(self: Any, source: Any, to: Any) -> Any:
@@ -57,9 +63,9 @@ def _repaired_cast(self: Any, source: Any, to: Any) -> Any:
         return source
     if source_dtype in _TORCH and to_dtype in _TORCH:
         return _convert(source, to)
-    if source_dtype == tl.bfloat16:
+    if source_dtype in _BITS:
         return _cast(self, _convert(source, tl.float32), to)
-    if to_dtype == tl.bfloat16:
+    if to_dtype in _BITS:
         return _convert(_cast(self, source, tl.float32), to)
     return _cast(self, source, to)
 

@@ -11,9 +11,18 @@ from pdserve.proto.v1 import kv_pb2, worker_pb2
 from tests.kv_transfer.peer import LAYOUT
 
 
-def test_layouts_that_differ_in_size_only_are_compatible() -> None:
-    theirs = replace(LAYOUT, num_blocks=7)
-    assert handshake.check_layout(handshake.layout_message(theirs), LAYOUT) == theirs
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
+def test_layouts_that_differ_in_size_only_are_compatible(dtype: str) -> None:
+    ours = replace(LAYOUT, dtype=dtype)
+    theirs = replace(ours, num_blocks=7)
+    assert handshake.check_layout(handshake.layout_message(theirs), ours) == theirs
+
+
+def test_quantised_layouts_of_the_same_size_are_told_apart() -> None:
+    int8, float8 = (replace(LAYOUT, dtype=dtype) for dtype in ("int8", "float8_e4m3fn"))
+    assert int8.block_bytes == float8.block_bytes
+    with pytest.raises(ValueError, match="dtype"):
+        handshake.check_layout(handshake.layout_message(int8), float8)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +32,7 @@ def test_layouts_that_differ_in_size_only_are_compatible() -> None:
         ("model_hash", "another"),
         ("dtype", "bfloat16"),
         ("dtype", "int8"),
+        ("dtype", "float8_e4m3fn"),
         ("dtype", "int3"),
         ("num_kv_heads", 4),
         ("num_layers", 2),

@@ -64,9 +64,9 @@ def test_blocks_arrive_and_nothing_else_changes(source: Peer, target: Peer, requ
     _expect_released(source, handle)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_blocks_of_int8_come_with_their_scales(transport: str) -> None:
-    layout = replace(LAYOUT, dtype="int8")
+@pytest.mark.parametrize(("transport", "dtype"), [("memfd", "int8"), ("grpc", "float8_e4m3fn")])
+def test_quantised_blocks_come_with_their_scales(transport: str, dtype: str) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
     assert layout.block_bytes == 2 * 3 * 2 * 4 * (8 + 4)
     with (
         running_peer(layout=layout, seed=1) as source,

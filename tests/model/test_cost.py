@@ -32,9 +32,10 @@ def test_bytes_of_known_models(name: str) -> None:
     assert cost_model(config, 4).weight_bytes == 2 * num_parameters
 
 
-def test_int8_kv_is_smaller_and_read_faster() -> None:
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_kv_is_smaller_and_read_faster(dtype: str) -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
-    whole, quantised = (CostModel(shape, H100, "bfloat16", kv_dtype=kv_dtype) for kv_dtype in ("auto", "int8"))
+    whole, quantised = (CostModel(shape, H100, "bfloat16", kv_dtype=kv_dtype) for kv_dtype in ("auto", dtype))
     assert quantised.kv_bytes_per_token == 2 * 32 * 8 * (128 + 4)
     assert quantised.weight_bytes == whole.weight_bytes
     assert quantised.max_kv_blocks(16) > 1.9 * whole.max_kv_blocks(16)
