@@ -1,8 +1,8 @@
 """Attention as it is benchmarked: batches over a paged pool, and the same KV as the peers of other layouts take it.
 
 The cases of `pdserve.kernels.triton_prefill_attention` and `triton_decode_attention`; their peers are in
-`pdserve.bench.kernels.attention_peers`. The KV of int8 that a peer cannot read is given to it in bfloat16, so that the
-ratio tells what int8 gains.
+`pdserve.bench.kernels.attention_peers`. The quantised KV that a peer cannot read is given to it in bfloat16, so that
+the ratio tells what quantising gains.
 
 Shape suffixes: T new tokens, N query heads, H KV heads, D head dim, B rows, Q new tokens of a row, K keys of a row, P
 blocks, S block size.
@@ -20,7 +20,7 @@ import torch
 
 from pdserve.bench.kernels.attention_peers import attention_peers
 from pdserve.bench.kernels.contest import Contender, Contest, Work
-from pdserve.kernels.kv_pool import SCALE_BYTES, KvPool
+from pdserve.kernels.kv_pool import KvPool, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton_configs import AttentionTile, dtype_name
@@ -74,9 +74,8 @@ class AttentionCase:
         """The formulas of both kernels: they differ in what is asked of them, and each is bound by what takes longer.
         Queries and results are counted in prefill, where they are as large as the KV."""
         pairs = sum(row.new * row.cached + row.new * (row.new + 1) / 2 for row in self.rows)
-        scale_bytes = SCALE_BYTES if self.kv_dtype == torch.int8 else 0
-        vector_bytes = self.head_dim * self.kv_dtype.itemsize + scale_bytes
-        num_bytes = 2 * vector_bytes * self.num_kv_heads * sum(row.keys for row in self.rows)
+        num_vectors = 2 * self.num_kv_heads * sum(row.keys for row in self.rows)
+        num_bytes = num_vectors * vector_bytes(self.head_dim, self.kv_dtype)
         if self.kernel == "prefill_attention":
             num_queries = self.num_heads * sum(row.new for row in self.rows)
             num_bytes += 2 * num_queries * self.head_dim * self.dtype.itemsize
@@ -85,15 +84,13 @@ class AttentionCase:
     def inputs(self, device: torch.device) -> PagedInputs:
         """Random queries, and random KV in shuffled blocks."""
         num_blocks = sum(-(-row.keys // BLOCK_SIZE) for row in self.rows)
-        vector_bytes = self.head_dim * self.kv_dtype.itemsize
-        vector_bytes += SCALE_BYTES if self.kv_dtype == torch.int8 else 0
         shape = (num_blocks, self.num_kv_heads, 1, 2, BLOCK_SIZE, self.head_dim)
-        num_bytes = num_blocks * self.num_kv_heads * 2 * BLOCK_SIZE * vector_bytes
+        num_bytes = num_blocks * self.num_kv_heads * 2 * BLOCK_SIZE * vector_bytes(self.head_dim, self.kv_dtype)
         kv_pool = KvPool(torch.empty(num_bytes, dtype=torch.uint8, device=device), shape, self.kv_dtype)
         if kv_pool.scales is None:
             kv_pool.values.normal_()
         else:
-            kv_pool.values.random_(-127, 128)
+            _fill_quantised(kv_pool.values)
             kv_pool.scales.uniform_(0.005, 0.02)
         metadata = AttentionMetadata.build(
             [row.new for row in self.rows],
@@ -121,6 +118,16 @@ class AttentionCase:
     def contest(self, device: torch.device) -> Contest:
         inputs = self.inputs(device)
         return Contest(Contender(self.launch(inputs)), attention_peers(inputs), _TOLERANCE)
+
+
+def _fill_quantised(values: torch.Tensor) -> None:
+    """With any numbers of their dtype."""
+    if values.dtype == torch.int8:
+        values.random_(-127, 128)
+        return
+    # A sign beside seven bits, which are NaN where all of them are set.
+    bits = values.view(torch.uint8).random_(0, 254)
+    bits.copy_(bits >> 1 | bits << 7)
 
 
 def _tables(rows: Sequence[Row], num_blocks: int) -> list[list[int]]:
@@ -151,7 +158,7 @@ class PagedInputs:
         """``[P, 2, H, S, D]``, contiguous, of the dtype of the queries: keys, then values, of every block."""
         values = self.kv_pool.values[:, :, 0]
         if self.kv_pool.scales is not None:
-            values = values * self.kv_pool.scales[:, :, 0, ..., None]
+            values = values.to(self.case.dtype) * self.kv_pool.scales[:, :, 0, ..., None]
         return values.to(self.case.dtype).transpose(1, 2).contiguous()
 
     @cached_property

@@ -16,7 +16,7 @@ from pdserve.bench.kernels.draws import DrawCase, NucleusCase
 from pdserve.bench.kernels.pointwise import GateCase, NormCase, RopeCase
 from pdserve.bench.kernels.products import ProductCase
 
-_BF16, _INT8 = torch.bfloat16, torch.int8
+_BF16, _INT8, _FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 _HEADS_8B, _HEADS_70B = 32, 64
 MAX_DECODE_TOKENS = 2**21
 """Of KV that a batch reads: 8 GiB in bfloat16, which peers need again in layouts of their own."""
@@ -40,7 +40,11 @@ def prefill_cases(*, quick: bool) -> Sequence[Case]:
     return [
         *(AttentionCase(kernel="prefill_attention", rows=rows, num_heads=_HEADS_8B) for rows in (*prompts, *after)),
         *(AttentionCase(kernel="prefill_attention", rows=rows, num_heads=_HEADS_70B) for rows in many_heads),
-        *(AttentionCase(kernel="prefill_attention", rows=rows, num_heads=_HEADS_8B, kv_dtype=_INT8) for rows in after),
+        *(
+            AttentionCase(kernel="prefill_attention", rows=rows, num_heads=_HEADS_8B, kv_dtype=kv_dtype)
+            for kv_dtype in (_INT8, _FLOAT8)
+            for rows in after
+        ),
     ]
 
 
@@ -53,7 +57,7 @@ def decode_cases(*, quick: bool) -> Sequence[Case]:
     return [
         *(
             AttentionCase(kernel="decode_attention", rows=rows, num_heads=_HEADS_8B, kv_dtype=kv_dtype)
-            for kv_dtype in (_BF16, _INT8)
+            for kv_dtype in (_BF16, _INT8, _FLOAT8)
             for rows in (*alike, mixed)
         ),
         *(AttentionCase(kernel="decode_attention", rows=rows, num_heads=_HEADS_70B) for rows in of_70b),
@@ -88,7 +92,7 @@ def rope_cases(*, quick: bool) -> Sequence[Case]:
     tokens = [*((size, False) for size in batches), *((size, True) for size in prompts)]
     return [
         RopeCase(num_tokens=num_tokens, is_prompt=is_prompt, kv_dtype=kv_dtype)
-        for kv_dtype in (_BF16, _INT8)
+        for kv_dtype in (_BF16, _INT8, _FLOAT8)
         for num_tokens, is_prompt in tokens
     ]
 

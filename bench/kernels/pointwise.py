@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm, silu
 
 from pdserve.bench.kernels.contest import Contender, Contest, Work, import_peer
 from pdserve.kernels import torch_attention, triton_rope
-from pdserve.kernels.kv_pool import KvPool
+from pdserve.kernels.kv_pool import KvPool, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import RopeAndWriteKv
 from pdserve.kernels.triton_configs import dtype_name
@@ -150,8 +150,7 @@ class RopeCase:
 
     def _pool(self, num_blocks: int, device: torch.device) -> KvPool:
         shape = (num_blocks, self.num_kv_heads, 1, 2, _BLOCK_SIZE, self.head_dim)
-        vector_bytes = self.head_dim * self.kv_dtype.itemsize + (4 if self.kv_dtype == torch.int8 else 0)
-        num_bytes = num_blocks * self.num_kv_heads * 2 * _BLOCK_SIZE * vector_bytes
+        num_bytes = num_blocks * self.num_kv_heads * 2 * _BLOCK_SIZE * vector_bytes(self.head_dim, self.kv_dtype)
         return KvPool(torch.zeros(num_bytes, dtype=torch.uint8, device=device), shape, self.kv_dtype)
 
 

@@ -40,6 +40,7 @@ def test_float8_is_written_by_torch() -> None:
     assert_rotates_and_writes(write, has_norm=True, dtype=torch.float8_e4m3fn, head_dim=24)
     assert_scales_what_is_hard(write, torch.float8_e4m3fn)
     assert_rounds_every_float8(write)
+    assert_padding_is_nobodys(TORCH_KERNELS, torch.float8_e4m3fn)
 
 
 @both_kernels

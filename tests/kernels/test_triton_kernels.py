@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdserve.kernels.kv_pool import LARGEST_VALUES
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.triton_kernels import TRITON_KERNELS
 from pdserve.kernels.weight_quantisation import quantise_int8
@@ -65,6 +66,6 @@ def test_int8_layers_compute_what_their_rounded_weights_do(tmp_path: Path) -> No
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, *LARGEST_VALUES], ids=str)
 def test_padding_is_nobodys(dtype: torch.dtype) -> None:
     assert_padding_is_nobodys(TRITON_KERNELS, dtype)

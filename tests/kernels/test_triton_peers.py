@@ -15,7 +15,7 @@ from pdserve.bench.kernels.pointwise import GateCase, NormCase, RopeCase
 from pdserve.bench.kernels.products import ProductCase
 from tests.bench.kernels.fake_timer import FakeTimer
 
-INT8 = torch.int8
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 
 
 def attention(kernel: str, *rows: Row, kv_dtype: torch.dtype = torch.bfloat16) -> AttentionCase:
@@ -42,11 +42,13 @@ CASES: list[tuple[Case, list[str]]] = [
     (attention("prefill_attention", Row(18, 7), kv_dtype=INT8), FLASH_FLEX),
     (attention("decode_attention", Row(1, 32), Row(1, 32)), FLASH_FLEX),
     (attention("decode_attention", Row(1, 15), kv_dtype=INT8), FLASH_FLEX),
+    (attention("decode_attention", Row(1, 15), kv_dtype=FLOAT8), FLASH_FLEX),
     (attention("decode_attention", Row(1, 15), Row(1, 40)), []),
     (NormCase(num_tokens=3, num_features=96), ["torch"]),
     (GateCase(num_tokens=3, num_gates=96), ["torch"]),
     (RopeCase(num_tokens=18, is_prompt=True, num_heads=4, num_kv_heads=2, head_dim=32), ["torch"]),
     (RopeCase(num_tokens=3, is_prompt=False, num_heads=4, num_kv_heads=2, head_dim=32, kv_dtype=INT8), ["torch"]),
+    (RopeCase(num_tokens=3, is_prompt=False, num_heads=4, num_kv_heads=2, head_dim=32, kv_dtype=FLOAT8), ["torch"]),
     (ProductCase(weight="int8", num_tokens=3, num_inputs=192, num_outputs=80), ["torch bf16"]),
     (ProductCase(weight="int4", num_tokens=3, num_inputs=192, num_outputs=80), ["torch bf16"]),
     *(

@@ -28,7 +28,8 @@ def test_the_shapes_that_serving_is_made_of_are_there() -> None:
     assert "32/8 heads D128, 1 x 16384" in shapes
     assert "32/8 heads D128, 1 x 2048 after 14336" in shapes
     assert "32/8 heads D128, 256 x 1 after 1023" in shapes
-    assert "32/8 heads D128, 64 x 1 after 32767, KV int8" in shapes
+    for dtype in ("int8", "float8_e4m3fn"):
+        assert f"32/8 heads D128, 64 x 1 after 32767, KV {dtype}" in shapes
     assert "64/8 heads D128, 2 x 8192" in shapes
     assert "32/8 heads D128, 32 rows of 128 to 32768" in shapes
     assert "int4 14336 -> 4096, 16 tokens" in shapes
