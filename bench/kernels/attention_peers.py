@@ -1,6 +1,7 @@
 """Who else computes attention: torch's own over contiguous KV, FlexAttention, FlashInfer, FlashAttention-3.
 
 Called by `pdserve.bench.kernels.attention`. Each peer gets the layout that it likes best, made before the clock runs.
+What loads torch's compiler is imported by the peer that needs it.
 FlashInfer needs its package; FlashAttention-3 is taken from the library in a wheel of vLLM,
 ``vllm_flash_attn/_vllm_fa3_C.abi3.so``, whose path `FA3_LIBRARY` names in the environment.
 
@@ -16,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.bench.kernels.contest import Contender, MakePeer, PeerAbsentError, import_peer
@@ -62,6 +61,8 @@ def _read(o_BNQD: torch.Tensor, is_folded: bool) -> torch.Tensor:
 
 
 def _sdpa(inputs: PagedInputs, backend: SDPBackend) -> Contender:
+    from torch.nn.attention.bias import causal_lower_right
+
     q, k, v = _contiguous(inputs)
     row = inputs.row
     assert row is not None
@@ -80,6 +81,8 @@ def _sdpa(inputs: PagedInputs, backend: SDPBackend) -> Contender:
 
 
 def _flex(inputs: PagedInputs) -> Contender:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
     q, k, v = _contiguous(inputs)
     row = inputs.row
     assert row is not None

@@ -1,14 +1,13 @@
 """Sampling as it is benchmarked: a draw, and the nucleus of top-p, for every row of a batch of logits.
 
-The cases of `pdserve.kernels.triton_sampling`. What is timed ends with the answers on the host, as in serving. Peers
-that draw with random numbers of their own are left out, for there would be nothing to compare.
+The cases of `pdserve.kernels.triton_sampling`, whose answers stay on the device, as in a captured step. Peers that draw
+with random numbers of their own are left out, for there would be nothing to compare.
 
-Shape suffixes: B rows, V vocabulary.
+Shape suffixes: B rows, V vocabulary, R nuclei, of every row one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -17,7 +16,7 @@ import torch
 
 from pdserve.bench.kernels.contest import Contender, Contest, Work
 from pdserve.kernels import torch_gumbel, torch_nucleus, triton_sampling
-from pdserve.kernels.operations import ALL_KEPT, Draw, Kept, Nucleus
+from pdserve.kernels.operations import ALL_KEPT, Draw, KeptTensors, NucleusTensors
 
 _LOGIT_BYTES = 4
 
@@ -43,12 +42,11 @@ class DrawCase:
 
     def contest(self, device: torch.device) -> Contest:
         logits_BV = _logits(self.num_rows, self.vocab_size, device)
-        draws = [
-            Draw(row, row + 1, 7, 0, best, 1.0, ALL_KEPT) for row, best in enumerate(logits_BV.amax(dim=1).tolist())
-        ]
-        peers = {"torch gumbel": lambda: Contender(partial(torch_gumbel.draw_tokens, logits_BV, draws), torch.tensor)}
-        own = Contender(partial(triton_sampling.draw_tokens, logits_BV, draws), torch.tensor)
-        return Contest(own, peers, tolerance=0.0)
+        best = logits_BV.amax(dim=1).tolist()
+        draws = [Draw(row, row + 1, 7, 0, best[row], 1.0, ALL_KEPT) for row in range(self.num_rows)]
+        tensors = torch_gumbel.draw_tensors(draws, device)
+        peers = {"torch gumbel": lambda: Contender(partial(torch_gumbel.draw_on_device, logits_BV, tensors))}
+        return Contest(Contender(partial(triton_sampling.draw_on_device, logits_BV, tensors)), peers, tolerance=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +71,19 @@ class NucleusCase:
 
     def contest(self, device: torch.device) -> Contest:
         logits_BV = _logits(self.num_rows, self.vocab_size, device)
-        nuclei = [Nucleus(row, self.top_p, best, 1.0, -inf) for row, best in enumerate(logits_BV.amax(dim=1).tolist())]
+        best_R = logits_BV.amax(dim=1)
+        nuclei = NucleusTensors(
+            row=torch.arange(self.num_rows, dtype=torch.int32, device=device),
+            top_p=torch.full_like(best_R, self.top_p, dtype=torch.float64),
+            best=best_R,
+            temperature=torch.ones_like(best_R),
+            lowest=torch.full_like(best_R, -inf),
+        )
         peers = {
             "sort": lambda: Contender(partial(_lowest_by_sorting, logits_BV, self.top_p)),
-            "torch topk": lambda: Contender(partial(torch_nucleus.find_nuclei, logits_BV, nuclei), _lowest),
+            "torch": lambda: Contender(partial(torch_nucleus.find_nuclei_on_device, logits_BV, nuclei), _lowest),
         }
-        own = Contender(partial(triton_sampling.find_nuclei, logits_BV, nuclei), _lowest)
+        own = Contender(partial(triton_sampling.find_nuclei_on_device, logits_BV, nuclei), _lowest)
         # A sum in another order may end one token sooner or later, whose logit is the next one.
         return Contest(own, peers, tolerance=0.001)
 
@@ -87,12 +92,12 @@ def _logits(num_rows: int, vocab_size: int, device: torch.device) -> torch.Tenso
     return 3 * torch.randn(num_rows, vocab_size, device=device)
 
 
-def _lowest(nuclei: Sequence[Kept]) -> torch.Tensor:
-    return torch.tensor([kept.lowest for kept in nuclei])
+def _lowest(kept: KeptTensors) -> torch.Tensor:
+    return kept.lowest
 
 
 def _lowest_by_sorting(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
     """The lowest logit of every nucleus, as most samplers find it."""
     sorted_BV = logits_BV.sort(dim=-1, descending=True).values
     ends_B1 = (sorted_BV.softmax(dim=-1).cumsum(dim=-1) < top_p).sum(dim=-1, keepdim=True)
-    return sorted_BV.gather(1, ends_B1)[:, 0].cpu()
+    return sorted_BV.gather(1, ends_B1)[:, 0]

@@ -58,7 +58,7 @@ CASES: list[tuple[Case, list[str]]] = [
     ),
     (copy(is_gather=True, to_host=True), ["torch index", "copy per block"]),
     (DrawCase(num_rows=2, vocab_size=1500), ["torch gumbel"]),
-    (NucleusCase(num_rows=2, vocab_size=1500), ["sort", "torch topk"]),
+    (NucleusCase(num_rows=2, vocab_size=1500), ["sort", "torch"]),
 ]
 
 
