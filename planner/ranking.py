@@ -50,6 +50,20 @@ class Ranking:
         """The best first, were their rates ``optimism`` times what is known."""
         return sorted(entries, key=lambda entry: self.key(entry, entry.rate * optimism))
 
+    def within_reach(self, ranked: Sequence[Entry], optimism: float) -> list[Entry]:
+        """Those that may be as good as the best of their kind, were their rates ``optimism`` times what is known; where
+        a rate is asked for all of them, as the best may turn out not to serve it."""
+        if self._question.objective.has_rate:
+            return list(ranked)
+        best: dict[bool, Entry] = {}
+        for entry in ranked:
+            best.setdefault(entry.layout.is_colocated, entry)
+        return [
+            entry
+            for entry in ranked
+            if self.key(entry, entry.rate * optimism) <= self.key(rival := best[entry.layout.is_colocated], rival.rate)
+        ]
+
     def key(self, entry: Entry, rate: float) -> tuple[float, ...]:
         """The less, the better the entry were at a goodput of ``rate``."""
         num_devices, objective = entry.layout.num_devices, self._question.objective

@@ -7,8 +7,9 @@
    ratio of prefill to decode workers follows from the demand of each phase, as in DistServe's algorithm 1 (OSDI 2024,
    section 4.1) but with queues, and with the link and the prompts that decode workers compute.
 2. Screening: short simulations of the best estimates, of both kinds of layout, the first of which correct the others.
-3. Finalists: long simulations with several seeds. Then what the reader wants to know beside the rank: how the losers
-   do at the winner's rate, where the cliff is, and what faster or slower steps would change.
+3. Finalists, of those within reach of the best: long simulations with several seeds. Then what the reader wants to
+   know beside the rank: how the losers do at the winner's rate, where the cliff is, and what faster or slower steps
+   would change.
 
 The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
 """
@@ -46,6 +47,8 @@ _MOST_LONGER = 3
 """... but so many times as many requests as the least."""
 _OPTIMISM = 1.2
 """By how much an estimate may be too low."""
+_SCREEN_OPTIMISM = 1.25
+"""By how much the goodput of a short run may be too low, beside that of another."""
 _TIME_FACTORS = (0.9, 1.1)
 _RATIO_TOLERANCE = 0.05
 
@@ -203,7 +206,7 @@ class _Search:
         effort = self._question.effort
         rest = self._ranking.ranked([entry for entry in self._simulated() if entry.rate])
         while rest and not any(entry.final and self._ranking.serves(entry.rate) for entry in self._entries):
-            chosen = of_both_kinds(rest, effort.num_finalists)
+            chosen = of_both_kinds(self._ranking.within_reach(rest, _SCREEN_OPTIMISM), effort.num_finalists)
             rest = [entry for entry in rest if entry not in chosen]
             jobs = [
                 GoodputJob(

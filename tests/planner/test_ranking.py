@@ -53,3 +53,15 @@ def test_a_choice_has_some_of_both_kinds() -> None:
     assert chosen == together[:4] + apart[:4]
     assert of_both_kinds(together, 3) == together[:3]
     assert of_both_kinds(apart[:1], 3) == apart[:1]
+
+
+def test_out_of_reach_is_what_lies_far_behind_the_best_of_its_kind() -> None:
+    best, close, far = (an_entry(colocated(4), rate) for rate in (10.0, 8.5, 7.5))
+    apart = an_entry(disaggregated(2, 2), 1.0)
+    ranked = [best, close, far, apart]
+    question = Question(model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),))
+    assert Ranking(question).within_reach(ranked, 1.25) == [best, close, apart]
+    asked = Question(
+        model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),), objective=Objective.FEWEST_DEVICES, rate=5.0
+    )
+    assert Ranking(asked).within_reach(ranked, 1.25) == ranked
