@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.mirrored_transfer import Mirror
 from pdserve.engine.pool_size import check_pool_fits, num_kv_blocks, num_swap_slots
@@ -72,7 +72,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     from pdserve.engine.model_device import CPU, build_pool, choose_device, room_for_kv
     from pdserve.kernels.cpu_threads import use_cores
     from pdserve.kv_transfer.kv_mirror import KvMirror
-    from pdserve.model.model_executor import ModelExecutor
+    from pdserve.model import executor_choice
 
     device = choose_device(config.device)
     room = room_for_kv(device, config, cost, available_memory_bytes())
@@ -86,7 +86,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         if device == CPU:
             use_cores(config.cpu_cores or sorted(os.sched_getaffinity(0)))
         pool = build_pool(device, memory)
-        executor = ModelExecutor(
+        executor = executor_choice.build_executor(
             folder=folder,
             config=model,
             layout=layout,
@@ -94,6 +94,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
             dtype=config.dtype,
             quantization=config.quantization,
             num_swap_slots=num_slots,
+            # A prefill worker has no use for them.
+            max_captured_rows=0 if config.role is WorkerRole.PREFILL else config.max_batch_size,
         )
         if device == CPU:
             return BuiltExecutor(_lending_cores(executor, config) if config.core_board else executor)

@@ -155,7 +155,7 @@ def _words(tasks: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def _columns(*fields: torch.Tensor) -> torch.Tensor:
     """The same of fields on the device, in order."""
-    return torch.cat([field.contiguous().view(torch.int32).view(len(field), -1) for field in fields], dim=1)
+    return torch.cat([field[:, None].view(torch.int32) for field in fields], dim=1)
 
 
 @triton.jit

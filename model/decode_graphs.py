@@ -41,10 +41,10 @@ class StepLogits(NamedTuple):
     """The packed step on the device."""
 
 
-def ladder(max_batch_size: int) -> list[int]:
+def ladder(max_rows: int) -> list[int]:
     """Sizes up to the largest, ascending: at most 7 rows of a step are padding."""
-    sizes = [*_SMALL_SIZES, *range(_SIZE_STEP, max_batch_size, _SIZE_STEP)]
-    return [*(size for size in sizes if size < max_batch_size), max_batch_size]
+    sizes = [*_SMALL_SIZES, *range(_SIZE_STEP, max_rows, _SIZE_STEP)]
+    return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 class DecodeGraphs:
@@ -66,18 +66,18 @@ class DecodeGraphs:
             late_R: int64: the tokens that the step before sampled, and after a replay the likeliest ones of its own.
             max_blocks: of one row.
         """
-        max_batch_size, device = len(late_R), late_R.device
+        max_rows, device = len(late_R), late_R.device
         self._model = model
         self._pool = pool
         self._queue = queue
         self._late_R = late_R
-        self._sizes = ladder(max_batch_size)
-        self._max_block_ids = max_batch_size * max_blocks
-        num_words = num_decode_words(max_batch_size, self._max_block_ids) + 1 + DRAW_WORDS * max_batch_size
+        self._sizes = ladder(max_rows)
+        self._max_block_ids = max_rows * max_blocks
+        num_words = num_decode_words(max_rows, self._max_block_ids) + 1 + DRAW_WORDS * max_rows
         # All rows of it are padding.
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._best_R = torch.zeros(max_batch_size, device=device)
-        self._logits_RV = torch.zeros((max_batch_size, vocab_size), device=device)
+        self._best_R = torch.zeros(max_rows, device=device)
+        self._logits_RV = torch.zeros((max_rows, vocab_size), device=device)
         self._replays = {}
         for index, size in enumerate(reversed(self._sizes), 1):
             self._replays[size] = queue.capture(partial(self._compute, size))

@@ -21,12 +21,12 @@ def build_executor(
     dtype: str,
     quantization: str = "none",
     num_swap_slots: int = 0,
-    max_batch_size: int,
+    max_captured_rows: int,
 ) -> Executor:
-    """The executor for ``pool``, whose weights are loaded to the pool's device; see `ModelExecutor`.
+    """The executor for ``pool``, whose weights are loaded to the pool's device; see both executors.
 
     Args:
-        max_batch_size: sequences that decode together, at most.
+        max_captured_rows: of `GpuExecutor`.
     """
     if pool.values.device.type == "cpu":
         return ModelExecutor(
@@ -46,5 +46,5 @@ def build_executor(
         dtype=dtype,
         quantization=quantization,
         num_swap_slots=num_swap_slots,
-        max_batch_size=max_batch_size,
+        max_captured_rows=max_captured_rows,
     )

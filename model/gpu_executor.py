@@ -112,12 +112,12 @@ class GpuExecutor:
         dtype: str,
         quantization: str = "none",
         num_swap_slots: int = 0,
-        max_batch_size: int = 256,
+        max_captured_rows: int,
     ) -> None:
         """Load the checkpoint in ``folder``, serve it from ``pool``, and capture its decode steps.
 
         Args:
-            max_batch_size: rows of the largest step that is captured.
+            max_captured_rows: of the largest decode step that is captured; 0 captures none.
             others: as of `pdserve.model.model_executor.ModelExecutor`.
 
         Raises:
@@ -136,11 +136,11 @@ class GpuExecutor:
         self._sampling_kernels = select_device_sampling_kernels(device)
         self._sampler = RowSampler()
         # What the step before sampled: where captured steps look for it, but after a step that sampled too many rows.
-        self._captured_R = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self._captured_R = torch.zeros(max(1, max_captured_rows), dtype=torch.int64, device=device)
         self._late_R = self._captured_R
         self._previous: _LaunchedStep | None = None
         self._graphs: DecodeGraphs | None = None
-        if can_capture(kernels):
+        if max_captured_rows and can_capture(kernels):
             self._graphs = DecodeGraphs(
                 self._model,
                 pool,

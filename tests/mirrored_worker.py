@@ -1,10 +1,12 @@
-"""A worker process whose executor computes in memory of its own, with a mirror of it for the transfer process, as where
-the pool lies on a GPU: ``python -m tests.mirrored_worker --config JSON``."""
+"""A worker process as where the pool lies on a GPU: ``python -m tests.mirrored_worker --config JSON``.
+
+Its executor, for a real model that of a GPU, computes in memory of its own, with a mirror for the transfer process."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -17,6 +19,7 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.kv_mirror import KvMirror
 from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.model.gpu_executor import GpuExecutor
 from pdserve.prefill_worker import worker as prefill_worker
 
 
@@ -39,5 +42,8 @@ def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) 
 
 
 if __name__ == "__main__":
-    with patch("pdserve.engine.worker.choose_backend", mirrored_backend):
+    with (
+        patch("pdserve.engine.worker.choose_backend", mirrored_backend),
+        patch("pdserve.model.executor_choice.ModelExecutor", partial(GpuExecutor, max_captured_rows=8)),
+    ):
         sys.exit(main(build_scheduler, "mirrored_worker"))

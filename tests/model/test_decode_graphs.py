@@ -19,7 +19,7 @@ from tests.model.late_queue import LateQueue
 
 
 @pytest.mark.parametrize(
-    ("max_batch_size", "sizes"),
+    ("max_rows", "sizes"),
     [
         (1, [1]),
         (2, [1, 2]),
@@ -29,8 +29,8 @@ from tests.model.late_queue import LateQueue
         (32, [1, 2, 4, 8, 16, 24, 32]),
     ],
 )
-def test_sizes_are_few_and_near(max_batch_size: int, sizes: list[int]) -> None:
-    assert ladder(max_batch_size) == sizes
+def test_sizes_are_few_and_near(max_rows: int, sizes: list[int]) -> None:
+    assert ladder(max_rows) == sizes
 
 
 def test_every_size_is_captured_once_and_the_largest_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

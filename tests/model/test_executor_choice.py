@@ -28,7 +28,7 @@ def test_a_pool_on_a_cpu_and_one_elsewhere(tmp_path: Path, monkeypatch: pytest.M
             pool=pool,
             dtype="float32",
             num_swap_slots=2,
-            max_batch_size=7,
+            max_captured_rows=7,
         )
 
     assert isinstance(build(pool), ModelExecutor)
@@ -36,4 +36,4 @@ def test_a_pool_on_a_cpu_and_one_elsewhere(tmp_path: Path, monkeypatch: pytest.M
     build(elsewhere)
     [options] = asked
     assert options["pool"] is elsewhere
-    assert (options["max_batch_size"], options["num_swap_slots"], options["quantization"]) == (7, 2, "none")
+    assert (options["max_captured_rows"], options["num_swap_slots"], options["quantization"]) == (7, 2, "none")
