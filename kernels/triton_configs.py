@@ -14,7 +14,7 @@ import torch
 from triton import next_power_of_2
 
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.tuned_tiles import AttentionShape, Key, ProductShape, tuned_tiles
+from pdserve.kernels.tuned_tiles import AttentionShape, Key, ProductShape, Tile, tuned_tiles
 
 
 class AttentionTile(NamedTuple):
@@ -34,8 +34,8 @@ _FLOAT32_OVER_QUANTISED = AttentionTile(16, 16, 4, 1)
 
 def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     """For `pdserve.kernels.triton_prefill_attention`."""
-    if (tile := _tuned_attention("prefill_attention", q_TND, kv_pool)) is not None:
-        return tile
+    if (tuned := _tuned("prefill_attention", q_TND, kv_pool)) is not None:
+        return AttentionTile(**tuned)
     head_dim = kv_pool.shape.head_dim
     if q_TND.dtype == torch.float32:
         if kv_pool.scales is not None:
@@ -50,8 +50,8 @@ def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
 
 def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     """For `pdserve.kernels.triton_decode_attention`, whose rows are few."""
-    if (tile := _tuned_attention("decode_attention", q_TND, kv_pool)) is not None:
-        return tile
+    if (tuned := _tuned("decode_attention", q_TND, kv_pool)) is not None:
+        return AttentionTile(**tuned)
     if q_TND.dtype == torch.float32:
         return AttentionTile(16, 16, 4, 2) if kv_pool.scales is None else _FLOAT32_OVER_QUANTISED
     head_dim = kv_pool.shape.head_dim
@@ -60,24 +60,11 @@ def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     return AttentionTile(16, 64, 4, 3) if head_dim <= 128 else AttentionTile(16, 32, 4, 3)
 
 
-def _tuned_attention(kernel: str, q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile | None:
-    return _tuned_attention_tile(
-        kernel,
-        q_TND.device,
-        q_TND.dtype,
-        kv_pool.dtype,
-        kv_pool.shape.head_dim,
-        q_TND.shape[1] // kv_pool.shape.num_kv_heads,
-    )
-
-
-@cache
-def _tuned_attention_tile(
-    kernel: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int
-) -> AttentionTile | None:
-    shape = AttentionShape(dtype_name(dtype), dtype_name(kv_dtype), head_dim, group)
-    tile = tuned_tiles().get(Key(device_name(device), kernel, shape))
-    return None if tile is None else AttentionTile(**tile)
+def _tuned(kernel: str, q_TND: torch.Tensor, kv_pool: KvPool) -> Tile | None:
+    """What the table has for an attention."""
+    group = q_TND.shape[1] // kv_pool.shape.num_kv_heads
+    shape = AttentionShape(dtype_name(q_TND.dtype), dtype_name(kv_pool.dtype), kv_pool.shape.head_dim, group)
+    return tuned_tiles().get(Key(device_name(q_TND.device), kernel, shape))
 
 
 class KvSplit(NamedTuple):
@@ -91,16 +78,31 @@ class KvSplit(NamedTuple):
     """Chunks have just ``chunk_tokens``, however many they are then."""
 
 
-_CHUNK_TOKENS = 256
-_CHUNKS_PER_PROCESSOR = 4
-_FIXED_SPLIT = KvSplit(num_chunks=1, chunk_tokens=_CHUNK_TOKENS, is_fixed=True)
+class KvCut(NamedTuple):
+    """What a split follows from."""
+
+    chunks_per_processor: int
+    """Of all rows and KV heads together, about."""
+    chunk_tokens: int
+    """As of `KvSplit`; a multiple of the keys of any tile."""
+
+    def split(self, device: torch.device, num_kv_heads: int) -> KvSplit:
+        """For batches on ``device``."""
+        return KvSplit(-(-self.chunks_per_processor * _num_processors(device) // num_kv_heads), self.chunk_tokens)
 
 
-def kv_split(device: torch.device, num_kv_heads: int, *, is_fixed: bool = False) -> KvSplit:
-    """A few chunks for every multiprocessor of ``device``, or chunks that do not depend on the batch."""
+_CUT = KvCut(chunks_per_processor=4, chunk_tokens=256)
+_FIXED_SPLIT = KvSplit(num_chunks=1, chunk_tokens=_CUT.chunk_tokens, is_fixed=True)
+
+
+def kv_split(q_TND: torch.Tensor, kv_pool: KvPool, *, is_fixed: bool = False) -> KvSplit:
+    """For `pdserve.kernels.triton_decode_attention`: a few chunks for every multiprocessor of the device, or chunks
+    that do not depend on the batch."""
     if is_fixed:
         return _FIXED_SPLIT
-    return KvSplit(-(-_CHUNKS_PER_PROCESSOR * _num_processors(device) // num_kv_heads), _CHUNK_TOKENS)
+    tuned = _tuned("kv_split", q_TND, kv_pool)
+    cut = _CUT if tuned is None else KvCut(**tuned)
+    return cut.split(q_TND.device, kv_pool.shape.num_kv_heads)
 
 
 class MatmulTile(NamedTuple):
@@ -118,9 +120,10 @@ def matmul_tile(x_TE: torch.Tensor, num_outputs: int, *, is_int4: bool) -> Matmu
     """For `pdserve.kernels.triton_quantized_matmul`, whose tiles of int4 have the inputs of a group."""
     num_tokens, num_inputs = x_TE.shape
     bucket = token_bucket(num_tokens)
-    tile = _tuned_matmul_tile(x_TE.device, x_TE.dtype, bucket, num_inputs, num_outputs, is_int4=is_int4)
-    if tile is not None:
-        return tile
+    shape = ProductShape(dtype_name(x_TE.dtype), "int4" if is_int4 else "int8", bucket, num_inputs, num_outputs)
+    tuned = tuned_tiles().get(Key(device_name(x_TE.device), "quantized_matmul", shape))
+    if tuned is not None:
+        return MatmulTile(**tuned)
     if x_TE.dtype == torch.float32:
         return MatmulTile(16, 32, 128, 4, 1) if is_int4 else MatmulTile(16, 32, 32, 4, 2)
     if num_tokens <= _FEW_TOKENS:
@@ -131,15 +134,6 @@ def matmul_tile(x_TE: torch.Tensor, num_outputs: int, *, is_int4: bool) -> Matmu
 def token_bucket(num_tokens: int) -> int:
     """Numbers of tokens in a bucket, which it is the largest of, have the same kernels."""
     return max(16, next_power_of_2(num_tokens)) if num_tokens <= _FEW_TOKENS else MANY_TOKENS
-
-
-@cache
-def _tuned_matmul_tile(
-    device: torch.device, dtype: torch.dtype, bucket: int, num_inputs: int, num_outputs: int, *, is_int4: bool
-) -> MatmulTile | None:
-    shape = ProductShape(dtype_name(dtype), "int4" if is_int4 else "int8", bucket, num_inputs, num_outputs)
-    tile = tuned_tiles().get(Key(device_name(device), "quantized_matmul", shape))
-    return None if tile is None else MatmulTile(**tile)
 
 
 MANY_TOKENS = 4096
@@ -166,6 +160,7 @@ def split_inputs(
     return -(-num_inputs // (max(num_splits, 1) * tile_inputs)) * tile_inputs
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """As the table of tiles has it."""
     return str(dtype).removeprefix("torch.")

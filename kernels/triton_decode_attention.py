@@ -54,7 +54,7 @@ def decode_attention(
     group = num_heads // num_kv_heads
     max_new_tokens = max_new_tokens or metadata.max_new_tokens
     tile = tile or decode_tile(q_TND, kv_pool)
-    split = split or kv_split(q_TND.device, num_kv_heads)
+    split = split or kv_split(q_TND, kv_pool)
     assert split.chunk_tokens % tile.keys == 0
     max_chunks = metadata.num_rows + (
         len(metadata.block_ids) * kv_pool.shape.block_size // split.chunk_tokens if split.is_fixed else split.num_chunks

@@ -16,7 +16,7 @@ TABLE = Path(__file__).with_suffix(".json")
 
 
 class AttentionShape(NamedTuple):
-    """What the tiles of both attention kernels depend on."""
+    """What the tiles of both attention kernels, and the cut of KV among programs, depend on."""
 
     dtype: str
     """Of queries, as torch names it."""
@@ -43,9 +43,10 @@ Shape = AttentionShape | ProductShape
 SHAPES: Mapping[str, type[AttentionShape] | type[ProductShape]] = {
     "prefill_attention": AttentionShape,
     "decode_attention": AttentionShape,
+    "kv_split": AttentionShape,
     "quantized_matmul": ProductShape,
 }
-"""By kernel."""
+"""By kernel; ``kv_split`` is how decode attention is cut, for which there are two numbers in place of a tile."""
 
 
 class Key(NamedTuple):
@@ -56,7 +57,7 @@ class Key(NamedTuple):
 
 
 Tile = Mapping[str, int]
-"""The fields of the kernel's tile in `pdserve.kernels.triton_configs`."""
+"""The fields of `AttentionTile`, `KvCut` or `MatmulTile` in `pdserve.kernels.triton_configs`."""
 
 
 def read_tiles(text: str) -> dict[Key, Tile]:

@@ -23,7 +23,7 @@ from pdserve.bench.kernels.contest import Contender, Contest, Work
 from pdserve.kernels.kv_pool import KvPool, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
-from pdserve.kernels.triton_configs import AttentionTile, dtype_name
+from pdserve.kernels.triton_configs import AttentionTile, KvSplit, dtype_name
 from pdserve.kernels.triton_decode_attention import decode_attention
 from pdserve.kernels.triton_prefill_attention import prefill_attention
 
@@ -102,12 +102,16 @@ class AttentionCase:
         q_TND = torch.randn(metadata.num_tokens, self.num_heads, self.head_dim, device=device).to(self.dtype)
         return PagedInputs(self, q_TND, kv_pool, metadata, metadata.to(device))
 
-    def launch(self, inputs: PagedInputs, tile: AttentionTile | None = None) -> Callable[[], torch.Tensor]:
-        """Our kernel, cut as ``tile`` says, or as in serving."""
+    def launch(
+        self, inputs: PagedInputs, tile: AttentionTile | None = None, split: KvSplit | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Our kernel, cut as ``tile`` and, of decode attention, ``split`` say, or as in serving."""
         attend = _KERNELS[self.kernel]
         o_TND = torch.empty_like(inputs.queries)
         rule = AttentionRule(scale=self.head_dim**-0.5)
         launch = partial(attend, inputs.queries, o_TND, inputs.kv_pool, 0, inputs.metadata, rule, tile=tile)
+        if split is not None:
+            launch = partial(launch, split=split)
 
         def run() -> torch.Tensor:
             launch()

@@ -38,6 +38,9 @@ class Report(NamedTuple):
         device = self.machine["device"]
         if self.machine["hardware"] is None:
             echo(f"{device} is not in the catalogue, so there are no limits: name one like it with --hardware")
+        if "torch_matmul_tflops" in self.machine:
+            tflops, gbytes_per_s = self.machine["torch_matmul_tflops"], self.machine["torch_copy_gbytes_per_s"]
+            echo(f"{device}: torch's large product {tflops:.0f} TFLOP/s, its large copy {gbytes_per_s:.0f} GB/s")
         for kernel, of_kernel in groupby(self.results, key=lambda result: result.kernel):
             results = list(of_kernel)
             clocks = ", ".join(f"{name} {value}" for name, value in self.clocks.get(kernel, {}).items())

@@ -87,7 +87,9 @@ def run(request: Request, echo: Callable[[str], None]) -> int:
     device = cuda_device()
     name = request.hardware or HARDWARE_OF_DEVICE.get(torch.cuda.get_device_name(device), "")
     limits = limits_of(name) if name else None
-    report = measure_all(cases, device, CudaTimer(device), request, limits=limits, machine=_machine(device, name))
+    timer = CudaTimer(device)
+    machine = _machine(device, name) | measured_limits(device, timer)
+    report = measure_all(cases, device, timer, request, limits=limits, machine=machine)
     return publish(report, request, echo)
 
 
@@ -110,6 +112,22 @@ def limits_of(name: str) -> Limits:
     """
     found = hardware(name)
     return Limits(found.peak("bfloat16"), found.memory_bandwidth, found.host_bandwidth)
+
+
+@torch.no_grad()
+def measured_limits(device: torch.device, timer: Timer, *, size: int = 8192) -> dict[str, float]:
+    """What torch reaches on this very device with a large product in bfloat16, and with a large copy.
+
+    Args:
+        size: rows and columns of the matrices; a copy is of four of them.
+    """
+    matrix = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    copied = torch.empty(4, size, size, dtype=torch.bfloat16, device=device)
+    source = torch.zeros_like(copied)
+    return {
+        "torch_matmul_tflops": 2 * size**3 / timer.round_s(lambda: matrix @ matrix) / 1e12,
+        "torch_copy_gbytes_per_s": 2 * copied.nbytes / timer.round_s(lambda: copied.copy_(source)) / 1e9,
+    }
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from pdserve.bench.kernels.attention import AttentionCase, Row
 from pdserve.bench.kernels.products import ProductCase
 from pdserve.bench.kernels_compile import Launch
-from pdserve.kernels.triton_configs import AttentionTile, MatmulTile
+from pdserve.kernels.triton_configs import AttentionTile, KvCut, MatmulTile
 from pdserve.kernels.tuned_tiles import AttentionShape, Key, Tile
 from pdserve.kernels.weight_quantisation import GROUP_INPUTS, Int4Weight, QuantisedWeight
 
@@ -38,7 +38,7 @@ def tile_launch(key: Key, tile: Tile) -> Launch:
     name = f"{key.kernel} {' '.join(map(str, shape))} {' '.join(map(str, tile.values()))} for {key.device}"
     if isinstance(shape, AttentionShape):
         case = AttentionCase(
-            kernel=key.kernel,
+            kernel="decode_attention" if key.kernel == "kv_split" else key.kernel,
             rows=(Row(3), Row(2)) if key.kernel == "prefill_attention" else (Row(1), Row(1)),
             num_heads=_KV_HEADS * shape.group,
             num_kv_heads=_KV_HEADS,
@@ -46,7 +46,10 @@ def tile_launch(key: Key, tile: Tile) -> Launch:
             dtype=dtype,
             kv_dtype=getattr(torch, shape.kv_dtype),
         )
-        run: Any = case.launch(case.inputs(_HOST), AttentionTile(**tile))
+        inputs = case.inputs(_HOST)
+        if key.kernel == "kv_split":
+            return Launch(name, case.launch(inputs, split=KvCut(**tile).split(_HOST, _KV_HEADS)))
+        run: Any = case.launch(inputs, AttentionTile(**tile))
         return Launch(name, run, is_wgmma=key.kernel == "prefill_attention" and dtype != torch.float32)
     product = ProductCase(
         weight=shape.weight,

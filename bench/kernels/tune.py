@@ -32,7 +32,7 @@ from pdserve.bench.kernels.run import NoGpuError, commit, cuda_device
 from pdserve.bench.kernels.tile_launches import tile_launch
 from pdserve.bench.kernels.timing import CudaTimer, Timer, alternate
 from pdserve.bench.kernels_compile import compile_launch, fits
-from pdserve.kernels.triton_configs import MANY_TOKENS, AttentionTile, MatmulTile, device_name
+from pdserve.kernels.triton_configs import MANY_TOKENS, AttentionTile, KvCut, MatmulTile, device_name
 from pdserve.kernels.tuned_tiles import TABLE, AttentionShape, Key, ProductShape, Tile, read_tiles, table_entry
 
 TunedCase = AttentionCase | ProductCase
@@ -67,12 +67,13 @@ def targets(device: str) -> Iterator[Target]:
     for kernel, batches, candidates in (
         ("prefill_attention", _PROMPTS, prefill_candidates()),
         ("decode_attention", _DECODE_BATCHES, decode_candidates()),
+        ("kv_split", _DECODE_BATCHES, _tiles(KvCut, (1, 2, 4, 8), (128, 256, 512, 1024))),
     ):
-        for (num_heads, head_dim), kv_dtype in product(((32, 128), (64, 128), (32, 64)), ("bfloat16", "int8")):
+        for (num_heads, head_dim), kv_dtype in product(_HEADS, _KV_DTYPES):
             shape = AttentionShape("bfloat16", kv_dtype, head_dim, num_heads // 8)
             cases = [
                 AttentionCase(
-                    kernel=kernel,
+                    kernel="decode_attention" if kernel == "kv_split" else kernel,
                     rows=rows,
                     num_heads=num_heads,
                     head_dim=head_dim,
@@ -93,6 +94,9 @@ def targets(device: str) -> Iterator[Target]:
         yield Target(key, products, product_candidates(bucket, is_int4=weight == "int4"))
 
 
+_HEADS = ((32, 128), (64, 128), (32, 64))
+"""Query heads, of 8 KV heads, and their dimension."""
+_KV_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 _PROMPTS = ((Row(2048),) * 4, (Row(8192),), (Row(2048, 6144),))
 _DECODE_BATCHES = ((Row(1, 16383),), (Row(1, 4095),) * 64, (Row(1, 1023),) * 256)
 _TOKENS_OF_BUCKET = {16: (1, 16), 32: (32,), 64: (64,), MANY_TOKENS: (256, 4096)}
@@ -113,7 +117,7 @@ def product_candidates(bucket: int, *, is_int4: bool) -> list[Tile]:
     return _tiles(MatmulTile, (bucket,), (64, 128), inputs, (4, 8), (2, 3, 4, 5))
 
 
-def _tiles(kind: type[AttentionTile] | type[MatmulTile], *values: Sequence[int]) -> list[Tile]:
+def _tiles(kind: type[AttentionTile] | type[KvCut] | type[MatmulTile], *values: Sequence[int]) -> list[Tile]:
     return [dict(zip(kind._fields, chosen, strict=True)) for chosen in product(*values)]
 
 
@@ -128,12 +132,21 @@ def is_sound(key: Key, tile: Tile) -> bool:
 
 
 def runner(case: TunedCase, device: torch.device) -> Callable[[Tile | None], Run]:
-    """Inputs on the device, and launches over them by tile; None is the tile that serving takes now."""
-    if isinstance(case, AttentionCase):
-        inputs = case.inputs(device)
-        return lambda tile: case.launch(inputs, None if tile is None else AttentionTile(**tile))
-    x_TE, weight = case.inputs(device)
-    return lambda tile: case.launch(x_TE, weight, None if tile is None else MatmulTile(**tile))
+    """Inputs on the device, and launches over them by tile, or by cut; None is what serving takes now."""
+
+    if isinstance(case, ProductCase):
+        x_TE, weight = case.inputs(device)
+        return lambda tile: case.launch(x_TE, weight, None if tile is None else MatmulTile(**tile))
+    inputs = case.inputs(device)
+
+    def launch(tile: Tile | None) -> Run:
+        if tile is None:
+            return case.launch(inputs)
+        if "rows" in tile:
+            return case.launch(inputs, AttentionTile(**tile))
+        return case.launch(inputs, split=KvCut(**tile).split(device, case.num_kv_heads))
+
+    return launch
 
 
 def search(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from pdserve.kernels import triton_configs
 from pdserve.kernels.triton_configs import (
     AttentionTile,
+    KvSplit,
     MatmulTile,
     decode_tile,
+    kv_split,
     matmul_tile,
     prefill_tile,
     token_bucket,
@@ -31,19 +31,14 @@ TABLE: dict[Key, Tile] = {
         "num_warps": 8,
         "num_stages": 2,
     },
+    Key("cpu", "kv_split", ATTENTION): {"chunks_per_processor": 9, "chunk_tokens": 512},
     Key("another", "decode_attention", ATTENTION._replace(group=2)): {"rows": 1},
 }
 
 
 @pytest.fixture(autouse=True)
-def _table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    cached = (triton_configs._tuned_attention_tile, triton_configs._tuned_matmul_tile)
+def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_configs, "tuned_tiles", lambda: TABLE)
-    for lookup in cached:
-        lookup.cache_clear()
-    yield
-    for lookup in cached:
-        lookup.cache_clear()
 
 
 def queries(num_heads: int) -> torch.Tensor:
@@ -57,6 +52,13 @@ def test_attention() -> None:
     assert prefill_tile(queries(4), kv_pool) == AttentionTile(128, 64, 4, 3)
     assert decode_tile(queries(4), kv_pool) == AttentionTile(16, 64, 4, 3)  # The table's is of another device.
     assert decode_tile(queries(8).half(), kv_pool) == AttentionTile(16, 64, 4, 3)
+
+
+def test_splits() -> None:
+    kv_pool = nan_pool((1, 2, 1, 2, 16, 64), torch.bfloat16)
+    assert kv_split(queries(8), kv_pool) == KvSplit(num_chunks=5, chunk_tokens=512)  # 9 of one processor, for 2 heads.
+    assert kv_split(queries(4), kv_pool) == KvSplit(num_chunks=2, chunk_tokens=256)
+    assert kv_split(queries(8), kv_pool, is_fixed=True) == KvSplit(1, 256, is_fixed=True)
 
 
 def test_products() -> None:

@@ -41,6 +41,13 @@ def test_a_candidate_that_computes_something_else_is_out(monkeypatch: pytest.Mon
     assert [found.tile for found in gains([DECODE], TILES, CPU, FakeTimer(seconds), 1)] == TILES[:1]
 
 
+def test_cuts_are_those_asked_for() -> None:
+    run_of = runner(DECODE, CPU)
+    torch.testing.assert_close(run_of({"chunks_per_processor": 8, "chunk_tokens": 64})(), run_of(None)())
+    with pytest.raises(AssertionError):
+        run_of({"chunks_per_processor": 8, "chunk_tokens": 24})()
+
+
 def test_tiles_of_products_are_those_asked_for() -> None:
     case = ProductCase(weight="int8", num_tokens=3, num_inputs=64, num_outputs=80)
     run_of = runner(case, CPU)

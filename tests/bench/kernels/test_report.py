@@ -52,6 +52,12 @@ def test_a_table_for_each_kernel_with_its_peers() -> None:
     ]
 
 
+def test_what_the_device_itself_reaches_comes_first() -> None:
+    machine = {**MACHINE, "torch_matmul_tflops": 712.3, "torch_copy_gbytes_per_s": 3021.9}
+    lines = shown(Report(machine, [], {}, {}))
+    assert lines == ["GPU: torch's large product 712 TFLOP/s, its large copy 3022 GB/s"]
+
+
 def test_what_is_wrong_is_said() -> None:
     odd = result("gate", "64", pdserve=1e-3, torch=1e-3)
     odd.differences["torch"] = 0.5

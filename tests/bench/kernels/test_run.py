@@ -9,7 +9,17 @@ import torch
 
 from pdserve.bench.kernels.contest import Case
 from pdserve.bench.kernels.report import Report
-from pdserve.bench.kernels.run import NoGpuError, Request, commit, limits_of, measure_all, publish, run
+from pdserve.bench.kernels.run import (
+    HARDWARE_OF_DEVICE,
+    NoGpuError,
+    Request,
+    commit,
+    limits_of,
+    measure_all,
+    measured_limits,
+    publish,
+    run,
+)
 from tests.bench.kernels.fake_timer import FakeTimer
 from tests.bench.kernels.scripted_case import ScriptedCase, fails, gives
 
@@ -72,6 +82,35 @@ def test_without_a_gpu_there_is_something_to_do(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(NoGpuError, match="--compile-only"):
         run(Request(), lambda line: None)
+
+
+def test_the_machine_is_measured_by_large_products_and_copies() -> None:
+    told = measured_limits(torch.device("cpu"), FakeTimer(iter([1e-3, 1e-6])), size=100)
+    assert told == {"torch_matmul_tflops": pytest.approx(2e-3), "torch_copy_gbytes_per_s": pytest.approx(160.0)}
+
+
+def test_a_run_from_the_gpu_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what needs a GPU there is only the outside."""
+    where = "pdserve.bench.kernels.run"
+    monkeypatch.setattr(f"{where}.cuda_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(f"{where}.CudaTimer", lambda device: FakeTimer())
+    monkeypatch.setattr(f"{where}.measured_limits", lambda device, timer: {"torch_matmul_tflops": 700.0})
+    monkeypatch.setattr(f"{where}.chosen_cases", lambda only, quick: [ScriptedCase()])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    printed: list[str] = []
+    assert run(Request(folder=tmp_path, as_json=True), printed.append) == 0
+    document = json.loads(printed[0])
+    assert (document["device"], document["hardware"]) == ("NVIDIA H100 80GB HBM3", "h100-sxm")
+    assert document["torch_matmul_tflops"] == 700
+    assert document["torch"] == torch.__version__
+    # 1.8 MB at 0.9 of 3.35 TB/s, in the microsecond that the timer says.
+    assert document["results"][0]["limit_share"] == pytest.approx(1800e3 / (0.9 * 3.35e12) / 1e-6)
+    assert json.loads(next(tmp_path.glob("*_kernels_h100-sxm.json")).read_text()) == document
+
+
+def test_devices_that_are_recognised_are_in_the_catalogue() -> None:
+    for name in HARDWARE_OF_DEVICE.values():
+        assert limits_of(name).bandwidth > 1e12
 
 
 def test_pictures_are_not_found_impossible_after_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,17 @@ def test_an_entry_is_compiled_with_its_tile(kernel: str, shape: Shape, tile: Til
     assert any(compiled.has_wgmma for compiled in compile_launch(launch)) == launch.is_wgmma
 
 
+def test_a_split_is_compiled_with_its_chunks() -> None:
+    key = Key("GPU", "kv_split", BF16_128)
+    kernels = [
+        compiled_kernels(tile_launch(key, {"chunks_per_processor": 8, "chunk_tokens": tokens})) for tokens in (256, 512)
+    ]
+    assert [len(of_one) for of_one in kernels] == [2, 2]
+    assert kernels[0][0] is not kernels[1][0]
+    with pytest.raises(AssertionError):
+        tile_launch(key, {"chunks_per_processor": 8, "chunk_tokens": 24}).run()
+
+
 def test_a_table_gives_a_launch_for_each_entry() -> None:
     tile = {"rows": 64, "keys": 64, "num_warps": 4, "num_stages": 2}
     tiles = {Key(device, "prefill_attention", BF16_128): tile for device in ("GPU 1", "GPU 2")}
