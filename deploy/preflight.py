@@ -91,14 +91,16 @@ def check_ray_address(launch: Launch) -> None:
 
 def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
     """Raises DeployError for a GPU that cannot be emulated, a profile without the workers' devices, or either without
-    the model's dtype.
+    the model's dtype or that of its KV.
 
     Args:
         num_cores: of the workers.
     """
     for count in num_cores:
         try:
-            launch.device(count).peak(launch.config.model.dtype)
+            device = launch.device(count)
+            device.peak(launch.config.model.dtype)
+            device.check_reads(launch.config.model.kv_dtype)
         except ValueError as error:
             raise DeployError(f"{'--emulate' if launch.emulate else 'model.profile'}: {error}") from error
 

@@ -69,12 +69,13 @@ def _model_backend(config: WorkerConfig) -> Backend:
     content_hash = model_hash(folder, f"{model.layers} {config.dtype} {config.quantization}")
     _configure_openmp(config)
 
-    from pdserve.engine.model_device import CPU, build_pool, choose_device, room_for_kv
+    from pdserve.engine.model_device import CPU, build_pool, check_kv_dtype, choose_device, room_for_kv
     from pdserve.kernels.cpu_threads import use_cores
     from pdserve.kv_transfer.kv_mirror import KvMirror
     from pdserve.model import executor_choice
 
     device = choose_device(config.device)
+    check_kv_dtype(device, cost.kv_dtype)
     room = room_for_kv(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
     num_blocks = num_kv_blocks(config, limits, block_bytes, room.auto_bytes)

@@ -16,6 +16,8 @@ from pdserve.model.cost import CostModel
 from pdserve.model.decoder_weights import held_bytes
 
 CPU = torch.device("cpu")
+_FLOAT8_CAPABILITY = (8, 9)
+"""Of Ada, the first of NVIDIA's that converts float8."""
 
 
 def choose_device(setting: str) -> torch.device:
@@ -29,6 +31,14 @@ def choose_device(setting: str) -> torch.device:
             "for CUDA, or set device to cpu"
         )
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu and setting != "cpu" else CPU
+
+
+def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
+    """Raises ValueError for KV that no kernel reads on ``device``."""
+    if device == CPU or kv_dtype != "float8_e4m3fn":
+        return
+    if torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        raise ValueError(f"{torch.cuda.get_device_name(device)} has no float8: set kv_dtype to int8")
 
 
 def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, host_bytes: int) -> PoolRoom:

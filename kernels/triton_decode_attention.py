@@ -5,7 +5,8 @@ and a long one among short ones is not waited for; a second kernel merges what a
 follows from the lengths of all rows, on the device: every program reads the lengths, and finds its chunk by a prefix
 sum. The grid follows from shapes alone. So nothing is read back or planned ahead, and a step can be replayed.
 
-Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = sum_r k_r H (2 D b + 8 if int8)``, k_r keys of b bytes an element.
+Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = sum_r k_r H (2 D b + 8 if quantised)``, k_r keys of b bytes an
+element.
 A chunk that is merged adds ``8 (D + 2)`` bytes for every query head: for bfloat16, as much as 4 N / H keys do.
 
 Shape suffixes: T new tokens of the batch, N query heads, H KV heads, D head dim, M rows of a tile, R rows of the batch

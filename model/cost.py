@@ -78,7 +78,8 @@ class CostModel:
         pipeline_parallel: stages that have an equal share of the layers each.
 
     Raises:
-        ValueError: heads or layers that do not divide so, or a dtype that the hardware has no figure for.
+        ValueError: heads or layers that do not divide so, or a dtype that the hardware has no figure for, or does not
+            read.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class CostModel:
         self.hardware = hardware
         self.dtype = dtype
         self.kv_dtype = resolve_kv_dtype(kv_dtype, dtype)
+        hardware.check_reads(self.kv_dtype)
         self.tensor_parallel = tensor_parallel
         self.pipeline_parallel = pipeline_parallel
         self._weights = weights = weight_bytes(shape, dtype, quantization)

@@ -96,6 +96,11 @@ class Hardware:
             raise ValueError(f"{self.name} has no figure for {dtype!r}; use one of {', '.join(self.peak_flops)}")
         return self.peak_flops[dtype]
 
+    def check_reads(self, kv_dtype: str) -> None:
+        """Raises ValueError for KV of float8 on a GPU that has other units for eight bits: it cannot convert it."""
+        if kv_dtype == "float8_e4m3fn" and "int8" in self.peak_flops and "float8" not in self.peak_flops:
+            raise ValueError(f"{self.name} has no float8; use kv_dtype int8")
+
     @property
     def bandwidth(self) -> float:
         """Bytes per second at which weights are read."""

@@ -37,6 +37,7 @@ def enumerate_layouts(question: Question) -> Enumeration:
 
     Raises:
         FitsNowhereError: none of them holds the model.
+        ValueError: there are none, because a device does not read the model's KV.
     """
     layouts, num_without_memory = [], 0
     for layout, holds in _all(question):
@@ -45,6 +46,8 @@ def enumerate_layouts(question: Question) -> Enumeration:
         else:
             num_without_memory += 1
     if not layouts:
+        for supply in question.fleet:
+            supply.hardware.check_reads(question.model.kv_dtype)
         raise FitsNowhereError(_remedy(question))
     return Enumeration(layouts, num_without_memory)
 

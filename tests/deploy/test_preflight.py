@@ -79,6 +79,14 @@ def test_emulation_is_of_a_known_gpu() -> None:
         preflight.check_devices(Launch(emulate="h1000"), {1})
 
 
+def test_kv_of_float8_is_of_gpus_that_read_it() -> None:
+    config = DeploymentConfig(model=ModelConfig(kv_dtype="float8_e4m3fn"))
+    for emulate in ("", "h100"):
+        preflight.check_devices(Launch(config=config, emulate=emulate), {1})
+    with pytest.raises(DeployError, match="--emulate: a100-80gb-sxm has no float8; use kv_dtype int8"):
+        preflight.check_devices(Launch(config=config, emulate="a100"), {1})
+
+
 def test_a_profile_has_the_workers_devices() -> None:
     config = DeploymentConfig(model=ModelConfig(profile="hardware.yaml"))
     launch = Launch(config=config, devices={"cpu-2": hardware("cpu", num_cores=2), "mine": hardware("h100")})

@@ -149,6 +149,21 @@ def test_a_pool_on_a_gpu_is_sized_by_what_is_free_there(
     assert chosen.layout.num_blocks == (on_gpu if has_pool_on_gpu else useful)
 
 
+@pytest.mark.parametrize(("kv_dtype", "capability"), [("float8_e4m3fn", (8, 9)), ("int8", (8, 0)), ("auto", (8, 0))])
+def test_kv_of_float8_is_of_gpus_that_have_it(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    choose_backend(replace(config, kv_dtype=kv_dtype))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match="NVIDIA A100 has no float8: set kv_dtype to int8"):
+        choose_backend(replace(config, kv_dtype="float8_e4m3fn"))
+
+
 def test_pickles_are_named_before_anything_is_allocated(config: WorkerConfig, tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to(Path(config.model_path) / "config.json")
     (tmp_path / "pytorch_model.bin").touch()

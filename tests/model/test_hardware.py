@@ -78,6 +78,14 @@ def test_a_dtype_without_a_figure_is_refused() -> None:
         hardware("cpu").peak("int4")
 
 
+def test_float8_is_read_by_gpus_that_have_it_and_by_cpus() -> None:
+    for name in ("h100", "l4", "cpu"):
+        hardware(name).check_reads("float8_e4m3fn")
+    hardware("a100").check_reads("int8")
+    with pytest.raises(ValueError, match="a10 has no float8; use kv_dtype int8"):
+        hardware("a10").check_reads("float8_e4m3fn")
+
+
 def test_a_device_can_be_a_key_and_go_to_another_process() -> None:
     device = hardware("h100")
     assert {device: 1}[replace(device)] == 1

@@ -129,6 +129,15 @@ def test_a_model_that_fits_nowhere_names_the_smallest_worker_that_would() -> Non
         enumerate_layouts(a_question(Supply(hardware=H100, devices_per_node=2), model=LLAMA_3_70B))
 
 
+def test_kv_of_float8_is_for_devices_that_read_it() -> None:
+    model = replace(LLAMA_3_8B, kv_dtype="float8_e4m3fn")
+    a100 = Supply(hardware=hardware("a100"), devices_per_node=2)
+    with pytest.raises(ValueError, match="a100-80gb-sxm has no float8; use kv_dtype int8"):
+        enumerate_layouts(a_question(a100, model=model))
+    h100 = Supply(hardware=H100, devices_per_node=2)
+    assert names(a_question(h100, a100, model=model)) == names(a_question(h100, model=model))
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     num_nodes=st.integers(1, 3),
