@@ -2,7 +2,8 @@
 
 Stands between the step loop and the process. Blocks are copied to the mirror before the order that grants them leaves,
 and to the pool before the loop hears that they were pulled. The loop does not wait for copies: orders wait in one
-thread, and what the process says in another, each in its order.
+thread, and what the process says in another, each in its order. Only an offer goes ahead of what waits, because the
+puller that it is for may come at any moment; its grants follow.
 
 Why the mirror never holds anything wrong that could be used:
 
@@ -69,6 +70,9 @@ class MirroredTransfer:
 
     def send(self, message: EngineToTransfer) -> None:
         """Send an order once the blocks that it grants are in the mirror; returns at once."""
+        if message.HasField("offer"):
+            self._process.send(message)
+            return
         if message.HasField("start_pull"):
             self._targets[message.start_pull.pull_id] = message.start_pull.block_ids
         self._orders.submit(self._pass_on, message).add_done_callback(self._check)

@@ -286,7 +286,7 @@ class World:
                 self._on_prompt_logprobs(node, event)
             case RequestEvent():
                 self._on_request_event(node, event)
-            case _ if node.mirror is not None:
+            case _ if node.mirror is not None and not isinstance(event, OfferEvent):
                 node.orders.append(event)
             case _:
                 self._obey(node, event)

@@ -5,6 +5,8 @@ Its executor, for a real model that of a GPU, computes in memory of its own, wit
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -22,6 +24,19 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.gpu_executor import GpuExecutor
 from pdserve.prefill_worker import worker as prefill_worker
 
+COPY_S = 0.02
+"""Longer than an order takes to the other worker and back: one that leaves before its copy is found out."""
+
+
+class LateMirror(KvMirror):
+    def download(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
+        time.sleep(COPY_S)
+        super().download(block_ids, generations)
+
+    def upload(self, block_ids: Sequence[int]) -> None:
+        time.sleep(COPY_S)
+        super().upload(block_ids)
+
 
 def mirrored_backend(config: WorkerConfig) -> Backend:
     """As a worker chooses it, but for the memory of the pool."""
@@ -30,7 +45,7 @@ def mirrored_backend(config: WorkerConfig) -> Backend:
     def build_executor(memory: PoolMemory) -> BuiltExecutor:
         device = PoolMemory.create(backend.layout)
         blocks = torch.frombuffer(device.blocks, dtype=torch.uint8).view(backend.layout.num_blocks, -1)
-        return BuiltExecutor(backend.build_executor(device).executor, KvMirror(blocks, memory))
+        return BuiltExecutor(backend.build_executor(device).executor, LateMirror(blocks, memory))
 
     return replace(backend, build_executor=build_executor)
 

@@ -97,6 +97,16 @@ def test_a_grant_leaves_after_its_blocks_are_copied_and_nothing_overtakes_it(rig
     rig.wait_for(*begun, "download ends", "grant", "withdraw", "start_pull")
 
 
+def test_an_offer_waits_for_nothing(rig: Rig) -> None:
+    """Its puller may be under way already."""
+    rig.may_copy.clear()
+    rig.transfer.send(a_grant())
+    begun = ("download begins", [(3, 7), (5, 9)])
+    rig.wait_for(begun)
+    rig.transfer.send(order(offer=transfer_pb2.Offer(handle=HANDLE)))
+    rig.wait_for(begun, "offer")
+
+
 def test_a_pull_is_told_after_its_blocks_are_copied(rig: Rig) -> None:
     rig.may_copy.clear()
     rig.transfer.send(a_pull())
