@@ -22,6 +22,8 @@ class LateQueue(HostQueue):
     num_fetches: int = 0
     num_replays: int = 0
     num_captured: int = 0
+    spoils: Callable[[], bool] = lambda: False
+    """Whether the logits of the step that is fetched are to be NaN."""
     _pending: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def put(self, words: npt.NDArray[np.int32], into: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,8 +32,10 @@ class LateQueue(HostQueue):
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         self.num_fetches += 1
-        fetched = torch.full_like(values, NOT_YET)
-        self._pending.append((fetched, values.clone()))
+        fetched, values = torch.full_like(values, NOT_YET), values.clone()
+        if self.spoils():
+            values[:, 1] = torch.tensor(torch.nan).view(torch.int32)
+        self._pending.append((fetched, values))
         return fetched
 
     def mark(self) -> Mark:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepRow
+from pdserve.contracts.step import BlockCopy, Executor, SampledToken, StepBatch, StepHandle, StepRow
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.model import gpu_executor
@@ -114,6 +115,51 @@ def test_cancelled_requests_disturb_nobody(folder: Path, queue: LateQueue) -> No
         whole = expected.tokens[request_id, choice]
         assert tokens == whole[: len(tokens)]
         assert request_id in served.ends or len(tokens) == len(whole)
+
+
+class Failing:
+    """An executor some of whose steps cannot be launched."""
+
+    def __init__(self, inner: GpuExecutor, fails: Callable[[], bool]) -> None:
+        self._inner = inner
+        self._fails = fails
+
+    @property
+    def pipeline_depth(self) -> int:
+        return self._inner.pipeline_depth
+
+    def submit(self, step: StepBatch) -> StepHandle:
+        if step.rows and self._fails():
+            step = replace(step, rows=[*step.rows[:-1], replace(step.rows[-1], block_table=[NUM_BLOCKS])])
+        return self._inner.submit(step)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("where", ["launch", "device"])
+def test_steps_that_fail_cost_their_own_requests_only(folder: Path, queue: LateQueue, where: str) -> None:
+    worlds, random = Worlds(folder), Random(4)
+    limits = worlds.config.limits(0)
+    requests = [random_request(number, VOCAB_SIZE, is_plain=number % 4 > 0) for number in range(60)]
+    expected = serve(worlds.plain(), requests, limits, NUM_BLOCKS, BLOCK_SIZE)
+
+    def fails() -> bool:
+        return random.random() < 0.1
+
+    executor: Executor = worlds.gpu()
+    if where == "launch":
+        executor = Failing(worlds.gpu(), fails)
+    else:
+        queue.spoils = fails
+    served = serve(executor, requests, limits, NUM_BLOCKS, BLOCK_SIZE)
+    assert set(served.ends.values()) == {RequestEventKind.FAILED}
+    assert 5 < len(served.ends) < 50
+    for key, tokens in expected.tokens.items():
+        if key[0] in served.ends:
+            assert served.tokens.get(key, []) == tokens[: len(served.tokens.get(key, []))]
+        else:
+            assert served.tokens[key] == tokens
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")])
