@@ -6,8 +6,7 @@ follows from the lengths of all rows, on the device: every program reads the len
 sum. The grid follows from shapes alone. So nothing is read back or planned ahead, and a step can be replayed.
 
 Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = sum_r k_r H (2 D b + 8 if quantised)``, k_r keys of b bytes an
-element.
-A chunk that is merged adds ``8 (D + 2)`` bytes for every query head: for bfloat16, as much as 4 N / H keys do.
+element. A chunk that is merged adds ``8 (D + 2)`` bytes for every query head: for bfloat16, as much as 4 N / H keys do.
 
 Shape suffixes: T new tokens of the batch, N query heads, H KV heads, D head dim, M rows of a tile, R rows of the batch
 padded to a power of two, W chunks that there is room for, Q queries of a row and KV head, S chunks merged at a time.

@@ -57,11 +57,16 @@ def nan_pool(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype = to
     """A pool where every value is NaN, and every scale."""
     num_bytes = math.prod(shape[:-1]) * vector_bytes(shape[-1], dtype)
     pool = KvPool(torch.ones(num_bytes, dtype=torch.uint8), shape, dtype)
-    if dtype.is_floating_point:
-        pool.values.fill_(math.nan)
-    if pool.scales is not None:
-        pool.scales.fill_(math.nan)
+    poison(pool, list(range(shape[0])))
     return pool
+
+
+def poison(pool: KvPool, blocks: list[int]) -> None:
+    """Make every number of these blocks NaN."""
+    if pool.dtype.is_floating_point:
+        pool.values[blocks] = math.nan
+    if pool.scales is not None:
+        pool.scales[blocks] = math.nan
 
 
 def make_batch(

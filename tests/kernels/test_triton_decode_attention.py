@@ -13,7 +13,7 @@ from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton_configs import AttentionTile, KvSplit
 from pdserve.kernels.triton_decode_attention import decode_attention
-from tests.kernels.paged_batch import LAYER, PagedBatch, Row, far_batch, make_batch, reference_attention
+from tests.kernels.paged_batch import LAYER, PagedBatch, Row, far_batch, make_batch, poison, reference_attention
 
 FLOAT8 = torch.float8_e4m3fn
 TILE = AttentionTile(rows=16, keys=16, num_warps=4, num_stages=1)
@@ -134,11 +134,13 @@ def test_more_new_tokens_than_a_tile_of_16_has_rows() -> None:
     assert_matches(make_batch((Row(30, 7), Row(2, 1)), num_kv_heads=1, group=5, head_dim=16, dtype=torch.int8))
 
 
-@pytest.mark.parametrize("window", [1, 16, 17])
-def test_a_window_ends_anywhere_and_nothing_before_it_is_read(window: int) -> None:
-    batch = make_batch(singles((90, 79, 16)), group=3, num_kv_heads=1, head_dim=16)
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(1, torch.float32), (16, torch.float32), (17, torch.float32), (17, FLOAT8)], ids=str
+)
+def test_a_window_ends_anywhere_and_nothing_before_it_is_read(window: int, dtype: torch.dtype) -> None:
+    batch = make_batch(singles((90, 79, 16)), group=3, num_kv_heads=1, head_dim=16, dtype=dtype)
     for row, table in zip(batch.rows, batch.block_tables, strict=True):
-        batch.kv_pool.values[table[: max(0, row.cached - window + 1) // 16]] = math.nan
+        poison(batch.kv_pool, table[: max(0, row.cached - window + 1) // 16])
     assert_matches(batch, rule_of(batch, window=window))
 
 

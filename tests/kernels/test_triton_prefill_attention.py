@@ -12,7 +12,16 @@ from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton_configs import AttentionTile
 from pdserve.kernels.triton_prefill_attention import prefill_attention
-from tests.kernels.paged_batch import LAYER, PagedBatch, Row, far_batch, make_batch, reference_attention, reference_lse
+from tests.kernels.paged_batch import (
+    LAYER,
+    PagedBatch,
+    Row,
+    far_batch,
+    make_batch,
+    poison,
+    reference_attention,
+    reference_lse,
+)
 
 FLOAT8 = torch.float8_e4m3fn
 TILE = AttentionTile(rows=16, keys=16, num_warps=4, num_stages=1)
@@ -99,12 +108,14 @@ def test_a_long_chunk_beside_single_tokens(tile: tuple[int, int]) -> None:
     assert_matches(batch, tile=AttentionTile(*tile, num_warps=4, num_stages=1))
 
 
-@pytest.mark.parametrize("window", [1, 15, 16, 17, 33])
-def test_a_window_ends_anywhere_and_nothing_before_it_is_read(window: int) -> None:
-    batch = make_batch((Row(90, 1), Row(70, 25), *MIXED[:3]), group=3, num_kv_heads=1, head_dim=16)
+@pytest.mark.parametrize(
+    ("window", "dtype"), [*((window, torch.float32) for window in (1, 15, 16, 17, 33)), (17, FLOAT8)], ids=str
+)
+def test_a_window_ends_anywhere_and_nothing_before_it_is_read(window: int, dtype: torch.dtype) -> None:
+    batch = make_batch((Row(90, 1), Row(70, 25), *MIXED[:3]), group=3, num_kv_heads=1, head_dim=16, dtype=dtype)
     for row, table in zip(batch.rows, batch.block_tables, strict=True):
         first_seen = max(0, row.cached - window + 1)
-        batch.kv_pool.values[table[: first_seen // 16]] = math.nan
+        poison(batch.kv_pool, table[: first_seen // 16])
     assert_matches(batch, rule_of(batch, window=window))
 
 
