@@ -3,10 +3,8 @@
 //
 // A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up with
 // zeros, as float, bfloat16, float16, int8 with one scale per output, or int4 with one per output and group of inputs,
-// [panel][group][kPanel]. Outputs of a bfloat16 panel are in the order 0, kLanes, 1, kLanes + 1 ...; of an int4 panel
-// byte i of an input holds output i in its low bits and output kLanes + i in its high ones. The former are read as 2^28
-// times what they are and the latter as 16 times, which is fewer instructions, and their scales make up for it.
-// Activations and arithmetic are float.
+// [panel][group][kPanel]. Outputs of a bfloat16 panel are in the order 0, kLanes, 1, kLanes + 1 ...; byte i of an int4
+// panel's input is output i and 16 times output kLanes + i, added up. Activations and arithmetic are float.
 //
 // An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order; the blocks of
 // int4 are its groups, and their sums are multiplied with the scales. Every path here keeps to that, so that a row's
@@ -36,9 +34,9 @@ constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking th
 
 enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 
-// Weights of one input for an output of a panel's first half, and for its counterpart of the second.
+// Of one input: the weight of an output of a panel's first half, and 16 times that of its counterpart of the second.
 struct Int4Pair {
-  int8_t bits;
+  int8_t sum;
 };
 
 // Inputs of one block.
@@ -60,7 +58,7 @@ struct Weight {
   int64_t num_inputs;
   const void* panels;
   const float* scales;        // [num_outputs], or null.
-  const float* group_scales;  // [panel][group][kPanel], or null.
+  const float* group_scales;  // [panel][group][kPanel], of the halves over 2^28 and over 16, or null.
   const float* bias;          // [num_outputs], or null.
 };
 
@@ -69,7 +67,7 @@ template <typename W>
 struct Block {
   const W* weights;
   int64_t stride;       // Values between panels.
-  const float* scales;  // Of the block's sums, [kPanel] for the first panel; or null.
+  const float* scales;  // Of int4, or null: of the block's sums, [kPanel] for the first panel.
   int64_t scale_stride;
   int64_t depth;  // Inputs.
 };
@@ -89,12 +87,16 @@ inline void load_panel(const BFloat16* p, Vec& low, Vec& high) {
   high = reinterpret_cast<Vec>(pairs & static_cast<int32_t>(0xffff0000));
 }
 
-// Times 2^28 and 16: at the top of a lane the low bits have their sign, and the high ones have theirs where they are.
+// In the fewest instructions: 2^28 times the weights of the first half, whose bits have their sign at the top of a lane,
+// and the pairs themselves. What is made of them is linear, so that `part` makes up for it later and once.
 inline void load_panel(const Int4Pair* p, Vec& low, Vec& high) {
-  const IntVec pairs = load_integers(&p->bits);
+  const IntVec pairs = load_integers(&p->sum);
   low = __builtin_convertvector(pairs << 28, Vec);
-  high = __builtin_convertvector(pairs & ~15, Vec);
+  high = __builtin_convertvector(pairs, Vec);
 }
+
+// Takes the first half of int4 pairs from them: 2^28 and 16 times the halves are left, and scales make up for that.
+inline void part(const Vec& low, Vec& high) { high -= low * 0x1p-28f; }
 
 // Keeps a value in a register: left alone, the compiler reads weights from memory again for every row.
 inline void keep([[maybe_unused]] Vec& x) {
@@ -103,13 +105,13 @@ inline void keep([[maybe_unused]] Vec& x) {
 #endif
 }
 
-// Adds what a block makes of half a panel's outputs to their total, or begins it.
-inline void add_sum(Vec sum, const float* scales, float* total, bool is_first) {
-  if (scales) {
-    sum *= load(scales);
-    keep(sum);  // Rounded here, and not joined with the addition wherever the compiler finds that it can be.
-  }
-  store(total, is_first ? sum : load(total) + sum);
+// Sums of a block of int4 pairs times their scales.
+inline void scale_sums(const float* scales, Vec& low, Vec& high) {
+  part(low, high);
+  low *= load(scales);
+  high *= load(scales + kLanes);
+  keep(low);  // Rounded here, and not joined with an addition wherever the compiler finds that it can be.
+  keep(high);
 }
 
 // total[p][r][f] = (is_first ? 0 : total[p][r][f]) + scale[p][f] * sum over d of x[r][d] * w[p][d][f], where the block
@@ -139,10 +141,10 @@ inline void add_tile(const float* x, int64_t x_stride, const Block<W>& block, fl
   for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const float* scales = block.scales ? block.scales + p * block.scale_stride : nullptr;
+      if (block.scales) scale_sums(block.scales + p * block.scale_stride, sum[p][r][0], sum[p][r][1]);
       float* to = total + (p * kRows + r) * kPanel;
-      add_sum(sum[p][r][0], scales, to, is_first);
-      add_sum(sum[p][r][1], scales ? scales + kLanes : nullptr, to + kLanes, is_first);
+      store(to, is_first ? sum[p][r][0] : load(to) + sum[p][r][0]);
+      store(to + kLanes, is_first ? sum[p][r][1] : load(to + kLanes) + sum[p][r][1]);
     }
 }
 
@@ -310,6 +312,7 @@ void copy_rows(const Weight& weight, const int64_t* ids, int64_t num_ids, float*
       Vec halves[2];
       load_panel(from + d * kStep<W>, halves[0], halves[1]);
       const float* of_group = group_scales(weight, panel, d);
+      if (of_group) part(halves[0], halves[1]);
       const float scale = of_group ? of_group[place] : weight.scales ? weight.scales[ids[i]] : 1.0f;
       out[i * inputs + d] = halves[place / kLanes][place % kLanes] * scale;
     }

@@ -75,8 +75,8 @@ def _hold(weight_FE: torch.Tensor, quantization: str) -> _Held:
             weight = quantise_int4(weight_FE)
             low_PEL, high_PEL = _pack(int4_values(weight)).chunk(2, dim=-1)
             low_PGL, high_PGL = _pack(weight.scales).chunk(2, dim=-1)
-            read_as = torch.cat((low_PGL / 2**28, high_PGL / 16), dim=-1)
-            return _Held(_INT4_KIND, low_PEL & 15 | high_PEL << 4, group_scales=read_as)
+            scales_PGW = torch.cat((low_PGL / 2**28, high_PGL / 16), dim=-1)
+            return _Held(_INT4_KIND, low_PEL + 16 * high_PEL, group_scales=scales_PGW)
         case "none":
             return _Held(_KINDS[weight_FE.dtype], _pack(weight_FE))
     raise AssertionError(f"quantization {quantization!r} got past the configuration")
