@@ -47,6 +47,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "float32, int8 weights": {"dtype": "float32", "quantization": "int8"},
     "float32, int4 weights": {"dtype": "float32", "quantization": "int4"},
     "float32, int8 KV": {"dtype": "float32", "kv_dtype": "int8"},
+    "float32, float8 KV": {"dtype": "float32", "kv_dtype": "float8_e4m3fn"},
     "bfloat16, int8 weights and KV": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
     "bfloat16, int4 weights, int8 KV": {"dtype": "bfloat16", "quantization": "int4", "kv_dtype": "int8"},
 }

@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16, int8 weights": {"model": {"dtype": "bfloat16", "quantization": "int8"}},
     "bfloat16, int4 weights": {"model": {"dtype": "bfloat16", "quantization": "int4"}},
     "bfloat16, int8 KV": {"model": {"dtype": "bfloat16", "kv_dtype": "int8"}},
+    "bfloat16, float8 KV": {"model": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}},
 }
 """Deployments; prefill and decode on a worker each where nothing else is said."""
 MAX_ANSWER_TOKENS = 64
