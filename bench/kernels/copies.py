@@ -6,6 +6,7 @@ which on a GPU is ``cudaMemcpyAsync``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,60 +54,23 @@ class CopyCase:
         return self.num_layers * 2 * _BLOCK_SIZE * self.head_dim * self.dtype.itemsize
 
     def contest(self, device: torch.device) -> Contest:
-        ids = torch.randperm(self.pool_blocks)[: self.num_blocks].int()
-        on_device = ids.to(device)
-        host_ids = ids.tolist()
+        ids = torch.randperm(self.pool_blocks)[: self.num_blocks].int().to(device)
         pool_bytes = self._random_bytes(self.pool_blocks, self.num_heads, device)
         staging_bytes = self._random_bytes(self.num_blocks, self.moved_heads, device)
-        pin = self.to_host and device.type == "cuda"
+        is_pinned = self.to_host and device.type == "cuda"
 
-        def sides() -> tuple[KvPool, KvPool]:
-            """A pool and a staging buffer, of every contender its own."""
-            staging = staging_bytes.cpu().pin_memory() if pin else staging_bytes.clone()
-            return (
+        def sides() -> _Sides:
+            """Of every contender its own."""
+            staging = staging_bytes.cpu().pin_memory() if is_pinned else staging_bytes.clone()
+            return _Sides(
                 self._pool(pool_bytes.clone(), self.pool_blocks, self.num_heads),
                 self._pool(staging, self.num_blocks, self.moved_heads),
+                ids,
+                is_gather=self.is_gather,
             )
 
-        def own() -> Contender:
-            kv_pool, staging = sides()
-
-            def run() -> torch.Tensor:
-                if self.is_gather:
-                    gather_blocks(kv_pool, on_device, staging)
-                    return staging.blocks
-                scatter_blocks(staging, kv_pool, on_device)
-                return kv_pool.blocks
-
-            return Contender(run, _copied)
-
-        def indexed() -> Contender:
-            kv_pool, staging = sides()
-            heads, packed = self._heads(kv_pool)[:, : self.moved_heads], self._heads(staging)
-            long_ids = on_device.long()
-
-            def run() -> torch.Tensor:
-                if self.is_gather:
-                    packed.copy_(heads.index_select(0, long_ids), non_blocking=True)
-                    return staging.blocks
-                heads.index_copy_(0, long_ids, packed.to(device, non_blocking=True))
-                return kv_pool.blocks
-
-            return Contender(run, _copied)
-
-        def block_by_block() -> Contender:
-            kv_pool, staging = sides()
-            heads, packed = self._heads(kv_pool)[:, : self.moved_heads], self._heads(staging)
-            pairs = [(heads[block], packed[place]) for place, block in enumerate(host_ids)]
-
-            def run() -> torch.Tensor:
-                for block, place in pairs:
-                    (place if self.is_gather else block).copy_(block if self.is_gather else place, non_blocking=True)
-                return staging.blocks if self.is_gather else kv_pool.blocks
-
-            return Contender(run, _copied)
-
-        return Contest(own(), {"torch index": indexed, "copy per block": block_by_block}, tolerance=0.0)
+        peers = {"torch index": lambda: sides().by_index(), "copy per block": lambda: sides().block_by_block()}
+        return Contest(sides().by_kernel(), peers, tolerance=0.0)
 
     def _random_bytes(self, num_blocks: int, num_heads: int, device: torch.device) -> torch.Tensor:
         num_values = num_blocks * num_heads * self._head_bytes // self.dtype.itemsize
@@ -116,10 +80,53 @@ class CopyCase:
     def _pool(self, memory: torch.Tensor, num_blocks: int, num_heads: int) -> KvPool:
         return KvPool(memory, (num_blocks, num_heads, self.num_layers, 2, _BLOCK_SIZE, self.head_dim), self.dtype)
 
-    def _heads(self, pool: KvPool) -> torch.Tensor:
-        """uint8 ``[blocks, heads, bytes of a head]``."""
-        return pool.blocks.view(len(pool.blocks), -1, self._head_bytes)
 
+@dataclass(frozen=True)
+class _Sides:
+    """A pool and a staging buffer, and the ways to copy between them."""
 
-def _copied(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.clone()
+    kv_pool: KvPool
+    staging: KvPool
+    ids: torch.Tensor
+    """int32, on the pool's device."""
+    is_gather: bool
+
+    def by_kernel(self) -> Contender:
+        if self.is_gather:
+            return self._contender(lambda: gather_blocks(self.kv_pool, self.ids, self.staging))
+        return self._contender(lambda: scatter_blocks(self.staging, self.kv_pool, self.ids))
+
+    def by_index(self) -> Contender:
+        heads, packed = self._heads()
+        ids = self.ids.long()
+        if self.is_gather:
+            return self._contender(lambda: packed.copy_(heads.index_select(0, ids), non_blocking=True))
+        return self._contender(lambda: heads.index_copy_(0, ids, packed.to(heads.device, non_blocking=True)))
+
+    def block_by_block(self) -> Contender:
+        heads, packed = self._heads()
+        pairs = [(packed[place], heads[block]) for place, block in enumerate(self.ids.tolist())]
+        if not self.is_gather:
+            pairs = [(block, place) for place, block in pairs]
+
+        def copy() -> None:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+        return self._contender(copy)
+
+    def _contender(self, copy: Callable[[], object]) -> Contender:
+        """Leaves what the copy wrote to."""
+        target = self.staging if self.is_gather else self.kv_pool
+
+        def run() -> torch.Tensor:
+            copy()
+            return target.blocks
+
+        return Contender(run, torch.clone)
+
+    def _heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 ``[blocks, heads, bytes of a head]``: those of the pool that are moved, and the staging buffer."""
+        moved, num_heads = self.staging.shape.num_kv_heads, self.kv_pool.shape.num_kv_heads
+        heads = self.kv_pool.blocks.view(self.kv_pool.shape.num_blocks, num_heads, -1)
+        return heads[:, :moved], self.staging.blocks.view(self.staging.shape.num_blocks, moved, -1)

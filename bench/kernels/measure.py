@@ -130,9 +130,9 @@ def prepare(make: MakePeer) -> tuple[Contender, torch.Tensor]:
 def difference(own: torch.Tensor, peer: torch.Tensor) -> float:
     """Largest difference, as a share of the peer's largest magnitude."""
     assert own.shape == peer.shape, f"{tuple(own.shape)} is compared with {tuple(peer.shape)}"
-    if torch.equal(own, peer):
+    if own.dtype == peer.dtype and torch.equal(own, peer):
         return 0.0
-    own, peer = own.double(), peer.double().to(own.device)
+    own, peer = own.double(), peer.double()
     return float((own - peer).abs().amax() / peer.abs().amax())
 
 

@@ -15,21 +15,21 @@ from pdserve.bench.kernels.measure import Result
 
 
 class Report(NamedTuple):
-    """All that is told of one run."""
+    """All that is told of one run, filled in as it goes."""
 
     machine: Mapping[str, Any]
     """Device, date, versions, commit."""
-    results: Sequence[Result]
-    clocks: Mapping[str, Mapping[str, str]]
-    """By kernel, after its last shape."""
-    failures: Mapping[str, str]
+    results: list[Result]
+    clocks: dict[str, dict[str, str]]
+    """By kernel, under its last shape."""
+    failures: dict[str, str]
     """Shapes that our own kernel did not run, and why."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
             **self.machine,
-            "clocks": {kernel: dict(clocks) for kernel, clocks in self.clocks.items()},
-            "failures": dict(self.failures),
+            "clocks": self.clocks,
+            "failures": self.failures,
             "results": [result.as_dict() for result in self.results],
         }
 

@@ -3,7 +3,7 @@
     python -m pdserve.bench.kernels [--only NAME] [--quick] [--folder FOLDER] [--plot] [--compile-only] [--json]
 
 Called by the command line and by `pdserve.bench.kernels.__main__`, which needs neither typer nor rich. Writes a dated
-file of results and prints tables.
+file of results, anew after each kernel, so that what was measured is kept if time runs out, and prints tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 import triton
+from triton.errors import TritonError
 
 from pdserve.bench.kernels.cases import chosen_cases
 from pdserve.bench.kernels.contest import Case, Limits
-from pdserve.bench.kernels.measure import Result, measure
+from pdserve.bench.kernels.measure import measure
 from pdserve.bench.kernels.plot import plot
 from pdserve.bench.kernels.report import Report
 from pdserve.bench.kernels.tile_launches import tile_launches
@@ -89,7 +90,9 @@ def run(request: Request, echo: Callable[[str], None]) -> int:
     limits = limits_of(name) if name else None
     timer = CudaTimer(device)
     machine = _machine(device, name) | measured_limits(device, timer)
-    report = measure_all(cases, device, timer, request, limits=limits, machine=machine)
+    report = Report(machine, [], {}, {})
+    for _ in measure_all(cases, device, timer, request, limits=limits, report=report):
+        write(report, request)
     return publish(report, request, echo)
 
 
@@ -130,7 +133,6 @@ def measured_limits(device: torch.device, timer: Timer, *, size: int = 8192) -> 
     }
 
 
-@torch.no_grad()
 def measure_all(
     cases: list[Case],
     device: torch.device,
@@ -138,18 +140,18 @@ def measure_all(
     request: Request,
     *,
     limits: Limits | None,
-    machine: dict[str, Any],
-) -> Report:
-    """One case after the other; one that our kernel fails in does not stop the others."""
-    results: list[Result] = []
-    failures: dict[str, str] = {}
-    clocks: dict[str, dict[str, str]] = {}
+    report: Report,
+) -> Iterator[str]:
+    """One case after the other, into the report; yields the names of kernels that are done.
+
+    A case that our kernel fails in does not stop the others, unless the device is lost with it.
+    """
     for kernel, of_kernel in groupby(cases, key=lambda case: case.kernel):
+        measured: Case | None = None
         for case in of_kernel:
-            _tell(f"{kernel}: {case.shape}")
             try:
-                results.append(
-                    measure(
+                with torch.no_grad():
+                    result = measure(
                         case,
                         device,
                         timer,
@@ -157,31 +159,41 @@ def measure_all(
                         num_rounds=request.num_rounds,
                         skipped=request.skipped_peers,
                     )
-                )
-            except RuntimeError as error:
-                failures[f"{kernel}: {case.shape}"] = str(error).splitlines()[0]
+            except (RuntimeError, TritonError) as error:
+                report.failures[f"{kernel}: {case.shape}"] = str(error).splitlines()[0]
+                _tell(f"{kernel}: {case.shape}: FAILED: {error}")
+                if isinstance(error, torch.AcceleratorError):
+                    yield kernel
+                    return
+            else:
+                measured = case
+                report.results.append(result)
+                _tell(f"{kernel}: {case.shape}: {result.own_s * 1e6:.1f} us")
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        if device.type == "cuda":
-            clocks[kernel] = clocks_under(case.contest(device).own.run, device)
-    return Report(machine, results, clocks, failures)
+        if device.type == "cuda" and measured is not None:
+            report.clocks[kernel] = clocks_under(measured.contest(device).own.run, device)
+        yield kernel
 
 
-def publish(report: Report, request: Request, echo: Callable[[str], None]) -> int:
-    """Write and print a report; returns the exit status."""
-    document = report.as_dict()
+def write(report: Report, request: Request) -> Path:
+    """Write the dated file, and a picture beside it where one is asked for."""
     machine = report.machine
     words = (machine["measured"][:10], "kernels", request.only, machine["hardware"])
     file = request.folder / f"{'_'.join(filter(None, words))}.json"
-    file.write_text(json.dumps(document, indent=1) + "\n")
-    if request.with_plot and machine["hardware"]:
+    file.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if request.with_plot and machine["hardware"] and report.results:
         plot(report.results, f"{machine['device']}, {machine['commit']}", file.with_suffix(".png"))
+    return file
+
+
+def publish(report: Report, request: Request, echo: Callable[[str], None]) -> int:
+    """Print a report; returns the exit status."""
     if request.as_json:
-        echo(json.dumps(document))
+        echo(json.dumps(report.as_dict()))
     else:
         report.show(echo)
-    _tell(f"written: {file}")
     return 1 if report.failures or any(result.disagreeing for result in report.results) else 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -79,10 +80,12 @@ def clocks_under(run: Callable[[], Any], device: torch.device) -> dict[str, str]
         asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except FileNotFoundError:
         return {}
-    while asked.poll() is None:
+    deadline_s = time.monotonic() + _CLOCKS_TIMEOUT_S
+    while asked.poll() is None and time.monotonic() < deadline_s:
         run()
         torch.cuda.synchronize()
-    answer, _ = asked.communicate(timeout=_CLOCKS_TIMEOUT_S)
+    asked.kill()
+    answer, _ = asked.communicate()
     return parse_clocks(answer) if asked.returncode == 0 else {}
 
 

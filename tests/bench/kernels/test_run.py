@@ -19,6 +19,7 @@ from pdserve.bench.kernels.run import (
     measured_limits,
     publish,
     run,
+    write,
 )
 from tests.bench.kernels.fake_timer import FakeTimer
 from tests.bench.kernels.scripted_case import ScriptedCase, fails, gives
@@ -31,10 +32,10 @@ MACHINE: dict[str, Any] = {
 }
 
 
-def report_of(*cases: Case, request: Request | None = None) -> Report:
-    limits = limits_of("h200")
-    device = torch.device("cpu")
-    return measure_all(list(cases), device, FakeTimer(), request or Request(), limits=limits, machine=MACHINE)
+def report_of(*cases: Case) -> Report:
+    report, device = Report(MACHINE, [], {}, {}), torch.device("cpu")
+    list(measure_all(list(cases), device, FakeTimer(), Request(), limits=limits_of("h200"), report=report))
+    return report
 
 
 def test_a_kernel_that_fails_does_not_stop_the_others() -> None:
@@ -44,21 +45,27 @@ def test_a_kernel_that_fails_does_not_stop_the_others() -> None:
     assert report.failures == {"scripted: broken": "out of memory"}
 
 
+def test_a_device_that_is_lost_ends_it() -> None:
+    lost = ScriptedCase(shape="lost", own=lambda: fails(torch.AcceleratorError("CUDA error: illegal address")))
+    report = report_of(ScriptedCase(shape="before"), lost, ScriptedCase(shape="after"))
+    assert [result.shape for result in report.results] == ["before"]
+    assert report.failures == {"scripted: lost": "CUDA error: illegal address"}
+
+
 def test_a_dated_file_is_written(tmp_path: Path) -> None:
-    request = Request(only="scripted", folder=tmp_path)
-    printed: list[str] = []
-    assert publish(report_of(ScriptedCase(), request=request), request, printed.append) == 0
-    document = json.loads((tmp_path / "2026-11-21_kernels_scripted_h200.json").read_text())
+    file = write(report_of(ScriptedCase()), Request(only="scripted", folder=tmp_path))
+    assert file == tmp_path / "2026-11-21_kernels_scripted_h200.json"
+    document = json.loads(file.read_text())
     assert document["results"][0]["shape"] == "2 x 3"
     assert document["commit"] == "abc"
-    assert printed[0].startswith("scripted on GPU")
 
 
-def test_json_is_printed_where_it_is_asked_for(tmp_path: Path) -> None:
-    request = Request(folder=tmp_path, as_json=True)
+def test_tables_or_json_are_printed() -> None:
     printed: list[str] = []
-    publish(report_of(ScriptedCase()), request, printed.append)
-    assert json.loads(printed[0])["device"] == "GPU"
+    assert publish(report_of(ScriptedCase()), Request(), printed.append) == 0
+    assert printed[0].startswith("scripted on GPU")
+    publish(report_of(ScriptedCase()), Request(as_json=True), printed.append)
+    assert json.loads(printed[-1])["device"] == "GPU"
 
 
 @pytest.mark.parametrize(
@@ -68,8 +75,8 @@ def test_json_is_printed_where_it_is_asked_for(tmp_path: Path) -> None:
         ScriptedCase(own=lambda: fails(RuntimeError("broken"))),
     ],
 )
-def test_failures_and_differences_are_in_the_status(case: ScriptedCase, tmp_path: Path) -> None:
-    assert publish(report_of(case), Request(folder=tmp_path), lambda line: None) == 1
+def test_failures_and_differences_are_in_the_status(case: ScriptedCase) -> None:
+    assert publish(report_of(case), Request(), lambda line: None) == 1
 
 
 def test_limits_are_the_data_sheets() -> None:
@@ -95,7 +102,14 @@ def test_a_run_from_the_gpu_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(f"{where}.cuda_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(f"{where}.CudaTimer", lambda device: FakeTimer())
     monkeypatch.setattr(f"{where}.measured_limits", lambda device, timer: {"torch_matmul_tflops": 700.0})
-    monkeypatch.setattr(f"{where}.chosen_cases", lambda only, quick: [ScriptedCase()])
+    monkeypatch.setattr(f"{where}.chosen_cases", lambda only, quick: [ScriptedCase(), ScriptedCase(kernel="other")])
+    written: list[int] = []
+
+    def write_and_count(report: Report, request: Request) -> Path:
+        written.append(len(report.results))
+        return write(report, request)
+
+    monkeypatch.setattr(f"{where}.write", write_and_count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     printed: list[str] = []
     assert run(Request(folder=tmp_path, as_json=True), printed.append) == 0
@@ -105,6 +119,7 @@ def test_a_run_from_the_gpu_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert document["torch"] == torch.__version__
     # 1.8 MB at 0.9 of 3.35 TB/s, in the microsecond that the timer says.
     assert document["results"][0]["limit_share"] == pytest.approx(1800e3 / (0.9 * 3.35e12) / 1e-6)
+    assert written == [1, 2]  # After each kernel, so that what was measured is kept.
     assert json.loads(next(tmp_path.glob("*_kernels_h100-sxm.json")).read_text()) == document
 
 
