@@ -31,6 +31,7 @@ from pdserve.model.block_copies import BlockCopier
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decode_graphs import DecodeGraphs, StepLogits
 from pdserve.model.decoder import Decoder
+from pdserve.model.device_blocks import DeviceBlocks, swap_slots
 from pdserve.model.device_queue import Mark, select_queue
 from pdserve.model.device_sampling import is_plain, plan_draws, sample_on_device
 from pdserve.model.finished_steps import FailedStep
@@ -128,8 +129,7 @@ class GpuExecutor:
         device, kernels = pool.values.device, select_kernels(pool)
         self._layout = layout
         self._pool = pool
-        slots = torch.empty((num_swap_slots, pool.blocks.shape[1]), dtype=torch.uint8)
-        self._copier = BlockCopier(pool.blocks, slots)
+        self._copier = BlockCopier(DeviceBlocks(pool.blocks), swap_slots(num_swap_slots, pool.blocks))
         self._vocab_size = config.shape.vocab_size
         self._model = Decoder(folder, config, getattr(torch, dtype), kernels, quantization)
         self._queue = select_queue(device)
@@ -164,6 +164,7 @@ class GpuExecutor:
             fetched_B2 = self._launch(batch.rows, step, previous) if batch.rows else None
             step.end(self._queue.mark(), fetched_B2)
         except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
+            self._queue.mark().wait()  # What was launched of it may write to its blocks, which others get next.
             return FailedStep(batch.step_id, error)
         self._previous = step
         return step

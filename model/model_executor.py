@@ -67,8 +67,7 @@ class ModelExecutor:
         assert pool.dtype == getattr(torch, layout.dtype), f"pool of {pool.dtype} for a layout of {layout.dtype}"
         self._layout = layout
         self._pool = pool
-        slots_shape = num_swap_slots, pool.blocks.shape[1]
-        slots = torch.empty(slots_shape, dtype=torch.uint8, pin_memory=pool.blocks.is_cuda)
+        slots = torch.empty((num_swap_slots, pool.blocks.shape[1]), dtype=torch.uint8)
         self._copier = BlockCopier(pool.blocks, slots)
         self._vocab_size = config.shape.vocab_size
         self._model = Decoder(folder, config, getattr(torch, dtype), select_kernels(pool), quantization)
@@ -85,9 +84,7 @@ class ModelExecutor:
         try:
             self._copier.run(batch)
             result = self._run(batch.rows) if batch.rows else _Result([], {})
-            self._settle()
         except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
-            self._settle()
             self._previous_sampled = []
             return FailedStep(batch.step_id, error)
         self._previous_sampled = [tokens[0] if tokens else None for tokens in result.sampled]
@@ -103,11 +100,6 @@ class ModelExecutor:
 
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
-
-    def _settle(self) -> None:
-        """A step is over when it writes no more KV, and a GPU computes after its work was submitted."""
-        if self._pool.blocks.is_cuda:
-            torch.cuda.current_stream().synchronize()
 
     def _run(self, rows: list[StepRow]) -> _Result:
         metadata = AttentionMetadata.build(

@@ -95,7 +95,7 @@ def test_choices_with_one_pull(pair: Pair) -> None:
 
 
 def test_answers_that_outgrow_the_pool_are_swapped_out_and_in(pair: Pair) -> None:
-    requests = [a_request(n, num_prompt=n, max_tokens=250, seed=n) for n in range(40, 46)]
+    requests = [a_request(n, num_prompt=n, max_tokens=450, seed=n) for n in range(40, 48)]
     for request in requests:
         pair.prefill.submit(replace(request, handoff=True))
     for request in requests:

@@ -276,6 +276,16 @@ def test_a_step_that_cannot_be_launched_is_told_by_its_handle(
     executor.close()
 
 
+def test_a_step_that_cannot_be_launched_is_over_before_its_blocks_are_given_away(
+    folder: Path, queue: LateQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = Worlds(folder).gpu()
+    arrived: list[int] = []
+    monkeypatch.setattr(queue, "arrive", arrived.append)
+    executor.submit(batch(row(0, [VOCAB_SIZE], 0)))
+    assert arrived == [0]
+
+
 def test_kv_that_went_to_the_host_comes_back_elsewhere(folder: Path) -> None:
     outputs = []
     worlds = Worlds(folder, "bfloat16")
