@@ -22,7 +22,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.decoder import Decoder
 from pdserve.model.device_queue import DeviceQueue
 from pdserve.model.device_sampling import DRAW_WORDS
-from pdserve.model.step_inputs import StepShape, StepTensors, num_decode_words
+from pdserve.model.step_inputs import StepTensors, decode_shape, num_step_words
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
@@ -73,7 +73,7 @@ class DecodeGraphs:
         self._late_R = late_R
         self._sizes = ladder(max_rows)
         self._max_block_ids = max_rows * max_blocks
-        num_words = num_decode_words(max_rows, self._max_block_ids) + 1 + DRAW_WORDS * max_rows
+        num_words = num_step_words(decode_shape(max_rows), self._max_block_ids) + 1 + DRAW_WORDS * max_rows
         # All rows of it are padding.
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._best_R = torch.zeros(max_rows, device=device)
@@ -100,8 +100,8 @@ class DecodeGraphs:
         return StepLogits(self._logits_RV[:num_rows], self._best_R[:num_rows], there)
 
     def _compute(self, size: int) -> None:
-        shape = StepShape(num_rows=size, num_tokens=size, num_wanted=0, min_new_tokens=1, max_new_tokens=1)
-        step = StepTensors.of(self._words[: num_decode_words(size, self._max_block_ids)], shape)
+        shape = decode_shape(size)
+        step = StepTensors.of(self._words[: num_step_words(shape, self._max_block_ids)], shape)
         hidden_BE = self._model.forward(step.known_tokens(self._late_R), self._pool, step.metadata)
         logits_BV = self._model.logits(hidden_BE, self._logits_RV[:size])
         torch.max(logits_BV, dim=-1, out=(self._best_R[:size], self._late_R[:size]))

@@ -103,6 +103,7 @@ class CudaQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
 
     def put(self, words: npt.NDArray[np.int32], into: torch.Tensor | None = None) -> torch.Tensor:
@@ -122,12 +123,11 @@ class CudaQueue:
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         current = torch.cuda.current_stream(self._device)
-        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # Once before, elsewhere: kernels are compiled and libraries take memory, neither of which can be captured.
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
             compute()
-        current.wait_stream(aside)
+        current.wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
             compute()

@@ -36,6 +36,7 @@ from pdserve.model.device_queue import Mark, select_queue
 from pdserve.model.device_sampling import is_plain, plan_draws, sample_on_device
 from pdserve.model.finished_steps import FailedStep
 from pdserve.model.logprobs import logprobs_in_pieces
+from pdserve.model.rehearsal import rehearse
 from pdserve.model.row_sampling import RowSampler
 from pdserve.model.step_inputs import StepShape, StepTensors, Wanted, pack_step
 
@@ -140,6 +141,15 @@ class GpuExecutor:
         self._late_R = self._captured_R
         self._previous: _LaunchedStep | None = None
         self._graphs: DecodeGraphs | None = None
+        if device.type != "cpu":
+            rehearse(
+                self._model,
+                pool,
+                self._queue,
+                self._sampling_kernels,
+                vocab_size=self._vocab_size,
+                max_rows=max_captured_rows,
+            )
         if max_captured_rows and can_capture(kernels):
             self._graphs = DecodeGraphs(
                 self._model,

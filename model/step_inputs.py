@@ -99,9 +99,14 @@ class StepTensors(NamedTuple):
         return torch.where(self.late < 0, self.tokens, late_R.index_select(0, self.late.clamp(min=0)))
 
 
-def num_decode_words(num_rows: int, num_block_ids: int) -> int:
-    """Words of a packed step of ``num_rows`` rows with one new token each, all of which are wanted."""
-    return 2 * num_rows + num_rows + 1 + 2 * (num_rows + 1) + num_rows + num_block_ids
+def decode_shape(num_rows: int) -> StepShape:
+    """Of rows with one new token each: no wanted ones are named, because all are."""
+    return StepShape(num_rows, num_rows, 0, 1, 1)
+
+
+def num_step_words(shape: StepShape, num_block_ids: int) -> int:
+    """Words of a packed step."""
+    return 3 * shape.num_tokens + shape.num_wanted + 1 + 2 * (shape.num_rows + 1) + shape.num_rows + num_block_ids
 
 
 def pack_step(

@@ -8,7 +8,7 @@ import torch
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepRow
-from pdserve.model.step_inputs import StepShape, StepTensors, Wanted, num_decode_words, pack_step
+from pdserve.model.step_inputs import StepShape, StepTensors, Wanted, decode_shape, num_step_words, pack_step
 
 LAYOUT = KvLayout(
     num_blocks=9, num_kv_heads=1, num_layers=1, block_size=4, head_dim=8, dtype="float32", model_hash="hash"
@@ -40,7 +40,9 @@ def test_a_ragged_step_comes_out_as_it_went_in() -> None:
     indices = wanted.tokens(rows)
     assert indices.tolist() == [3, 4, 0, 1, 2]
     words = pack_step(rows, [-1, 2, -1], indices, LAYOUT, vocab_size=15)
-    step = StepTensors.of(torch.from_numpy(words), StepShape(3, 5, 5, 1, 3))
+    shape = StepShape(3, 5, 5, 1, 3)
+    assert len(words) == num_step_words(shape, 5)
+    step = StepTensors.of(torch.from_numpy(words), shape)
     late_R = torch.tensor([20, 21, 22])
     assert step.known_tokens(late_R).tolist() == [11, 12, 13, 22, 14]
     assert step.wanted.tolist() == [3, 4, 0, 1, 2]
@@ -56,9 +58,9 @@ def test_a_ragged_step_comes_out_as_it_went_in() -> None:
 def test_padding_is_nothing_that_was_asked_for() -> None:
     rows = [row([], 4, [5, 6], previous_row=0), row([9], 0, [7])]
     words = pack_step(rows, [1, -1], np.zeros(0, np.int64), LAYOUT, vocab_size=15, num_padding=2)
-    assert len(words) == num_decode_words(4, 3)
+    assert len(words) == num_step_words(decode_shape(4), 3)
     room = torch.cat((torch.from_numpy(words), torch.tensor([8, 8], dtype=torch.int32)))
-    step = StepTensors.of(room[: num_decode_words(4, 5)], StepShape(4, 4, 0, 1, 1))
+    step = StepTensors.of(room[: num_step_words(decode_shape(4), 5)], decode_shape(4))
     assert step.known_tokens(torch.tensor([13, 14])).tolist() == [14, 9, 0, 0]
     assert step.metadata.query_starts.tolist() == [0, 1, 2, 2, 2]
     assert step.metadata.block_ids.tolist() == [5, 6, 7, 8, 8]
