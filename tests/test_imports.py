@@ -65,5 +65,11 @@ def test_engines_run_without_the_cluster_libraries() -> None:
     assert loaded_by(modules, CLUSTER_LIBRARIES) == []
 
 
+def test_kernels_are_measured_where_only_torch_and_triton_are() -> None:
+    modules = modules_like("pdserve.bench.kernels.*")
+    assert "pdserve.bench.kernels.run" in modules
+    assert loaded_by(modules, [*CLUSTER_LIBRARIES, "rich", "matplotlib", "psutil", "transformers"]) == []
+
+
 def test_the_check_sees_what_is_loaded() -> None:
     assert loaded_by(["pdserve.model.sampling"], ["torch", "ray"]) == ["torch"]

@@ -3,16 +3,20 @@ the peers that run on a CPU."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from pdserve.bench.kernels.attention import AttentionCase, Row
+from pdserve.bench.kernels.attention_peers import FA3_LIBRARY
 from pdserve.bench.kernels.contest import Case
 from pdserve.bench.kernels.copies import CopyCase
 from pdserve.bench.kernels.draws import DrawCase, NucleusCase
 from pdserve.bench.kernels.measure import Result, measure
 from pdserve.bench.kernels.pointwise import GateCase, NormCase, RopeCase
 from pdserve.bench.kernels.products import ProductCase
+from tests.bench.kernels import fake_peers
 from tests.bench.kernels.fake_timer import FakeTimer
 
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
@@ -91,3 +95,22 @@ def test_absent_peers_say_why() -> None:
     assert "kernel" in absent["sdpa cudnn"]
     absent = measured(attention("prefill_attention", Row(3, 9))).absent
     assert "first key" in absent["sdpa cudnn"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        attention("prefill_attention", Row(17), Row(5, 30)),
+        attention("prefill_attention", Row(9, 16), kv_dtype=INT8),
+        attention("decode_attention", Row(1, 15), Row(1, 40), Row(1, 3)),
+    ],
+    ids=lambda case: f"{case.kernel} {case.shape}",
+)
+def test_peers_of_gpus_get_the_batch_in_their_layouts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_peers.flashinfer())
+    monkeypatch.setenv(FA3_LIBRARY, "lib.so")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    fake_peers.define_fa3()
+    result = measured(case)
+    assert {"flashinfer", "fa3"} <= result.ratios.keys(), result.absent
+    assert result.disagreeing == [], result.differences
