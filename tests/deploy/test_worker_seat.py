@@ -7,12 +7,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
-from pdserve.deploy.ray_cluster import PrivateRay, worker_resources
+from pdserve.deploy.ray_cluster import PrivateRay, num_gpus, worker_resources
 from pdserve.deploy.worker_seat import SeatState, WorkerSeat, restart_delay_s
 from tests.private_ray import joined_ray
 
@@ -90,6 +91,29 @@ def test_a_killed_worker_is_replaced_with_a_fresh_epoch() -> None:
     assert second.worker_id == first.worker_id
     assert second.epoch != first.epoch
     seat.vacate()
+
+
+def test_a_seat_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    remote, asked = ray.remote, []
+
+    def without_gpus(worker_class: type) -> SimpleNamespace:
+        """What ``ray.remote`` makes of a class, for a cluster that has no GPU to give."""
+
+        def options(**values: Any) -> Any:
+            asked.append(values["num_gpus"])
+            return remote(worker_class).options(**{**values, "num_gpus": 0})
+
+        return SimpleNamespace(options=options)
+
+    monkeypatch.setattr(ray, "remote", without_gpus)
+    config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path="/nowhere")
+    assert num_gpus() == 0
+    for seat in (make_seat(), WorkerSeat(config, EchoWorker, worker_resources(), 0.5)):
+        run_until(seat, lambda seat=seat: seat.state is SeatState.UP)  # type: ignore[misc]
+        seat.vacate()
+    assert asked == [0, 0.5]
 
 
 def test_a_worker_whose_ping_fails_is_replaced(tmp_path: Path) -> None:
