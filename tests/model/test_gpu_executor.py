@@ -162,7 +162,10 @@ def test_steps_that_fail_cost_their_own_requests_only(folder: Path, queue: LateQ
             assert served.tokens[key] == tokens
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8"), ("bfloat16", "float8_e4m3fn")],
+)
 def test_steps_write_the_new_tokens_kv_and_nothing_else(
     folder: Path, queue: LateQueue, dtype: str, kv_dtype: str
 ) -> None:
