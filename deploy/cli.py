@@ -96,6 +96,7 @@ def up(
     from rich.console import Console
 
     from pdserve.deploy.config import check_deployment, override, read_deployment, read_profile
+    from pdserve.deploy.gpus import installed_gpu
     from pdserve.deploy.launch import Launch
     from pdserve.deploy.progress import Progress
     from pdserve.deploy.supervisor import Supervisor
@@ -111,6 +112,7 @@ def up(
         config=config,
         devices=read_profile(config),
         emulate=emulate,
+        gpu=installed_gpu(),
         time_scale=time_scale,
         ray_address=ray_address,
         drain_timeout_s=drain_timeout,

@@ -1,15 +1,30 @@
-"""Which workers get a GPU, and how much of one: decided when Ray is there and before any worker starts. Pure."""
+"""This host's GPUs: which they are, and which workers get one, or how much of one.
+
+The first is asked before anything starts, the second when Ray is there. Pure but for a look into the driver's files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import isclose
+from pathlib import Path
 
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.deploy.errors import DeployError
+from pdserve.model.hardware import catalogue_name
 
+_DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _MAX_SHARE = 0.5
 """A worker that takes more of a GPU's memory has it to itself."""
+
+
+def installed_gpu(folder: Path = _DRIVER_FOLDER) -> str:
+    """Catalogue name of this host's GPUs, of which the first stands for all; empty where there is none, or the
+    catalogue does not have it."""
+    for path in sorted(folder.glob("*/information")):
+        fields = dict(line.partition(":")[::2] for line in path.read_text(errors="replace").splitlines())
+        return catalogue_name(fields.get("Model", "").strip())
+    return ""
 
 
 def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:

@@ -32,6 +32,8 @@ class Launch:
     """Of ``model.profile``, by name."""
     emulate: str = ""
     """Name of a GPU to emulate instead of computing."""
+    gpu: str = ""
+    """Name of this host's GPUs in the catalogue; empty where there are none, or of a kind that it does not have."""
     time_scale: float = 1.0
     """Emulated seconds last this many real ones."""
     ray_address: str = ""
@@ -59,8 +61,11 @@ class Launch:
             )
         return self.devices[f"cpu-{num_cores}"]
 
-    def device_json(self, num_cores: int) -> str:
-        """`device` for a worker's process; empty where there is no profile and the worker looks into the catalogue."""
+    def device_json(self, role: WorkerRole, num_cores: int) -> str:
+        """What is predicted with, for a worker's process and the router: the GPU that a worker of ``role`` may have, or
+        `device`; empty where there is no profile and they look into the catalogue."""
+        if self.gpu and not self.emulate and self.phase(role).device != "cpu":
+            return hardware_to_json(hardware(self.gpu, added=self.devices))
         return hardware_to_json(self.device(num_cores)) if self.devices else ""
 
     @property
@@ -117,7 +122,7 @@ def worker_configs(
                 core_seats=lent_cores,
                 transfer_cpu_cores=split.spare_cores or tuple(all_cores),
                 emulate=launch.emulate,
-                hardware=launch.device_json(len(cores) or len(all_cores)),
+                hardware=launch.device_json(role, len(cores) or len(all_cores)),
                 time_scale=launch.time_scale,
             )
         )
@@ -145,9 +150,9 @@ def router_config(
         cluster_token=cluster_token,
         hardware=launch.emulate or "cpu",
         devices={
-            role.value: launch.device_json(len(cores) or num_cores)
+            role.value: device
             for role, cores in zip(launch.roles, split.worker_cores, strict=True)
-            if launch.devices
+            if (device := launch.device_json(role, len(cores) or num_cores))
         },
         time_scale=launch.time_scale if launch.emulate else 1.0,
         cores_per_worker=max(1, *(len(cores) for cores in split.worker_cores)),

@@ -7,11 +7,12 @@ figures of GPUs are in `pdserve.model.hardware_catalogue`; a user's file adds to
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.model.curve import Curve
-from pdserve.model.hardware_catalogue import ALIASES, GPUS, Gpu
+from pdserve.model.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, Gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +215,11 @@ def _cpu(num_cores: int) -> Hardware:
 
 HARDWARE_NAMES = tuple(sorted(("cpu", *GPUS)))
 """Names that `hardware` knows, in alphabetical order."""
+
+
+def catalogue_name(driver_name: str) -> str:
+    """The catalogue's name of a GPU that its driver calls so; empty if the catalogue does not have it."""
+    return next((name for words, name in DRIVER_NAMES if re.search(rf"\b{words}\b", driver_name)), "")
 
 
 def hardware(name: str, *, num_cores: int = 1, added: Mapping[str, Hardware] | None = None) -> Hardware:

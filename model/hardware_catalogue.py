@@ -181,3 +181,19 @@ ALIASES = {
     "rtx4090": "rtx-4090",
 }
 """Other names of theirs."""
+
+DRIVER_NAMES = (
+    ("H200", "h200"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100 NVL", "h100-nvl"),
+    ("H100", "h100-sxm"),
+    ("B200", "b200"),
+    ("A100-SXM4-40GB", "a100-40gb-sxm"),
+    ("A100-PCIE-40GB", "a100-40gb-sxm"),
+    ("A100", "a100-80gb-sxm"),
+    ("L40S", "l40s"),
+    ("L4", "l4"),
+    ("A10", "a10"),
+    ("RTX 4090", "rtx-4090"),
+)
+"""Words in what drivers call them, such as ``NVIDIA H100 80GB HBM3``; the first that fit count."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.deploy.errors import DeployError
-from pdserve.deploy.gpus import gpu_shares
+from pdserve.deploy.gpus import gpu_shares, installed_gpu
 
 
 def worker(device: str, utilization: float = 0.9, emulate: str = "") -> WorkerConfig:
@@ -47,3 +49,17 @@ def test_too_few_gpus_are_one_line_with_the_remedy() -> None:
     with pytest.raises(DeployError, match=r"take 1 GPUs and Ray has 0: .* or set device to cpu") as error:
         gpu_shares([worker("cuda"), worker("auto")], 0)
     assert "\n" not in str(error.value)
+
+
+def test_the_driver_says_which_gpu_is_here(tmp_path: Path) -> None:
+    assert installed_gpu(tmp_path / "absent") == ""
+    for number, model in (("0000:1b:00.0", "NVIDIA H100 80GB HBM3"), ("0000:43:00.0", "NVIDIA L4")):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 18\nGPU UUID: \t GPU-1\n")
+    assert installed_gpu(tmp_path) == "h100-sxm"
+
+
+def test_a_gpu_that_the_catalogue_does_not_have_is_none(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "information").write_text("no model\n")
+    assert installed_gpu(tmp_path) == ""

@@ -103,6 +103,19 @@ def test_workers_and_the_router_are_told_of_measured_devices() -> None:
     assert router_config(launch, MODEL_PATH, unpinned, 1, "").devices["decode"] == alone.hardware
 
 
+def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_router() -> None:
+    config = parse_deployment({"decode": {"device": "cpu"}, "mixed": {"replicas": 1, "device": "cuda"}})
+    launch = Launch(config=config, gpu="h200")
+    split = split_cores(range(4), launch.roles)
+    prefill, decode, mixed = worker_configs(launch, MODEL_PATH, split, range(4), "")
+    assert hardware_from_json(prefill.hardware) == hardware_from_json(mixed.hardware) == hardware("h200")
+    assert decode.hardware == ""
+    router = router_config(launch, MODEL_PATH, split, 4, "")
+    assert router.devices == {"prefill": prefill.hardware, "mixed": mixed.hardware}
+    emulated = worker_configs(replace(launch, emulate="l4"), MODEL_PATH, split, range(4), "")
+    assert {config.hardware for config in emulated} == {""}
+
+
 def test_without_a_profile_the_catalogue_is_asked() -> None:
     launch = Launch(emulate="h100")
     split = split_cores(range(4), launch.roles)

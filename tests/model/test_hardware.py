@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from pdserve.model.hardware import HARDWARE_NAMES, Hardware, Measured, hardware
-from pdserve.model.hardware_catalogue import ALIASES
+from pdserve.model.hardware import HARDWARE_NAMES, Hardware, Measured, catalogue_name, hardware
+from pdserve.model.hardware_catalogue import ALIASES, DRIVER_NAMES
 
 
 @pytest.mark.parametrize("name", HARDWARE_NAMES)
@@ -48,6 +48,30 @@ def test_names_are_taken_in_any_case_and_by_alias(name: str) -> None:
 
 def test_every_alias_names_a_device() -> None:
     assert {hardware(alias).name for alias in ALIASES} <= set(HARDWARE_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb-sxm"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb-sxm"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GH200 480GB", ""),
+        ("Tesla T4", ""),
+    ],
+)
+def test_gpus_are_known_by_what_their_driver_calls_them(driver_name: str, name: str) -> None:
+    assert catalogue_name(driver_name) == name
+
+
+def test_every_driver_s_name_is_of_a_device() -> None:
+    assert {name for _, name in DRIVER_NAMES} <= set(HARDWARE_NAMES)
 
 
 def test_an_unknown_name_lists_the_known_ones_nearest_first() -> None:
