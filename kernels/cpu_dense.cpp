@@ -6,7 +6,7 @@
 // [panel][group][kPanel]. Outputs of a bfloat16 panel are in the order 0, kLanes, 1, kLanes + 1 ...; byte i of an int4
 // panel's input is output i and 16 times output kLanes + i, added up. Activations and arithmetic are float.
 //
-// An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order; the blocks of
+// An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order; blocks of
 // int4 are its groups, and their sums are multiplied with the scales. Every path here keeps to that, so that a row's
 // result depends on neither its neighbours nor the number of threads. The blocking is that of Goto and van de Geijn,
 // "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies in the L1 cache as floats and a
@@ -87,8 +87,8 @@ inline void load_panel(const BFloat16* p, Vec& low, Vec& high) {
   high = reinterpret_cast<Vec>(pairs & static_cast<int32_t>(0xffff0000));
 }
 
-// In the fewest instructions: 2^28 times the weights of the first half, whose bits have their sign at the top of a lane,
-// and the pairs themselves. What is made of them is linear, so that `part` makes up for it later and once.
+// In the fewest instructions: 2^28 times the weights of the first half, whose bits have their sign at a lane's top, and
+// the pairs themselves. What is made of them is linear, so that `part` makes up for it later and once.
 inline void load_panel(const Int4Pair* p, Vec& low, Vec& high) {
   const IntVec pairs = load_integers(&p->sum);
   low = __builtin_convertvector(pairs << 28, Vec);
