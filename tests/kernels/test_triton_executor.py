@@ -15,6 +15,7 @@ from pdserve.model import gpu_executor, rehearsal
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.device_queue import HostQueue
+from pdserve.model.device_sampling import plan_draws, sample_on_device
 from pdserve.model.gpu_executor import GpuExecutor
 from pdserve.model.model_executor import ModelExecutor
 from pdserve.model.step_inputs import StepShape
@@ -135,3 +136,16 @@ def test_a_rehearsal_launches_every_kernel_and_leaves_the_pool_alone(
     launched = {getattr(operation, "__name__", operation) for operation in recorded.operations()}
     assert launched >= {"_prefill_kernel", "_chunk_kernel", "_merge_kernel", "_rope_kernel", "_multiply_kernel"}
     assert launched >= {"_score_kernel", "_weigh_kernel", "_end_kernel"}
+
+
+def test_of_logits_that_are_not_finite_some_token_comes() -> None:
+    """The step behind takes it, before the host knows."""
+    logits_BV = torch.full((2, 97), torch.nan)
+    rows = [row(0, [1], 0, SamplingParams()), row(0, [1], 0, DRAWN)]
+    plan = plan_draws(rows, 97)
+    token_B = torch.zeros(2, dtype=torch.int64)
+    # Fills what `torch.empty` gives with the largest of numbers.
+    torch.use_deterministic_algorithms(True)
+    sample_on_device(logits_BV, logits_BV[:, 0], token_B, plan, torch.from_numpy(plan.words), TRITON_DEVICE_SAMPLING)
+    torch.use_deterministic_algorithms(False)
+    assert ((token_B >= 0) & (token_B < 97)).all()

@@ -303,6 +303,14 @@ def test_kv_that_went_to_the_host_comes_back_elsewhere(folder: Path) -> None:
     assert torch.equal(worlds.pools[0].blocks, worlds.pools[1].blocks)
 
 
+def test_a_token_of_a_prompt_whose_log_probability_is_wanted_is_no_decode_step(folder: Path, queue: LateQueue) -> None:
+    worlds = Worlds(folder)
+    wanted = replace(row(0, [5], 0), prompt_targets=[7], num_prompt_logprobs=1)
+    outputs = [executor.submit(batch(wanted)).result() for executor in (worlds.plain(), worlds.gpu())]
+    assert len(outputs[0].prompt_logprobs[0]) == 1
+    assert outputs[1] == replace(outputs[0], duration_s=outputs[1].duration_s)
+
+
 def test_the_batch_may_change_once_submitted(folder: Path, queue: LateQueue) -> None:
     executor = Worlds(folder).gpu()
     step = batch(row(0, [5] * 9, 0))
