@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from datetime import UTC, datetime
-from itertools import product
+from itertools import product, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,6 +134,12 @@ def is_sound(key: Key, tile: Tile) -> bool:
     return all(map(fits, kernels)) and any(kernel.has_wgmma for kernel in kernels) == launch.is_wgmma
 
 
+def sound_tiles(key: Key, tiles: Sequence[Tile], compilers: Executor) -> list[Tile]:
+    """Those of ``tiles`` that are; the compiler's cache keeps what was made of them."""
+    answers = compilers.map(is_sound, repeat(key), tiles)
+    return [tile for tile, is_one in zip(tiles, answers, strict=True) if is_one]
+
+
 def runner(case: TunedCase, device: torch.device) -> Callable[[Tile | None], Run]:
     """Inputs on the device, and launches over them by tile, or by cut; None is what serving takes now."""
 
@@ -190,13 +199,13 @@ def write_table(table: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 @torch.no_grad()
-def tune(device: torch.device, timer: Timer, *, only: str, num_rounds: int, file: Path) -> None:
+def tune(device: torch.device, timer: Timer, compilers: Executor, *, only: str, num_rounds: int, file: Path) -> None:
     """Search for every target, and write the table after each: a run that is cut short has not been for nothing."""
     for target in targets(device_name(device)):
         name = f"{target.key.kernel} {' '.join(map(str, target.key.shape))}"
         if only not in name:
             continue
-        sound = [tile for tile in target.candidates if is_sound(target.key, tile)]
+        sound = sound_tiles(target.key, target.candidates, compilers)
         found = search(target.cases, sound, device, timer, num_rounds)
         gain = "none is right" if found is None else f"{found.times_faster:.3f} x with {dict(found.tile)}"
         sys.stderr.write(f"{name}: {len(sound)} of {len(target.candidates)} candidates fit, {gain}\n")
@@ -224,7 +233,15 @@ def main() -> int:
     if torch.cuda.get_device_capability(device) != _HOPPER:
         sys.stderr.write("not a Hopper GPU: what is in the table is compiled for sm_90 by the tests\n")
         return 1
-    tune(device, CudaTimer(device), only=arguments.only, num_rounds=arguments.rounds, file=arguments.table)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as compilers:
+        tune(
+            device,
+            CudaTimer(device),
+            compilers,
+            only=arguments.only,
+            num_rounds=arguments.rounds,
+            file=arguments.table,
+        )
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ def test_the_table_gets_what_is_worth_it(
     monkeypatch.setattr(tune, "search", search)
     file = tmp_path / "table.json"
     file.write_text("[]")
-    tune.tune(torch.device("cpu"), FakeTimer(), only="prefill", num_rounds=1, file=file)
-    tune.tune(torch.device("cpu"), FakeTimer(), only="decode", num_rounds=1, file=file)
+    with ThreadPoolExecutor(1) as compilers:
+        for only in ("prefill", "decode"):
+            tune.tune(torch.device("cpu"), FakeTimer(), compilers, only=only, num_rounds=1, file=file)
     assert searched == [[TILE]]
     table = json.loads(file.read_text())
     assert len(table) == num_entries
@@ -82,3 +84,15 @@ def test_the_table_gets_what_is_worth_it(
         assert read_tiles(file.read_text()) == {KEY: TILE}
         assert table[0]["times_faster"] == times_faster
         assert set(table[0]) > {"measured", "commit"}
+
+
+def test_what_it_needs_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["tune"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main() == 1
+    monkeypatch.setattr(tune, "cuda_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert tune.main() == 1
+    no_gpu, no_hopper = capsys.readouterr().err.splitlines()
+    assert no_gpu.startswith("no GPU here")
+    assert no_hopper.startswith("not a Hopper GPU")
