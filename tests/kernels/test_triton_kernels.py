@@ -11,12 +11,11 @@ import torch
 from pdserve.kernels.kv_pool import LARGEST_VALUES
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.triton_kernels import TRITON_KERNELS
-from pdserve.kernels.weight_quantisation import quantise_int8
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
 from tests.kernels.padding import assert_padding_is_nobodys
 from tests.kernels.paged_batch import nan_pool
-from tests.model.checkpoints import load_reference, reference_logits, write_family
+from tests.model.checkpoints import reference_logits, rounded_reference_logits, write_family
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 TOKENS = [int(token) for token in torch.randint(0, 211, (26,), generator=torch.Generator().manual_seed(3))]
@@ -48,18 +47,13 @@ def test_prefill_and_decode_rows_compute_what_transformers_does(family: str, tmp
         assert (computed - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_int8_layers_compute_what_their_rounded_weights_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_layers_compute_what_their_rounded_weights_do(tmp_path: Path, quantization: str) -> None:
     folder, tokens_T = write_family(tmp_path, "qwen2"), torch.tensor(TOKENS[:5])
     config = DecoderConfig.from_folder(folder)
     config = config.at_length(config.limits(0).max_model_len)
-    reference = load_reference(folder)
-    for name, weight in reference.named_parameters():
-        if ".layers." in name and weight.dim() == 2:
-            values, scales = quantise_int8(weight.data)
-            weight.data = values * scales[:, None]
-    with torch.inference_mode():
-        expected = reference(tokens_T[None]).logits[0]
-    decoder = Decoder(folder, config, torch.float32, TRITON_KERNELS, "int8")
+    expected = rounded_reference_logits(folder, TOKENS[:5], quantization)
+    decoder = Decoder(folder, config, torch.float32, TRITON_KERNELS, quantization)
     metadata = AttentionMetadata.build([5], [0], [[3]], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     pool = nan_pool(config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash").shape)
     logits = decoder.logits(decoder.forward(tokens_T, pool, metadata, torch.arange(5)))

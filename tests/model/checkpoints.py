@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from pdserve.kernels.weight_quantisation import dequantise_int4, quantise_int4, quantise_int8
+
 WINDOW = 21
 """Shorter than the prompts of tests, and no multiple of a block."""
 
@@ -108,6 +110,21 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
     """The checkpoint as transformers runs it; only its plain attention knows softcaps."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model
+
+
+def rounded_reference_logits(folder: Path, tokens: list[int], quantization: str) -> torch.Tensor:
+    """As `reference_logits`, of layers whose matrices are rounded as ``quantization`` rounds them."""
+    model = load_reference(folder)
+    for name, weight in model.named_parameters():
+        if ".layers." in name and weight.dim() == 2:
+            if quantization == "int4":
+                weight.data = dequantise_int4(quantise_int4(weight.data))
+            else:
+                values, scales = quantise_int8(weight.data)
+                weight.data = values * scales[:, None]
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
 
 
 def reference_logits(folder: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
