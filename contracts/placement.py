@@ -34,7 +34,8 @@ class WorkerConfig:
     quantization: str = "none"
     """Of the weights: ``none``, ``int8`` or ``int4``."""
     device: str = "auto"
-    """Where weights and KV pool lie: ``cpu``, ``cuda``, or ``auto``, which is ``cuda`` where torch sees a GPU."""
+    """Where weights and KV pool lie: ``cpu``, ``cuda``, which is the first GPU that ``CUDA_VISIBLE_DEVICES`` shows, or
+    ``auto``, which is ``cuda`` where torch sees one."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that weights, activations and an automatic KV pool take together."""
     max_model_len: int = 0
