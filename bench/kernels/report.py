@@ -1,6 +1,7 @@
 """Results of a benchmark of kernels as a table for each kernel, and as one JSON document.
 
-Called by `pdserve.bench.kernels.run`. Measures nothing. Where rich is not installed or nobody looks, tables are plain.
+Called by `pdserve.bench.kernels.run`; `pdserve.bench.gpu_model` prints its tables with it. Measures nothing. Where rich
+is not installed or nobody looks, tables are plain.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Report(NamedTuple):
         for kernel, of_kernel in groupby(self.results, key=lambda result: result.kernel):
             results = list(of_kernel)
             clocks = ", ".join(f"{name} {value}" for name, value in self.clocks.get(kernel, {}).items())
-            _show_table(f"{kernel} on {device} ({clocks or 'clocks unknown'})", *_table(results), echo)
+            show_table(f"{kernel} on {device} ({clocks or 'clocks unknown'})", *_table(results), echo)
             for line in _notes(results):
                 echo(line)
         for shape, reason in self.failures.items():
@@ -90,7 +91,8 @@ def _notes(results: Sequence[Result]) -> list[str]:
     return notes
 
 
-def _show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], echo: Callable[[str], None]) -> None:
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], echo: Callable[[str], None]) -> None:
+    """Print one: with rich where it is installed and somebody looks, else plainly."""
     if sys.stdout.isatty() and find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table

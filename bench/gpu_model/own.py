@@ -1,0 +1,182 @@
+"""Steps of our executor of GPUs, as the step loop would submit them: two in flight, each timed.
+
+Called by `pdserve.bench.gpu_model.measure`. Plans as a scheduler would, but keeps no sequences: decode steps that are
+timed find noise in the pool, and prompts overwrite each other.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from pdserve.bench.gpu_model.limits import Variant
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.request import SamplingParams
+from pdserve.contracts.step import StepBatch, StepHandle, StepOutput, StepRow
+from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool
+from pdserve.model.config import DecoderConfig
+from pdserve.model.gpu_executor import GpuExecutor
+
+BLOCK_SIZE = 16
+_WARM_STEPS = 4
+_GREEDY = SamplingParams(temperature=0)
+
+
+class StepSeconds(NamedTuple):
+    """Medians of some steps."""
+
+    step_s: float
+    """From the end of one to the end of the next, as the host sees them."""
+    device_s: float
+    """Between its marks on the device."""
+    host_s: float
+    """That the host takes to submit it."""
+
+
+class OwnModel:
+    """A checkpoint and a pool, on a device."""
+
+    def __init__(self, folder: Path, variant: Variant, device: torch.device, *, num_blocks: int, max_rows: int) -> None:
+        """
+        Args:
+            max_rows: of the largest decode step.
+        """
+        config = DecoderConfig.from_folder(folder)
+        self.shape = config.shape
+        self.layout = config.kv_layout(num_blocks, BLOCK_SIZE, variant.held_kv_dtype, "random")
+        self._executor = GpuExecutor(
+            folder=folder,
+            config=config,
+            layout=self.layout,
+            pool=noise_pool(self.layout, device),
+            dtype=variant.dtype,
+            max_captured_rows=max_rows,
+            quantization=variant.quantization,
+        )
+        self._block_ids = random.Random(0).sample(range(num_blocks), num_blocks)
+
+    def decode(self, num_rows: int, context_tokens: int, num_steps: int) -> StepSeconds:
+        """Decode, for as long as the last of ``num_steps`` measured steps sees ``context_tokens`` tokens a row."""
+        first = context_tokens - num_steps - _WARM_STEPS
+        tables = self._tables(num_rows, context_tokens)
+        lengths = range(first, context_tokens)
+        return _medians(self._run(_decode_batch(index, tables, length) for index, length in enumerate(lengths)))
+
+    def prefill(self, num_tokens: int, num_steps: int) -> StepSeconds:
+        """Prefill as many prompts, one a step, after each other and all to the same blocks."""
+        tokens = random_tokens(num_tokens, self.shape.vocab_size)
+        table = self._tables(1, num_tokens)[0]
+        num_batches = num_steps + _WARM_STEPS
+        return _medians(self._run(_prefill_batch(index, tokens, table) for index in range(num_batches)))
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """What follows ``prompt``."""
+        tables = self._tables(1, len(prompt) + num_tokens)
+        batches = [_prefill_batch(0, prompt, tables[0])]
+        batches += [_decode_batch(index, tables, len(prompt) + index - 1) for index in range(1, num_tokens)]
+        outputs = [timed.output for timed in self._run(batches)]
+        return [sampled.token for output in outputs for sampled in output.sampled if sampled is not None]
+
+    def step_once(self, num_rows: int, context_tokens: int) -> None:
+        """One decode step, waited for."""
+        batch = _decode_batch(0, self._tables(num_rows, context_tokens), context_tokens - 1, is_first=True)
+        self._executor.submit(batch).result()
+
+    def _tables(self, num_rows: int, num_tokens: int) -> list[list[int]]:
+        """Blocks of each row, scattered over the pool."""
+        each = self.layout.num_blocks_for(num_tokens)
+        assert num_rows * each <= self.layout.num_blocks, f"{num_rows} x {num_tokens} tokens do not fit"
+        return [self._block_ids[row * each : (row + 1) * each] for row in range(num_rows)]
+
+    def _run(self, batches: Iterable[StepBatch]) -> Iterator[_Timed]:
+        """Submit ahead of results as the step loop does."""
+        flying: deque[tuple[StepHandle, float]] = deque()
+        for batch in batches:
+            started_s = perf_counter()
+            handle = self._executor.submit(batch)
+            flying.append((handle, perf_counter() - started_s))
+            if len(flying) == self._executor.pipeline_depth:
+                yield _wait(*flying.popleft())
+        while flying:
+            yield _wait(*flying.popleft())
+
+
+class _Timed(NamedTuple):
+    output: StepOutput
+    ended_s: float
+    host_s: float
+
+
+def _wait(handle: StepHandle, host_s: float) -> _Timed:
+    output = handle.result()
+    return _Timed(output, perf_counter(), host_s)
+
+
+def _medians(steps: Iterable[_Timed]) -> StepSeconds:
+    """Of all but the first, which find nothing warm."""
+    measured = list(steps)[_WARM_STEPS - 1 :]
+    gaps = [after.ended_s - before.ended_s for before, after in pairwise(measured)]
+    return StepSeconds(
+        statistics.median(gaps),
+        statistics.median(timed.output.duration_s for timed in measured[1:]),
+        statistics.median(timed.host_s for timed in measured[1:]),
+    )
+
+
+def _decode_batch(
+    index: int, tables: Sequence[Sequence[int]], cached: int, *, is_first: bool | None = None
+) -> StepBatch:
+    """A token of every row; but in the first batch, the one that the batch before sampled."""
+    knows = index == 0 if is_first is None else is_first
+    rows = [
+        StepRow(
+            sequence_id=row,
+            tokens=[1] if knows else [],
+            previous_row=-1 if knows else row,
+            cached_length=cached,
+            block_table=table,
+            sample=_GREEDY,
+            sample_position=cached + 1,
+        )
+        for row, table in enumerate(tables)
+    ]
+    return StepBatch(step_id=index, rows=rows)
+
+
+def _prefill_batch(index: int, tokens: Sequence[int], table: Sequence[int]) -> StepBatch:
+    row = StepRow(
+        sequence_id=0,
+        tokens=tokens,
+        cached_length=0,
+        block_table=table,
+        sample=_GREEDY,
+        sample_position=len(tokens),
+    )
+    return StepBatch(step_id=index, rows=[row])
+
+
+def random_tokens(num_tokens: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """A prompt, without the tokens that are special in Llama's."""
+    return random.Random(seed).choices(range(3, vocab_size), k=num_tokens)
+
+
+def noise_pool(layout: KvLayout, device: torch.device) -> KvPool:
+    """A pool whose every value is finite and random: zeros would draw less power, and clocks follow power."""
+    pool = KvPool(
+        torch.empty(layout.pool_bytes, dtype=torch.uint8, device=device), layout.shape, getattr(torch, layout.dtype)
+    )
+    if pool.scales is None:
+        pool.values.normal_()
+        return pool
+    # As int8 up to 126, and as float8 everything positive but NaN.
+    pool.blocks.random_(0, 0x7F)
+    pool.scales.fill_(1 / LARGEST_VALUES[pool.dtype])
+    return pool
