@@ -74,8 +74,10 @@ class Report:
         }
 
     def write(self, folder: Path) -> Path:
-        """The dated file, anew."""
-        file = folder / f"{self.machine['measured'][:10]}_gpu_model_{self.machine['hardware'] or 'unknown'}.json"
+        """The dated file, anew; parts of the whole have files of their own."""
+        machine = self.machine
+        words = (machine["measured"][:10], "gpu_model", machine["part"], machine["hardware"] or "unknown")
+        file = folder / f"{'_'.join(filter(None, words))}.json"
         file.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
         return file
 
@@ -85,10 +87,11 @@ class Report:
             f"{machine['device']}: torch's large product {machine['torch_matmul_tflops']:.3g} TFLOP/s, "
             f"its large copy {machine['torch_copy_gbytes_per_s']:.4g} GB/s{_data_sheet(machine)}"
         )
-        for phase, rows in groupby(sorted(self.rows, key=lambda row: row.phase), key=lambda row: row.phase):
+        in_order = sorted(self.rows, key=lambda row: (row.phase, row.num_rows, row.context_tokens))
+        for phase, rows in groupby(in_order, key=lambda row: row.phase):
             show_table(f"{phase}, a step", _HEADER, [_cells(row) for row in rows], echo)
         for what, clocks in self.clocks.items():
-            echo(f"{what}: {', '.join(f'{name} {value}' for name, value in clocks.items())}")
+            echo(f"{what}: {', '.join(f'{name} {value}' for name, value in clocks.items()) or 'clocks unknown'}")
         for note in self.notes:
             echo(note)
         for failure in self.failures:

@@ -8,6 +8,7 @@ from pdserve.bench.gpu_model.report import Report, Row
 
 MACHINE: dict[str, Any] = {
     "measured": "2026-11-22T01:00:00+00:00",
+    "part": "",
     "device": "GPU",
     "hardware": "h200",
     "commit": "abc",
@@ -37,7 +38,9 @@ def test_rows_are_told_as_shares_of_their_limit() -> None:
 
 
 def test_a_table_for_each_phase() -> None:
-    report = Report(MACHINE, [row("prefill"), row(device_s=0.009, host_s=0.001), row(engine="transformers")])
+    report = Report(
+        MACHINE, [row("prefill"), row(num_rows=256), row(device_s=0.009, host_s=0.001), row(engine="transformers")]
+    )
     report.clocks["decoding"] = {"clocks.sm": "1980 MHz"}
     report.notes.append("a note")
     report.failures.append("broken")
@@ -48,6 +51,7 @@ def test_a_table_for_each_phase() -> None:
     )
     assert [line.split(",")[0] for line in lines if line.endswith("a step")] == ["decode", "prefill"]
     assert lines[3].split()[-5:] == ["10.000", "6400", "80.0%", "9.000", "1.000"]
+    assert [line.split(",")[0].split()[-1] for line in lines[3:6]] == ["pdserve", "transformers", "pdserve"]
     assert lines[4].split()[-2:] == ["-", "-"]
     assert lines[-3:] == ["decoding: clocks.sm 1980 MHz", "a note", "FAILED: broken"]
 
@@ -59,3 +63,5 @@ def test_a_dated_file_has_it_all(tmp_path: Path) -> None:
     assert document["commit"] == "abc"
     assert document["notes"] == ["a note"]
     assert document["rows"][0]["limit_share"] == 0.8
+    part = Report({**MACHINE, "part": "decode_quick", "hardware": None}).write(tmp_path)
+    assert part.name == "2026-11-22_gpu_model_decode_quick_unknown.json"
