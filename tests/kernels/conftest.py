@@ -1,5 +1,5 @@
 """How kernels are tested: those in C++ on two threads, as few as show that their number does not matter; those of
-Triton in its interpreter, by `tests.kernels.interpreted_files`."""
+Triton in its interpreter, by `tests.kernels.interpreted_files`, and on a GPU, by `tests.gpu.test_on_gpu`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ from pathlib import Path
 import pytest
 
 from pdserve.kernels.cpu_threads import use_threads
+from tests.gpu.device import on_device
+from tests.gpu.on_gpu import IS_ON_GPU
 from tests.kernels.interpreted_files import InterpretedFiles
 
 _FILES = pytest.StashKey[InterpretedFiles]()
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+_LAUNCHERS = {
+    "decode_attention",
+    "draw_on_device",
+    "draw_tokens",
+    "find_nuclei",
+    "find_nuclei_on_device",
+    "gate",
+    "gather_blocks",
+    "paged_attention",
+    "prefill_attention",
+    "quantized_matmul",
+    "rms_normalise",
+    "rope_and_write_kv",
+    "scatter_blocks",
+}
+"""Of the kernels in Triton, as their tests import them."""
 
 if IS_INTERPRETING:
     from tests.kernels import triton_interpreter
@@ -28,8 +46,20 @@ def _two_threads() -> Iterator[None]:
     use_threads(1)
 
 
+@pytest.fixture
+def interpreted_files(pytestconfig: pytest.Config) -> InterpretedFiles:
+    return _interpreted_files(pytestconfig)
+
+
+@pytest.fixture(autouse=IS_ON_GPU)
+def _kernels_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file's tests launch runs on the GPU."""
+    for name in _LAUNCHERS & vars(request.module).keys():
+        monkeypatch.setattr(request.module, name, on_device(getattr(request.module, name)))
+
+
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if module_path.name.startswith("test_triton_") and not IS_INTERPRETING:
+    if module_path.name.startswith("test_triton_") and not (IS_INTERPRETING or IS_ON_GPU):
         module: pytest.Collector = _InterpretedModule.from_parent(parent, path=module_path)
         return module
     return None
@@ -46,11 +76,16 @@ class _InterpretedRun(pytest.Item):
     """All tests of a file, in a process with the interpreter."""
 
     def runtest(self) -> None:
-        if _FILES not in self.config.stash:
-            self.config.stash[_FILES] = InterpretedFiles(self.config.rootpath)
-        run = self.config.stash[_FILES].run(self.path)
+        run = _interpreted_files(self.config).run(self.path)
         if run.exit_code != 0:
             pytest.fail(f"exit status {run.exit_code}\n{run.output[-12000:]}", pytrace=False)
+
+
+def _interpreted_files(config: pytest.Config) -> InterpretedFiles:
+    """Started when it is first needed."""
+    if _FILES not in config.stash:
+        config.stash[_FILES] = InterpretedFiles(config.rootpath)
+    return config.stash[_FILES]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
