@@ -1,0 +1,94 @@
+"""Worker processes on a GPU: the mirror of its pool, and prompts handed from one worker to another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.kv_transfer import kv_mirror
+from pdserve.kv_transfer.kv_mirror import KvMirror
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.model.demo_model import DEMO_MODEL
+from tests.gpu.device import DEVICE, sized
+from tests.workers import WorkerProcess, hand_off
+
+LAYOUT = KvLayout(
+    num_blocks=64, num_kv_heads=2, num_layers=3, block_size=16, head_dim=8, dtype="float32", model_hash="model"
+)
+
+
+@pytest.mark.parametrize("num_staged", [3, 1000])
+def test_blocks_go_to_the_mirror_and_come_back(num_staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the device is busy with something else."""
+    monkeypatch.setattr(kv_mirror, "STAGING_BYTES", num_staged * LAYOUT.block_bytes)
+    memory = PoolMemory.create(LAYOUT)
+    given = torch.randint(1, 256, (LAYOUT.num_blocks, LAYOUT.block_bytes), dtype=torch.uint8)
+    pool = given.to(DEVICE, copy=True)
+    mirror = KvMirror(pool, memory)
+    out, back = [60, 0, 33, 7, 12], [7, 33, 1]
+    busy = torch.randn(sized(4096, 64), sized(4096, 64), device=DEVICE)
+    for _ in range(20):
+        busy = torch.tanh(busy @ busy)
+    mirror.download(out, [1] * len(out))
+    mirrored = torch.frombuffer(memory.blocks, dtype=torch.uint8).view(given.shape)
+    assert torch.equal(mirrored[out], given[out])
+    assert mirrored.any(dim=1).sum() == len(out)
+    mirrored[1] = 9
+    pool[back] = 0
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize(DEVICE)
+    mirror.upload(back)
+    expected = given.clone()
+    expected[1] = 9
+    assert torch.equal(pool.cpu(), expected)
+
+
+def config_of(role: WorkerRole, device: str) -> WorkerConfig:
+    """Two of them have to fit beside each other, and beside other tests."""
+    return WorkerConfig(
+        worker_id=f"{role.value}-{device}",
+        role=role,
+        model_path=str(DEMO_MODEL),
+        max_model_len=512,
+        device=device,
+        num_kv_blocks=128,
+        max_batch_tokens=128,
+        max_batch_size=8,
+        swap_memory_bytes=0,
+    )
+
+
+@pytest.mark.parametrize("transport", sized(["memfd", "grpc"], ["memfd"]))
+def test_a_pair_on_one_gpu_answers_as_a_worker_on_a_cpu(transport: str) -> None:
+    requests = [
+        GenerationRequest(
+            request_id=number,
+            prompt_tokens=tuple((7 * position + number) % 2800 + 3 for position in range(10 + 37 * number)),
+            sampling=SamplingParams(temperature=number % 2 * 0.8, seed=number, max_tokens=24),
+        )
+        for number in range(6)
+    ]
+    with WorkerProcess(config_of(WorkerRole.MIXED, "cpu")) as worker, worker.connect() as mixed:
+        for request in requests:
+            mixed.submit(request)
+        expected = [mixed.wait_for_answer(request.request_id) for request in requests]
+    prefill_config, decode_config = (
+        replace(config_of(role, DEVICE.type), transport=transport) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+    )
+    with (
+        WorkerProcess(prefill_config) as prefill_worker,
+        WorkerProcess(decode_config) as decode_worker,
+        prefill_worker.connect() as prefill,
+        decode_worker.connect() as decode,
+    ):
+        assert [hand_off(prefill, decode, request) for request in requests] == expected
+        prefill.wait_until_free()
+        decode.wait_until_free()
+        pulls = [transfer for frame in decode.frames for transfer in frame.transfers]
+        assert any(pull.bytes for pull in pulls)
+        assert all(pull.failure_stage == "" for pull in pulls)
