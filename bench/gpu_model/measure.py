@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from pdserve.bench.gpu_model import limits as formulas
+from pdserve.bench.gpu_model.handoff import measure_handoff
 from pdserve.bench.gpu_model.limits import DeviceLimits, Variant
-from pdserve.bench.gpu_model.own import OwnModel, StepSeconds, random_tokens
+from pdserve.bench.gpu_model.own import BLOCK_SIZE, OwnModel, StepSeconds, random_tokens
 from pdserve.bench.gpu_model.peer import PeerModel, first_line
 from pdserve.bench.gpu_model.plan import DecodeShape, Plan, decode_shapes, num_blocks
 from pdserve.bench.gpu_model.report import Report, Row
@@ -70,6 +71,19 @@ class Bench:
 
     def _own_prefill(self, model: OwnModel, variant: Variant, num_tokens: int) -> None:
         self._keep_prefill(OWN, variant, num_tokens, model.prefill(num_tokens, self.plan.num_prompts))
+
+    def handoff(self) -> None:
+        """The KV of the shortest prompt from one pool to another; beside copies to the host and back."""
+        variant, num_tokens = Variant(dtype=self.plan.dtype), min(self.plan.prompt_tokens)
+
+        def measure() -> None:
+            config = DecoderConfig.from_folder(self.folder)
+            layout = config.kv_layout(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, variant.held_kv_dtype, "random")
+            tell(f"handing off {layout.pool_bytes / 1e6:.0f} MB")
+            seconds = measure_handoff(layout, self.device)
+            self._keep_prompt("handoff", OWN, variant, num_tokens, seconds.handoff_s, seconds.link_s)
+
+        self._guarded(f"{OWN}, handoff", measure)
 
     def peer(self, own_answer: list[int]) -> None:
         """The same steps of transformers.
@@ -131,17 +145,29 @@ class Bench:
         )
 
     def _keep_prefill(self, engine: str, variant: Variant, num_tokens: int, seconds: StepSeconds | float) -> None:
+        limit_s = formulas.prefill_limit_s(self._shape, num_tokens, self.limits)
+        self._keep_prompt("prefill", engine, variant, num_tokens, seconds, limit_s)
+
+    def _keep_prompt(
+        self,
+        phase: str,
+        engine: str,
+        variant: Variant,
+        num_tokens: int,
+        seconds: StepSeconds | float,
+        limit_s: float,
+    ) -> None:
         self._keep(
             seconds,
             Row(
-                phase="prefill",
+                phase=phase,
                 engine=engine,
                 held=variant.name,
                 num_rows=1,
                 context_tokens=num_tokens,
                 num_tokens=num_tokens,
                 step_s=0.0,
-                limit_s=formulas.prefill_limit_s(self._shape, num_tokens, self.limits),
+                limit_s=limit_s,
             ),
         )
 

@@ -22,13 +22,13 @@ class Row:
     """One shape of one phase, by one engine."""
 
     phase: str
-    """``decode`` or ``prefill``."""
+    """``decode``, ``prefill`` or ``handoff``."""
     engine: str
     held: str
     """Dtypes of weights and KV."""
     num_rows: int
     context_tokens: int
-    """Of the last step; of a prefill, the prompt's."""
+    """Of the last step; of others, the prompt's."""
     num_tokens: int
     """That a step computes."""
     step_s: float
@@ -89,7 +89,9 @@ class Report:
         )
         in_order = sorted(self.rows, key=lambda row: (row.phase, row.num_rows, row.context_tokens))
         for phase, rows in groupby(in_order, key=lambda row: row.phase):
-            show_table(f"{phase}, a step", _HEADER, [_cells(row) for row in rows], echo)
+            show_table(
+                f"{phase}, a {'step' if phase == 'decode' else 'prompt'}", _HEADER, [_cells(row) for row in rows], echo
+            )
         for what, clocks in self.clocks.items():
             echo(f"{what}: {', '.join(f'{name} {value}' for name, value in clocks.items()) or 'clocks unknown'}")
         for note in self.notes:

@@ -1,13 +1,14 @@
 """A whole model on a GPU, beside the limits of its memory and of its tensor cores, and beside transformers.
 
-    python -m pdserve.bench.gpu_model [--quick] [--only decode|prefill|peer] [--quantised] [--folder FOLDER] [--plot]
+    python -m pdserve.bench.gpu_model [--quick] [--only PART] [--quantised] [--folder FOLDER] [--plot]
 
-Random weights in the shape of Llama 3.1 8B, in bfloat16. Decode steps with 2k tokens of context a row are judged by the
-weights and the KV that they read, at the speed of a large copy; prompts by their operations, at the speed of a large
-product: both measured in the same run. The goals are 85 % of the limit at 64 rows, and 70 % in prompts. Needs torch,
-Triton and safetensors, and transformers for the comparison. Writes a dated file of results, anew after each row, so
-that what was measured is kept if time runs out. With ``--device cpu`` all of it runs on a tiny model, to show that it
-works. It has not run on a GPU yet.
+Random weights in the shape of Llama 3.1 8B, in bfloat16. Decode steps with 2k tokens of context a row are judged by
+the weights and the KV that they read, at the speed of a large copy; prompts by their operations, at the speed of a
+large product: both measured in the same run. The goals are 85 % of the limit at 64 rows, and 70 % in prompts. The KV
+of a prompt goes from one pool to another as between two workers of one host, beside copies of as many bytes to pinned
+memory and back. Needs what engines need: torch, Triton, safetensors, grpcio, and transformers for the comparison.
+Writes a dated file of results, anew after each row, so that what was measured is kept if time runs out. With
+``--device cpu`` all of it runs on a tiny model, to show that it works. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pdserve.bench.gpu_model.report import Report
 from pdserve.bench.kernels.run import HARDWARE_OF_DEVICE, commit, cuda_device, limits_of, measured_limits
 from pdserve.bench.kernels.timing import CudaTimer, Timer
 
-PARTS = ("decode", "prefill", "peer")
+PARTS = ("decode", "prefill", "handoff", "peer")
 _QUANTISED = (("int8", "auto"), ("int4", "auto"), ("none", "int8"), ("none", "float8_e4m3fn"))
 _SCRATCH_BYTES = 20 * 10**9
 _SHARED_MEMORY = Path("/dev/shm")
@@ -113,9 +114,11 @@ def _measure(request: Request, plan: Plan, device: torch.device, report: Report,
         keep=lambda: report.write(request.folder),
     )
     answer: list[int] = []
-    if request.only != "peer":
+    if request.only in ("", "decode", "prefill"):
         plain = Variant(dtype=plan.dtype)
         answer = bench.own(plain, decode=request.only != "prefill", prefill=request.only != "decode")
+    if request.only in ("", "handoff"):
+        bench.handoff()
     if request.only in ("", "peer"):
         bench.peer(answer)
     if request.quantised:

@@ -49,7 +49,7 @@ def test_a_table_for_each_phase() -> None:
     assert lines[0] == (
         "GPU: torch's large product 700 TFLOP/s, its large copy 4000 GB/s; by its data sheet 989 and 4800"
     )
-    assert [line.split(",")[0] for line in lines if line.endswith("a step")] == ["decode", "prefill"]
+    assert [line.split(",")[0] for line in lines if line.endswith((", a step", ", a prompt"))] == ["decode", "prefill"]
     assert lines[3].split()[-5:] == ["10.000", "6400", "80.0%", "9.000", "1.000"]
     assert [line.split(",")[0].split()[-1] for line in lines[3:6]] == ["pdserve", "transformers", "pdserve"]
     assert lines[4].split()[-2:] == ["-", "-"]

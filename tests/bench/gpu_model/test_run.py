@@ -19,13 +19,13 @@ def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
     told = [(row["engine"], row["phase"], row["num_rows"]) for row in document["rows"]]
     ours = [("pdserve", "decode", 1), ("pdserve", "decode", 3), ("pdserve", "prefill", 1)]
     theirs = [("transformers", "prefill", 1), ("transformers", "decode", 1), ("transformers", "decode", 3)]
-    assert told == ours + theirs
+    assert told == [*ours, ("pdserve", "handoff", 1), *theirs]
     assert "greedy answers to one prompt: the first 8 of 8 tokens are the same" in document["notes"]
     assert printed[1] == "decode, a step"
     assert next(tmp_path.glob("*_gpu_model_cpu.png")).stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("only", ["decode", "prefill"])
+@pytest.mark.parametrize("only", ["decode", "handoff"])
 def test_a_part_of_it_with_quantised_ones(tmp_path: Path, only: str) -> None:
     run(Request(device="cpu", folder=tmp_path, only=only, quantised=only == "decode"), lambda line: None)
     rows = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
@@ -40,7 +40,7 @@ def test_without_a_gpu_there_is_something_to_do(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_mistakes_are_found_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no part 'peers': use one of decode, prefill, peer"):
+    with pytest.raises(ValueError, match="no part 'peers': use one of decode, prefill, handoff, peer"):
         run(Request(only="peers"), lambda line: None)
     monkeypatch.setattr("pdserve.bench.gpu_model.run.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="need matplotlib"):
