@@ -34,7 +34,7 @@ from pdserve.bench.gpu_model.measure import Bench, DeviceLostError, tell
 from pdserve.bench.gpu_model.plan import LLAMA, ON_CPU, QUICK, Plan
 from pdserve.bench.gpu_model.plot import plot
 from pdserve.bench.gpu_model.report import Report
-from pdserve.bench.kernels.run import HARDWARE_OF_DEVICE, commit, cuda_device, limits_of, measured_limits
+from pdserve.bench.kernels.run import HARDWARE_OF_DEVICE, NoGpuError, commit, cuda_device, limits_of, measured_limits
 from pdserve.bench.kernels.timing import CudaTimer, Timer
 
 PARTS = ("decode", "prefill", "handoff", "peer")
@@ -81,6 +81,8 @@ def run(request: Request, echo: Callable[[str], None]) -> int:
         raise ValueError(f"there is no part {request.only!r}: use one of {', '.join(PARTS)}")
     if request.with_plot and find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install 'pdserve[bench]', or leave --plot out")
+    if request.device != "cpu" and not torch.cuda.is_available():
+        raise NoGpuError("no GPU here: --device cpu tries all of it on a tiny model")
     device = torch.device("cpu") if request.device == "cpu" else cuda_device()
     plan = ON_CPU if device.type == "cpu" else QUICK if request.quick else LLAMA
     timer: Timer = WallTimer() if device.type == "cpu" else CudaTimer(device)

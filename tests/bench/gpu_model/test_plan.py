@@ -23,6 +23,7 @@ def test_there_is_less_context_where_it_does_not_fit() -> None:
     assert others == [(1, 2048), (16, 2048), (64, 2048)]
     room = H100_BYTES - 2 * SHAPE.num_parameters - 6e9
     assert 1024 <= largest.context_tokens < 2048
+    assert largest.context_tokens % 16 == 0
     assert room - 256 * 16 * 131072 < 256 * largest.context_tokens * 131072 <= room
     with_int8 = decode_shapes(LLAMA, SHAPE, Variant(dtype="bfloat16", kv_dtype="int8"), H100_BYTES)
     assert DecodeShape(256, 2048) in list(with_int8)

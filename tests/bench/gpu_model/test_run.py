@@ -35,7 +35,7 @@ def test_a_part_of_it_with_quantised_ones(tmp_path: Path, only: str) -> None:
 
 def test_without_a_gpu_there_is_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(NoGpuError, match="no GPU"):
+    with pytest.raises(NoGpuError, match="--device cpu"):
         run(Request(), lambda line: None)
 
 
