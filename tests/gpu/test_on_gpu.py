@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.on_gpu import FILES, ROOT, failures
+from tests.gpu.on_gpu import DEADLINE_S, FILES, ROOT, failures
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(DEADLINE_S + 60),
+]
 
 INTERPRETED = {
     "attention": (),
