@@ -61,7 +61,7 @@ ON_CPU = Plan(
     context_tokens=64,
     num_steps=6,
     prompt_tokens=(40,),
-    num_prompts=2,
+    num_prompts=3,
     matrix_size=256,
     peer_options={"num_blocks": 24, "page_size": 16, "max_batch_tokens": 128, "auto_switch_to_flash": False},
 )
