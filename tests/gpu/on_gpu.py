@@ -17,7 +17,7 @@ FILES = sorted(path for path in Path(__file__).parent.glob("test_*.py") if path.
 """Of tests that run so."""
 DEADLINE_S = 480.0
 """A kernel that does not come back must not take all the time there is."""
-_OPTIONS = ("-q", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
+_OPTIONS = ("-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
 
 
 def failures(path: Path, deselected: Sequence[str] = ()) -> str:
@@ -31,7 +31,7 @@ def failures(path: Path, deselected: Sequence[str] = ()) -> str:
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, _VARIABLE: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, _VARIABLE: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
