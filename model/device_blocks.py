@@ -6,6 +6,8 @@ written and read by copies only. Used by `pdserve.model.gpu_executor`.
 
 from __future__ import annotations
 
+from weakref import finalize
+
 import torch
 
 
@@ -36,4 +38,6 @@ def swap_slots(num_slots: int, pool_blocks: torch.Tensor) -> DeviceBlocks:
         # By hand: torch's own pinned memory comes in powers of two.
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostRegister(slots.data_ptr(), slots.nbytes, 0))
+        # Whoever gets this memory next could not pin it. Where the process ends, so does all of it.
+        finalize(slots, cudart.cudaHostUnregister, slots.data_ptr()).atexit = False
     return DeviceBlocks(slots)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
 import torch
 
 from pdserve.contracts.step import BlockCopy, StepBatch
@@ -22,3 +26,32 @@ def test_blocks_go_to_slots_and_back() -> None:
 
 def test_there_may_be_no_slots() -> None:
     assert len(swap_slots(0, torch.zeros((4, 16), dtype=torch.uint8))) == 0
+
+
+class _FakeCudart:
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert address not in self.pinned
+        self.pinned[address] = num_bytes
+        return flags
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def test_slots_beside_a_gpus_pool_are_pinned_for_as_long_as_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = _FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    errors: list[int] = []
+    monkeypatch.setattr(torch.cuda, "check_error", errors.append)
+    pool = cast(torch.Tensor, SimpleNamespace(is_cuda=True, shape=(4, 16)))
+    slots = swap_slots(2, pool)
+    assert list(cudart.pinned.values()) == [2 * 16]
+    assert errors == [0]
+    del slots
+    assert not cudart.pinned
+    assert not len(swap_slots(0, pool))
+    assert not cudart.pinned
