@@ -17,7 +17,8 @@ from pdserve.model.device_queue import DeviceQueue
 from pdserve.model.device_sampling import plan_draws, sample_on_device
 from pdserve.model.step_inputs import StepShape, StepTensors, num_step_words
 
-_FEW_TOKENS = (16, 32, 64)
+_FEW_TOKENS = (1, 16, 32, 64)
+"""One is what is left of a prompt whose blocks are cached: its attention is the short rows'."""
 _MANY_TOKENS = 128
 _ROWS = 16
 """Steps of fewer rows launch what those of so many do."""
