@@ -42,7 +42,7 @@ def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
 
 
 def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, host_bytes: int) -> PoolRoom:
-    """What weights and activations will leave.
+    """What weights, activations and the rest will leave.
 
     Args:
         host_bytes: available memory of the host.
@@ -57,6 +57,7 @@ def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, hos
     return room_on_gpu(
         weight_bytes=cost.weight_bytes,
         activation_bytes=int(needed.activation_bytes),
+        reserve_bytes=needed.reserve_bytes,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         utilization=config.gpu_memory_utilization,

@@ -43,6 +43,7 @@ def room_on_gpu(
     *,
     weight_bytes: int,
     activation_bytes: int,
+    reserve_bytes: int,
     free_bytes: int,
     total_bytes: int,
     utilization: float,
@@ -50,24 +51,26 @@ def room_on_gpu(
 ) -> PoolRoom:
     """What a GPU has room for before the weights are there.
 
-    An automatic pool takes what weights and activations leave of ``utilization`` of the whole GPU, as with vLLM, or of
+    An automatic pool takes what weights, activations and the reserve leave of ``utilization`` of the whole GPU, or of
     what is free, if that is less.
 
     Args:
         activation_bytes: of the largest step.
+        reserve_bytes: for what no formula has: libraries, CUDA graphs, copies of logits. Workers that share a GPU have
+            nothing else beside their shares.
         free_bytes: of the GPU, and so is ``total_bytes``.
         host_bytes: available memory of the host.
 
     Raises:
-        ValueError: weights and activations do not fit.
+        ValueError: they do not fit.
     """
-    used_bytes = weight_bytes + activation_bytes
+    used_bytes = weight_bytes + activation_bytes + reserve_bytes
     granted_bytes = min(free_bytes, int(total_bytes * utilization))
     if used_bytes > granted_bytes:
         raise ValueError(
-            f"weights take {weight_bytes} bytes and activations {activation_bytes}, and {granted_bytes} of the GPU's "
-            f"memory are granted (gpu_memory_utilization {utilization:g}) and free: raise gpu_memory_utilization, end "
-            f"what else runs on the GPU, or serve a smaller model"
+            f"weights take {weight_bytes} bytes, activations {activation_bytes} and libraries {reserve_bytes}, and "
+            f"{granted_bytes} of the GPU's memory are granted (gpu_memory_utilization {utilization:g}) and free: raise "
+            f"gpu_memory_utilization, end what else runs on the GPU, or serve a smaller model"
         )
     auto_bytes = min(granted_bytes - used_bytes, int(host_bytes * MIRROR_MEMORY_SHARE))
     return PoolRoom(free_bytes - used_bytes, auto_bytes, host_bytes)

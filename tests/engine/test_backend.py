@@ -139,10 +139,17 @@ def test_a_pool_on_a_gpu_is_sized_by_what_is_free_there(
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2 * 10**6, 2 * 10**6))
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: 10**9)
-    told = replace(config, device=device, gpu_memory_utilization=0.5, max_batch_tokens=16, max_batch_size=100)
+    told = replace(
+        config,
+        device=device,
+        hardware=hardware_to_json(replace(hardware("cpu"), memory_reserve_bytes=50_000)),
+        gpu_memory_utilization=0.5,
+        max_batch_tokens=16,
+        max_batch_size=100,
+    )
     chosen = choose_backend(told)
     memory = chosen.cost.rank_memory(max_batch_tokens=16, max_batch_size=100)
-    on_gpu = int(10**6 - memory.weight_bytes - memory.activation_bytes) // chosen.layout.block_bytes
+    on_gpu = int(10**6 - memory.weight_bytes - memory.activation_bytes - 50_000) // chosen.layout.block_bytes
     on_host = int((10**9 - held_bytes(config)) * AUTO_MEMORY_SHARE) // chosen.layout.block_bytes
     useful = 100 * MAX_MODEL_LEN // config.block_size
     assert on_gpu < useful < on_host

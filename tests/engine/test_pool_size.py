@@ -67,12 +67,14 @@ def test_a_cpu_s_pools_share_what_the_weights_leave() -> None:
 
 def gpu_room(**given: float) -> PoolRoom:
     """Of a GPU of 1000 bytes on a large host."""
-    values: dict[str, float] = {"weight_bytes": 300, "activation_bytes": 50, "free_bytes": 1000, "total_bytes": 1000}
-    return room_on_gpu(**{**values, "utilization": 0.9, "host_bytes": 10**6, **given})  # type: ignore[arg-type]
+    values: dict[str, float] = {"weight_bytes": 300, "activation_bytes": 40, "reserve_bytes": 10, "total_bytes": 1000}
+    told = {**values, "free_bytes": 1000, "utilization": 0.9, "host_bytes": 10**6, **given}
+    return room_on_gpu(**told)  # type: ignore[arg-type]
 
 
 def test_a_gpu_s_pool_takes_what_weights_and_activations_leave_of_its_share() -> None:
     assert gpu_room() == PoolRoom(max_bytes=650, auto_bytes=550, host_bytes=10**6)
+    assert gpu_room(reserve_bytes=30) == PoolRoom(max_bytes=630, auto_bytes=530, host_bytes=10**6)
     assert gpu_room(utilization=0.5).auto_bytes == 150
 
 
