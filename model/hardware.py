@@ -218,7 +218,9 @@ HARDWARE_NAMES = tuple(sorted(("cpu", *GPUS)))
 
 
 def catalogue_name(driver_name: str) -> str:
-    """The catalogue's name of a GPU that its driver calls so; empty if the catalogue does not have it."""
+    """The catalogue's name of a GPU that its driver calls so; empty if the catalogue does not have it, as of a part of one."""
+    if re.search(r"\bMIG\b", driver_name):
+        return ""
     return next((name for words, name in DRIVER_NAMES if re.search(rf"\b{words}\b", driver_name)), "")
 
 

@@ -34,8 +34,9 @@ from pdserve.bench.gpu_model.measure import Bench, DeviceLostError, tell
 from pdserve.bench.gpu_model.plan import LLAMA, ON_CPU, QUICK, Plan
 from pdserve.bench.gpu_model.plot import plot
 from pdserve.bench.gpu_model.report import Report
-from pdserve.bench.kernels.run import HARDWARE_OF_DEVICE, NoGpuError, commit, cuda_device, limits_of, measured_limits
+from pdserve.bench.kernels.run import NoGpuError, commit, cuda_device, limits_of, measured_limits
 from pdserve.bench.kernels.timing import CudaTimer, Timer
+from pdserve.model.hardware import catalogue_name
 
 PARTS = ("decode", "prefill", "handoff", "peer")
 _QUANTISED = (("int8", "auto"), ("int4", "auto"), ("none", "int8"), ("none", "float8_e4m3fn"))
@@ -153,7 +154,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     """What measures, with the limits of its data sheet where the catalogue has it."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else platform.machine()
-    hardware = HARDWARE_OF_DEVICE.get(name, "") if on_gpu else "cpu"
+    hardware = catalogue_name(name) if on_gpu else "cpu"
     told = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": name,

@@ -34,17 +34,7 @@ from pdserve.bench.kernels.tile_launches import tile_launches
 from pdserve.bench.kernels.timing import CudaTimer, Timer, clocks_under
 from pdserve.bench.kernels_compile import compile_all, launches
 from pdserve.kernels.tuned_tiles import tuned_tiles
-from pdserve.model.hardware import hardware
-
-HARDWARE_OF_DEVICE = {
-    "NVIDIA A100-SXM4-40GB": "a100-40gb-sxm",
-    "NVIDIA A100-SXM4-80GB": "a100-80gb-sxm",
-    "NVIDIA H100 80GB HBM3": "h100-sxm",
-    "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA H100 NVL": "h100-nvl",
-    "NVIDIA H200": "h200",
-}
-"""The catalogue's names of devices, by what CUDA calls them."""
+from pdserve.model.hardware import catalogue_name, hardware
 
 
 class NoGpuError(RuntimeError):
@@ -86,7 +76,7 @@ def run(request: Request, echo: Callable[[str], None]) -> int:
     if request.with_plot and find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install 'pdserve[bench]', or leave --plot out")
     device = cuda_device()
-    name = request.hardware or HARDWARE_OF_DEVICE.get(torch.cuda.get_device_name(device), "")
+    name = request.hardware or catalogue_name(torch.cuda.get_device_name(device))
     limits = limits_of(name) if name else None
     timer = CudaTimer(device)
     machine = _machine(device, name) | measured_limits(device, timer)

@@ -63,6 +63,7 @@ def test_every_alias_names_a_device() -> None:
         ("NVIDIA A10", "a10"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA GH200 480GB", ""),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""),
         ("Tesla T4", ""),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 from pdserve.bench.kernels.contest import Case
 from pdserve.bench.kernels.report import Report
 from pdserve.bench.kernels.run import (
-    HARDWARE_OF_DEVICE,
     NoGpuError,
     Request,
     commit,
@@ -121,11 +120,6 @@ def test_a_run_from_the_gpu_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert document["results"][0]["limit_share"] == pytest.approx(1800e3 / (0.9 * 3.35e12) / 1e-6)
     assert written == [1, 2]  # After each kernel, so that what was measured is kept.
     assert json.loads(next(tmp_path.glob("*_kernels_h100-sxm.json")).read_text()) == document
-
-
-def test_devices_that_are_recognised_are_in_the_catalogue() -> None:
-    for name in HARDWARE_OF_DEVICE.values():
-        assert limits_of(name).bandwidth > 1e12
 
 
 def test_pictures_are_not_found_impossible_after_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
