@@ -22,7 +22,7 @@ def test_kv_goes_from_one_pool_to_the_other(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(KvMirror, "download", count)
     seconds = measure_handoff(LAYOUT, torch.device("cpu"))
-    assert seconds.handoff_s > seconds.link_s > 0
+    assert min(seconds) > 0
     assert num_downloads == [5] * 6  # None is spared because it was copied before.
 
 
