@@ -218,7 +218,7 @@ HARDWARE_NAMES = tuple(sorted(("cpu", *GPUS)))
 
 
 def catalogue_name(driver_name: str) -> str:
-    """The catalogue's name of a GPU that its driver calls so; empty if the catalogue does not have it, as of a part of one."""
+    """The catalogue's name of a GPU that its driver calls so; empty of parts of one, and of what it does not have."""
     if re.search(r"\bMIG\b", driver_name):
         return ""
     return next((name for words, name in DRIVER_NAMES if re.search(rf"\b{words}\b", driver_name)), "")
