@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from pdserve.model.model_executor import ModelExecutor
 from tests.gpu.device import DEVICE, sized, some
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import reference_logits, write_family
-from tests.model.traffic import random_request, serve
+from tests.model.traffic import Served, random_request, serve
 
 NUM_BLOCKS, BLOCK_SIZE = 60, 16
 FAMILIES = some(("demo", "qwen3", "gemma2", "llama", "qwen2"), 1)
@@ -48,6 +47,17 @@ def executors(
     return expected, GpuExecutor(**shared, pool=there, max_captured_rows=max_captured_rows)
 
 
+def assert_same_tokens(served: Served, wanted: Served) -> None:
+    """What fails names the requests that differ: one of many may be a draw between equals, several are a fault."""
+    assert not served.ends
+    assert served.tokens.keys() == wanted.tokens.keys()
+    pairs = {key: (served.tokens[key], tokens) for key, tokens in wanted.tokens.items()}
+    differing = [
+        key for key, answers in pairs.items() if len({tuple(token.token for token in answer) for answer in answers}) > 1
+    ]
+    assert not differing, f"{len(differing)} of {len(pairs)} answers differ, of (request, choice) {differing}"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("max_captured_rows", [6, 0], ids=["captured", "eager"])
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "any"])
@@ -55,28 +65,25 @@ def test_random_traffic_gets_the_tokens_of_a_cpu(
     family: str, max_captured_rows: int, is_plain: bool, tmp_path: Path
 ) -> None:
     folder = checkpoint(family, tmp_path)
-    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     config = DecoderConfig.from_folder(folder)
-    requests = [random_request(number, vocab_size, is_plain=is_plain) for number in range(sized(100, 12))]
+    requests = [random_request(number, config.shape.vocab_size, is_plain=is_plain) for number in range(sized(100, 12))]
     answers = [
         serve(executor, requests, config.limits(512), NUM_BLOCKS, BLOCK_SIZE)
         for executor in executors(folder, max_captured_rows=max_captured_rows)
     ]
-    tokens = [{key: [token.token for token in tokens] for key, tokens in served.tokens.items()} for served in answers]
-    assert not answers[1].ends
-    assert tokens[1] == tokens[0]
-    assert len(tokens[0]) >= len(requests)
+    assert_same_tokens(answers[1], answers[0])
+    assert len(answers[0].tokens) >= len(requests)
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"kv_dtype": "int8"}, {"quantization": "int4"}], ids=str)
 def test_quantised_models_get_the_tokens_of_a_cpu(options: dict[str, str]) -> None:
     expected, executor = executors(DEMO_MODEL, max_captured_rows=4, **options)
-    vocab_size = DecoderConfig.from_folder(DEMO_MODEL).shape.vocab_size
-    limits = DecoderConfig.from_folder(DEMO_MODEL).limits(512)
-    requests = [random_request(number, vocab_size, is_plain=True) for number in range(sized(40, 6))]
-    served, wanted = (serve(each, requests, limits, NUM_BLOCKS, BLOCK_SIZE) for each in (executor, expected))
-    assert not served.ends
-    assert served.tokens == wanted.tokens
+    config = DecoderConfig.from_folder(DEMO_MODEL)
+    requests = [random_request(number, config.shape.vocab_size, is_plain=True) for number in range(sized(40, 6))]
+    served, wanted = (
+        serve(each, requests, config.limits(512), NUM_BLOCKS, BLOCK_SIZE) for each in (executor, expected)
+    )
+    assert_same_tokens(served, wanted)
 
 
 def test_kv_that_went_to_the_host_comes_back_elsewhere() -> None:

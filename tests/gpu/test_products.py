@@ -49,12 +49,13 @@ def _assert_product(form: str, num_inputs: int, num_outputs: int, num_tokens: in
     )
     product_TF = x_TE.double() @ _held(weight).T
     expected_TF = added_TF.double() + product_TF + bias_F.double()
+    # Tensor cores do not round their sums to the nearest.
     tolerance = 0.51 * torch.finfo(dtype).eps + 2e-6
     y_TF = on_device(quantized_matmul)(x_TE, weight)
-    torch.testing.assert_close(y_TF.double(), product_TF, atol=2e-5, rtol=tolerance)
+    torch.testing.assert_close(y_TF.double(), product_TF, atol=5e-5, rtol=tolerance)
     y_TF = on_device(quantized_matmul)(x_TE, weight, bias_F, added_TF)
     assert y_TF is added_TF
-    torch.testing.assert_close(y_TF.double(), expected_TF, atol=2e-5, rtol=tolerance)
+    torch.testing.assert_close(y_TF.double(), expected_TF, atol=5e-5, rtol=tolerance)
 
 
 def _held(weight: QuantisedWeight | Int4Weight) -> torch.Tensor:
