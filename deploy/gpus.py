@@ -51,6 +51,24 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
     return shares
 
 
+def warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gpus: float) -> str:
+    """What to say of workers that could have had GPUs if there were more; empty where there are none of them.
+
+    Args:
+        shares: of `gpu_shares`.
+    """
+    is_without = [
+        config.device == "auto" and not config.emulate and not share
+        for config, share in zip(configs, shares, strict=True)
+    ]
+    if not num_gpus or not any(is_without):
+        return ""
+    return (
+        f"{num_gpus:g} of them do not hold all workers whose device is auto, and {sum(is_without)} of those compute on "
+        f"the CPU: lower gpu_memory_utilization to {_MAX_SHARE:g} or less to share GPUs"
+    )
+
+
 def _share(config: WorkerConfig) -> float:
     return config.gpu_memory_utilization if config.gpu_memory_utilization <= _MAX_SHARE else 1.0
 

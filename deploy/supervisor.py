@@ -22,12 +22,11 @@ from typing import Any
 import httpx
 import psutil
 
-from pdserve.deploy import preflight
+from pdserve.deploy import gpus, preflight
 from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote
 from pdserve.deploy.cores import split_cores
 from pdserve.deploy.demo_model import QUESTION, demo_model_folder
 from pdserve.deploy.errors import DeployError
-from pdserve.deploy.gpus import gpu_shares
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.deploy.model_check import check_model
 from pdserve.deploy.processes import pin_process
@@ -184,7 +183,10 @@ class Supervisor:
         counted = worker_resources()
         board = str(self._folder.path / "cores")
         configs = worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token, board)
-        for config, share in zip(configs, gpu_shares(configs, num_gpus()), strict=True):
+        shares = gpus.gpu_shares(configs, num_gpus())
+        if text := gpus.warning(configs, shares, num_gpus()):
+            self._progress.warn("gpus", text)
+        for config, share in zip(configs, shares, strict=True):
             resources = counted | self._launch.phase(config.role).resources
             seated = config if share else dataclasses.replace(config, device="cpu")
             self._seats.append(WorkerSeat(seated, WORKER_CLASSES[config.role], resources, share))

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.deploy.errors import DeployError
-from pdserve.deploy.gpus import gpu_shares, installed_gpu
+from pdserve.deploy.gpus import gpu_shares, installed_gpu, warning
 
 
 def worker(device: str, utilization: float = 0.9, emulate: str = "") -> WorkerConfig:
@@ -32,6 +32,18 @@ def test_automatic_workers_take_gpus_all_or_none() -> None:
     assert gpu_shares(configs, 3) == [1.0, 1.0, 1.0]
     assert gpu_shares(configs, 2) == [0.0, 1.0, 0.0]
     assert gpu_shares([worker("auto")], 0) == [0.0]
+
+
+def test_gpus_that_automatic_workers_leave_alone_are_told_of() -> None:
+    pair = [worker("auto"), worker("auto")]
+    text = (
+        "1 of them do not hold all workers whose device is auto, and 2 of those compute on the CPU: lower gpu_memory_u"
+    )
+    assert warning(pair, gpu_shares(pair, 1), 1).startswith(text)
+    assert warning(pair, gpu_shares(pair, 2), 2) == ""
+    assert warning(pair, gpu_shares(pair, 0), 0) == ""
+    others = [worker("cpu"), worker("auto", emulate="h100-sxm")]
+    assert warning(others, gpu_shares(others, 1), 1) == ""
 
 
 def test_emulated_workers_take_none() -> None:
