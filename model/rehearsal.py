@@ -22,13 +22,15 @@ _FEW_TOKENS = (1, 16, 32, 64)
 _MANY_TOKENS = 128
 _ROWS = 16
 """Steps of fewer rows launch what those of so many do."""
+_PROMPTS = 64
+"""That a step may well hold, some of them short, where few rows or none are captured."""
 
 
 def rehearsed_shapes(max_rows: int) -> list[StepShape]:
-    """Chunks of prompts alone, of few tokens and of many, and beside up to ``max_rows`` others."""
+    """Chunks of prompts alone, of few tokens and of many, and beside up to ``max_rows`` others, or `_PROMPTS`."""
     alone = [StepShape(1, tokens, 1, tokens, tokens) for tokens in (*_FEW_TOKENS, _MANY_TOKENS)]
     sizes = [_ROWS]
-    while sizes[-1] < max_rows:
+    while sizes[-1] < max(max_rows, _PROMPTS):
         sizes.append(2 * sizes[-1])
     return [*alone, *(StepShape(size, size + _MANY_TOKENS, 1, 1, _MANY_TOKENS) for size in sizes)]
 

@@ -18,10 +18,10 @@ from tests.model.late_queue import LateQueue
 
 
 def test_shapes_double_up_to_the_largest_batch() -> None:
-    assert [shape.num_rows for shape in rehearsed_shapes(0)] == [1, 1, 1, 1, 1, 16]
+    assert [shape.num_rows for shape in rehearsed_shapes(0)] == [1, 1, 1, 1, 1, 16, 32, 64]
     assert [shape.num_rows for shape in rehearsed_shapes(256)] == [1, 1, 1, 1, 1, 16, 32, 64, 128, 256]
-    assert [shape.num_rows for shape in rehearsed_shapes(40)][5:] == [16, 32, 64]
-    assert [shape.num_tokens for shape in rehearsed_shapes(0)] == [1, 16, 32, 64, 128, 144]
+    assert [shape.num_rows for shape in rehearsed_shapes(100)][5:] == [16, 32, 64, 128]
+    assert [shape.num_tokens for shape in rehearsed_shapes(0)] == [1, 16, 32, 64, 128, 144, 160, 192]
 
 
 @pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
