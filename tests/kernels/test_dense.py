@@ -112,10 +112,11 @@ def test_a_product_is_added_in_place(form: str, num_rows: int) -> None:
     expected = y_TF.double() + linear(x_TE).double()
     assert linear(x_TE, y_TF) is y_TF
     torch.testing.assert_close(y_TF.double(), expected, rtol=1e-6, atol=1e-5)
-    held = TORCH_KERNELS.pack_linear(random(40, 300))
-    y_TF = random(num_rows, 40, seed=1)
-    assert held(x_TE, y_TF) is y_TF
-    assert_close(y_TF, random(num_rows, 40, seed=1).double() + held(x_TE).double())
+    for bias_F in (None, random(40)):
+        held = TORCH_KERNELS.pack_linear(random(40, 300), bias_F)
+        y_TF = random(num_rows, 40, seed=1)
+        assert held(x_TE, y_TF) is y_TF
+        assert_close(y_TF, random(num_rows, 40, seed=1).double() + held(x_TE).double())
 
 
 def test_every_float16_is_read_exactly() -> None:
