@@ -36,9 +36,9 @@ from pdserve.model.device_queue import Mark, select_queue
 from pdserve.model.device_sampling import is_plain, plan_draws, sample_on_device
 from pdserve.model.finished_steps import FailedStep
 from pdserve.model.logprobs import logprobs_in_pieces
-from pdserve.model.rehearsal import rehearse
 from pdserve.model.row_sampling import RowSampler
 from pdserve.model.step_inputs import StepShape, StepTensors, Wanted, pack_step
+from pdserve.model.warmup import warm_up
 
 
 class _LaunchedStep:
@@ -142,7 +142,7 @@ class GpuExecutor:
         self._previous: _LaunchedStep | None = None
         self._graphs: DecodeGraphs | None = None
         if device.type != "cpu":
-            rehearse(
+            warm_up(
                 self._model,
                 pool,
                 self._queue,

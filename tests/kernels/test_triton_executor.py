@@ -11,7 +11,7 @@ import torch
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.kernels.triton_kernels import TRITON_DEVICE_SAMPLING, TRITON_KERNELS
-from pdserve.model import gpu_executor, rehearsal
+from pdserve.model import gpu_executor, warmup
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.device_queue import HostQueue
@@ -119,17 +119,17 @@ def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(tmp_path: Pat
     assert torch.equal(pools[0].values.isnan(), pools[1].values.isnan())
 
 
-def test_a_rehearsal_launches_every_kernel_and_leaves_the_pool_alone(
+def test_a_warm_up_launches_every_kernel_and_leaves_the_pool_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rehearsal, "rehearsed_shapes", lambda max_rows: [StepShape(16, 36, 1, 1, 20)])
+    monkeypatch.setattr(warmup, "warmup_shapes", lambda max_rows: [StepShape(16, 36, 1, 1, 20)])
     folder = write_family(tmp_path, "qwen3", num_hidden_layers=1)
     config = DecoderConfig.from_folder(folder)
     pool = nan_pool(config.kv_layout(2, BLOCK_SIZE, "float32", "hash").shape)
     before = pool.blocks.clone()
     decoder = Decoder(folder, config, torch.float32, TRITON_KERNELS, "int8")
     with recorded_launches() as recorded:
-        rehearsal.rehearse(
+        warmup.warm_up(
             decoder, pool, HostQueue(), TRITON_DEVICE_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=1
         )
     assert torch.equal(pool.blocks, before)

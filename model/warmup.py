@@ -26,7 +26,7 @@ _PROMPTS = 64
 """That a step may well hold, some of them short, where few rows or none are captured."""
 
 
-def rehearsed_shapes(max_rows: int) -> list[StepShape]:
+def warmup_shapes(max_rows: int) -> list[StepShape]:
     """Chunks of prompts alone, of few tokens and of many, and beside up to ``max_rows`` others, or `_PROMPTS`."""
     alone = [StepShape(1, tokens, 1, tokens, tokens) for tokens in (*_FEW_TOKENS, _MANY_TOKENS)]
     sizes = [_ROWS]
@@ -35,7 +35,7 @@ def rehearsed_shapes(max_rows: int) -> list[StepShape]:
     return [*alone, *(StepShape(size, size + _MANY_TOKENS, 1, 1, _MANY_TOKENS) for size in sizes)]
 
 
-def rehearse(
+def warm_up(
     model: Decoder, pool: KvPool, queue: DeviceQueue, kernels: DeviceSamplingKernels, *, vocab_size: int, max_rows: int
 ) -> None:
     """Launch what steps that are not captured may launch.
@@ -43,7 +43,7 @@ def rehearse(
     Args:
         max_rows: that decode together.
     """
-    for shape in rehearsed_shapes(max_rows):
+    for shape in warmup_shapes(max_rows):
         words = torch.zeros(num_step_words(shape, 0), dtype=torch.int32, device=pool.values.device)
         step = StepTensors.of(words, shape)
         hidden_WE = model.forward(step.tokens.long(), pool, step.metadata, step.wanted)
