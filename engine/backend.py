@@ -18,7 +18,7 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.mirrored_transfer import Mirror
-from pdserve.engine.pool_size import check_pool_fits, num_kv_blocks, num_swap_slots
+from pdserve.engine.pool_size import check_mirror_fits, check_pool_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
@@ -80,6 +80,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
     block_bytes = cost.kv_bytes_per_token * config.block_size
     num_blocks = num_kv_blocks(config, limits, block_bytes, room.auto_bytes)
     check_pool_fits(num_blocks * block_bytes, room.max_bytes)
+    if device != CPU:
+        check_mirror_fits(num_blocks * block_bytes, room.host_bytes)
     num_slots = num_swap_slots(config, num_blocks, block_bytes, room.host_bytes - num_blocks * block_bytes)
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
 

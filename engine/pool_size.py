@@ -120,6 +120,15 @@ def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:
         )
 
 
+def check_mirror_fits(pool_bytes: int, host_bytes: int) -> None:
+    """Raises ValueError if the mirror of a pool on a GPU may grow larger than what the host has."""
+    if pool_bytes > host_bytes:
+        raise ValueError(
+            f"the KV pool of {pool_bytes} bytes has a mirror on the host, where {host_bytes} are available: "
+            f"lower kv_memory"
+        )
+
+
 def num_swap_slots(config: WorkerConfig, num_blocks: int, block_bytes: int, spare_bytes: int) -> int:
     """Host slots for blocks of preempted sequences: from ``swap_memory_bytes``, else automatic.
 

@@ -8,6 +8,7 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.pool_size import (
     PoolRoom,
+    check_mirror_fits,
     check_pool_fits,
     memory_beside_weights,
     num_kv_blocks,
@@ -84,6 +85,9 @@ def test_a_gpu_that_others_use_gives_what_is_free() -> None:
 
 def test_a_gpu_s_pool_is_no_larger_than_its_mirror_may_grow() -> None:
     assert gpu_room(host_bytes=200) == PoolRoom(max_bytes=650, auto_bytes=100, host_bytes=200)
+    check_mirror_fits(200, 200)
+    with pytest.raises(ValueError, match="a mirror on the host, where 200 are available: lower kv_memory"):
+        check_mirror_fits(201, 200)
 
 
 @pytest.mark.parametrize("given", [{"weight_bytes": 851}, {"utilization": 0.3}, {"free_bytes": 349}])
