@@ -146,10 +146,12 @@ class WorkerService:
         finally:
             for task in tasks:
                 task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            if isinstance(outcomes[0], WireError):
-                session.close(str(outcomes[0]))
-            self._sessions.leave(session)
+            try:
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+                if isinstance(outcomes[0], WireError):
+                    session.close(str(outcomes[0]))
+            finally:  # the call may be cancelled while its parts end
+                self._sessions.leave(session)
         if session.close_reason:
             await context.abort(grpc.StatusCode.ABORTED, session.close_reason)
 

@@ -323,3 +323,30 @@ def test_a_cut_cable_ends_the_session(loop_side: LoopSide) -> None:
         cable.cut()
         assert loop_side.next_message() == SessionEnded(key.session)
         cable.close()
+
+
+def test_a_call_that_is_cancelled_while_its_parts_end_ends_its_session(loop_side: LoopSide) -> None:
+    """A router that closes its half and cancels the call right after."""
+    is_ending = asyncio.Event()
+
+    class SlowToEnd:
+        async def write(self, message: bytes) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_ending.set()
+                await asyncio.Event().wait()
+
+    async def hello_alone() -> AsyncIterator[worker_pb2.RouterMessage]:
+        yield worker_pb2.RouterMessage(hello=worker_pb2.Hello(router_id="r", session_epoch=1))
+
+    async def cancel_late() -> None:
+        call = asyncio.create_task(loop_side.service._session(hello_alone(), SlowToEnd()))  # type: ignore[arg-type]
+        await is_ending.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(2 * GRACE_S)
+
+    asyncio.run(cancel_late())
+    assert loop_side.next_message() == SessionEnded(1)
