@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,10 @@ def test_a_static_cache_does_where_that_fails(peer: PeerModel, monkeypatch: pyte
         raise RuntimeError("no kernel\nfor this")
 
     monkeypatch.setattr(type(peer._model), "generate_batch", fails)
+    instants_s = chain([0.0, 9.0, 10.0, 12.0, 20.0, 27.0], repeat(0.0))
+    monkeypatch.setattr("pdserve.bench.gpu_model.peer.perf_counter", lambda: next(instants_s))
     peer.ways.clear()
-    assert peer.decode_s(2, 40, 6) > 0
+    assert peer.decode_s(2, 40, 6) == 1.0  # Six tokens took 7 s and one of them 2: five steps.
     assert peer.ways == ["2 rows: continuous batching failed: no kernel; generate with a static cache, sdpa"]
     monkeypatch.setattr(type(peer._model), "generate", fails)
     with pytest.raises(PeerFailedError, match="static cache failed: no kernel"):
