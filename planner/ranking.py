@@ -55,9 +55,7 @@ class Ranking:
         a rate is asked for all of them, as the best may turn out not to serve it."""
         if self._question.objective.has_rate:
             return list(ranked)
-        best: dict[bool, Entry] = {}
-        for entry in ranked:
-            best.setdefault(entry.layout.is_colocated, entry)
+        best = best_of_kinds(ranked)
         return [
             entry
             for entry in ranked
@@ -77,6 +75,14 @@ class Ranking:
             return (0.0, num_devices, -rate)
         assert entry.dollars_per_hour is not None, "the search asks for prices"
         return (0.0, entry.dollars_per_hour, -rate)
+
+
+def best_of_kinds(ranked: Iterable[Entry]) -> dict[bool, Entry]:
+    """The first that is colocated (``True``) and the first that is not, as far as there are any."""
+    best: dict[bool, Entry] = {}
+    for entry in ranked:
+        best.setdefault(entry.layout.is_colocated, entry)
+    return best
 
 
 def of_both_kinds(ranked: Sequence[Entry], count: int) -> list[Entry]:

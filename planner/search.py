@@ -30,7 +30,7 @@ from pdserve.planner.goodput import Goodput, Trial, Workload, slowed
 from pdserve.planner.layout import Layout
 from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.plan import Candidate, Objective, Plan, Question, Screening, Sensitivity
-from pdserve.planner.ranking import Entry, Ranking, of_both_kinds
+from pdserve.planner.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
 from pdserve.planner.shortfalls import nothing_met, out_of_reach, too_slow
 
 Progress = Callable[[float, str], None]
@@ -189,9 +189,7 @@ class _Search:
         """Those that were not simulated and may be better than all of their kind that were, the best first: the verdict
         needs the best of both kinds."""
         key = self._ranking.key
-        best: dict[bool, Entry] = {}
-        for entry in self._ranking.ranked(self._simulated()):
-            best.setdefault(entry.layout.is_colocated, entry)
+        best = best_of_kinds(self._ranking.ranked(self._simulated()))
         rest = [entry for entry in self._entries if entry.goodput is None and self._ranking.serves(entry.bounds.rate)]
         return [
             entry
