@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pdserve.bench.gpu_model.checkpoint import LLAMA_8B, TINY
@@ -44,16 +44,7 @@ LLAMA = Plan(
     num_prompts=8,
     matrix_size=8192,
 )
-QUICK = Plan(
-    sizes=LLAMA_8B,
-    dtype="bfloat16",
-    decode_rows=(1, 64),
-    context_tokens=2048,
-    num_steps=16,
-    prompt_tokens=(2048,),
-    num_prompts=4,
-    matrix_size=8192,
-)
+QUICK = replace(LLAMA, decode_rows=(1, 64), num_steps=16, prompt_tokens=(2048,), num_prompts=4)
 ON_CPU = Plan(
     sizes=TINY,
     dtype="float32",
