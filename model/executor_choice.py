@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pdserve.contracts.kv_layout import KvLayout
@@ -28,17 +30,10 @@ def build_executor(
     Args:
         max_captured_rows: of `GpuExecutor`.
     """
-    if pool.values.device.type == "cpu":
-        return ModelExecutor(
-            folder=folder,
-            config=config,
-            layout=layout,
-            pool=pool,
-            dtype=dtype,
-            quantization=quantization,
-            num_swap_slots=num_swap_slots,
-        )
-    return GpuExecutor(
+    executor: Callable[..., Executor] = ModelExecutor
+    if pool.values.device.type != "cpu":
+        executor = partial(GpuExecutor, max_captured_rows=max_captured_rows)
+    return executor(
         folder=folder,
         config=config,
         layout=layout,
@@ -46,5 +41,4 @@ def build_executor(
         dtype=dtype,
         quantization=quantization,
         num_swap_slots=num_swap_slots,
-        max_captured_rows=max_captured_rows,
     )
