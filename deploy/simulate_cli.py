@@ -52,7 +52,9 @@ def simulate(
     decode_pp: PipelineParallel = None,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="New tokens of a step: the chunk budget.")] = None,
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences decoded in one step.")] = None,
-    across_hosts: Annotated[bool, typer.Option("--across-hosts", help="KV crosses the network.")] = False,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each host; else all are on one host, up to as many as one has.")
+    ] = None,
     decode_gpu: options.DecodeGpuOption = "",
     hardware_file: options.HardwareFileOption = None,
     dtype: options.DtypeOption = None,
@@ -112,7 +114,7 @@ def simulate(
     num_requests = requests or traffic.max_requests or DEFAULT_REQUESTS
     run = Run(
         model=planned,
-        layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, same_host=not across_hosts)),
+        layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, gpus_per_node or 0)),
         traffic=traffic,
         slo=options.objectives(usual, options.Objectives(ttft, tpot, attainment)),
         num_requests=num_requests,
@@ -136,7 +138,7 @@ class _Devices(NamedTuple):
     gpu: str
     decode_gpu: str
     hardware_file: Path | None
-    same_host: bool
+    gpus_per_node: int
 
 
 def _deployment(file: Path | None, *, is_colocated: bool) -> DeploymentConfig:
@@ -196,7 +198,7 @@ def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) 
         for role in WorkerRole
     }
     with options.failure():
-        return layout_of(config, planned, pools, same_host=devices.same_host)
+        return layout_of(config, planned, pools, devices_per_host=devices.gpus_per_node)
 
 
 def _report(run: Run, json: Path | None) -> int:

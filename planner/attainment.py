@@ -62,6 +62,8 @@ class PoolUse:
     kv_share: float
     """Of the KV blocks, those in use, by Little's law: how long a sequence held how many."""
     num_preemptions: int
+    network_share: float = 0.0
+    """Of its pulls, those that crossed the network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,11 @@ class Attainment:
     """Of the answers that ended, all workers together, from the first arrival to the end."""
     pools: tuple[PoolUse, ...]
     is_partial: bool = False
+
+    @property
+    def network_share(self) -> float:
+        """Of all pulls, those that crossed the network."""
+        return max(pool.network_share for pool in self.pools)
 
     def meets(self, target: float) -> bool:
         """Whether enough requests met both objectives."""
@@ -266,7 +273,7 @@ def _pool_uses(runs: Sequence[Simulation], block_size: int) -> Iterable[PoolUse]
     roles = {worker.role: None for worker in runs[0].workers}
     for role in roles:
         busy_s = available_s = num_decoded = num_steps = held_s = block_s = 0.0
-        num_preemptions = 0
+        num_preemptions = num_pulls = num_network_pulls = 0
         for run in runs:
             workers = [worker for worker in run.workers if worker.role is role]
             span_s = _span_s(run)
@@ -275,6 +282,8 @@ def _pool_uses(runs: Sequence[Simulation], block_size: int) -> Iterable[PoolUse]
             num_decoded += sum(worker.num_decode_tokens for worker in workers)
             num_steps += sum(worker.num_steps for worker in workers)
             num_preemptions += sum(worker.num_preemptions for worker in workers)
+            num_pulls += sum(worker.num_pulls for worker in workers)
+            num_network_pulls += sum(worker.num_network_pulls for worker in workers)
             held_s += _held_tokens_s(run.times, role)
             block_s += span_s * sum(worker.num_kv_blocks for worker in workers)
         yield PoolUse(
@@ -283,6 +292,7 @@ def _pool_uses(runs: Sequence[Simulation], block_size: int) -> Iterable[PoolUse]
             mean_batch_size=num_decoded / num_steps if num_steps else 0.0,
             kv_share=min(1.0, held_s / (block_s * block_size)),
             num_preemptions=num_preemptions,
+            network_share=num_network_pulls / num_pulls if num_pulls else 0.0,
         )
 
 

@@ -14,7 +14,8 @@ Asks the cost model only. All figures are of a steady state with a demand's mean
   finds that of use, so that the same holds for both. As ``s`` is convex, but for the growth of efficiency with size,
   steps that vary around their means do no better than steps that are all alike.
 - Link: what is prefilled elsewhere and not in a prefix cache must cross it, one pull at a time for each worker, as fast
-  as the slower side can.
+  as the slower side can. Within hosts no more pulls run at a time than the fewer of both phases' workers there can
+  have, summed over hosts; the others go by the network.
 
 The rate cannot exceed ``min(decoded, prefilled)`` at the best ``(n, b)``. Sources: Little, "A proof for the queuing
 formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and Kingman's exponential tail of it (1961).
@@ -23,6 +24,7 @@ formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and K
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, inf, sqrt
@@ -184,8 +186,7 @@ class BoundBook:
             prefill = self.figures(layout.prefill)
             prefilled_per_s = layout.prefill.replicas * prefill.prefilled_per_s
             idle_ttft_s = np.minimum(prefill.idle_ttft_s, decode.idle_ttft_s)
-            num_wires = min(pool.replicas * pool.pipeline_parallel for pool in (layout.prefill, decode_pool))
-            linked_per_s = num_wires / self._transfer_s(prefill, decode, same_host=layout.same_host)
+            linked_per_s = self.linked_per_s(layout)
             is_link_limited = linked_per_s < prefilled_per_s
             prefilled_per_s = min(prefilled_per_s, linked_per_s)
         decoded, prefilled = replicas * mix.decoded_per_s, prefilled_per_s + replicas * mix.prefilled_per_s
@@ -207,6 +208,23 @@ class BoundBook:
             resource=_resource(decode, decoded * allowed, prefilled * allowed, is_link_limited=is_link_limited),
             is_slo_within_reach=bool(reaches),
         )
+
+    def linked_per_s(self, layout: Layout) -> float:
+        """Prompts whose KV moves, of a layout with both pools: every worker of the fewer always pulls, or is pulled
+        from, and by the fastest link that it can."""
+        assert layout.prefill is not None
+        assert layout.decode is not None
+        hosts = layout.worker_hosts
+        from_hosts, to_hosts = (
+            Counter({host: count * pool.pipeline_parallel for host, count in Counter(hosts[pool.role]).items()})
+            for pool in (layout.prefill, layout.decode)
+        )
+        num_near = (from_hosts & to_hosts).total()
+        num_far = min(from_hosts.total(), to_hosts.total()) - num_near
+        near_s, far_s = (self._transfer_s(layout, same_host=same_host) for same_host in (True, False))
+        if len(from_hosts | to_hosts) > 1:
+            near_s = min(near_s, far_s)  # who can pull within a host may do so from another one
+        return num_near / near_s + num_far / far_s
 
     @property
     def _judged_share(self) -> float:
@@ -272,9 +290,10 @@ class BoundBook:
         tokens = self._sample(self._demand.num_new_tokens)
         return float(tokens[is_short].sum() / tokens.sum())
 
-    def _transfer_s(self, prefill: WorkerFigures, decode: WorkerFigures, *, same_host: bool) -> float:
+    def _transfer_s(self, layout: Layout, *, same_host: bool) -> float:
         num_tokens = int(self._demand.mean_new_tokens)
-        return max([1e-9, *(side.cost.transfer_s(num_tokens, same_host=same_host) for side in (prefill, decode))])
+        costs = [self.figures(pool).cost for pool in (layout.prefill, layout.decode) if pool is not None]
+        return max([1e-9, *(cost.transfer_s(num_tokens, same_host=same_host) for cost in costs)])
 
     # One worker
 

@@ -12,6 +12,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.attainment import Attainment, PoolUse
 from pdserve.planner.bounds import BoundBook, Bounds, Resource
 from pdserve.planner.goodput import Goodput
+from pdserve.planner.hosts import host_sentence
 from pdserve.planner.layout import Layout, Pool
 from pdserve.planner.plan import Candidate, Objective, PoolFigures, Question, Sensitivity, Verdict
 from pdserve.planner.wording import dollars, share
@@ -41,6 +42,8 @@ def assemble(
     resource = _resource(layout, bounds, None if is_capped else seen)
     rate = bounds.estimate if goodput is None else goodput.rate
     reasons = [_binding_words(seen, resource, book.idle_ttft_miss_share(layout), is_capped=is_capped)]
+    if layout.spans_hosts:
+        reasons.append(host_sentence(layout, seen))
     if winner is not None:
         reasons.append(_losing_words(question, winner, layout, goodput, rate, at_winners_rate, is_final=is_final))
         if question.objective.has_rate and rate >= question.rate:

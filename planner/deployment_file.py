@@ -16,8 +16,9 @@ from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseCon
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import Hardware
 from pdserve.planner import wording
+from pdserve.planner.hosts import ONE_HOST_TODAY, host_sentence, placed
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.plan import Candidate, Plan
+from pdserve.planner.plan import Candidate, Plan, Supply
 
 _MIB = 2**20
 _PLANNED_KEYS = (
@@ -81,19 +82,32 @@ class DevicePool(NamedTuple):
 
 
 def layout_of(
-    config: DeploymentConfig, model: PlannedModel, pools: Mapping[WorkerRole, DevicePool], *, same_host: bool = True
+    config: DeploymentConfig, model: PlannedModel, pools: Mapping[WorkerRole, DevicePool], *, devices_per_host: int = 0
 ) -> Layout:
     """The layout that a deployment describes, on the hardware that is named beside it.
 
+    Args:
+        devices_per_host: of which the deployment says nothing; each kind of device has hosts of its own. 0: all are on
+            one host if they are no more than it usually has, else on hosts of so many.
+
     Raises:
-        ValueError: the model does not divide as the deployment says.
+        ValueError: the model does not divide as the deployment says, or a host has too few devices for a worker.
     """
     found: dict[str, Pool] = {}
     for role in WorkerRole:
         phase: PhaseConfig = getattr(config, role.value)
         if phase.replicas:
             found[role.value] = _pool(role, phase, model, pools[role])
-    return Layout(same_host=same_host, **found)
+    layout = Layout(prefill=found.get("prefill"), decode=found.get("decode"), mixed=found.get("mixed"))
+    usual = min(pool.hardware.devices_per_host for pool in layout.pools)
+    if not devices_per_host and layout.num_devices <= usual:
+        return layout
+    # A larger group has a host of its own: the cost model knows what it takes over the network.
+    size = devices_per_host or max(usual, *(pool.tensor_parallel for pool in layout.pools))
+    kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
+    return placed(
+        layout, [Supply(hardware=kind, num_nodes=layout.num_devices, devices_per_node=size) for kind in kinds.values()]
+    )
 
 
 def _pool(role: WorkerRole, phase: PhaseConfig, model: PlannedModel, devices: DevicePool) -> Pool:
@@ -155,6 +169,9 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
                 f"{wording.seconds(at_rate.tpot.percentile(90))} p90"
             )
     yield f"What runs out first: {candidate.resource.value}"
+    if candidate.layout.num_hosts > 1:
+        at_rate = goodput.at_rate if goodput is not None else None
+        yield f"{host_sentence(candidate.layout, at_rate)} {ONE_HOST_TODAY}"
     if has_parallel_workers(candidate.layout):
         yield NOT_SERVED_YET
 

@@ -37,7 +37,6 @@ def explain(
     prompt_tokens: int = 1024,
     context_tokens: int = 1024,
     batch_size: int = 32,
-    same_host: bool = True,
 ) -> list[Explanation]:
     """How the memory and the times of one worker of ``pool`` come about.
 
@@ -45,7 +44,6 @@ def explain(
         prompt_tokens: of the prompt that is prefilled in one step, and of which the KV is transferred.
         context_tokens: of each sequence that decodes.
         batch_size: sequences that decode together.
-        same_host: whether KV goes by the links within a host, or by the network.
 
     Raises:
         ValueError: the model does not divide so, or the hardware has no figure for its dtype.
@@ -60,7 +58,8 @@ def explain(
         *numbers.step(
             "decode", [(1, context_tokens)] * batch_size, f"{batch_size} sequences of {context_tokens} tokens"
         ),
-        numbers.transfer(prompt_tokens, same_host),
+        numbers.transfer(prompt_tokens, same_host=True),
+        numbers.transfer(prompt_tokens, same_host=False),
         *numbers.price(),
     ]
 
@@ -196,11 +195,12 @@ class _Numbers:
         if self._pool.tensor_parallel > 1:
             yield self._all_reduce(phase, parts)
 
-    def transfer(self, num_tokens: int, same_host: bool) -> Explanation:
+    def transfer(self, num_tokens: int, *, same_host: bool) -> Explanation:
+        """By the links within a host, or by the network."""
         hardware = self._hardware
         bandwidth = hardware.link_bandwidth if same_host else hardware.network_bandwidth
         return Explanation(
-            f"transfer of {num_tokens} tokens",
+            f"transfer of {num_tokens} tokens {'within a host' if same_host else 'between hosts'}",
             "tokens * KV of a token in a rank / (bandwidth * share of it)",
             f"1e3 * {num_tokens} * {_short(self._cost.rank_kv_bytes_per_token)}"
             f" / ({_short(bandwidth)} * {hardware.link_efficiency})",

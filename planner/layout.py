@@ -80,6 +80,14 @@ class Pool:
         )
 
 
+Hosts = tuple[int, ...]
+"""Of one worker, by number: the host it is on, or where it is on several, that of each stage of its pipeline.
+
+Between workers whose hosts are equal, KV stays within a host: of the latter, each layer's does.
+"""
+_ONE_HOST: Hosts = (0,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Either a prefill and a decode pool, or one of mixed workers: colocated serving."""
@@ -87,12 +95,14 @@ class Layout:
     prefill: Pool | None = None
     decode: Pool | None = None
     mixed: Pool | None = None
-    same_host: bool = True
-    """Whether KV goes from prefill to decode workers by the links within a host, or by the network."""
+    hosts: tuple[tuple[Hosts, ...], ...] = ()
+    """Of each worker of each of `pools`, in their order; empty: all are on one."""
 
     def __post_init__(self) -> None:
         assert (self.prefill is None) == (self.decode is None), "prefill and decode workers need each other"
         assert self.prefill is not None or self.mixed is not None, "a layout has workers"
+        if self.hosts:
+            assert [len(workers) for workers in self.hosts] == [pool.replicas for pool in self.pools]
 
     @property
     def pools(self) -> Iterator[Pool]:
@@ -101,6 +111,21 @@ class Layout:
     @property
     def num_devices(self) -> int:
         return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def worker_hosts(self) -> dict[WorkerRole, tuple[Hosts, ...]]:
+        """Of each worker of each role that there is."""
+        hosts = self.hosts or [(_ONE_HOST,) * pool.replicas for pool in self.pools]
+        return {pool.role: workers for pool, workers in zip(self.pools, hosts, strict=True)}
+
+    @property
+    def num_hosts(self) -> int:
+        return len({host for workers in self.worker_hosts.values() for worker in workers for host in worker})
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether KV may have to go from one host to another."""
+        return self.num_hosts > 1 and not self.is_colocated
 
     @property
     def is_colocated(self) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import Hardware
 from pdserve.planner.bounds import fits
+from pdserve.planner.hosts import placed
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.plan import FitsNowhereError, Objective, Question, Space, Supply
 
@@ -42,7 +43,7 @@ def enumerate_layouts(question: Question) -> Enumeration:
     layouts, num_without_memory = [], 0
     for layout, holds in _all(question):
         if holds:
-            layouts.append(layout)
+            layouts.append(placed(layout, question.fleet))
         else:
             num_without_memory += 1
     if not layouts:
@@ -73,7 +74,7 @@ class _Worker(NamedTuple):
 
 
 def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
-    space, fleet = question.space, question.fleet
+    space = question.space
     wants_all = question.objective is Objective.RATE
     if space.may_colocate:
         for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens):
@@ -88,7 +89,7 @@ def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
                     prefill=replace(prefill.pool, replicas=num_prefill),
                     decode=replace(decode.pool, replicas=num_decode),
                 )
-                yield replace(layout, same_host=_is_one_host(layout, fleet)), prefill.holds and decode.holds
+                yield layout, prefill.holds and decode.holds
 
 
 _DECODE_BATCH_TOKENS = 2048
@@ -173,13 +174,6 @@ def _room(num_nodes: int, devices_per_node: int, groups: tuple[int, ...], tensor
             return 0
         free[host] -= group
     return sum(num_free // tensor_parallel for num_free in free)
-
-
-def _is_one_host(layout: Layout, fleet: Iterable[Supply]) -> bool:
-    """Whether all its workers can be on one host; pairs of larger layouts are taken to be on different ones."""
-    names = {pool.hardware.name for pool in layout.pools}
-    sizes = {supply.hardware.name: supply.devices_per_node for supply in fleet}
-    return len(names) == 1 and layout.num_devices <= sizes[names.pop()]
 
 
 def _remedy(question: Question) -> str:

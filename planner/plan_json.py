@@ -76,9 +76,10 @@ def slo_json(slo: SloConfig) -> Json:
 
 
 def layout_json(layout: Layout) -> Json:
-    """The pools of a layout by role, and all its devices together."""
-    pools = {pool.role.value: _pool(pool) for pool in layout.pools}
-    return {"text": str(layout), "num_devices": layout.num_devices, "same_host": layout.same_host, **pools}
+    """The pools of a layout by role, with the hosts of each worker, and all its devices together."""
+    hosts = layout.worker_hosts
+    pools = {pool.role.value: {**_pool(pool), "hosts": hosts[pool.role]} for pool in layout.pools}
+    return {"text": str(layout), "num_devices": layout.num_devices, "num_hosts": layout.num_hosts, **pools}
 
 
 def attainment_json(point: Attainment) -> Json:

@@ -68,12 +68,13 @@ def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
 
 
 def layout_words(plan: Plan, candidate: Candidate) -> str:
-    """The layout, with the chunk budget of colocated workers, and with the GPUs where the fleet has several kinds."""
+    """The layout, with the chunk budget of colocated workers, the GPUs where the fleet has several kinds, and how many
+    hosts there are that KV moves between."""
     pools = list(candidate.layout.pools)
     chunk = f", chunk {candidate.layout.mixed.max_batch_tokens}" if candidate.layout.mixed is not None else ""
     kinds = " and ".join(dict.fromkeys(pool.hardware.name for pool in pools))
     where = f" on {kinds}" if len(plan.question.fleet) > 1 else ""
-    apart = "" if candidate.layout.is_colocated or candidate.layout.same_host else ", across hosts"
+    apart = f", {candidate.layout.num_hosts} hosts" if candidate.layout.spans_hosts else ""
     return f"{candidate.layout}{chunk}{where}{apart}"
 
 

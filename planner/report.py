@@ -129,7 +129,6 @@ def _explanation(plan: Plan, pool: Pool) -> str:
         pool,
         prompt_tokens=max(1, round(plan.mean_prompt_tokens)),
         context_tokens=max(1, round(plan.mean_prompt_tokens + plan.mean_output_tokens / 2)),
-        same_host=plan.best.layout.same_host,
     )
     rows = "".join(
         f"<dt>{escape(line.name)}: <b>{escape(result_words(line))}</b></dt>"

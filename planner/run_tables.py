@@ -11,6 +11,7 @@ from rich.table import Table
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.attainment import PoolUse
+from pdserve.planner.hosts import host_sentence
 from pdserve.planner.plan_json import Json, attainment_json, layout_json, model_json, slo_json
 from pdserve.planner.simulated_run import RunResult
 from pdserve.planner.simulation import Timeline
@@ -65,6 +66,8 @@ def _introduction(result: RunResult, traffic: str) -> Iterator[str]:
     run = result.run
     kinds = ", ".join(f"{wording.ROLE_NAMES[pool.role]} on {pool.hardware.name}" for pool in run.layout.pools)
     yield f"{run.model.name or 'The model'}, {run.model.dtype}: {run.layout} ({kinds})"
+    if run.layout.spans_hosts:
+        yield host_sentence(run.layout, result.attainment)
     load = f"{run.concurrency} at a time" if run.concurrency else wording.rate(run.rate)
     yield f"{traffic}; {load}"
 

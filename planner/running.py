@@ -6,14 +6,16 @@ Reads what was fetched; fetches nothing. Used by `pdserve plan --live`, with `pd
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import Hardware
-from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.live import LiveError, ObservedTraffic
 from pdserve.planner.plan import Supply
 from pdserve.planner.requests import Segment, SimulatedRequest
@@ -93,8 +95,16 @@ def running_layout(workers: Sequence[RunningWorker], device: Callable[[str], Har
     if (prefill is None) != (decode is None):
         absent = "prefill" if prefill is None else "decode"
         raise LiveError(f"no {absent} worker is up; wait until pdserve status says that the cluster is ready")
-    same_host = len({each.host for each in workers}) == 1
-    return Layout(prefill=prefill, decode=decode, mixed=mixed, same_host=same_host)
+    return Layout(prefill=prefill, decode=decode, mixed=mixed, hosts=_hosts(workers))
+
+
+def _hosts(workers: Sequence[RunningWorker]) -> tuple[tuple[Hosts, ...], ...]:
+    """As `Layout.hosts`, numbered as they come; each worker is where its address is."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(each.host for each in workers))}
+    if len(numbers) == 1:
+        return ()
+    by_role = (tuple((numbers[each.host],) for each in workers if each.role is role) for role in WorkerRole)
+    return tuple(filter(None, by_role))
 
 
 def _pool(role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[str], Hardware]) -> Pool | None:
@@ -117,22 +127,22 @@ def _pool(role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[
 
 
 def supplies(layout: Layout, workers: Sequence[RunningWorker]) -> tuple[Supply, ...]:
-    """The devices that the layout takes: what a new one may take, too."""
-    counts: dict[str, tuple[Hardware, int]] = {}
+    """The devices that the layout takes, on the hosts that they are on: what a new one may take, too."""
+    kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
+    counts: dict[str, Counter[str]] = {name: Counter() for name in kinds}
     for pool in layout.pools:
-        _, num_devices = counts.get(pool.hardware.name, (pool.hardware, 0))
-        counts[pool.hardware.name] = (pool.hardware, num_devices + pool.num_devices)
-    num_hosts = len({each.host for each in workers})
-    return tuple(_supply(hardware, num_devices, num_hosts) for hardware, num_devices in counts.values())
+        counts[pool.hardware.name].update(each.host for each in workers if each.role is pool.role)
+    return tuple(_supply(kinds[name], list(hosts.values())) for name, hosts in counts.items())
 
 
-def _supply(hardware: Hardware, num_devices: int, num_hosts: int) -> Supply:
-    # Hosts that cannot have as many each are taken for one: the search knows hosts that are alike only.
-    num_nodes = 1 if num_devices % num_hosts else num_hosts
+def _supply(hardware: Hardware, host_sizes: Sequence[int]) -> Supply:
+    # The search knows hosts that are alike only. Others are taken in parts that are alike, though KV between two parts
+    # of a host need not cross the network: what is found is no better than it would be.
+    devices_per_node = gcd(*host_sizes)
     return Supply(
         hardware=hardware,
-        num_nodes=num_nodes,
-        devices_per_node=num_devices // num_nodes,
+        num_nodes=sum(host_sizes) // devices_per_node,
+        devices_per_node=devices_per_node,
         dollars_per_hour=hardware.price_per_hour_usd,
     )
 

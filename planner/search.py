@@ -27,6 +27,7 @@ from pdserve.planner.candidates import assemble, verdict_of
 from pdserve.planner.crew import AttainJob, Crew, GoodputJob
 from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Goodput, Trial, Workload, slowed
+from pdserve.planner.hosts import ONE_HOST_TODAY
 from pdserve.planner.layout import Layout
 from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.plan import Candidate, Objective, Plan, Question, Screening, Sensitivity
@@ -107,8 +108,11 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
     notes = []
     if len(question.fleet) > 1 and question.space.may_colocate:
         notes.append("Of several kinds of devices, a colocated layout takes one: the others stay idle.")
-    if any(not candidate.layout.same_host and not candidate.layout.is_colocated for candidate in candidates):
-        notes.append("KV of layouts that do not fit one host is taken to cross the network.")
+    if any(candidate.layout.spans_hosts for candidate in candidates):
+        notes.append(
+            "Where a layout does not fit one host, both phases are taken to be spread over as few hosts as it fits; KV "
+            f"crosses the network between workers on different ones. {ONE_HOST_TODAY}"
+        )
     if candidates[0].dollars_per_hour is None:
         notes.append("Without a price of each kind of device nothing is said of cost.")
     return tuple(notes)

@@ -20,7 +20,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
 from pdserve.planner.counted_pool import CountedBlockPool
-from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.simulated_worker import SimulatedWorker, Stage, WorkerListener
 from pdserve.planner.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
@@ -43,8 +43,13 @@ class Seat:
     block_pool: BlockPool
     max_batch_tokens: int
     max_batch_size: int
+    host: str
+    """Name of where it runs: of the worker's hosts, where it is on several."""
     egress: Wire = field(default_factory=Wire)
     ingress: Wire = field(default_factory=Wire)
+    num_pulls: int = 0
+    num_network_pulls: int = 0
+    """Of those, the ones from another host."""
     _promises: Promises = field(default_factory=Promises)
     _snapshot: WorkerSnapshot | None = None
     """The last one, without the tokens of a run; None where a promise changed since."""
@@ -77,7 +82,7 @@ class Seat:
                 max_batch_size=self.max_batch_size,
                 load=worker.load(),
                 cached_blocks=self.block_pool.known_hashes,
-                host="",
+                host=self.host,
             )
             self._num_turns_seen = worker.num_turns
         num_run_tokens = worker.num_run_tokens()
@@ -97,6 +102,8 @@ class Seat:
             num_decode_tokens=worker.num_decode_tokens,
             num_preemptions=worker.load().num_preemptions,
             num_kv_blocks=self.block_pool.num_blocks,
+            num_pulls=self.num_pulls,
+            num_network_pulls=self.num_network_pulls,
         )
 
 
@@ -120,14 +127,15 @@ class ClusterBuilder:
             ValueError: the weights leave no memory for KV.
         """
         mint_handle = _handles()
+        hosts = self.layout.worker_hosts
         return {
             seat.worker.worker_id: seat
             for pool in self.layout.pools
-            for replica in range(pool.replicas)
-            for seat in self._lanes(pool, replica, mint_handle)
+            for replica, worker_hosts in enumerate(hosts[pool.role])
+            for seat in self._lanes(pool, replica, _host_name(worker_hosts), mint_handle)
         }
 
-    def _lanes(self, pool: Pool, replica: int, mint_handle: Callable[[], bytes]) -> list[Seat]:
+    def _lanes(self, pool: Pool, replica: int, host: str, mint_handle: Callable[[], bytes]) -> list[Seat]:
         num_lanes = pool.pipeline_parallel
         num_blocks = pool.kv_blocks(self.model, self.costs[pool.role])
         if num_blocks < num_lanes:
@@ -137,10 +145,10 @@ class ClusterBuilder:
             )
         stage = Stage(num_lanes)
         names = [f"{pool.role.value}-{replica}" + (f".{lane}" if num_lanes > 1 else "") for lane in range(num_lanes)]
-        return [self._seat(name, pool, num_blocks // num_lanes, stage, mint_handle) for name in names]
+        return [self._seat(name, pool, host, num_blocks // num_lanes, stage, mint_handle) for name in names]
 
     def _seat(
-        self, worker_id: str, pool: Pool, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
+        self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
     ) -> Seat:
         block_pool = (BlockPool if self.is_sharing else CountedBlockPool)(num_blocks, self.model.block_size)
         max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
@@ -156,7 +164,7 @@ class ClusterBuilder:
             pipeline_depth=pool.hardware.pipeline_depth,
             turn_s=self.turn_s,
         )
-        return Seat(worker, block_pool, pool.max_batch_tokens, max_batch_size)
+        return Seat(worker, block_pool, pool.max_batch_tokens, max_batch_size, host)
 
     def _scheduler(
         self, pool: Pool, block_pool: BlockPool, max_batch_size: int, mint_handle: Callable[[], bytes]
@@ -178,6 +186,11 @@ class ClusterBuilder:
             max_batch_size=max_batch_size,
             swap_space=swap_space(self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
         )
+
+
+def _host_name(hosts: Hosts) -> str:
+    """The same for workers whose hosts are."""
+    return "+".join(map(str, hosts))
 
 
 def _handles() -> Callable[[], bytes]:

@@ -38,14 +38,13 @@ class _Offer:
 class SimulatedTransfers:
     """Offers by handle."""
 
-    def __init__(self, agenda: Agenda, *, block_size: int, same_host: bool, pull_s: float) -> None:
+    def __init__(self, agenda: Agenda, *, block_size: int, pull_s: float) -> None:
         """
         Args:
             pull_s: seconds of a pull beside those of its bytes.
         """
         self._agenda = agenda
         self._block_size = block_size
-        self._same_host = same_host
         self._pull_s = pull_s
         self._offers: dict[bytes, _Offer] = {}
 
@@ -69,6 +68,8 @@ class SimulatedTransfers:
         if pull is None or grant is None:
             return
         del self._offers[handle]
+        pull.seat.num_pulls += 1
+        pull.seat.num_network_pulls += offer.seat.host != pull.seat.host
         last_s = self._transfer_s(offer.seat, pull, min(len(grant.block_ids), pull.num_blocks))
         whole_s = self._transfer_s(offer.seat, pull, pull.num_blocks)
         begins_s = max(pull.begins_s, self._agenda.now_s + last_s - whole_s)
@@ -79,10 +80,10 @@ class SimulatedTransfers:
         self._agenda.at(ends_s + self._pull_s, partial(self._pulled, offer.seat, pull.seat, handle, result))
 
     def _transfer_s(self, source: Seat, pull: _Pull, num_blocks: int) -> float:
-        """As the slower of both says: the one of fewer ranks, or of slower links."""
+        """By the link between the two, as the slower of both says: the one of fewer ranks, or of slower links."""
         num_tokens = num_blocks * self._block_size
-        sides = (source.worker.cost, pull.seat.worker.cost)
-        return max([cost.transfer_s(num_tokens, same_host=self._same_host) for cost in sides])
+        sides, same_host = (source.worker.cost, pull.seat.worker.cost), source.host == pull.seat.host
+        return max([cost.transfer_s(num_tokens, same_host=same_host) for cost in sides])
 
     def _pulled(self, source: Seat, target: Seat, handle: bytes, result: PullResult) -> None:
         target.worker.tell(lambda scheduler, heard_s: scheduler.pull_done(result, heard_s))

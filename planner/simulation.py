@@ -59,6 +59,10 @@ class WorkerUse:
     num_decode_tokens: int
     num_preemptions: int
     num_kv_blocks: int
+    num_pulls: int
+    """Of prompts' KV, from others."""
+    num_network_pulls: int
+    """Those from another host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

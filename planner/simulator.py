@@ -152,9 +152,7 @@ class _Run:
             agenda=self._agenda,
             listener=self,
         ).seats()
-        self._transfers = SimulatedTransfers(
-            self._agenda, block_size=model.block_size, same_host=layout.same_host, pull_s=overheads.pull_s
-        )
+        self._transfers = SimulatedTransfers(self._agenda, block_size=model.block_size, pull_s=overheads.pull_s)
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = bounds.concurrency > 0
         self._num_expected = 0
@@ -253,7 +251,7 @@ class _Run:
         """Name a decode worker for the parked prompt."""
         assert flight.prefill is not None
         now_s = self._agenda.now_s
-        choice = choose_decode(flight.blocks, self._snapshots(), self._costs)
+        choice = choose_decode(flight.blocks, self._snapshots(), self._costs, source_host=flight.prefill.host)
         assert choice is not None
         seat = flight.decode = self._seats[choice.worker_id]
         request = flight.attempt_request(ttft_slo_s=0.0, handoff=False)

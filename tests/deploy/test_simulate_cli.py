@@ -65,10 +65,11 @@ def test_a_terminal_hears_what_it_waits_for(
 def test_options_describe_workers(capsys: pytest.CaptureFixture[str], model: str) -> None:
     load = ("--model", model, "--rate", "5", *SHORT)
     workers = ("--prefill", "2", "--prefill-tp", "2", "--decode-pp", "2", "--decode-gpu", "h200")
-    layout = simulated(capsys, *load, *workers, "--max-batch-tokens", "512", "--across-hosts")["layout"]
+    layout = simulated(capsys, *load, *workers, "--max-batch-tokens", "512", "--gpus-per-node", "4")["layout"]
     assert layout["text"] == "2 x P(TP2) + 1 x D(TP1 PP2)"
     assert (layout["prefill"]["hardware"], layout["decode"]["hardware"]) == ("h100-sxm", "h200")
-    assert (layout["prefill"]["max_batch_tokens"], layout["same_host"]) == (512, False)
+    assert (layout["prefill"]["max_batch_tokens"], layout["num_hosts"]) == (512, 2)
+    assert (layout["prefill"]["hosts"], layout["decode"]["hosts"]) == ([[0], [0]], [[1]])
     layout = simulated(capsys, *load, "--colocated", "--replicas", "2", "--tensor-parallel", "4")["layout"]
     assert layout["text"] == "2 x M(TP4)"
 

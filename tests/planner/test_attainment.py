@@ -43,6 +43,8 @@ def a_run(
         num_decode_tokens=250,
         num_preemptions=3,
         num_kv_blocks=10,
+        num_pulls=8,
+        num_network_pulls=2,
     )
     return Simulation(
         times=times, workers=[worker], gap_s=np.array([0.2, 0.1]), gap_weights=np.array([1.0, 3.0]), ended_s=50.0
@@ -99,7 +101,7 @@ def test_the_warm_up_is_ten_residence_times_within_a_share_of_the_run() -> None:
 def test_use_of_workers_is_told_by_role() -> None:
     run = a_run([0.5] * 4, [0.05] * 4)
     (use,) = measure([run], SLO, 0.1, block_size=160).pools
-    assert (use.role, use.num_preemptions) == (WorkerRole.MIXED, 3)
+    assert (use.role, use.num_preemptions, use.network_share) == (WorkerRole.MIXED, 3, 0.25)
     assert use.busy_share == pytest.approx(5.0 / 50.0)
     assert use.mean_batch_size == pytest.approx(2.5)
     # 4 requests, 100 tokens for 0.5 s and 100 + 11 / 2 for 0.5 s, of 1600 tokens for 50 s

@@ -35,6 +35,24 @@ def a_book(workload: PoissonWorkload, slo: SloConfig = SLO) -> BoundBook:
     return BoundBook(LLAMA_3_8B, a_demand(workload), slo)
 
 
+SLOW_LINK = replace(H100, network_bandwidth=5e8)
+
+
+def far_apart(prefill: Hardware, decode: Hardware, num_decode: int = 1) -> Layout:
+    return Layout(
+        prefill=replace(a_pool(WorkerRole.PREFILL), hardware=prefill),
+        decode=replace(a_pool(WorkerRole.DECODE, num_decode), hardware=decode),
+        hosts=(((0,),), ((1,),) * num_decode),
+    )
+
+
+def half_apart(device: Hardware) -> Layout:
+    """Two pairs, of which one has to pull over the network."""
+    layout = disaggregated(2, 2)
+    prefill, decode = (replace(pool, hardware=device) for pool in layout.pools)
+    return Layout(prefill=prefill, decode=decode, hosts=(((0,), (1,)), ((0,), (0,))))
+
+
 @dataclass(frozen=True)
 class Case:
     layout: Layout
@@ -42,6 +60,8 @@ class Case:
     slo: SloConfig = SLO
 
 
+PATIENT = SloConfig(ttft_seconds=1.0, tpot_seconds=0.05)
+SLOW = replace(H100, network_bandwidth=5e9)
 TIGHT = SloConfig(ttft_seconds=0.2, tpot_seconds=0.01)
 FEW_BLOCKS = replace(a_pool(WorkerRole.DECODE), num_kv_blocks=600)
 WORDY = PoissonWorkload(1500, 120)
@@ -56,6 +76,8 @@ CASES = [
     Case(
         Layout(prefill=a_pool(WorkerRole.PREFILL, 1, 2), decode=a_pool(WorkerRole.DECODE, 1, 1, 2)), PoissonWorkload()
     ),
+    Case(far_apart(SLOW, SLOW), PoissonWorkload(1500, 30), PATIENT),
+    Case(half_apart(SLOW), PoissonWorkload(1500, 30), PATIENT),
 ]
 
 
@@ -129,22 +151,39 @@ def test_what_binds_is_named() -> None:
     assert resource(PoissonWorkload(4000, 5), far, TIGHT) is Resource.LINK
 
 
-SLOW_LINK = replace(H100, network_bandwidth=5e8)
-
-
-def far_apart(prefill: Hardware, decode: Hardware, num_decode: int = 1) -> Layout:
-    return Layout(
-        prefill=replace(a_pool(WorkerRole.PREFILL), hardware=prefill),
-        decode=replace(a_pool(WorkerRole.DECODE, num_decode), hardware=decode),
-        same_host=False,
-    )
-
-
 @pytest.mark.parametrize("hardware", [(SLOW_LINK, H100), (H100, SLOW_LINK)])
 def test_a_link_is_as_fast_as_its_slower_end(hardware: tuple[Hardware, Hardware]) -> None:
     bounds = a_book(PoissonWorkload(4000, 5), TIGHT).bounds(far_apart(*hardware, num_decode=3))
     assert bounds.resource is Resource.LINK
     assert bounds.estimate <= bounds.rate
+
+
+def test_links_carry_what_is_near_and_what_is_far() -> None:
+    book = a_book(PoissonWorkload(1600, 5, 0.0))
+    cost = a_pool(WorkerRole.DECODE).cost(LLAMA_3_8B)
+    near, far = (1 / cost.transfer_s(1600, same_host=same_host) for same_host in (True, False))
+    pairs = disaggregated(2, 2)
+    for (prefill, decode), expected in {
+        ((0, 0), (0, 0)): 2 * near,
+        ((0, 1), (0, 0)): near + far,
+        ((0, 1), (1, 0)): 2 * near,
+        ((0, 0), (1, 2)): 2 * far,
+    }.items():
+        hosts = tuple(tuple((host,) for host in pool) for pool in (prefill, decode))
+        assert book.linked_per_s(replace(pairs, hosts=hosts)) == pytest.approx(expected, rel=1e-12)
+    # Each stage's lane has a wire of its own, and two pipelines over the same hosts meet stage by stage.
+    staged = Layout(prefill=a_pool(WorkerRole.PREFILL, 1, 1, 2), decode=a_pool(WorkerRole.DECODE, 1, 1, 2))
+    for (one, other), expected in {((0, 1), (0, 1)): 4 * near, ((0, 1), (1, 0)): 4 * far}.items():
+        assert book.linked_per_s(replace(staged, hosts=((one,), (other,)))) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_network_that_is_faster_than_the_links_bounds_what_may_take_either() -> None:
+    device = replace(H100, network_bandwidth=2 * H100.link_bandwidth)
+    prefill, decode = (replace(pool, hardware=device) for pool in disaggregated(2, 2).pools)
+    together = Layout(prefill=prefill, decode=decode)
+    apart = replace(together, hosts=(((0,), (1,)), ((0,), (1,))))
+    book = a_book(PoissonWorkload(1600, 5, 0.0))
+    assert book.linked_per_s(apart) == pytest.approx(2 * book.linked_per_s(together), rel=1e-12)
 
 
 def test_what_a_prefix_cache_holds_need_not_cross_the_link() -> None:

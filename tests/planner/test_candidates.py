@@ -32,7 +32,14 @@ def an_attainment(
     nothing = Distribution(())
     share = min(ttft_share, tpot_share)
     pools = [
-        PoolUse(role=each, busy_share=0.5, mean_batch_size=8.0, kv_share=kv_share, num_preemptions=num_preemptions)
+        PoolUse(
+            role=each,
+            busy_share=0.5,
+            mean_batch_size=8.0,
+            kv_share=kv_share,
+            num_preemptions=num_preemptions,
+            network_share=0.4 if each is WorkerRole.DECODE else 0.0,
+        )
         for each in (role, WorkerRole.PREFILL)
     ]
     return Attainment(
@@ -130,6 +137,16 @@ def test_prompts_that_are_late_even_on_an_idle_cluster_are_told() -> None:
     assert "idle" not in a_candidate(disaggregated(), 10.0).reasons[0]
     hasty = a_candidate(disaggregated(), 10.0, slo=replace(SLO, ttft_seconds=0.03))
     assert "of the prompts would miss TTFT too" in hasty.reasons[0]
+
+
+def test_hosts_are_told_where_kv_moves_between_them() -> None:
+    apart = replace(disaggregated(2, 1), hosts=(((0,), (1,)), ((0,),)))
+    where = (
+        "On 2 hosts, by devices: 1 with 1 prefill and 1 decode, 1 with 1 prefill; 40 % of the pulls cross the network."
+    )
+    assert a_candidate(apart, 10.0).reasons[1:] == (where,)
+    assert a_candidate(disaggregated(2, 1), 10.0).reasons[1:] == ()
+    assert a_candidate(replace(colocated(2), hosts=(((0,), (1,)),)), 10.0).reasons[1:] == ()
 
 
 def test_a_loser_says_which_objective_it_misses_at_the_winners_rate() -> None:

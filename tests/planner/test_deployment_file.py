@@ -8,6 +8,7 @@ import pytest
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import ConfigError, kv_memory_bytes, read_deployment
+from pdserve.model.hardware import hardware
 from pdserve.planner.deployment_file import DevicePool, deployment_of, deployment_text, has_parallel_workers, layout_of
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Candidate
@@ -50,6 +51,33 @@ def test_predictions_stand_beside_it(tmp_path: Path) -> None:
     assert (
         "# Estimated goodput, not simulated: 6.00 requests/s" in written(a_plan().candidates[2], tmp_path).read_text()
     )
+
+
+def test_what_is_planned_for_several_hosts_says_which_has_what(tmp_path: Path) -> None:
+    best = a_plan().best
+    apart = replace(best, layout=replace(best.layout, hosts=(((0,),), ((1,),))))
+    said = "# On 2 hosts, by devices: 1 with 1 prefill, 1 with 1 decode; 0 % of the pulls cross the network. pdserve up"
+    assert said in written(apart, tmp_path).read_text()
+    assert "hosts" not in written(best, tmp_path).read_text()
+
+
+def test_workers_are_on_one_host_as_long_as_it_has_devices_or_on_hosts_of_the_size_that_is_named() -> None:
+    pools = {role: DevicePool(H100) for role in WorkerRole}
+
+    def hosts(prefill: int, decode: int, tensor_parallel: int, devices_per_host: int = 0) -> int:
+        phases = [PhaseConfig(replicas=number, tensor_parallel=tensor_parallel) for number in (prefill, decode)]
+        config = DeploymentConfig(prefill=phases[0], decode=phases[1])
+        return layout_of(config, MODEL, pools, devices_per_host=devices_per_host).num_hosts
+
+    assert [hosts(2, 6, 1), hosts(3, 6, 1), hosts(3, 6, 1, 16), hosts(1, 1, 2, 2), hosts(1, 1, 16)] == [1, 2, 1, 2, 2]
+    with pytest.raises(ValueError, match=r"does not fit hosts of 2 x h100-sxm"):
+        hosts(1, 1, 4, 2)
+
+
+def test_two_kinds_that_fit_one_host_are_on_one_unless_its_size_is_named() -> None:
+    pools = {role: DevicePool(hardware("h200") if role is WorkerRole.DECODE else H100) for role in WorkerRole}
+    config = DeploymentConfig()
+    assert [layout_of(config, MODEL, pools, devices_per_host=size).num_hosts for size in (0, 8)] == [1, 2]
 
 
 @pytest.mark.parametrize("layout", [APART, TOGETHER, WIDE])

@@ -19,7 +19,6 @@ def explanations(
     degrees: tuple[int, int] = (1, 1),
     device: str = "h100",
     quantization: str = "none",
-    same_host: bool = True,
 ) -> dict[str, Explanation]:
     model = PlannedModel(shape=ModelShape.from_hf_config(config), quantization=quantization)
     pool = Pool(
@@ -29,7 +28,7 @@ def explanations(
         tensor_parallel=degrees[0],
         pipeline_parallel=degrees[1],
     )
-    return {line.name: line for line in explain(model, pool, same_host=same_host)}
+    return {line.name: line for line in explain(model, pool)}
 
 
 @pytest.mark.parametrize("config", [LLAMA_3_70B, MIXTRAL_8X7B, OPT_13B, QWEN3_30B_A3B])
@@ -70,7 +69,6 @@ def test_lines_are_there_where_they_mean_something() -> None:
 
 
 def test_a_transfer_goes_by_the_link_or_the_network() -> None:
-    inside, outside = (
-        explanations(LLAMA_3_70B, same_host=same_host)["transfer of 1024 tokens"].result for same_host in (True, False)
-    )
-    assert outside == pytest.approx(inside * 9)
+    lines = explanations(LLAMA_3_70B)
+    inside, outside = (lines[f"transfer of 1024 tokens {where}"] for where in ("within a host", "between hosts"))
+    assert outside.result == pytest.approx(inside.result * 9)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.layouts import dollars_per_hour, enumerate_layouts
@@ -88,12 +89,15 @@ def test_tensor_parallel_groups_stay_within_a_host() -> None:
     assert "1 x P(TP4) + 4 x D(TP1)" in found
 
 
-def test_pairs_that_do_not_fit_one_host_meet_over_the_network() -> None:
+def test_layouts_that_do_not_fit_one_host_are_on_several() -> None:
     layouts = enumerate_layouts(a_question(Supply(hardware=H100, num_nodes=2, devices_per_node=2))).layouts
     assert {layout.num_devices for layout in layouts} == {4}
-    assert not any(layout.same_host for layout in layouts if not layout.is_colocated)
+    assert {layout.num_hosts for layout in layouts} == {2}
+    hosts = {str(layout): layout.worker_hosts for layout in layouts}
+    assert hosts["1 x P(TP2) + 1 x D(TP2)"] == {WorkerRole.PREFILL: ((0,),), WorkerRole.DECODE: ((1,),)}
+    assert hosts["2 x P(TP1) + 2 x D(TP1)"] == {WorkerRole.PREFILL: ((0,), (1,)), WorkerRole.DECODE: ((0,), (1,))}
     layouts = enumerate_layouts(a_question(Supply(hardware=H100, devices_per_node=4))).layouts
-    assert all(layout.same_host for layout in layouts)
+    assert {layout.num_hosts for layout in layouts} == {1}
 
 
 def test_each_phase_may_have_devices_of_its_own_kind() -> None:
@@ -106,7 +110,7 @@ def test_each_phase_may_have_devices_of_its_own_kind() -> None:
     kinds = {tuple(pool.hardware.name for pool in layout.pools) for layout in layouts}
     assert kinds == {(H100.name,), (a100.name,), (H100.name, a100.name), (a100.name, H100.name)}
     pairs = [layout for layout in layouts if not layout.is_colocated]
-    assert not any(layout.same_host for layout in pairs)
+    assert {layout.num_hosts for layout in pairs} == {2}
     assert [dollars_per_hour(layout, question.fleet) for layout in pairs] == [4.5, 4.5]
 
 

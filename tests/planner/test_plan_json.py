@@ -21,6 +21,7 @@ def test_the_plan_is_there_in_order_of_rank() -> None:
     best, *_, last = plan["candidates"]
     assert (best["rate"], best["rate_per_device"], best["interval"]) == (16.0, 8.0, [14.4, 17.6])
     assert best["layout"]["prefill"]["tensor_parallel"] == 1
+    assert (best["layout"]["num_hosts"], best["layout"]["decode"]["hosts"]) == (1, [[0]])
     assert [point["rate"] for point in best["points"]] == [4.0, 8.0, 16.0]
     assert [each["role"] for each in best["pools"]] == ["prefill", "decode"]
     assert (last["is_estimated"], last["interval"], last["points"], last["dollars_per_hour"]) == (True, None, [], None)

@@ -96,7 +96,7 @@ def test_the_layout_is_that_of_the_workers() -> None:
     layout = running_layout(workers, hardware)
     assert str(layout) == "1 x P(TP1) + 2 x D(TP1)"
     assert layout.decode is not None
-    assert (layout.decode.num_kv_blocks, layout.same_host) == (900, True)
+    assert (layout.decode.num_kv_blocks, layout.num_hosts) == (900, 1)
     (supply,) = supplies(layout, workers)
     assert (supply.hardware.name, supply.num_nodes, supply.devices_per_node) == ("h100-sxm", 1, 3)
 
@@ -105,11 +105,30 @@ def test_workers_of_two_hosts_make_two_nodes() -> None:
     far = status_of("d", "decode", address="10.0.0.2:4000")
     workers = cluster(status_of("p", "prefill"), far)
     layout = running_layout(workers, hardware)
-    assert not layout.same_host
+    assert layout.worker_hosts == {WorkerRole.PREFILL: ((0,),), WorkerRole.DECODE: ((1,),)}
     assert [(each.num_nodes, each.devices_per_node) for each in supplies(layout, workers)] == [(2, 1)]
-    workers = cluster(status_of("p", "prefill"), status_of("p-1", "prefill"), far)
+
+
+def test_hosts_that_are_not_alike_are_taken_in_parts_that_are() -> None:
+    far = {"address": "10.0.0.2:4000"}
+    near = [status_of(f"p-{number}", "prefill") for number in range(2)]
+    workers = cluster(*near, status_of("d-0", "decode"), status_of("d-1", "decode"), status_of("d-2", "decode", **far))
     layout = running_layout(workers, hardware)
-    assert [(each.num_nodes, each.devices_per_node) for each in supplies(layout, workers)] == [(1, 3)]
+    assert layout.worker_hosts == {WorkerRole.PREFILL: ((0,), (0,)), WorkerRole.DECODE: ((0,), (0,), (1,))}
+    assert [(each.num_nodes, each.devices_per_node) for each in supplies(layout, workers)] == [(5, 1)]
+    workers += cluster(status_of("d-3", "decode", **far))
+    layout = running_layout(workers, hardware)
+    assert [(each.num_nodes, each.devices_per_node) for each in supplies(layout, workers)] == [(3, 2)]
+
+
+def test_each_kind_of_device_is_on_the_hosts_that_have_it() -> None:
+    far = status_of("d", "decode", address="10.0.0.2:4000", hardware="a100-80gb-sxm")
+    workers = cluster(status_of("p", "prefill"), status_of("p-1", "prefill"), far)
+    found = supplies(running_layout(workers, hardware), workers)
+    assert [(each.hardware.name, each.num_nodes, each.devices_per_node) for each in found] == [
+        ("h100-sxm", 1, 2),
+        ("a100-80gb-sxm", 1, 1),
+    ]
 
 
 def test_a_cluster_that_cannot_be_a_layout_is_refused() -> None:

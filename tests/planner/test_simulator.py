@@ -20,6 +20,8 @@ from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
 
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
+ALL_HANDED_OFF = SloConfig(ttft_seconds=0.25, tpot_seconds=1e-4)
+"""No decode worker may compute a prompt."""
 
 
 def poisson(rate: float, num_requests: int, *, seed: int = 0, num_output_tokens: int = 100) -> list[SimulatedRequest]:
@@ -83,13 +85,54 @@ def test_an_unloaded_request_takes_what_the_cost_model_says() -> None:
 def test_kv_moves_as_fast_as_the_side_of_fewer_ranks(prefill_ranks: int, decode_ranks: int) -> None:
     prefill = replace(a_pool(WorkerRole.PREFILL), tensor_parallel=prefill_ranks)
     decode = replace(a_pool(WorkerRole.DECODE), tensor_parallel=decode_ranks)
-    layout = Layout(prefill=prefill, decode=decode, same_host=False)
-    # Whole blocks in one chunk, of which none travels before the last token; no decode worker may compute the prompt.
-    slo = SloConfig(ttft_seconds=0.25, tpot_seconds=1e-4)
-    times = simulate(LLAMA_3_8B, layout, [SimulatedRequest(0.0, 2000, 2)], slo=slo, overheads=NO_OVERHEADS).times
+    layout = Layout(prefill=prefill, decode=decode, hosts=(((0,),), ((1,),)))
+    # Whole blocks in one chunk, of which none travels before the last token.
+    requests = [SimulatedRequest(0.0, 2000, 2)]
+    times = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS).times
     moved_s = a_pool(WorkerRole.DECODE).cost(LLAMA_3_8B).transfer_s(2000, same_host=False)
     stall_s = float(times.second_token_s[0] - times.first_token_s[0])
     assert moved_s < stall_s < moved_s + decode.cost(LLAMA_3_8B).decode_s(1, 2000) * 1.01
+
+
+def on_hosts(prefill: Sequence[int], decode: Sequence[int]) -> Layout:
+    """Workers of one device on hosts of these numbers."""
+    hosts = tuple(tuple((host,) for host in pool) for pool in (prefill, decode))
+    return replace(disaggregated(len(prefill), len(decode)), hosts=hosts)
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_pull_takes_what_the_link_between_its_workers_does(same_host: bool) -> None:
+    cost = a_pool(WorkerRole.DECODE).cost(LLAMA_3_8B)
+    layout = on_hosts([0, 2], [1, 0 if same_host else 1])
+    requests = [SimulatedRequest(0.0, 2000, 2)]
+    simulation = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS)
+    stall_s = float(simulation.times.second_token_s[0] - simulation.times.first_token_s[0])
+    expected_s = cost.transfer_s(2000, same_host=same_host) + cost.decode_s(1, 2000)
+    assert stall_s == pytest.approx(expected_s, rel=1e-9)
+    # The one on the host of the prompt's worker is preferred; of those that are equally far, the first.
+    pulls = {use.worker_id: (use.num_pulls, use.num_network_pulls) for use in simulation.workers if use.num_pulls}
+    assert pulls == ({"decode-1": (1, 0)} if same_host else {"decode-0": (1, 1)})
+
+
+def test_pulls_over_both_kinds_of_links_share_a_workers_wire() -> None:
+    cost = a_pool(WorkerRole.DECODE).cost(LLAMA_3_8B)
+    requests = [SimulatedRequest(0.0, 2000, 2), SimulatedRequest(0.0, 2000, 2)]
+    simulation = simulate(LLAMA_3_8B, on_hosts([0, 1], [0]), requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS)
+    near_s, far_s = (cost.transfer_s(2000, same_host=same_host) for same_host in (True, False))
+    decode_s = cost.decode_s(1, 2000)
+    assert decode_s < far_s, "the first has been decoded when the second comes"
+    stalls_s = simulation.times.second_token_s - simulation.times.first_token_s
+    assert stalls_s == pytest.approx([near_s + decode_s, near_s + far_s + decode_s], rel=1e-9)
+    assert [use.num_network_pulls for use in simulation.workers] == [0, 0, 1]
+
+
+def test_pulls_stay_within_hosts_as_far_as_the_load_is_even() -> None:
+    one_by_one = [SimulatedRequest(float(n), 1000, 100) for n in range(20)]
+    for requests, most_far in ((one_by_one, 0), (poisson(40, 150), 74)):
+        simulation = simulate(LLAMA_3_8B, on_hosts([0, 1], [0, 1]), requests, slo=ALL_HANDED_OFF)
+        assert_all_are_answered(simulation, len(requests))
+        assert sum(use.num_pulls for use in simulation.workers) == len(requests)
+        assert sum(use.num_network_pulls for use in simulation.workers) <= most_far
 
 
 def test_overheads_add_up() -> None:
@@ -308,14 +351,17 @@ def test_weights_that_leave_no_memory_are_refused() -> None:
     num_prefill=st.integers(0, 2),
     num_decode=st.integers(1, 2),
     num_kv_blocks=st.sampled_from([0, 260]),
+    num_hosts=st.integers(1, 3),
 )
 def test_nothing_is_lost(
-    arrivals: Sequence[tuple[float, int, int]], num_prefill: int, num_decode: int, num_kv_blocks: int
+    arrivals: Sequence[tuple[float, int, int]], num_prefill: int, num_decode: int, num_kv_blocks: int, num_hosts: int
 ) -> None:
     requests = [SimulatedRequest(*arrival) for arrival in sorted(arrivals)]
     layout = (
         disaggregated(num_prefill, num_decode, num_kv_blocks) if num_prefill else colocated(num_decode, num_kv_blocks)
     )
+    hosts = tuple(tuple((replica % num_hosts,) for replica in range(pool.replicas)) for pool in layout.pools)
+    layout = replace(layout, hosts=hosts)
     simulation = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
     assert_all_are_answered(simulation, len(requests))
     num_expected = sum(request.num_output_tokens - 1 for request in requests)

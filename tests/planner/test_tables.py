@@ -45,6 +45,14 @@ def test_a_fleet_of_several_kinds_says_which_a_layout_takes() -> None:
     assert "on h100-sxm" not in printed(plan)
 
 
+def test_layouts_of_several_hosts_say_so() -> None:
+    plan = a_plan()
+    apart = replace(plan.best, layout=replace(plan.best.layout, hosts=(((0,),), ((1,),))))
+    lines = [" ".join(line.split()) for line in printed(replace(plan, candidates=(apart,))).splitlines()]
+    assert any(line.startswith("1 1 x P(TP1) + 1 x D(TP1), 2 hosts 2 16.0") for line in lines)
+    assert " hosts " not in lines[2]
+
+
 def test_what_was_simulated_briefly_is_marked() -> None:
     plan = a_plan()
     short = replace(plan.candidates[1], is_final=False)

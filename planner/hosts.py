@@ -1,0 +1,152 @@
+"""Which host each worker of a layout is on: what decides whether KV goes by the links within a host or by the network.
+
+Used by `pdserve.planner.layouts` for what is searched and `pdserve.planner.deployment_file` for what is simulated; a
+cluster that runs has hosts of its own (`pdserve.planner.running`). Nothing starts workers on several hosts yet: what is
+assumed here is what an operator would do, or Ray with its SPREAD strategy.
+
+- Hosts have devices of one kind, and as few of them are taken as the workers fit on.
+- A stage's tensor-parallel group is on one host, and the stages of a pipeline fill a host before the next one, as the
+  cost model takes them to (`pdserve.model.cost`).
+- Of what is left, every worker takes the emptiest host, the larger workers first. So both phases are spread over all
+  hosts, and as many workers as can be have one of the other phase beside them: the low node affinity of Zhong et al.,
+  "DistServe" (OSDI 2024, section 4.2), without its splitting of both phases' pipelines over the same hosts.
+- Where workers do not fit so, those of one phase after the other take the first host that has room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner.attainment import Attainment
+from pdserve.planner.layout import Hosts, Layout, Pool
+from pdserve.planner.plan import Supply
+from pdserve.planner.wording import ROLE_NAMES, share
+
+ONE_HOST_TODAY = "pdserve up starts workers on one host today."
+"""What to tell of a layout of several."""
+
+
+def placed(layout: Layout, fleet: Iterable[Supply]) -> Layout:
+    """``layout`` with its workers on hosts of ``fleet``, which has room for them.
+
+    Raises:
+        ValueError: it has not.
+    """
+    hosts: dict[WorkerRole, tuple[Hosts, ...]] = {}
+    num_taken = 0
+    for supply in fleet:
+        pools = [pool for pool in layout.pools if pool.hardware.name == supply.hardware.name]
+        if pools:
+            kinds = tuple(
+                _Kind(pool.role, pool.replicas, pool.tensor_parallel, pool.pipeline_parallel) for pool in pools
+            )
+            found = _on_fewest(kinds, supply.num_nodes, supply.devices_per_node, num_taken)
+            if found is None:
+                raise ValueError(
+                    f"{layout} does not fit hosts of {supply.devices_per_node} x {supply.hardware.name}: use more or "
+                    "larger ones, or smaller workers"
+                )
+            hosts |= {pool.role: workers for pool, workers in zip(pools, found.workers, strict=True)}
+            num_taken += found.num_hosts
+    if num_taken == 1:
+        return replace(layout, hosts=())
+    return replace(layout, hosts=tuple(hosts[pool.role] for pool in layout.pools))
+
+
+def host_words(layout: Layout) -> str:
+    """What is on which hosts: ``4 hosts, by devices: 2 with 8 prefill, 2 with 4 prefill and 4 decode``."""
+    kinds = Counter(_devices_by_host(layout).values())
+    told = ", ".join(f"{count} with {what}" for what, count in kinds.items())
+    return f"{layout.num_hosts} host{'s' * (layout.num_hosts > 1)}, by devices: {told}"
+
+
+def host_sentence(layout: Layout, seen: Attainment | None) -> str:
+    """The same, with how many of the pulls were seen to go from host to host."""
+    crossing = ""
+    if seen is not None and layout.spans_hosts:
+        crossing = f"; {share(seen.network_share)} of the pulls cross the network"
+    return f"On {host_words(layout)}{crossing}."
+
+
+class _Kind(NamedTuple):
+    """Workers that are alike."""
+
+    role: WorkerRole
+    replicas: int
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    @property
+    def size(self) -> int:
+        """Devices of each."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+class _Found(NamedTuple):
+    num_hosts: int
+    workers: tuple[tuple[Hosts, ...], ...]
+    """Of each kind."""
+
+
+@cache
+def _on_fewest(kinds: tuple[_Kind, ...], most_hosts: int, devices_per_host: int, first: int) -> _Found | None:
+    """On as few hosts as there is room on, numbered from ``first``."""
+    num_devices = sum(kind.replicas * kind.size for kind in kinds)
+    largest_first = sorted(kinds, key=lambda kind: (kind.size, kind.tensor_parallel), reverse=True)
+    for num_hosts in range(-(-num_devices // devices_per_host), most_hosts + 1):
+        for order, is_spread in ((largest_first, True), (kinds, False)):
+            free = dict.fromkeys(range(first, first + num_hosts), devices_per_host)
+            workers = {kind: _place(kind, free, is_spread=is_spread) for kind in order}
+            if all(len(workers[kind]) == kind.replicas for kind in kinds):
+                return _Found(num_hosts, tuple(workers[kind] for kind in kinds))
+    return None
+
+
+def _place(kind: _Kind, free: dict[int, int], *, is_spread: bool) -> tuple[Hosts, ...]:
+    """Hosts of as many of the workers as there is room for.
+
+    Args:
+        free: devices by host; less by those that are taken.
+        is_spread: whether each takes the emptiest host, as far as one has room for all of it.
+    """
+    placed_workers: list[Hosts] = []
+    if is_spread:
+        # Places in the order in which their hosts become the emptiest, each with the room that is left by then.
+        places = [(n * kind.size - room, host) for host, room in free.items() for n in range(room // kind.size)]
+        placed_workers = [(host,) for _, host in sorted(places)[: kind.replicas]]
+        for (host,) in placed_workers:
+            free[host] -= kind.size
+    num_left, num_stages = kind.replicas - len(placed_workers), kind.pipeline_parallel
+    if num_left:
+        emptiest_first = sorted(free, key=free.__getitem__, reverse=True)
+        groups = [host for host in emptiest_first for _ in range(free[host] // kind.tensor_parallel)]
+        for start in range(0, min(num_left, len(groups) // num_stages) * num_stages, num_stages):
+            stages = tuple(groups[start : start + num_stages])
+            placed_workers.append(stages if len(set(stages)) > 1 else stages[:1])
+            for host in stages:
+                free[host] -= kind.tensor_parallel
+    return tuple(placed_workers)
+
+
+def _devices_by_host(layout: Layout) -> dict[int, str]:
+    """What of each role a host has, by the host's number."""
+    words: dict[int, list[str]] = {}
+    hosts = layout.worker_hosts
+    for pool in layout.pools:
+        counts: Counter[int] = Counter()
+        for worker in hosts[pool.role]:
+            for host in worker:
+                counts[host] += _devices_on_each(pool, worker)
+        for host, count in counts.items():
+            words.setdefault(host, []).append(f"{count} {ROLE_NAMES[pool.role]}")
+    return {host: " and ".join(words[host]) for host in sorted(words)}
+
+
+def _devices_on_each(pool: Pool, worker: Hosts) -> int:
+    """Devices that an entry of a worker's hosts stands for: those of a stage, or of all of it."""
+    return pool.devices_per_worker // len(worker)
