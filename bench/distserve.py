@@ -94,10 +94,12 @@ class FittedCost(CostModel):
     def _fit(self, phase: str) -> Fit:
         return self._fits[self.tensor_parallel, phase]
 
-    def step_s(self, rows: Iterable[tuple[int, int]]) -> float:
+    def step_s(self, rows: Iterable[tuple[int, int]], batch_size: int = 0, context_tokens: int = 0) -> float:
         rows = list(rows)
         if all(num_new == 1 for num_new, _ in rows):
-            return self.decode_s(len(rows), sum(num_cached for _, num_cached in rows))
+            num_cached_tokens = sum(num_cached for _, num_cached in rows)
+            return self.decode_s(len(rows) + batch_size, num_cached_tokens + context_tokens)
+        assert not batch_size, "decode instances do not prefill"
         return self._prefill_batch_s(sum(num_new for num_new, _ in rows), sum(num_new**2 for num_new, _ in rows))
 
     def prefill_s(self, num_new: int, num_cached: int = 0) -> float:

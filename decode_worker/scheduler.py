@@ -26,10 +26,8 @@ from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import (
-    NO_QUIET_STEPS,
     Event,
     PullResult,
-    QuietSteps,
     RequestEvent,
     RequestEventKind,
     RequestKey,
@@ -243,7 +241,7 @@ class DecodeScheduler:
             room.num_places = 0
         self._prefill.plan_chunks(
             step,
-            max_tokens=self._max_batch_tokens - len(step.sequences),
+            max_tokens=self._max_batch_tokens - step.num_rows,
             max_admissions=room.num_places,
             spare_blocks=room.num_spare_blocks,
             now_s=now_s,
@@ -277,10 +275,18 @@ class DecodeScheduler:
     def _room(self) -> _Room:
         """Free places, and available blocks that no sequence that holds blocks and decodes, now or soon, is expected to
         need."""
-        holders = [*self._running, *self._local_prefills(), *self._reservations.pulling()]
-        num_seats = sum([sequence.num_choices for sequence in holders])
-        num_spare_blocks = self._pool.num_available - sum_blocks_missing(holders)
-        return _Room(self._max_batch_size - num_seats, num_spare_blocks)
+        soon = [*self._local_prefills(), *self._reservations.pulling()]
+        num_seats = sum([sequence.num_choices for sequence in (*self._running, *soon)])
+        num_blocks_missing = self._num_running_blocks_missing() + sum_blocks_missing(soon)
+        return _Room(self._max_batch_size - num_seats, self._pool.num_available - num_blocks_missing)
+
+    def _num_running_blocks_missing(self) -> int:
+        """Blocks that the running sequences are expected to need and do not hold."""
+        return sum_blocks_missing(self._running)
+
+    def _num_running_context_tokens(self) -> int:
+        """Tokens of the running sequences whose KV is written or planned."""
+        return sum([sequence.num_computed for sequence in self._running])
 
     def _join(self, sequence: Sequence) -> None:
         sequence.state = RequestState.DECODING
@@ -289,12 +295,14 @@ class DecodeScheduler:
     # Results
 
     def complete(self, output: StepOutput, now_s: float) -> None:
-        for result in self._table.complete(output):
+        results = self._table.complete(output)
+        for result in results:
             self._prefill.take_result(result, now_s)
             for sequence in result.forks:
                 self._join(sequence)
         self._swapping.step_ended(output.step_id)
-        self._running = [sequence for sequence in self._running if not sequence.is_over]
+        if results:
+            self._running = [sequence for sequence in self._running if not sequence.is_over]
 
     def fail_step(self, step_id: int, message: str, now_s: float) -> None:
         for group in self._table.fail_step(step_id):
@@ -353,7 +361,7 @@ class DecodeScheduler:
             num_blocks_referenced=load.num_blocks_referenced,
             num_waiting_tokens=load.num_waiting_tokens,
             num_started_tokens=load.num_started_tokens,
-            num_context_tokens=load.num_context_tokens + sum([sequence.num_computed for sequence in self._running]),
+            num_context_tokens=load.num_context_tokens + self._num_running_context_tokens(),
             num_preemptions=self._num_preemptions,
             num_swap_outs=self._swapping.num_swap_outs,
             num_swap_ins=self._swapping.num_swap_ins,
@@ -368,41 +376,6 @@ class DecodeScheduler:
         """
         self._pool.check_integrity()
         self._swapping.check_integrity()
-
-    # Simulation
-
-    def is_decoding_only(self) -> bool:
-        return self._prefill.is_idle and not self._swapping.num_waiting
-
-    def quiet_steps(self, now_s: float) -> QuietSteps:
-        if self._table.has_steps_in_flight or not self.is_decoding_only():
-            return NO_QUIET_STEPS
-        self._expire(now_s)
-        if self._reservations.num_waiting:
-            self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: it reserves, and adds no row
-        if not self._running:
-            return NO_QUIET_STEPS
-        if self._reservations.num_waiting:
-            num_steps = 1
-        else:
-            num_steps = min([sequence.max_length - len(sequence.tokens) for sequence in self._running])
-        if not self._has_blocks_for(num_steps):
-            num_steps = bisect_left(range(1, num_steps + 1), True, key=lambda n: not self._has_blocks_for(n))
-        num_context_tokens = sum([sequence.num_computed for sequence in self._running])
-        return QuietSteps(num_steps, len(self._running), num_context_tokens)
-
-    def _has_blocks_for(self, num_steps: int) -> bool:
-        """Whether the running sequences can take so many decode steps without anybody's blocks."""
-        block_size = self._pool.block_size
-        num_tokens = num_steps + block_size - 1
-        if self._pool.can_allocate(num_tokens // block_size * len(self._running)):
-            return True  # what they have is enough for what they computed
-        missing = [(s.num_computed + num_tokens) // block_size - len(s.block_table) for s in self._running]
-        return self._pool.can_allocate(sum([num_blocks for num_blocks in missing if num_blocks > 0]))
-
-    def advance(self, num_steps: int) -> None:
-        if num_steps and self._table.skip(self._running, num_steps):
-            self._running = [sequence for sequence in self._running if not sequence.is_over]
 
 
 def _mismatch(result: PullResult, sequence: Sequence) -> str:

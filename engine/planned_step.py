@@ -25,6 +25,17 @@ class PlannedStep:
     """Tokens of its chunks of prompts."""
     num_forking: int = 0
     """Rows that sample for several choices."""
+    num_counted_rows: int = 0
+    """Decode rows that a simulation counts and does not build."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sequences) + self.num_counted_rows
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has neither rows nor copies."""
+        return not self.num_rows and not self.swapped_out
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """A row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""

@@ -191,19 +191,6 @@ class SchedulerLoad(NamedTuple):
     num_swap_slots_used: int = 0
 
 
-class QuietSteps(NamedTuple):
-    """Decode steps of an unchanging batch: until an answer ends, that step included, or while work waits just one."""
-
-    num_steps: int
-    """0: what comes next is not decoding alone, or needs blocks that are not there; only `Scheduler.plan` knows."""
-    batch_size: int
-    num_context_tokens: int
-    """Cached tokens of the whole batch before the first of the steps; each step adds ``batch_size``."""
-
-
-NO_QUIET_STEPS = QuietSteps(0, 0, 0)
-
-
 class Scheduler(Protocol):
     """Decides what each step computes. Not thread-safe: one loop owns it."""
 
@@ -265,17 +252,3 @@ class Scheduler(Protocol):
         ...
 
     def load(self) -> SchedulerLoad: ...
-
-    def quiet_steps(self, now_s: float) -> QuietSteps:
-        """Expire and reserve as `plan` does, and say how many decode steps may be counted instead of planned
-        (simulation only)."""
-        ...
-
-    def is_decoding_only(self) -> bool:
-        """Whether nothing but decoding goes on, so that `quiet_steps` is worth asking once no step is in flight."""
-        ...
-
-    def advance(self, num_steps: int) -> None:
-        """Account for so many decode steps at once, as many as `quiet_steps` said at most. Every token is 0, and of
-        the tokens only those that end an answer are told, in `take_events`."""
-        ...

@@ -12,7 +12,7 @@ to the host, because a pull into their next owner would not wait for that step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason, GenerationRequest
@@ -192,8 +192,14 @@ class SequenceTable:
     # Steps
 
     @property
-    def has_steps_in_flight(self) -> bool:
-        return bool(self._steps)
+    def steps_in_flight(self) -> Collection[PlannedStep]:
+        """In the order in which they were planned."""
+        return self._steps
+
+    @property
+    def next_step_id(self) -> int:
+        """Of the next step that is committed."""
+        return self._num_steps
 
     @property
     def num_chunk_tokens_in_flight(self) -> int:
@@ -210,8 +216,8 @@ class SequenceTable:
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
 
     def commit(self, step: PlannedStep) -> StepBatch | None:
-        """The step is decided; ``None`` if it has neither rows nor copies."""
-        if not step.sequences and not step.swapped_out:
+        """The step is decided; ``None`` if it is empty."""
+        if step.is_empty:
             return None
         self._num_steps += 1
         self._steps.append(step)
@@ -298,33 +304,6 @@ class SequenceTable:
         forks = fork(group, self.pool, first_tokens) if root.num_choices > 1 else []
         root.append(first_tokens[0].token)
         return RowResult(root, root.choice not in group.open_choices, (), forks)
-
-    def skip(self, sequences: Iterable[Sequence], num_steps: int) -> bool:
-        """Count decode steps of ``sequences`` that nobody computes (simulation): every token is 0, and the events tell
-        only of those that end an answer, which are closed. There must be blocks for all. Returns whether any ended."""
-        assert not self._steps, "a sequence in flight cannot skip"
-        block_size = self.pool.block_size
-        zeros = [0] * num_steps
-        ended = []
-        for sequence in sequences:
-            tokens, block_table = sequence.tokens, sequence.block_table
-            tokens += zeros
-            num_written = sequence.num_written = sequence.num_computed = sequence.num_computed + num_steps
-            if num_written > len(block_table) * block_size:
-                block_table += self.pool.allocate(-(-num_written // block_size) - len(block_table))
-            if sequence.copy_source >= 0:
-                self.pool.release(sequence.take_copy_source())
-            if len(tokens) >= sequence.max_length:
-                ended.append(sequence)
-        for sequence in ended:
-            self.register_written(sequence)
-            ends_request = self._live[sequence.key].finish(sequence.choice)
-            index = sequence.num_answered - 1
-            self.events.append(
-                TokenEvent(sequence.key, sequence.choice, index, 0, None, FinishReason.LENGTH, ends_request)
-            )
-            self.close(sequence)
-        return bool(ended)
 
     def fail_step(self, step_id: int) -> list[SequenceGroup]:
         """A step raised: returns the live requests that it computed or copied for, for their scheduler to end. The

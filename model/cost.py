@@ -123,14 +123,18 @@ class CostModel:
         self._rows_s = _Memo(lambda num_rows: self._output_s(num_rows) + num_rows * hardware.row_overhead_s)
         self._pairs_s = _Memo(lambda num_new: self._pair_s / hardware.prefill_attention_efficiency.at(num_new))
 
-    def step_s(self, rows: Iterable[tuple[int, int]]) -> float:
+    def step_s(self, rows: Iterable[tuple[int, int]], batch_size: int = 0, context_tokens: int = 0) -> float:
         """Seconds of one step; 0 for an empty one.
 
         Args:
             rows: (new tokens, cached tokens) of each row; a decode row is ``(1, context)``. Each is taken to sample.
+            batch_size: decode rows beside them, ...
+            context_tokens: ... and their cached tokens, of all together.
         """
         num_tokens, num_rows, prefill_attention_s, num_seen = self._sum_rows(rows)
-        return self._sum_s(num_tokens, num_rows, prefill_attention_s + num_seen * self._decode_token_s)
+        num_seen += context_tokens + batch_size
+        attention_s = prefill_attention_s + num_seen * self._decode_token_s
+        return self._sum_s(num_tokens + batch_size, num_rows + batch_size, attention_s)
 
     def prefill_s(self, num_new: int, num_cached: int = 0) -> float:
         """Seconds of a step that computes ``num_new`` tokens of one prompt after ``num_cached`` cached ones."""

@@ -1,6 +1,6 @@
 """Token ids of simulated prompts and the hashes of their blocks: equal exactly where contents are said to be equal.
 
-Answers are zeros (`pdserve.engine.scheduler.Scheduler.advance`), and so a next turn's prompt has zeros where the answer
+Answers are zeros (`pdserve.planner.counted_scheduler`), and so a next turn's prompt has zeros where the answer
 was.
 """
 

@@ -12,7 +12,6 @@ from itertools import count
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import ModelLimits
-from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.pool_size import AUTO_SWAP_SHARE
 from pdserve.engine.scheduler import Scheduler
@@ -20,6 +19,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
 from pdserve.planner.counted_pool import CountedBlockPool
+from pdserve.planner.counted_scheduler import CountedDecodeScheduler
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.simulated_worker import SimulatedWorker, Stage, WorkerListener
 from pdserve.planner.simulation import WorkerUse
@@ -178,7 +178,7 @@ class ClusterBuilder:
                 max_batch_tokens=pool.max_batch_tokens,
                 max_batch_size=max_batch_size,
             )
-        return DecodeScheduler(
+        return CountedDecodeScheduler(
             block_pool,
             limits,
             mint_handle=mint_handle,

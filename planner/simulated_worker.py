@@ -5,9 +5,10 @@ runs, and what arrives meanwhile is heard when step N ends, in time for step N +
 there was nothing to plan yet, step N + 1 is planned when step N has ended: a turn of the loop lies between the two. A
 step lasts as long as the cost model says.
 
-Most steps of a decode worker change nothing but lengths. As long as `Scheduler.quiet_steps` says so, they are not
-planned: the worker looks ahead to the end of such a *run* and, if something arrives before, cuts it after the step that
-the live loop would have submitted by then. Its scheduler is then one step ahead of the clock, as if it had planned it.
+Most steps of a decode worker change nothing but lengths. As long as `CountedDecodeScheduler.quiet_steps` says so, they
+are not planned: the worker looks ahead to the end of such a *run* and, if something arrives before, cuts it after the
+step that the live loop would have submitted by then. Its scheduler is then one step ahead of the clock, as if it had
+planned it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import NamedTuple, Protocol
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
-from pdserve.engine.scheduler import Event, QuietSteps, Scheduler, SchedulerLoad
+from pdserve.engine.scheduler import Event, Scheduler, SchedulerLoad
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
+from pdserve.planner.counted_scheduler import NO_COUNTED_ROWS, NO_QUIET_STEPS, CountedDecodeScheduler, QuietSteps
 
 Message = Callable[[Scheduler, float], None]
 """What a worker is told: a call on its scheduler, with the time at which it hears of it."""
@@ -39,7 +41,8 @@ class WorkerListener(Protocol):
 
 class _Step(NamedTuple):
     batch: StepBatch
-    num_new_tokens: int
+    num_prefilled: int
+    num_decoded: int
     begins_s: float
     ends_s: float
 
@@ -126,6 +129,8 @@ class SimulatedWorker:
         """Lengths of decode steps, and how many tokens were decoded in steps that long."""
         self.joined: list[Callable[[float], None]] = []
         """To be told when the next step that decodes ends: whose second token comes with it."""
+        self._counting = scheduler if isinstance(scheduler, CountedDecodeScheduler) else None
+        """The scheduler, if it decodes."""
         self._block_size = block_size
         self._stage = stage
         self._num_ahead = pipeline_depth - 1
@@ -194,7 +199,7 @@ class SimulatedWorker:
         inbox, self._inbox = self._inbox, []
         for message in inbox:
             message(self.scheduler, now_s)
-        is_decoding_only = self.scheduler.is_decoding_only()
+        is_decoding_only = self._counting is not None and self._counting.is_decoding_only()
         if is_decoding_only and self._steps:
             self._is_behind = True  # a run may begin once the steps in flight are over
             self._turn_at(self._steps[0].ends_s)
@@ -231,31 +236,31 @@ class SimulatedWorker:
     def _submit(self, batch: StepBatch, now_s: float) -> None:
         cost = self.cost
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
+        counted = self._counting.counted_rows if self._counting is not None else NO_COUNTED_ROWS
         rows = [(row.num_new_tokens, row.cached_length) for row in batch.rows]
-        step_s = cost.step_s(rows)
+        step_s = cost.step_s(rows, *counted)
         if num_copied_blocks:
             step_s += cost.swap_s(num_copied_blocks * self._block_size)
         begins_s = self._stage.enter(max(now_s, self._free_at_s), step_s)
         self._free_at_s = begins_s + step_s
-        num_new_tokens = sum([num_new for num_new, _ in rows])
-        self._steps.append(_Step(batch, num_new_tokens, begins_s, self._free_at_s))
+        num_planned = sum([row.cached_length >= row.num_prompt_tokens for row in batch.rows])
+        num_prefilled = sum([num_new for num_new, _ in rows]) - num_planned
+        self._steps.append(_Step(batch, num_prefilled, num_planned + counted.num_rows, begins_s, self._free_at_s))
 
     def _complete(self, step: _Step) -> None:
-        rows = step.batch.rows
-        sampled = [_TOKEN_0 if row.sample is not None else None for row in rows]
+        sampled = [_TOKEN_0 if row.sample is not None else None for row in step.batch.rows]
         duration_s = step.ends_s - step.begins_s
         output = StepOutput(step_id=step.batch.step_id, sampled=sampled, duration_s=duration_s)
         self.scheduler.complete(output, step.ends_s)
-        num_decoded = sum([row.cached_length >= row.num_prompt_tokens for row in rows])
-        self._count(duration_s, 1, num_decoded)
-        self.num_prefill_tokens += step.num_new_tokens - num_decoded
+        self._count(duration_s, 1, step.num_decoded)
+        self.num_prefill_tokens += step.num_prefilled
         self._say(step.ends_s)
 
     # Steps that were not
 
     def _try_run(self, now_s: float) -> bool:
         """Begin a run if what comes next is one."""
-        quiet = self.scheduler.quiet_steps(now_s)
+        quiet = self._counting.quiet_steps(now_s) if self._counting is not None else NO_QUIET_STEPS
         self._say(now_s)
         if not quiet.num_steps:
             return False
@@ -279,7 +284,8 @@ class SimulatedWorker:
     def _end_run(self, run: _Run) -> None:
         num_steps = self._run_length
         self._run = None
-        self.scheduler.advance(num_steps)
+        assert self._counting is not None
+        self._counting.advance(num_steps)
         self._free_at_s = run.end_s(num_steps)
         self._count(self._free_at_s - run.begins_s, num_steps, num_steps * run.steps.batch_size)
         if self.joined:

@@ -22,10 +22,8 @@ from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import (
-    NO_QUIET_STEPS,
     Event,
     PullResult,
-    QuietSteps,
     RequestEvent,
     RequestEventKind,
     RequestKey,
@@ -321,15 +319,6 @@ class PrefillScheduler:
             + sum([sequence.num_uncomputed for sequence in self._admitted]),
             num_context_tokens=sum([sequence.num_computed for sequence in self._admitted]),
         )
-
-    def quiet_steps(self, now_s: float) -> QuietSteps:
-        return NO_QUIET_STEPS
-
-    def is_decoding_only(self) -> bool:
-        return False
-
-    def advance(self, num_steps: int) -> None:
-        assert num_steps == 0, "a prefill step always changes something"
 
 
 def deadline_message(group: SequenceGroup) -> str:

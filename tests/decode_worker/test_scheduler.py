@@ -12,13 +12,11 @@ from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOut
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
 from pdserve.engine.scheduler import (
-    NO_QUIET_STEPS,
     AbortPullEvent,
     Event,
     FirstToken,
     OfferEvent,
     PullResult,
-    QuietSteps,
     RequestEvent,
     RequestEventKind,
     RequestKey,
@@ -511,91 +509,3 @@ def test_a_preempted_sequence_goes_ahead_of_new_work() -> None:
         answer(scheduler, batch)
     assert computed.index(1) < computed.index(2)
     assert started.index(1) < started.index(3)
-
-
-# Simulation
-
-
-def test_quiet_steps_end_with_an_answer() -> None:
-    scheduler = a_scheduler()
-    join(scheduler, a_request(0, 5, max_tokens=8), a_request(1, 5, max_tokens=12))
-    scheduler.take_events()
-    assert scheduler.quiet_steps(0.0) == QuietSteps(num_steps=7, batch_size=2, num_context_tokens=10)
-    scheduler.advance(6)
-    assert scheduler.take_events() == []
-    assert scheduler.quiet_steps(0.0) == QuietSteps(num_steps=1, batch_size=2, num_context_tokens=22)
-    scheduler.advance(1)
-    (event,) = only(scheduler.take_events(), TokenEvent)
-    assert (event.key.request_id, event.index, event.finish) == (0, 7, FinishReason.LENGTH)
-    assert event.ends_request
-    assert scheduler.quiet_steps(0.0) == QuietSteps(num_steps=4, batch_size=1, num_context_tokens=12)
-    (row,) = step(scheduler).rows
-    assert (row.cached_length, row.sample_position) == (12, 13)
-
-
-def test_quiet_steps_end_before_blocks_run_short() -> None:
-    pool = BlockPool(38, BLOCK_SIZE)
-    scheduler = a_scheduler(pool)
-    join(scheduler, a_request(0, 8, max_tokens=100), a_request(1, 8, max_tokens=100))
-    num_steps = scheduler.quiet_steps(0.0).num_steps
-    assert num_steps == 19 * BLOCK_SIZE - 8
-    scheduler.advance(num_steps)
-    assert pool.num_available == 0
-    assert scheduler.quiet_steps(0.0).num_steps == 0
-    pool.check_integrity()
-
-
-def test_skipping_is_the_same_as_stepping_but_for_token_values() -> None:
-    stepped_pool, skipped_pool = BlockPool(64, BLOCK_SIZE), BlockPool(64, BLOCK_SIZE)
-    stepped, skipped = a_scheduler(stepped_pool), a_scheduler(skipped_pool)
-    for scheduler in (stepped, skipped):
-        join(scheduler, a_request(0, 5, max_tokens=21), a_request(1, 9, max_tokens=40))
-        scheduler.take_events()
-    skipped.advance(20)
-    for _ in range(20):
-        answer(stepped, step(stepped))
-    assert stepped.load() == skipped.load()
-    assert stepped.quiet_steps(0.0) == skipped.quiet_steps(0.0)
-    endings = [[e for e in only(s.take_events(), TokenEvent) if e.ends_request] for s in (stepped, skipped)]
-    assert [[(e.key, e.index, e.finish) for e in events] for events in endings] == 2 * [
-        [(RequestKey(0, 0, 0), 20, FinishReason.LENGTH)]
-    ]
-    rows = [[(row.cached_length, row.sample_position) for row in step(s).rows] for s in (stepped, skipped)]
-    assert rows[0] == rows[1]
-
-
-def test_a_skipped_answer_is_cached_as_zeros() -> None:
-    pool = BlockPool(64, BLOCK_SIZE)
-    scheduler = a_scheduler(pool)
-    request = a_request(0, 8, max_tokens=21)
-    join(scheduler, request)
-    scheduler.advance(20)
-    assert pool.num_referenced == 0
-    hashes = block_hashes([*request.prompt_tokens, 40, *([0] * 19)], BLOCK_SIZE)
-    assert len(pool.match_prefix(hashes)) == len(hashes) == 7
-
-
-def test_quiet_steps_reserve() -> None:
-    scheduler = a_scheduler()
-    join(scheduler, a_request(0, 5, max_tokens=8))
-    prepare(scheduler, a_request(1, 5))
-    assert scheduler.quiet_steps(0.0).num_steps == 7
-    assert len(only(scheduler.take_events(), StartPullEvent)) == 1
-
-
-def test_one_step_is_quiet_while_a_reservation_waits() -> None:
-    scheduler = a_scheduler(max_batch_size=1)
-    join(scheduler, a_request(0, 5, max_tokens=8))
-    batch = step(scheduler)
-    assert scheduler.quiet_steps(0.0) == NO_QUIET_STEPS, "a step is in flight"
-    answer(scheduler, batch)
-    prepare(scheduler, a_request(1, 5))
-    assert scheduler.quiet_steps(0.0).num_steps == 1
-
-
-def test_nothing_is_quiet_while_a_prompt_waits() -> None:
-    scheduler = a_scheduler()
-    join(scheduler, a_request(0, 5))
-    add(scheduler, a_request(1, 5))
-    assert not scheduler.is_decoding_only()
-    assert scheduler.quiet_steps(0.0) == NO_QUIET_STEPS

@@ -302,16 +302,6 @@ def test_a_swapped_sequence_goes_ahead_of_new_work() -> None:
     assert worker.indexes(RequestKey(0, 2, 0)) == list(range(MAX_TOKENS))
 
 
-def test_nothing_is_quiet_while_a_sequence_is_swapped() -> None:
-    worker = Worker()
-    worker.until_swap_out()
-    while worker.in_flight:
-        worker.answer()
-    assert worker.scheduler.load().num_waiting == 1
-    assert worker.scheduler.quiet_steps(0.0).num_steps == 0
-    assert not worker.scheduler.is_decoding_only()
-
-
 class Case(NamedTuple):
     num_tokens: int
     num_cached: int

@@ -31,7 +31,6 @@ from pdserve.engine.scheduler import (
     GrantEvent,
     OfferEvent,
     PullResult,
-    QuietSteps,
     RequestEvent,
     RequestEventKind,
     RequestKey,
@@ -134,15 +133,6 @@ class CountingScheduler:
 
     def load(self) -> SchedulerLoad:
         return SchedulerLoad(num_running=len(self.left))
-
-    def quiet_steps(self, now_s: float) -> QuietSteps:
-        raise NotImplementedError
-
-    def is_decoding_only(self) -> bool:
-        raise NotImplementedError
-
-    def advance(self, num_steps: int) -> None:
-        raise NotImplementedError
 
 
 class FakeExecutor:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.engine.scheduler import NO_QUIET_STEPS
 from pdserve.model.shape import ModelShape
+from pdserve.planner.counted_scheduler import NO_QUIET_STEPS, CountedDecodeScheduler
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulation import Simulation
@@ -209,8 +208,8 @@ def test_counting_steps_is_as_good_as_planning_them(layout: Layout, monkeypatch:
     """A worker that looks ahead over quiet steps does what one that plans each of them does."""
     requests = poisson(8, 150)
     counted = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
-    monkeypatch.setattr(DecodeScheduler, "quiet_steps", lambda self, now_s: NO_QUIET_STEPS)
-    monkeypatch.setattr(DecodeScheduler, "is_decoding_only", lambda self: False)
+    monkeypatch.setattr(CountedDecodeScheduler, "quiet_steps", lambda self, now_s: NO_QUIET_STEPS)
+    monkeypatch.setattr(CountedDecodeScheduler, "is_decoding_only", lambda self: False)
     planned = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
     step_s = 0.015
     np.testing.assert_allclose(counted.times.first_token_s, planned.times.first_token_s, atol=2 * step_s)

@@ -9,7 +9,6 @@ import pytest
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, TokenLogprobs
 from pdserve.engine.scheduler import (
-    NO_QUIET_STEPS,
     Event,
     FirstToken,
     GrantEvent,
@@ -490,15 +489,6 @@ def test_the_load_counts_what_is_to_be_done() -> None:
     assert (load.num_running, load.num_waiting, load.num_parked) == (1, 1, 0)
     assert (load.num_waiting_tokens, load.num_started_tokens, load.num_context_tokens) == (5, 10, 8)
     assert (load.num_blocks_free, load.num_blocks_referenced) == (13, 3)
-
-
-def test_nothing_can_be_skipped() -> None:
-    scheduler = a_scheduler()
-    assert scheduler.quiet_steps(0.0) == NO_QUIET_STEPS
-    assert not scheduler.is_decoding_only()
-    scheduler.advance(0)
-    with pytest.raises(AssertionError):
-        scheduler.advance(1)
 
 
 def test_limits_below_one_are_refused() -> None:
