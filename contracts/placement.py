@@ -33,6 +33,8 @@ class WorkerConfig:
     """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
     quantization: str = "none"
     """Of the weights: ``none``, ``int8`` or ``int4``."""
+    tensor_parallel: int = 1
+    """Ranks that share every layer. More than one are emulated only, as yet."""
     device: str = "auto"
     """Where weights and KV pool lie: ``cpu``, ``cuda``, which is the first GPU that ``CUDA_VISIBLE_DEVICES`` shows, or
     ``auto``, which is ``cuda`` where torch sees one."""

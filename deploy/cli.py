@@ -95,19 +95,20 @@ def up(
     """Start a cluster and serve until Ctrl-C."""
     from rich.console import Console
 
-    from pdserve.deploy.config import check_deployment, override, read_deployment, read_profile
+    from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
     from pdserve.deploy.gpus import installed_gpu
     from pdserve.deploy.launch import Launch
     from pdserve.deploy.progress import Progress
     from pdserve.deploy.supervisor import Supervisor
 
-    config = read_deployment(file) if file else DeploymentConfig()
+    use = Use.EMULATE if emulate else Use.SERVE
+    config = read_deployment(file, use=use) if file else DeploymentConfig()
     if model is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(model)))
     config = override(config, "router", host=host, port=port)
     for section, replicas in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
         config = override(config, section, replicas=replicas)
-    check_deployment(config)
+    check_deployment(config, use=use)
     launch = Launch(
         config=config,
         devices=read_profile(config),

@@ -12,6 +12,7 @@ import difflib
 import re
 import typing
 from collections.abc import Callable, Hashable, Mapping
+from enum import Enum
 from pathlib import Path
 
 import yaml
@@ -40,11 +41,20 @@ class ConfigError(ValueError):
     """A deployment that cannot be run as written. Its text is one line that names the key and the remedy."""
 
 
-def read_deployment(path: Path, *, is_served: bool = True) -> DeploymentConfig:
+class Use(Enum):
+    """What a deployment is read for. Not all that can be simulated can be run yet."""
+
+    SERVE = "serve"
+    EMULATE = "emulate"
+    """Run, on GPUs that are not here."""
+    SIMULATE = "simulate"
+
+
+def read_deployment(path: Path, *, use: Use = Use.SERVE) -> DeploymentConfig:
     """Read and check the file at ``path``; relative paths in it are taken from its folder.
 
     Args:
-        is_served: refuse what cannot be served yet; a deployment that is only simulated may have it.
+        use: refuse what is not supported yet for it.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or says something that cannot be run.
@@ -58,7 +68,7 @@ def read_deployment(path: Path, *, is_served: bool = True) -> DeploymentConfig:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; a deployment has sections with keys in them") from None
     try:
-        config = parse_deployment(document, is_served=is_served)
+        config = parse_deployment(document, use=use)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     model_path, profile = (
@@ -79,14 +89,14 @@ def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
         raise ConfigError(f"model.profile: {error}") from error
 
 
-def parse_deployment(document: object, *, is_served: bool = True) -> DeploymentConfig:
+def parse_deployment(document: object, *, use: Use = Use.SERVE) -> DeploymentConfig:
     """Build and check a deployment from what a YAML document holds; ``None`` (an empty file) is all defaults.
 
     Raises:
         ConfigError: see the module.
     """
     config = typing.cast(DeploymentConfig, _read_section(DeploymentConfig, "the deployment file", document))
-    check_deployment(config, is_served=is_served)
+    check_deployment(config, use=use)
     return config
 
 
@@ -124,11 +134,11 @@ def swap_memory_bytes(phase: PhaseConfig) -> int | None:
     return parse_bytes(str(phase.swap_memory)) if phase.swap_memory not in (0, "0") else 0
 
 
-def check_deployment(config: DeploymentConfig, *, is_served: bool = True) -> None:
+def check_deployment(config: DeploymentConfig, *, use: Use = Use.SERVE) -> None:
     """Check every value's range and how they fit together. Call it again after overrides.
 
     Args:
-        is_served: refuse what cannot be served yet.
+        use: refuse what is not supported yet for it.
 
     Raises:
         ConfigError: the first thing found that cannot be run.
@@ -143,7 +153,7 @@ def check_deployment(config: DeploymentConfig, *, is_served: bool = True) -> Non
     _positive("slo.tpot_seconds", slo.tpot_seconds)
     _share("slo.attainment", slo.attainment, "requests")
     for name in PHASES:
-        _check_phase(name, getattr(config, name), is_served=is_served)
+        _check_phase(name, getattr(config, name), use)
     if not config.mixed.replicas and not (config.prefill.replicas and config.decode.replicas):
         raise ConfigError(
             f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
@@ -158,13 +168,14 @@ def check_deployment(config: DeploymentConfig, *, is_served: bool = True) -> Non
     _supported_once("router.replicas", router.replicas)
 
 
-def _check_phase(name: str, phase: PhaseConfig, *, is_served: bool) -> None:
+def _check_phase(name: str, phase: PhaseConfig, use: Use) -> None:
     _in_range(f"{name}.replicas", phase.replicas, 0, MAX_REPLICAS)
     for degree in ("tensor_parallel", "pipeline_parallel"):
-        key, value = f"{name}.{degree}", getattr(phase, degree)
-        _in_range(key, value, 1, MAX_DEGREE)
-        if is_served:
-            _supported_once(key, value)
+        _in_range(f"{name}.{degree}", getattr(phase, degree), 1, MAX_DEGREE)
+    if use is Use.SERVE:
+        _supported_once(f"{name}.tensor_parallel", phase.tensor_parallel, "; pdserve up --emulate GPU takes more")
+    if use is not Use.SIMULATE:
+        _supported_once(f"{name}.pipeline_parallel", phase.pipeline_parallel)
     _one_of(f"{name}.device", phase.device, DEVICE_SETTINGS)
     _share(f"{name}.gpu_memory_utilization", phase.gpu_memory_utilization, "a GPU's memory")
     _in_range(f"{name}.max_batch_tokens", phase.max_batch_tokens, 1, 2**20)
@@ -203,9 +214,9 @@ def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{key} is {value!r}; write one of {', '.join(choices)}")
 
 
-def _supported_once(key: str, value: int) -> None:
+def _supported_once(key: str, value: int, remedy: str = "") -> None:
     if value != 1:
-        raise ConfigError(f"{key} is {value}; only 1 is supported today")
+        raise ConfigError(f"{key} is {value}; only 1 is supported today{remedy}")
 
 
 def _read_section(section: type, name: str, raw: object) -> object:

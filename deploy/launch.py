@@ -106,6 +106,7 @@ def worker_configs(
                 dtype=model.dtype,
                 kv_dtype=model.kv_dtype,
                 quantization=model.quantization,
+                tensor_parallel=phase.tensor_parallel,
                 device=phase.device,
                 gpu_memory_utilization=phase.gpu_memory_utilization,
                 max_model_len=model.max_model_len,
@@ -155,6 +156,7 @@ def router_config(
             if (device := launch.device_json(role, len(cores) or num_cores))
         },
         time_scale=launch.time_scale if launch.emulate else 1.0,
+        tensor_parallel={role.value: launch.phase(role).tensor_parallel for role in launch.roles},
         cores_per_worker=max(1, *(len(cores) for cores in split.worker_cores)),
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
+from pdserve.contracts.deployment import ModelConfig
 from pdserve.deploy import plan_options as options
-from pdserve.deploy.config import ConfigError, check_deployment, override
+from pdserve.deploy.config import ConfigError
 from pdserve.deploy.plan_answer import Outputs, answer, show_formulas
-from pdserve.deploy.plan_options import Objectives
+from pdserve.deploy.plan_options import Holding, Objectives
 
 if TYPE_CHECKING:
     from pdserve.planner.plan import Effort, Objective
@@ -81,13 +81,8 @@ def plan(
     hysteresis: Annotated[float, typer.Option(min=0, help="Gain in goodput that is worth a change.")] = 0.1,
 ) -> int:
     """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
-    held = _held(
-        ModelConfig(path=str(model or ""), dtype="float32" if live else "bfloat16"),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-    )
+    holding = Holding(dtype, kv_dtype, quantization, max_model_len)
+    held = options.held(ModelConfig(path=str(model or ""), dtype="bfloat16"), holding)
     named = options.named_lengths(input_tokens, output_tokens)
     if named and workload:
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
@@ -109,7 +104,7 @@ def plan(
         from pdserve.deploy.plan_live import Watch, plan_live
 
         watch = Watch(live, window, hysteresis, gpu, hardware_file)
-        return plan_live(watch, held, objectives, _effort(requests, seed), outputs)
+        return plan_live(watch, holding, objectives, _effort(requests, seed), outputs)
     if not gpu:
         raise ConfigError("no GPU is named; give --gpu, such as --gpu h100-sxm")
     added = options.added_hardware(hardware_file)
@@ -142,13 +137,6 @@ def plan(
         effort=dataclasses.replace(_effort(requests, seed), most_requests=traffic.max_requests),
     )
     return show_formulas(question, traffic, outputs) if explain else answer(question, traffic, outputs)
-
-
-def _held(held: ModelConfig, **values: str | int | None) -> ModelConfig:
-    """``held`` with what options say of it, checked."""
-    config = override(DeploymentConfig(model=held), "model", **values)
-    check_deployment(config)
-    return config.model
 
 
 def _effort(num_requests: int, seed: int) -> Effort:

@@ -151,24 +151,34 @@ def traffic(
 
 
 class Objectives(NamedTuple):
-    """As options give them; ``None`` for the usual."""
+    """As options give them, named as in `SloConfig`; ``None`` for the usual."""
 
-    ttft: float | None
-    tpot: float | None
+    ttft_seconds: float | None
+    tpot_seconds: float | None
     attainment: float | None
 
 
 def objectives(usual: SloConfig, asked: Objectives) -> SloConfig:
     """What was asked, and else what is usual."""
-    config = override(
-        DeploymentConfig(slo=usual),
-        "slo",
-        ttft_seconds=asked.ttft,
-        tpot_seconds=asked.tpot,
-        attainment=asked.attainment,
-    )
+    config = override(DeploymentConfig(slo=usual), "slo", **asked._asdict())
     check_deployment(config)
     return config.slo
+
+
+class Holding(NamedTuple):
+    """How the model is held, as options give it, named as in `ModelConfig`; ``None`` for the usual."""
+
+    dtype: str | None
+    kv_dtype: str | None
+    quantization: str | None
+    max_model_len: int | None
+
+
+def held(usual: ModelConfig, asked: Holding) -> ModelConfig:
+    """What was asked, and else what is usual."""
+    config = override(DeploymentConfig(model=usual), "model", **asked._asdict())
+    check_deployment(config)
+    return config.model
 
 
 def num_cores() -> int:

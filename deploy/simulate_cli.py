@@ -17,6 +17,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy import plan_options as options
 from pdserve.deploy.config import (
     ConfigError,
+    Use,
     check_deployment,
     kv_memory_bytes,
     override,
@@ -99,7 +100,7 @@ def simulate(
     ):
         config = _with_workers(config, phase, workers)
         config = override(config, phase, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
-    check_deployment(config, is_served=False)
+    check_deployment(config, use=Use.SIMULATE)
     named = _named_traffic(workload, trace, input_tokens, output_tokens)
     if concurrency is not None and rate is not None:
         raise ConfigError("--rate and --concurrency exclude each other: a closed loop has the rate that comes about")
@@ -143,7 +144,7 @@ class _Devices(NamedTuple):
 
 def _deployment(file: Path | None, *, is_colocated: bool) -> DeploymentConfig:
     """What options change: the file's, or one worker of each phase."""
-    config = read_deployment(file, is_served=False) if file else DeploymentConfig(model=ModelConfig(dtype="bfloat16"))
+    config = read_deployment(file, use=Use.SIMULATE) if file else DeploymentConfig(model=ModelConfig(dtype="bfloat16"))
     if is_colocated and not config.mixed.replicas:
         none = PhaseConfig(replicas=0)
         config = dataclasses.replace(config, prefill=none, decode=none, mixed=PhaseConfig())

@@ -58,6 +58,8 @@ def choose_backend(config: WorkerConfig) -> Backend:
 
 def _model_backend(config: WorkerConfig) -> Backend:
     """The checkpoint, on this host's CPU or on a GPU."""
+    if config.tensor_parallel != 1:
+        raise ValueError(f"tensor_parallel is {config.tensor_parallel}; only 1 is computed today, more can be emulated")
     folder = Path(config.model_path)
     model = DecoderConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
@@ -122,15 +124,17 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         model.shape,
         _device(config) if is_instant else slowed(_device(config), config.time_scale),
         config.dtype,
-        kv_dtype=config.kv_dtype,
-        quantization=config.quantization,
+        config.tensor_parallel,
+        config.kv_dtype,
+        config.quantization,
     )
     max_blocks = cost.max_kv_blocks(
         config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
     )
     if max_blocks == 0:
         raise ValueError(
-            f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on one {cost.hardware.name}: "
+            f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on {config.tensor_parallel} x "
+            f"{cost.hardware.name}: "
             f"emulate a larger GPU or serve a smaller model"
         )
     block_bytes = cost.kv_bytes_per_token * config.block_size

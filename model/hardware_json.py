@@ -6,7 +6,9 @@ Written by whoever starts them, from a file that `pdserve.planner.hardware_file`
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields
+from typing import Any
 
 from pdserve.model.curve import Curve
 from pdserve.model.hardware import Hardware, Measured
@@ -22,6 +24,15 @@ def hardware_from_json(text: str) -> Hardware:
     """Raises ValueError for text that is no device."""
     try:
         values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"a worker's hardware is no device as JSON: {error}") from error
+    return hardware_from_fields(values)
+
+
+def hardware_from_fields(fields_of_json: Mapping[str, Any]) -> Hardware:
+    """The same of an object that was part of a larger one."""
+    try:
+        values = dict(fields_of_json)
         unknown = values.keys() - {field.name for field in fields(Hardware)}
         if unknown:
             raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")

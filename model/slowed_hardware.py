@@ -7,7 +7,6 @@ objectives in real seconds, decides as it would at full speed with objectives as
 from __future__ import annotations
 
 import dataclasses
-from types import MappingProxyType
 from typing import Any
 
 from pdserve.model.hardware import Hardware
@@ -16,8 +15,7 @@ from pdserve.model.hardware import Hardware
 def slowed(device: Hardware, time_scale: float) -> Hardware:
     """``device`` with every step and every transfer ``time_scale`` times as long."""
     assert time_scale > 0
-    peak_flops = {dtype: flops / time_scale for dtype, flops in device.peak_flops.items()}
-    changes: dict[str, Any] = {"peak_flops": MappingProxyType(peak_flops)}
+    changes: dict[str, Any] = {"peak_flops": {dtype: flops / time_scale for dtype, flops in device.peak_flops.items()}}
     for field in dataclasses.fields(device):
         # Fields carry their unit in their name; what is neither a duration nor a rate is not changed by time.
         if field.name.endswith("_s"):

@@ -31,7 +31,8 @@ _PLANNED_KEYS = (
 )
 """Of a pool; the others keep their defaults."""
 NOT_SERVED_YET = (
-    "pdserve up refuses tensor_parallel and pipeline_parallel above 1 today; pdserve simulate reads this file"
+    "pdserve up takes tensor_parallel above 1 only with --emulate today, and pipeline_parallel above 1 not at all; "
+    "pdserve simulate reads this file"
 )
 """What to tell of a file with such workers."""
 

@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import numpy as np
 
+from pdserve.contracts.deployment import ModelConfig, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import Hardware
+from pdserve.model.hardware_json import hardware_from_fields
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.live import LiveError, ObservedTraffic
 from pdserve.planner.plan import Supply
@@ -34,6 +37,10 @@ class RunningWorker:
     role: WorkerRole
     host: str
     hardware: str
+    tensor_parallel: int
+    dtype: str
+    kv_dtype: str
+    quantization: str
     max_model_len: int
     block_size: int
     num_kv_blocks: int
@@ -44,32 +51,64 @@ class RunningWorker:
     num_cached_blocks: int
 
 
-def running_workers(status: Mapping[str, object]) -> list[RunningWorker]:
-    """The workers that are up, from the router's `/status`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCluster:
+    """What a router says of the cluster that it serves with."""
+
+    workers: tuple[RunningWorker, ...]
+    """That are up: one or more."""
+    model: ModelConfig
+    """As the workers hold it; its path is one of the router's host."""
+    slo: SloConfig
+    devices: Mapping[WorkerRole, Hardware]
+    """That the workers of each role are predicted with."""
+
+
+def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
+    """What is in the router's `/status`.
 
     Raises:
-        LiveError: it is of something else, or no worker is up.
+        LiveError: it is of something else, no worker is up, or they do not hold the model alike.
     """
     try:
-        workers = status["workers"]
-        assert isinstance(workers, list)
-        found = [_worker(each) for each in workers if each["up"]]
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise LiveError("this is no status of a pdserve router; name its admin address") from error
-    if not found:
+        workers = tuple(_worker(each) for each in status["workers"] if each["up"])
+        slo = SloConfig(**{name: float(value) for name, value in status["slo"].items()})
+        devices = {WorkerRole(role): hardware_from_fields(device) for role, device in status["devices"].items()}
+        path, name = str(status["model"]["path"]), str(status["model"]["name"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LiveError("this is no status of a pdserve router of this version; name its admin address") from error
+    if not workers:
         raise LiveError("no worker of the cluster is up; wait until pdserve status says that it is ready")
-    return found
+    return RunningCluster(workers=workers, model=_held(path, name, workers), slo=slo, devices=devices)
 
 
-def _worker(status: Mapping[str, object]) -> RunningWorker:
+def _held(path: str, name: str, workers: Sequence[RunningWorker]) -> ModelConfig:
+    ways = {(each.dtype, each.kv_dtype, each.quantization, each.block_size) for each in workers}
+    if len(ways) > 1:
+        raise LiveError(f"the workers do not hold the model alike: {sorted(ways)}; a placement holds it in one way")
+    ((dtype, kv_dtype, quantization, block_size),) = ways
+    return ModelConfig(
+        path=path,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        max_model_len=min(each.max_model_len for each in workers),
+        block_size=block_size,
+        served_name=name,
+    )
+
+
+def _worker(status: Mapping[str, Any]) -> RunningWorker:
     limits, load = status["limits"], status["load"]
-    assert isinstance(limits, dict)
-    assert isinstance(load, dict)
     return RunningWorker(
         worker_id=str(status["worker_id"]),
         role=WorkerRole(status["role"]),
         host=str(status["address"]).rpartition(":")[0],
         hardware=str(status["hardware"]),
+        tensor_parallel=int(status["tensor_parallel"]),
+        dtype=str(status["dtype"]),
+        kv_dtype=str(status["kv_dtype"]),
+        quantization=str(status["quantization"]),
         max_model_len=int(limits["max_model_len"]),
         block_size=int(limits["block_size"]),
         num_kv_blocks=int(limits["num_blocks"]),
@@ -80,11 +119,11 @@ def _worker(status: Mapping[str, object]) -> RunningWorker:
     )
 
 
-def running_layout(workers: Sequence[RunningWorker], device: Callable[[str], Hardware]) -> Layout:
+def running_layout(workers: Sequence[RunningWorker], device: Callable[[RunningWorker], Hardware]) -> Layout:
     """How the workers are placed.
 
     Args:
-        device: looks the name of a worker's hardware up.
+        device: what a worker's ranks are.
 
     Raises:
         LiveError: one phase has no workers, or those of one role are not alike.
@@ -107,10 +146,12 @@ def _hosts(workers: Sequence[RunningWorker]) -> tuple[tuple[Hosts, ...], ...]:
     return tuple(filter(None, by_role))
 
 
-def _pool(role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[str], Hardware]) -> Pool | None:
+def _pool(
+    role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[RunningWorker], Hardware]
+) -> Pool | None:
     if not workers:
         return None
-    kinds = {(each.hardware, each.max_batch_tokens, each.max_batch_size) for each in workers}
+    kinds = {(each.hardware, each.tensor_parallel, each.max_batch_tokens, each.max_batch_size) for each in workers}
     if len(kinds) > 1:
         raise LiveError(
             f"the {role.value} workers are not alike: {sorted(kinds)}; a placement has one kind of each role"
@@ -119,7 +160,8 @@ def _pool(role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[
     return Pool(
         role=role,
         replicas=len(workers),
-        hardware=device(first.hardware),
+        hardware=device(first),
+        tensor_parallel=first.tensor_parallel,
         max_batch_tokens=first.max_batch_tokens,
         max_batch_size=first.max_batch_size,
         num_kv_blocks=min(each.num_kv_blocks for each in workers),
@@ -131,14 +173,20 @@ def supplies(layout: Layout, workers: Sequence[RunningWorker]) -> tuple[Supply, 
     kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
     counts: dict[str, Counter[str]] = {name: Counter() for name in kinds}
     for pool in layout.pools:
-        counts[pool.hardware.name].update(each.host for each in workers if each.role is pool.role)
-    return tuple(_supply(kinds[name], list(hosts.values())) for name, hosts in counts.items())
+        for worker in workers:
+            if worker.role is pool.role:
+                counts[pool.hardware.name][worker.host] += pool.devices_per_worker
+    widest = max(pool.tensor_parallel for pool in layout.pools)
+    return tuple(_supply(kinds[name], list(hosts.values()), widest) for name, hosts in counts.items())
 
 
-def _supply(hardware: Hardware, host_sizes: Sequence[int]) -> Supply:
+def _supply(hardware: Hardware, host_sizes: Sequence[int], widest: int) -> Supply:
     # The search knows hosts that are alike only. Others are taken in parts that are alike, though KV between two parts
-    # of a host need not cross the network: what is found is no better than it would be.
+    # of a host need not cross the network: what is found is no better than it would be. Where no part would hold the
+    # widest worker that runs, they are taken for one host.
     devices_per_node = gcd(*host_sizes)
+    if devices_per_node < widest:
+        devices_per_node = sum(host_sizes)
     return Supply(
         hardware=hardware,
         num_nodes=sum(host_sizes) // devices_per_node,

@@ -7,20 +7,23 @@ from math import inf, isfinite
 from pdserve.contracts.placement import WorkerRole
 
 ROLE_NAMES = {WorkerRole.PREFILL: "prefill", WorkerRole.DECODE: "decode", WorkerRole.MIXED: "colocated"}
+_PLAIN = (-5, 15)
+"""Powers of ten from which, and below which, a number is written without an exponent."""
 _BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Rounded to so many significant digits, without an exponent: ``12.3``, ``1,230``."""
+    """Rounded to so many significant digits: ``12.3``, ``1,230``, ``0.0012``, and ``1.2e-9`` where it is tiny."""
     if not isfinite(value):
         return "never" if value == inf else "-"
     if value == 0:
         return "0"
-    magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    if magnitude >= digits:
-        return f"{round(value, digits - magnitude):,.0f}"
-    text = f"{value:.{digits - magnitude}f}" if magnitude else f"{value:.{digits}g}"
-    return f"{float(text):f}".rstrip("0").rstrip(".") if "e" in text else text
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    exponent = int(power)
+    if not _PLAIN[0] <= exponent < _PLAIN[1]:
+        return f"{float(mantissa):g}e{exponent}"
+    text = f"{float(f'{mantissa}e{power}'):,.{max(0, digits - 1 - exponent)}f}"
+    return text.rstrip("0") if exponent < 0 else text
 
 
 def seconds(value: float) -> str:

@@ -5,7 +5,8 @@ The supervisor puts the whole list of workers here; Prometheus and `pdserve stat
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
@@ -14,12 +15,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.model.hardware import Hardware
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import Fleet, Worker
 from pdserve.router.metrics import RouterMetrics
 
 _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_batch_size")
+_HELD = ("hardware", "tensor_parallel", "dtype", "kv_dtype", "quantization")
 """Of a worker, as it said when it was connected to."""
 
 
@@ -37,7 +41,19 @@ class Target(BaseModel):
         return WorkerEndpoint(**self.model_dump())
 
 
-def create_admin_app(dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetrics) -> FastAPI:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedCluster:
+    """What the router was told of the deployment, for those who look at it."""
+
+    model_path: str
+    """Folder of the model, absolute, on the router's host."""
+    served_name: str
+    slo: SloConfig
+    devices: Mapping[WorkerRole, Hardware]
+    """That the workers of each role are predicted with: as measured, and slowed where they are emulated so."""
+
+
+def create_admin_app(dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetrics, served: ServedCluster) -> FastAPI:
     """The application of the admin port."""
     app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -66,7 +82,7 @@ def create_admin_app(dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetric
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        return router_status(dispatcher, fleet)
+        return {**router_status(dispatcher, fleet), **_deployment_status(served)}
 
     return app
 
@@ -84,10 +100,21 @@ def router_status(dispatcher: Dispatcher, fleet: Fleet) -> dict[str, Any]:
     }
 
 
+def _deployment_status(served: ServedCluster) -> dict[str, Any]:
+    """What does not change; `pdserve plan --live` asks with it."""
+    return {
+        "model": {"path": served.model_path, "name": served.served_name},
+        "slo": asdict(served.slo),
+        # Where each figure comes from is most of a device's text, and nobody reads it here.
+        "devices": {role.value: asdict(replace(device, sources={})) for role, device in served.devices.items()},
+    }
+
+
 def _worker_status(worker: Worker) -> dict[str, Any]:
     load = MessageToDict(worker.load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for name in ("num_preemptions", "num_swap_outs", "num_swap_ins"):
         load[name] = getattr(worker.load, name)  # JSON's mapping writes 64-bit numbers as text
     welcome = worker.welcome
     limits = {name: getattr(welcome, name) for name in _LIMITS}
-    return {**asdict(worker.endpoint), "up": worker.is_up, "hardware": welcome.hardware, "limits": limits, "load": load}
+    held = {name: getattr(welcome, name) for name in _HELD}
+    return {**asdict(worker.endpoint), "up": worker.is_up, **held, "limits": limits, "load": load}

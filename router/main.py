@@ -31,7 +31,7 @@ from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
 from pdserve.model.hardware_json import hardware_from_json
 from pdserve.model.slowed_hardware import slowed
-from pdserve.router.admin import create_admin_app
+from pdserve.router.admin import ServedCluster, create_admin_app
 from pdserve.router.app import create_app
 from pdserve.router.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.fleet import Fleet
@@ -90,7 +90,8 @@ async def serve(config: RouterProcessConfig) -> int:
     )
     dispatcher = Dispatcher(fleet, costs, metrics, settings)
     app = create_app(dispatcher, tokenizer, served_name=config.served_name, observer=EdgeMetrics(metrics, config.slo))
-    servers = [(_server(app), public), (_server(create_admin_app(dispatcher, fleet, metrics)), admin)]
+    admin_app = create_admin_app(dispatcher, fleet, metrics, _served(config, costs))
+    servers = [(_server(app), public), (_server(admin_app), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     helpers = [asyncio.create_task(dispatcher.sweep_forever()), asyncio.create_task(keep_proven(dispatcher, fleet))]
     _announce(public, admin)
@@ -115,10 +116,18 @@ def build_cost_models(config: RouterProcessConfig) -> Costs:
     for role in WorkerRole:
         measured = config.devices.get(role.value)
         device = slowed(hardware_from_json(measured) if measured else catalogued, config.time_scale)
-        costs[role] = CostModel(
-            shape, device, config.dtype, config.tensor_parallel, config.kv_dtype, config.quantization
-        )
+        num_ranks = config.tensor_parallel.get(role.value, 1)
+        costs[role] = CostModel(shape, device, config.dtype, num_ranks, config.kv_dtype, config.quantization)
     return costs
+
+
+def _served(config: RouterProcessConfig, costs: Costs) -> ServedCluster:
+    return ServedCluster(
+        model_path=str(Path(config.model_path).resolve()),
+        served_name=config.served_name,
+        slo=config.slo,
+        devices={role: cost.hardware for role, cost in costs.items()},
+    )
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:

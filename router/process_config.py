@@ -39,8 +39,8 @@ class RouterProcessConfig:
     """Of a worker on ``cpu``."""
     time_scale: float = 1.0
     """Steps of an emulated worker last this many times those of ``hardware``."""
-    tensor_parallel: int = 1
-    """Ranks of a worker."""
+    tensor_parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks of a worker, by its role, where they are more than one."""
     dtype: str = "float32"
     """Of weights and activations."""
     kv_dtype: str = "auto"

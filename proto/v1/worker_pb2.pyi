@@ -390,6 +390,10 @@ class Welcome(_message.Message):
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     HARDWARE_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     worker_epoch: _builtins.int
     role: _builtins.str
@@ -403,6 +407,14 @@ class Welcome(_message.Message):
     max_batch_size: _builtins.int
     hardware: _builtins.str
     """name in the hardware catalogue"""
+    tensor_parallel: _builtins.int
+    """ranks that share every layer"""
+    dtype: _builtins.str
+    """of weights and activations"""
+    kv_dtype: _builtins.str
+    """as in a deployment: "auto" is dtype"""
+    quantization: _builtins.str
+    """of the weights, or "none" """
     def __init__(
         self,
         *,
@@ -417,10 +429,14 @@ class Welcome(_message.Message):
         max_batch_tokens: _builtins.int = ...,
         max_batch_size: _builtins.int = ...,
         hardware: _builtins.str = ...,
+        tensor_parallel: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "hardware", b"hardware", "kv_address", b"kv_address", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "role", b"role", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "quantization", b"quantization", "role", b"role", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.deploy.config import parse_deployment
+from pdserve.deploy.config import Use, parse_deployment
 from pdserve.deploy.cores import split_cores
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.model.hardware import hardware
@@ -46,6 +46,15 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert first.transfer_cpu_cores == split.spare_cores
     assert [config.core_seat for config in (first, second, third)] == [0, 1, 2]
     assert (third.core_board, third.core_seats) == (BOARD, split.worker_cores)
+
+
+def test_degrees_go_to_the_workers_and_the_router() -> None:
+    wide = parse_deployment({"decode": {"tensor_parallel": 4}}, use=Use.EMULATE)
+    launch = Launch(config=wide, emulate="a100")
+    split = split_cores(range(8), launch.roles)
+    configs = worker_configs(launch, MODEL_PATH, split, range(8), "secret", BOARD)
+    assert [config.tensor_parallel for config in configs] == [1, 4]
+    assert router_config(launch, MODEL_PATH, split, 8, "secret").tensor_parallel == {"prefill": 1, "decode": 4}
 
 
 def test_workers_without_cores_of_their_own_lend_nothing() -> None:

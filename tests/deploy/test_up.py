@@ -17,12 +17,14 @@ from pdserve.deploy.cluster_folder import running_clusters
 from tests.deploy.clusters import UpProcess, pdserve, wait_for
 
 ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "1", "--decode", "1")
+DEPLOYMENT = "{model: {dtype: bfloat16}, slo: {attainment: 0.8}, decode: {tensor_parallel: 2}}"
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     folder = tmp_path_factory.mktemp("up")
-    up = UpProcess(folder / "log", *ARGUMENTS)
+    (folder / "deployment.yaml").write_text(DEPLOYMENT)
+    up = UpProcess(folder / "log", str(folder / "deployment.yaml"), *ARGUMENTS)
     try:
         up.wait_ready()
         yield up
@@ -67,6 +69,15 @@ def test_status_shows_every_worker(cluster: UpProcess) -> None:
     assert run.stdout.startswith("ready: 0 in flight")
     assert "prefill-0" in run.stdout
     assert "decode-0" in run.stdout
+
+
+def test_the_router_says_what_the_deployment_does(cluster: UpProcess) -> None:
+    status = cluster.status()
+    workers = {worker["role"]: (worker["tensor_parallel"], worker["dtype"]) for worker in status["workers"]}
+    assert workers == {"prefill": (1, "bfloat16"), "decode": (2, "bfloat16")}
+    assert status["slo"] == {"ttft_seconds": 0.25, "tpot_seconds": 0.05, "attainment": 0.8}
+    assert (Path(status["model"]["path"]) / "config.json").is_file()
+    assert status["devices"]["decode"]["name"] == "h100-sxm"
 
 
 def test_nothing_but_the_api_listens_beyond_loopback(cluster: UpProcess) -> None:

@@ -196,3 +196,11 @@ def test_a_measured_device_predicts_the_worker(config: WorkerConfig) -> None:
     assert computed.cost.hardware == measured
     emulated = choose_backend(replace(config, emulate="mine", time_scale=0.0, hardware=hardware_to_json(measured)))
     assert emulated.cost.hardware == measured
+
+
+def test_only_emulated_workers_are_tensor_parallel(config: WorkerConfig) -> None:
+    wide = replace(config, tensor_parallel=2)
+    with pytest.raises(ValueError, match="tensor_parallel is 2; only 1 is computed today"):
+        choose_backend(wide)
+    one, two = (choose_backend(replace(each, emulate="h100-sxm")) for each in (config, wide))
+    assert (one.cost.tensor_parallel, two.cost.tensor_parallel) == (1, 2)

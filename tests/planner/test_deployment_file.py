@@ -40,7 +40,7 @@ def test_what_the_engine_does_not_do_is_written_and_said(tmp_path: Path) -> None
     file = written(a_plan().candidates[2], tmp_path)
     assert has_parallel_workers(WIDE)
     assert not has_parallel_workers(APART)
-    assert "# pdserve up refuses tensor_parallel and pipeline_parallel above 1 today" in file.read_text()
+    assert "# pdserve up takes tensor_parallel above 1 only with --emulate today" in file.read_text()
     with pytest.raises(ConfigError, match=r"prefill.tensor_parallel is 2; only 1 is supported today"):
         read_deployment(file)
 

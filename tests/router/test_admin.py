@@ -5,23 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import httpx
 import pytest
 
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
 from pdserve.engine.scheduler import RequestEventKind
-from pdserve.planner.running import running_workers
-from pdserve.router.admin import create_admin_app
+from pdserve.model.hardware import hardware
+from pdserve.planner.running import running_cluster
+from pdserve.router.admin import ServedCluster, create_admin_app
 from pdserve.router.generation import GenerationError
 from pdserve.router.warmup import keep_proven
 from tests.router.rig import Rig, hand_off, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
+SERVED = ServedCluster(
+    model_path="/models/tiny",
+    served_name="tiny",
+    slo=SloConfig(ttft_seconds=1.5, attainment=0.8),
+    devices={WorkerRole.DECODE: replace(hardware("l4"), sources={})},
+)
+
 
 @asynccontextmanager
 async def admin_client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_admin_app(rig.dispatcher, rig.fleet, rig.metrics))
+    transport = httpx.ASGITransport(create_admin_app(rig.dispatcher, rig.fleet, rig.metrics, SERVED))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         yield client
 
@@ -72,10 +82,12 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
         assert status["workers"][1]["load"]["num_blocks_referenced"] == 3
         assert status["workers"][0]["load"]["num_blocks_referenced"] == 0
         assert status["workers"][1]["load"]["num_preemptions"] == 0
-        assert [worker.role.value for worker in running_workers(status)] == ["decode", "prefill"], (
-            "the planner reads it"
-        )
-        assert running_workers(status)[0].max_batch_size == d.welcome["max_batch_size"]
+        running = running_cluster(status)
+        assert [worker.role.value for worker in running.workers] == ["decode", "prefill"], "the planner reads it"
+        assert running.workers[0].max_batch_size == d.welcome["max_batch_size"]
+        assert [worker.tensor_parallel for worker in running.workers] == [2, 2]
+        assert (running.model.path, running.model.dtype) == (SERVED.model_path, "bfloat16")
+        assert (running.slo, running.devices) == (SERVED.slo, SERVED.devices)
         flight.cancel()
         assert (await client.get("/status")).json()["outcomes"]["cancelled"] == 1
 

@@ -157,14 +157,19 @@ def test_what_cannot_be_used_is_named(checkpoint: Path, fields: dict[str, str], 
     assert named in result.stderr
 
 
-def test_each_role_is_predicted_by_its_own_device(checkpoint: Path) -> None:
+def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
     slow = replace(hardware("cpu"), step_overhead_s=5.0)
     config = RouterProcessConfig(
-        model_path=str(checkpoint), served_name="s", cores_per_worker=2, devices={"decode": hardware_to_json(slow)}
+        model_path=str(checkpoint),
+        served_name="s",
+        cores_per_worker=2,
+        devices={"decode": hardware_to_json(slow)},
+        tensor_parallel={"decode": 2},
     )
     costs = build_cost_models(config)
     assert costs[WorkerRole.DECODE].decode_s(1, 1) > 5.0
     assert costs[WorkerRole.PREFILL].hardware == hardware("cpu", num_cores=2)
+    assert [costs[role].tensor_parallel for role in (WorkerRole.PREFILL, WorkerRole.DECODE)] == [1, 2]
 
 
 def test_the_configuration_survives_json_and_unknown_keys_do_not() -> None:
