@@ -14,8 +14,7 @@ Asks the cost model only. All figures are of a steady state with a demand's mean
   finds that of use, so that the same holds for both. As ``s`` is convex, but for the growth of efficiency with size,
   steps that vary around their means do no better than steps that are all alike.
 - Link: what is prefilled elsewhere and not in a prefix cache must cross it, one pull at a time for each worker, as fast
-  as the slower side can. Within hosts no more pulls run at a time than the fewer of both phases' workers there can
-  have, summed over hosts; the others go by the network.
+  as the slower side can, within a host or over the network (`pdserve.planner.links`).
 
 The rate cannot exceed ``min(decoded, prefilled)`` at the best ``(n, b)``. Sources: Little, "A proof for the queuing
 formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and Kingman's exponential tail of it (1961).
@@ -24,7 +23,6 @@ formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and K
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, inf, sqrt
@@ -36,9 +34,11 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import Hardware
+from pdserve.planner import links
 from pdserve.planner.attainment import BoolArray
 from pdserve.planner.demand import Demand
 from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.links import PullTimes
 from pdserve.planner.simulation import FloatArray, IntArray
 from pdserve.planner.simulator import Overheads
 
@@ -186,7 +186,7 @@ class BoundBook:
             prefill = self.figures(layout.prefill)
             prefilled_per_s = layout.prefill.replicas * prefill.prefilled_per_s
             idle_ttft_s = np.minimum(prefill.idle_ttft_s, decode.idle_ttft_s)
-            linked_per_s = self.linked_per_s(layout)
+            linked_per_s = links.most_per_s(layout, self._pull_times(layout))
             is_link_limited = linked_per_s < prefilled_per_s
             prefilled_per_s = min(prefilled_per_s, linked_per_s)
         decoded, prefilled = replicas * mix.decoded_per_s, prefilled_per_s + replicas * mix.prefilled_per_s
@@ -209,23 +209,6 @@ class BoundBook:
             is_slo_within_reach=bool(reaches),
         )
 
-    def linked_per_s(self, layout: Layout) -> float:
-        """Prompts whose KV moves, of a layout with both pools: every worker of the fewer always pulls, or is pulled
-        from, and by the fastest link that it can."""
-        assert layout.prefill is not None
-        assert layout.decode is not None
-        hosts = layout.worker_hosts
-        from_hosts, to_hosts = (
-            Counter({host: count * pool.pipeline_parallel for host, count in Counter(hosts[pool.role]).items()})
-            for pool in (layout.prefill, layout.decode)
-        )
-        num_near = (from_hosts & to_hosts).total()
-        num_far = min(from_hosts.total(), to_hosts.total()) - num_near
-        near_s, far_s = (self._transfer_s(layout, same_host=same_host) for same_host in (True, False))
-        if len(from_hosts | to_hosts) > 1:
-            near_s = min(near_s, far_s)  # who can pull within a host may do so from another one
-        return num_near / near_s + num_far / far_s
-
     @property
     def _judged_share(self) -> float:
         """Of the requests, those that at least must be answered in short steps to meet the target; if any, above 0."""
@@ -243,7 +226,10 @@ class BoundBook:
         if layout.prefill is not None:
             if layout.prefill not in self._queued:
                 self._queued[layout.prefill] = self._queued_rate(layout.prefill)
-            prefilled = self._queued[layout.prefill] + prefilled * self._local_share(decode_pool)
+            handed_off = self._queued[layout.prefill]
+            if layout.spans_hosts:
+                handed_off = min(handed_off, links.even_per_s(layout, self._pull_times(layout)))
+            prefilled = handed_off + prefilled * self._local_share(decode_pool)
         else:
             tpot_s = tpot_s + self._stalls_s(decode_pool)
         decoded = np.where(self._is_within(tpot_s), decode_pool.replicas * mix.decoded_per_s, 0.0)
@@ -290,10 +276,14 @@ class BoundBook:
         tokens = self._sample(self._demand.num_new_tokens)
         return float(tokens[is_short].sum() / tokens.sum())
 
-    def _transfer_s(self, layout: Layout, *, same_host: bool) -> float:
+    def _pull_times(self, layout: Layout) -> PullTimes:
         num_tokens = int(self._demand.mean_new_tokens)
         costs = [self.figures(pool).cost for pool in (layout.prefill, layout.decode) if pool is not None]
-        return max([1e-9, *(cost.transfer_s(num_tokens, same_host=same_host) for cost in costs)])
+        near_s, far_s = (
+            max([1e-9, *(cost.transfer_s(num_tokens, same_host=same_host) for cost in costs)])
+            for same_host in (True, False)
+        )
+        return PullTimes(near_s, far_s)
 
     # One worker
 

@@ -42,7 +42,7 @@ def assemble(
     resource = _resource(layout, bounds, None if is_capped else seen)
     rate = bounds.estimate if goodput is None else goodput.rate
     reasons = [_binding_words(seen, resource, book.idle_ttft_miss_share(layout), is_capped=is_capped)]
-    if layout.spans_hosts:
+    if winner is None and layout.spans_hosts:
         reasons.append(host_sentence(layout, seen))
     if winner is not None:
         reasons.append(_losing_words(question, winner, layout, goodput, rate, at_winners_rate, is_final=is_final))

@@ -172,7 +172,8 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
     yield f"What runs out first: {candidate.resource.value}"
     if candidate.layout.num_hosts > 1:
         at_rate = goodput.at_rate if goodput is not None else None
-        yield f"{host_sentence(candidate.layout, at_rate)} {ONE_HOST_TODAY}"
+        yield host_sentence(candidate.layout, at_rate)
+        yield ONE_HOST_TODAY
     if has_parallel_workers(candidate.layout):
         yield NOT_SERVED_YET
 

@@ -16,6 +16,7 @@ from pdserve.planner import wording
 from pdserve.planner.attainment import Attainment
 from pdserve.planner.crew import AttainJob, Crew, GoodputJob
 from pdserve.planner.goodput import Goodput, Trial, Workload
+from pdserve.planner.hosts import host_sentence
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.plan import Candidate, Plan
 from pdserve.planner.plan_json import Json, attainment_json, layout_json, plan_json
@@ -191,13 +192,15 @@ def sentences(proposal: Proposal) -> Iterator[str]:
     yield (
         f"Running: {running.layout}, goodput {_with_interval(running.goodput)}; at the observed {observed}, "
         f"{wording.share(running.at_observed.share)} of requests meet both objectives."
+        f"{_where(running.layout, running.at_observed)}"
     )
     yield (
         f"Best found: {best.layout}, goodput {_with_interval(best.goodput)}; at the observed {observed}, "
-        f"{wording.share(proposal.at_observed.share)}."
+        f"{wording.share(proposal.at_observed.share)}.{_where(best.layout, proposal.at_observed)}"
     )
     if not change.num_started and not change.num_stopped:
-        yield "Keep the placement: it is the best that was found."
+        elsewhere = ", but for the hosts that its workers are on" if running.layout.spans_hosts else ""
+        yield f"Keep the placement: it is the best that was found{elsewhere}."
         return
     yield (
         f"The change would stop {change.num_stopped} workers, start {change.num_started} and keep {change.num_kept}; "
@@ -205,6 +208,10 @@ def sentences(proposal: Proposal) -> Iterator[str]:
         f"under way would be computed again, and KV of about {change.num_cached_tokens:,.0f} tokens lost."
     )
     yield _advice(proposal)
+
+
+def _where(layout: Layout, seen: Attainment) -> str:
+    return f" {host_sentence(layout, seen)}" if layout.spans_hosts else ""
 
 
 def _advice(proposal: Proposal) -> str:

@@ -158,34 +158,6 @@ def test_a_link_is_as_fast_as_its_slower_end(hardware: tuple[Hardware, Hardware]
     assert bounds.estimate <= bounds.rate
 
 
-def test_links_carry_what_is_near_and_what_is_far() -> None:
-    book = a_book(PoissonWorkload(1600, 5, 0.0))
-    cost = a_pool(WorkerRole.DECODE).cost(LLAMA_3_8B)
-    near, far = (1 / cost.transfer_s(1600, same_host=same_host) for same_host in (True, False))
-    pairs = disaggregated(2, 2)
-    for (prefill, decode), expected in {
-        ((0, 0), (0, 0)): 2 * near,
-        ((0, 1), (0, 0)): near + far,
-        ((0, 1), (1, 0)): 2 * near,
-        ((0, 0), (1, 2)): 2 * far,
-    }.items():
-        hosts = tuple(tuple((host,) for host in pool) for pool in (prefill, decode))
-        assert book.linked_per_s(replace(pairs, hosts=hosts)) == pytest.approx(expected, rel=1e-12)
-    # Each stage's lane has a wire of its own, and two pipelines over the same hosts meet stage by stage.
-    staged = Layout(prefill=a_pool(WorkerRole.PREFILL, 1, 1, 2), decode=a_pool(WorkerRole.DECODE, 1, 1, 2))
-    for (one, other), expected in {((0, 1), (0, 1)): 4 * near, ((0, 1), (1, 0)): 4 * far}.items():
-        assert book.linked_per_s(replace(staged, hosts=((one,), (other,)))) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_network_that_is_faster_than_the_links_bounds_what_may_take_either() -> None:
-    device = replace(H100, network_bandwidth=2 * H100.link_bandwidth)
-    prefill, decode = (replace(pool, hardware=device) for pool in disaggregated(2, 2).pools)
-    together = Layout(prefill=prefill, decode=decode)
-    apart = replace(together, hosts=(((0,), (1,)), ((0,), (1,))))
-    book = a_book(PoissonWorkload(1600, 5, 0.0))
-    assert book.linked_per_s(apart) == pytest.approx(2 * book.linked_per_s(together), rel=1e-12)
-
-
 def test_what_a_prefix_cache_holds_need_not_cross_the_link() -> None:
     # Fast enough for what is new of each prompt, too slow for the whole.
     medium = replace(H100, network_bandwidth=2e10)

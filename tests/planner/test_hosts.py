@@ -71,6 +71,8 @@ def test_each_kind_of_device_has_hosts_of_its_own() -> None:
     decode = replace(a_pool(WorkerRole.DECODE, 2), hardware=a100)
     found = placed(Layout(prefill=a_pool(WorkerRole.PREFILL, 3, 4), decode=decode), fleet)
     assert found.worker_hosts == {WorkerRole.PREFILL: ((1,), (2,), (1,)), WorkerRole.DECODE: ((0,), (0,))}
+    found = placed(Layout(prefill=a_pool(WorkerRole.PREFILL), decode=decode), fleet)
+    assert found.worker_hosts == {WorkerRole.PREFILL: ((1,),), WorkerRole.DECODE: ((0,), (0,))}
 
 
 def test_a_fleet_without_room_is_refused() -> None:

@@ -94,6 +94,21 @@ def test_what_runs_is_not_proposed_again() -> None:
     assert list(sentences(proposal))[-1] == "Keep the placement: it is the best that was found."
 
 
+def test_of_clusters_on_several_hosts_it_is_told_how_much_crosses_the_network() -> None:
+    _, goodput = with_goodput(a_plan().best, 10.0, 9.0, 11.0)
+    layout = replace(APART, hosts=(((0,),), ((1,),)))
+    pools = tuple(replace(pool, network_share=0.75) for pool in goodput.points[0].pools)
+    running = Running(layout=layout, goodput=goodput, at_observed=replace(goodput.points[0], pools=pools))
+    assert a_plan().best.goodput is not None
+    proposal = compare(running, a_plan().best, goodput.points[0], model=MODEL, workers=[])
+    first, second, last = sentences(proposal)
+    assert first.endswith(
+        "On 2 hosts, by devices: 1 with 1 prefill, 1 with 1 decode; 75 % of the pulls cross the network."
+    )
+    assert "hosts" not in second
+    assert last == "Keep the placement: it is the best that was found, but for the hosts that its workers are on."
+
+
 def test_a_cluster_that_serves_nothing_in_time_gains_without_bound() -> None:
     _, none = with_goodput(a_plan().candidates[1], 0.0, 0.0, 0.0)
     best = a_plan().best

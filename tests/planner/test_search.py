@@ -118,6 +118,7 @@ def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
     plan = find_plan(replace(a_question(), fleet=fleet), WORKLOAD, num_processes=1)
     assert {candidate.layout.num_devices for candidate in plan.candidates if candidate.layout.is_colocated} == {1}
     assert any("a colocated layout takes one" in note for note in plan.notes)
+    assert any("KV crosses the network between workers on different ones" in note for note in plan.notes)
     assert not any("a colocated layout takes one" in note for note in a_plan().notes)
 
 

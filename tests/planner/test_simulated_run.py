@@ -62,6 +62,15 @@ def test_the_table_says_what_was_met_and_how_workers_were_used() -> None:
     assert "A note." in lines
 
 
+def test_a_run_on_several_hosts_says_how_much_crosses_the_network() -> None:
+    # Too little TPOT for a decode worker to compute a prompt: the one that there is pulls all.
+    hasty = replace(SLO, tpot_seconds=1e-4)
+    result = carry_out(replace(RUN, layout=replace(APART, hosts=(((0,),), ((1,),))), slo=hasty))
+    said = "On 2 hosts, by devices: 1 with 1 prefill, 1 with 1 decode; 100 % of the pulls cross the network."
+    assert printed(result)[1] == said
+    assert [pool.network_share for pool in result.attainment.pools] == [0.0, 1.0]
+
+
 def test_a_target_that_is_missed_and_rejections_are_said() -> None:
     result = carry_out(replace(RUN, layout=TOGETHER, rate=500.0, max_in_flight=4))
     lines = printed(result)
