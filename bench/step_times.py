@@ -1,26 +1,25 @@
-"""How much longer the steps of a running cluster take than its cost model predicts, watched over a while.
+"""How much longer the steps of a running cluster take than its cost model predicts, over a while.
 
-Each worker keeps the ratio itself, for the router, which scales its predictions by it; here it is read from the
-router's status and averaged.
+The router's metrics count both, for each worker; what grew between two looks at them is compared. Whole sums, because
+a few long steps are most of what requests wait for, and short ones most of the steps.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import fmean
-from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.contracts import metrics
 from pdserve.contracts.placement import WorkerRole
 
-SAMPLE_S = 0.25
-
 StepTimeRatios = dict[WorkerRole, float]
-"""Observed over predicted time of the steps that each role is there for."""
+"""Observed over predicted time of the steps of each role that made any."""
+
+_OBSERVED, _PREDICTED = f"{metrics.STEP_SECONDS.name}_sum", f"{metrics.PREDICTED_STEP_SECONDS.name}_total"
 
 
 @contextmanager
@@ -30,36 +29,29 @@ def watched_step_times(admin_url: str) -> Iterator[StepTimeRatios]:
     Raises:
         httpx.HTTPError: nobody answered at ``admin_url``.
     """
-    seen: defaultdict[WorkerRole, list[float]] = defaultdict(list)
+    before = _metrics(admin_url)
     ratios: StepTimeRatios = {}
-    is_over = threading.Event()
-    failures: list[httpx.HTTPError] = []
-
-    def sample() -> None:
-        try:
-            with httpx.Client(base_url=admin_url, trust_env=False) as client:
-                while not is_over.wait(SAMPLE_S):
-                    for role, ratio in ratios_of(client.get("/status").raise_for_status().json()):
-                        seen[role].append(ratio)
-        except httpx.HTTPError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield ratios
-    finally:
-        is_over.set()
-        thread.join()
-    if failures:
-        raise failures[0]
-    ratios.update({role: fmean(of_role) for role, of_role in seen.items()})
+    yield ratios
+    ratios.update(ratios_between(before, _metrics(admin_url)))
 
 
-def ratios_of(status: Mapping[str, Any]) -> Iterator[tuple[WorkerRole, float]]:
-    """Of each worker that is up, by the router's `/status`; 1 where it has made no step yet."""
-    for worker in status["workers"]:
-        if worker["up"]:
-            role = WorkerRole(worker["role"])
-            steps = "decode" if role is WorkerRole.DECODE else "prefill"
-            yield role, worker["load"][f"{steps}_correction"] or 1.0
+def ratios_between(before: str, after: str) -> StepTimeRatios:
+    """Of what two scrapes of the router's metrics count, the second more than the first."""
+    old, new = _seconds(before), _seconds(after)
+    grown = {key: seconds - old.get(key, 0.0) for key, seconds in new.items()}
+    roles = [role for name, role in grown if name == _PREDICTED and grown[name, role] > 0]
+    return {role: grown[_OBSERVED, role] / grown[_PREDICTED, role] for role in roles}
+
+
+def _seconds(text: str) -> dict[tuple[str, WorkerRole], float]:
+    """Both sums, of all workers of a role."""
+    seconds: defaultdict[tuple[str, WorkerRole], float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in (_OBSERVED, _PREDICTED):
+                seconds[sample.name, WorkerRole(sample.labels["role"])] += sample.value
+    return seconds
+
+
+def _metrics(admin_url: str) -> str:
+    return httpx.get(f"{admin_url}/metrics", trust_env=False).raise_for_status().text

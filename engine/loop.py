@@ -211,7 +211,11 @@ class StepLoop:
         self._num_failed_in_a_row = 0
         self._scheduler.complete(output, time.monotonic())
         self._times.observe(step.prediction, output.duration_s)
-        return worker_pb2.Load(step_s=output.duration_s, step_tokens=step.num_new_tokens)
+        return worker_pb2.Load(
+            step_s=output.duration_s,
+            step_tokens=step.num_new_tokens,
+            predicted_step_s=step.prediction.predicted_s,
+        )
 
     def _fail(self, step: _InFlight, error: RuntimeError) -> None:
         _log.error("step %d failed: %s", step.step_id, error)

@@ -61,12 +61,13 @@ class WorkerMetrics:
         labels = (worker_id, role.value)
         self._labels = labels
         self._families = (
-            metrics.worker_up, metrics.step_seconds, metrics.step_tokens, metrics.running, metrics.waiting,
-            metrics.parked, metrics.preemptions, metrics.swap_outs, metrics.swap_ins,
+            metrics.worker_up, metrics.step_seconds, metrics.predicted_step_seconds, metrics.step_tokens,
+            metrics.running, metrics.waiting, metrics.parked, metrics.preemptions, metrics.swap_outs, metrics.swap_ins,
         )  # fmt: skip
         self._kv_blocks = metrics.kv_blocks
         self.up = metrics.worker_up.labels(*labels)
         self._step_seconds = metrics.step_seconds.labels(*labels)
+        self._predicted_step_seconds = metrics.predicted_step_seconds.labels(*labels)
         self._step_tokens = metrics.step_tokens.labels(*labels)
         self._running = metrics.running.labels(*labels)
         self._waiting = metrics.waiting.labels(*labels)
@@ -80,6 +81,7 @@ class WorkerMetrics:
         """Take one frame's load."""
         if load.step_s > 0:
             self._step_seconds.observe(load.step_s)
+            self._predicted_step_seconds.inc(load.predicted_step_s)
             self._step_tokens.observe(load.step_tokens)
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
@@ -127,6 +129,7 @@ class RouterMetrics:
         self.route_seconds = histogram(registry, metrics.ROUTE_SECONDS)
         self.worker_up = gauge(registry, metrics.WORKER_UP)
         self.step_seconds = histogram(registry, metrics.STEP_SECONDS)
+        self.predicted_step_seconds = counter(registry, metrics.PREDICTED_STEP_SECONDS)
         self.step_tokens = histogram(registry, metrics.STEP_TOKENS)
         self.running = gauge(registry, metrics.RUNNING)
         self.waiting = gauge(registry, metrics.WAITING)

@@ -1,59 +1,28 @@
 from __future__ import annotations
 
-import json
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
 import httpx
 import pytest
 
-from pdserve.bench.step_times import SAMPLE_S, ratios_of, watched_step_times
+from pdserve.bench.step_times import ratios_between, watched_step_times
 from pdserve.contracts.placement import WorkerRole
+from pdserve.proto.v1 import worker_pb2
+from pdserve.router.metrics import RouterMetrics, WorkerMetrics
 
 
-def _status(prefill: float, decode: float, *, is_up: bool = True) -> dict[str, object]:
-    load = {"prefill_correction": prefill, "decode_correction": decode}
-    return {"workers": [{"role": role, "up": is_up, "load": load} for role in ("prefill", "decode", "mixed")]}
-
-
-def test_each_role_is_judged_by_the_steps_it_is_there_for() -> None:
-    assert dict(ratios_of(_status(1.25, 0.8))) == {
-        WorkerRole.PREFILL: 1.25,
-        WorkerRole.DECODE: 0.8,
-        WorkerRole.MIXED: 1.25,
-    }
-    assert dict(ratios_of(_status(0.0, 0.0)))[WorkerRole.DECODE] == 1.0
-    assert not list(ratios_of(_status(1.0, 1.0, is_up=False)))
-
-
-def test_ratios_are_averaged_over_the_watch() -> None:
-    num_asked = 0
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            nonlocal num_asked
-            num_asked += 1
-            body = json.dumps(_status(1.0 if num_asked == 1 else 2.0, 1.0)).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing: nobody reads it."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        with watched_step_times(f"http://127.0.0.1:{server.server_port}") as ratios:
-            while num_asked < 4:
-                time.sleep(SAMPLE_S / 10)
-        server.shutdown()
-        thread.join()
-    assert 1.5 <= ratios[WorkerRole.PREFILL] < 2.0
-    assert ratios[WorkerRole.DECODE] == 1.0
+def test_ratios_are_of_what_grew_in_between_and_of_all_workers_of_a_role() -> None:
+    metrics = RouterMetrics()
+    workers = [WorkerMetrics(metrics, f"decode-{number}", WorkerRole.DECODE) for number in range(2)]
+    idle = WorkerMetrics(metrics, "prefill-0", WorkerRole.PREFILL)
+    for worker in (*workers, idle):
+        worker.observe(worker_pb2.Load(step_s=5.0, step_tokens=1, predicted_step_s=1.0))
+    before = metrics.render().decode()
+    workers[0].observe(worker_pb2.Load(step_s=1.0, step_tokens=1, predicted_step_s=1.0))
+    workers[1].observe(worker_pb2.Load(step_s=5.0, step_tokens=1, predicted_step_s=3.0))
+    ratios = ratios_between(before, metrics.render().decode())
+    assert ratios == {WorkerRole.DECODE: pytest.approx(1.5)}
+    assert ratios_between("", before)[WorkerRole.PREFILL] == 5.0
 
 
 def test_a_router_that_is_gone_is_an_error() -> None:
     with pytest.raises(httpx.ConnectError), watched_step_times("http://127.0.0.1:1"):
-        time.sleep(2 * SAMPLE_S)
+        raise AssertionError("there is nothing to watch")

@@ -40,6 +40,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
         num_swap_ins=1,
         step_s=0.01,
         step_tokens=3,
+        predicted_step_s=0.008,
     )
     labels = {"worker": "decode-0", "role": "decode"}
     worker.observe(load)
@@ -47,6 +48,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_running_sequences", **labels) == 3
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 7
     assert sample(metrics, "pdserve_step_seconds_count", **labels) == 2
+    assert sample(metrics, "pdserve_predicted_step_seconds_total", **labels) == 0.016
     assert sample(metrics, "pdserve_step_tokens_sum", **labels) == 6
     assert sample(metrics, "pdserve_preemptions_total", **labels) == 2
     assert sample(metrics, "pdserve_swap_outs_total", **labels) == 2
