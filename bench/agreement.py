@@ -5,7 +5,8 @@ Pure; used by the benchmarks that hold `pdserve.planner.simulator` against real 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
@@ -101,6 +102,12 @@ class ComparedLoad:
     """Where the two do not agree."""
     invalid: list[str]
     """Why the measurement does not count."""
+
+
+def joined(runs: Sequence[RequestTimes]) -> RequestTimes:
+    """The requests of all runs, for figures of all of them: each run has a clock of its own."""
+    names = [field.name for field in fields(RequestTimes)]
+    return RequestTimes(**{name: np.concatenate([getattr(run, name) for run in runs]) for name in names})
 
 
 def _percentiles(seconds: FloatArray) -> tuple[float, float]:

@@ -1,21 +1,24 @@
 """Does the simulator say what a real model does? Profiles this machine, serves a small model, and simulates the same.
 
-    python -m pdserve.bench.simulator_vs_cpu [--profile FILE] [--budget 240] [--requests 400]
+    python -m pdserve.bench.simulator_vs_cpu [--profile FILE] [--budget 240] [--rounds 5] [--requests 100]
                                              [--loads 0.3,0.5,0.7] [--json FILE]
 
 `pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file,
 which `--profile` takes up again. A cluster of one of each then serves the tiny shape of `pdserve.bench.shapes`, and an
-open loop sends Poisson arrivals at three shares of the simulated saturation. `pdserve.planner.simulator` gets the same
-requests and the hardware file. p50 and p90 of TTFT and TPOT must agree within 10 %.
+open loop sends Poisson arrivals at three shares of the simulated saturation, in turn, round after round.
+`pdserve.planner.simulator` gets the same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds
+together, must agree within 10 %.
 
 Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
-does, of which neither profile nor simulator know. The generator runs on the cores of no worker. What HTTP, gRPC and the
-step loops take is measured once, at a light load, and is the simulator's `Overheads`. A load during which other
-programs used more than a tenth of the machine does not count.
+does, of which neither profile nor simulator know. The generator has the last core of the machine for itself, and the
+cluster what is left: on a core of both, every token that either handles would wait for the other's, the more the higher
+the load. What HTTP, gRPC and the step loops take is measured on other requests before each run, and all of it together
+gives the simulator's `Overheads`.
 
-The speed of shared cores changes from one minute to the next, which no profile can know. So the simulator is given what
-the router has, too: by how much steps took longer than predicted, as the workers saw it during the load. What it says
-without that correction is kept beside it.
+The speed of shared cores changes within seconds, which no profile can know: hence the rounds, each of a few seconds. Of
+each the simulator is given what the router has, too: by how much steps took longer than predicted. What it says without
+that correction is kept beside it. A run during which the generator was late, or other programs or the machine's host
+took more than a tenth of the machine, does not count and is repeated, in as many further rounds at most.
 """
 
 from __future__ import annotations
@@ -27,22 +30,22 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits
+from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits, joined
 from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
-from pdserve.bench.load import Measurement, measure_load
+from pdserve.bench.load import measure_load
 from pdserve.bench.shapes import SHAPES
 from pdserve.bench.step_times import StepTimeRatios, watched_step_times
 from pdserve.contracts.deployment import SloConfig
@@ -58,7 +61,7 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.lengths import LogNormalLengths
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
 
 LIMITS = Limits(relative=0.1)
@@ -73,25 +76,43 @@ WORKLOAD = Workload(
         )
     ),
 )
+MIN_CLUSTER_CORES = 3
 MAX_FOREIGN_SHARE = 0.1
-"""Of all cores together, by programs other than the cluster and the generator."""
-PROBE_SHARE = 0.15
-"""Of saturation: so few requests meet that what each lacks is its own, and so many that cores and caches stay awake,
-as they do not between requests that find an idle cluster."""
-NUM_PROBES = 150
+"""Of all cores together, by programs other than the cluster and the generator, or stolen by the machine's host."""
+PROBE_SHARE = 0.4
+"""Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
+the others is in it."""
+NUM_PROBES = 80
+"""Before each run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Requests that were measured, and what is known of the meantime."""
+
+    requests: list[SimulatedRequest]
+    times: RequestTimes
+    ratios: StepTimeRatios
+    generator_cpu_share: float
+    foreign_cpu_share: float
+    """Of all cores together, what was neither the cluster nor the generator."""
+    problems: list[str]
+    """Why it does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult(ComparedLoad):
-    """One load; its agreement is that with step times corrected by `step_time_ratios`."""
+    """One load, of all runs that count; its agreement is that with step times corrected by `step_time_ratios`."""
 
     as_profiled: Agreement
     """Without the correction."""
-    step_time_ratios: dict[str, float]
-    """Of each role, during this load."""
-    generator_cpu_share: float
-    foreign_cpu_share: float
-    """Of all cores together, what was neither the cluster nor the generator."""
+    num_requests: int
+    step_time_ratios: list[dict[str, float]]
+    """Of each role, run by run."""
+    generator_cpu_shares: list[float]
+    foreign_cpu_shares: list[float]
+    not_counted: list[str]
+    """What was wrong with the runs that do not count."""
 
 
 class Comparison:
@@ -101,60 +122,86 @@ class Comparison:
         self._cluster = cluster
         self._model = model
         self._layout = layout
-        self.overheads = NO_OVERHEADS
-
-    def measure_overheads(self, seed: int) -> None:
-        """What a request costs beside steps and transfers, at a light load."""
-        drawn = WORKLOAD.draw(NUM_PROBES, seed, max_model_len=self._model.max_model_len)
-        probes = drawn.at_rate(PROBE_SHARE * self.saturation())
-        self._measure(probes)  # code and caches are warm after it
-        with watched_step_times(self._cluster.admin_url) as ratios:
-            measured = self._measure(probes).times
-        turn_s = turn_between(measured, self._simulate(probes, ratios))
-        self.overheads = replace(NO_OVERHEADS, turn_s=turn_s)
-        self.overheads = replace(overheads_between(measured, self._simulate(probes, ratios)), turn_s=turn_s)
 
     def saturation(self) -> float:
-        return saturation(self._model, self._layout, WORKLOAD, SLO, self.overheads)
+        return saturation(self._model, self._layout, WORKLOAD, SLO)
 
-    def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> LoadResult:
-        """Measure and simulate ``requests``, which arrive at ``rate``."""
+    def measure(self, rate: float, num_requests: int, seed: int) -> Run:
+        """Requests that no other seed has, at ``rate``."""
+        requests = WORKLOAD.draw(num_requests, seed, max_model_len=self._model.max_model_len).at_rate(rate)
         before_s, began_s = foreign_cpu_s(self._cluster.pid), time.monotonic()
         with watched_step_times(self._cluster.admin_url) as ratios:
-            measured = self._measure(requests)
+            measured = measure_load(
+                self._cluster.url, requests, vocab_size=self._model.shape.vocab_size, temperature=1.0
+            )
         foreign_s = foreign_cpu_s(self._cluster.pid) - before_s
         foreign_share = max(0.0, foreign_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
+        problems = measured.health.problems()
+        if measured.errors:
+            problems.append(f"{measured.errors.total()} requests failed: {next(iter(measured.errors))}")
+        if foreign_share > MAX_FOREIGN_SHARE:
+            problems.append(f"other programs used {foreign_share:.0%} of the machine: run it alone")
+        return Run(
+            requests=requests,
+            times=measured.times,
+            ratios=ratios,
+            generator_cpu_share=measured.health.cpu_share,
+            foreign_cpu_share=round(foreign_share, 3),
+            problems=problems,
+        )
+
+    def overheads(self, probes: Sequence[Run]) -> Overheads:
+        """What a request costs beside steps and transfers."""
+        measured = joined([run.times for run in probes])
+        bare = joined([self.simulated(run, NO_OVERHEADS) for run in probes])
+        turning = replace(NO_OVERHEADS, turn_s=turn_between(measured, bare))
+        turned = joined([self.simulated(run, turning) for run in probes])
+        return replace(overheads_between(measured, turned), turn_s=turning.turn_s)
+
+    def result(
+        self, rate: float, share: float, runs: Sequence[Run], overheads: Overheads, *, num_wanted: int
+    ) -> LoadResult:
+        """Hold the runs of one load that count against their simulation; ``num_wanted`` of them have to."""
+        compared = valid_of(runs) or runs
+        not_counted = [problem for run in runs for problem in run.problems]
+        too_few = [f"only {len(valid_of(runs))} of {len(runs)} runs count: {', '.join(not_counted)}"]
+        measured = Figures.of(joined([run.times for run in compared]), SLO)
         corrected, as_profiled = (
             Agreement(
-                measured=Figures.of(measured.times, SLO), simulated=Figures.of(self._simulate(requests, each), SLO)
+                measured=measured,
+                simulated=Figures.of(
+                    joined([self.simulated(run, overheads, is_corrected=each) for run in compared]), SLO
+                ),
             )
-            for each in (ratios, {})
+            for each in (True, False)
         )
-        invalid = measured.health.problems()
-        if measured.errors:
-            invalid.append(f"{measured.errors.total()} requests failed: {next(iter(measured.errors))}")
-        if foreign_share > MAX_FOREIGN_SHARE:
-            invalid.append(f"other programs used {foreign_share:.0%} of the machine: run it alone")
         return LoadResult(
             rate=rate,
             share_of_saturation=share,
             agreement=corrected,
             as_profiled=as_profiled,
-            step_time_ratios={role.value: round(ratio, 3) for role, ratio in ratios.items()},
-            generator_cpu_share=measured.health.cpu_share,
-            foreign_cpu_share=round(foreign_share, 3),
+            num_requests=sum(len(run.requests) for run in compared),
+            step_time_ratios=[{role.value: round(ratio, 3) for role, ratio in run.ratios.items()} for run in compared],
+            generator_cpu_shares=[round(run.generator_cpu_share, 3) for run in compared],
+            foreign_cpu_shares=[run.foreign_cpu_share for run in compared],
+            not_counted=not_counted,
             failures=corrected.failures(replace(LIMITS, attainment_points=100.0)),
-            invalid=invalid,
+            invalid=too_few if len(valid_of(runs)) < num_wanted else [],
         )
 
-    def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
-        return measure_load(self._cluster.url, requests, vocab_size=self._model.shape.vocab_size, temperature=1.0)
+    def simulated(self, run: Run, overheads: Overheads, *, is_corrected: bool = True) -> RequestTimes:
+        """The same requests; ``is_corrected`` with steps as much longer than profiled as they were in the run."""
 
-    def _simulate(self, requests: list[SimulatedRequest], ratios: StepTimeRatios) -> RequestTimes:
         def cost_of(pool: Pool) -> CostModel:
-            return replace(pool, hardware=slowed(pool.hardware, ratios.get(pool.role, 1.0))).cost(self._model)
+            ratio = run.ratios.get(pool.role, 1.0) if is_corrected else 1.0
+            return replace(pool, hardware=slowed(pool.hardware, ratio)).cost(self._model)
 
-        return simulate(self._model, self._layout, requests, slo=SLO, overheads=self.overheads, cost_of=cost_of).times
+        return simulate(self._model, self._layout, run.requests, slo=SLO, overheads=overheads, cost_of=cost_of).times
+
+
+def valid_of(runs: Iterable[Run]) -> list[Run]:
+    """Those that count."""
+    return [run for run in runs if not run.problems]
 
 
 def foreign_cpu_s(cluster_pid: int) -> float:
@@ -175,7 +222,8 @@ def turn_between(measured: RequestTimes, simulated: RequestTimes) -> float:
     """Seconds by which steps that follow each other are further apart than simulated without overheads."""
     num_gaps = measured.num_output_tokens - 2
     late_s = (measured.last_token_s - measured.second_token_s) - (simulated.last_token_s - simulated.second_token_s)
-    return max(0.0, float(np.median(late_s[num_gaps > 0] / num_gaps[num_gaps > 0])))
+    # The mean, as the steps' ratio is one: where the machine was slow for a while, the median request has not seen it.
+    return max(0.0, float(late_s[num_gaps > 0].sum() / num_gaps[num_gaps > 0].sum()))
 
 
 def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[PlannedModel, Layout]:
@@ -224,11 +272,10 @@ def deployment(folder: Path, dtype: str, profile: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def beside_workers(layout: Layout) -> Iterator[None]:
-    """This process runs on the cores of no worker, where there are any."""
+def confined_to(cores: Sequence[int]) -> Iterator[None]:
+    """This thread, and what it starts, runs on ``cores``."""
     usable = os.sched_getaffinity(0)
-    num_taken = sum(num_cores(pool.hardware) for pool in layout.pools)
-    os.sched_setaffinity(0, set(sorted(usable)[num_taken:]) or usable)
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
@@ -237,7 +284,10 @@ def beside_workers(layout: Layout) -> Iterator[None]:
 
 def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadResult], dict[str, Any]]:
     """All loads on one cluster, and figures that belong to all of them."""
-    with TemporaryDirectory() as work:
+    *cluster_cores, own_core = sorted(os.sched_getaffinity(0))
+    if len(cluster_cores) < MIN_CLUSTER_CORES:
+        raise SystemExit(f"this takes {MIN_CLUSTER_CORES + 1} cores: one of each worker, the router and the generator")
+    with TemporaryDirectory() as work, confined_to(cluster_cores):
         folder = Path(work) / "tiny"
         write_random_checkpoint(folder, **SHAPES["tiny"])
         profile = arguments.profile.resolve() if arguments.profile else Path(work) / "hardware.yaml"
@@ -245,23 +295,44 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
             write_profile(folder, arguments.dtype, arguments.budget, profile)
         devices = read_hardware_file(profile)
         model, layout = served(folder, arguments.dtype, devices)
-        with running_cluster(deployment(folder, arguments.dtype, profile)) as cluster, beside_workers(layout):
+        with running_cluster(deployment(folder, arguments.dtype, profile)) as cluster, confined_to([own_core]):
             comparison = Comparison(cluster, model, layout)
-            comparison.measure_overheads(arguments.seed + 1)
-            overheads_s = asdict(comparison.overheads)
-            console.print("overheads, ms:", {name: round(value * 1e3, 3) for name, value in overheads_s.items()})
             saturation_rate = comparison.saturation()
-            sample = WORKLOAD.draw(arguments.requests, arguments.seed, max_model_len=model.max_model_len)
-            results = []
-            for share in map(float, arguments.loads.split(",")):
-                rate = share * saturation_rate
-                results.append(comparison.at_rate(rate, share, sample.at_rate(rate)))
-                console.print(_line(results[-1]), highlight=False)
+            loads = {share: share * saturation_rate for share in map(float, arguments.loads.split(","))}
+            probes, runs = measure_in_turn(comparison, loads, arguments, console)
+            overheads = comparison.overheads(valid_of(probes) or probes)
+            results = [
+                comparison.result(rate, share, runs[share], overheads, num_wanted=arguments.rounds)
+                for share, rate in loads.items()
+            ]
+    for result in results:
+        console.print(_line(result), highlight=False)
     return results, {
         "saturation_rate": round(saturation_rate, 3),
-        "overheads_s": {name: round(value, 6) for name, value in overheads_s.items()},
+        "overheads_s": {name: round(value, 6) for name, value in asdict(overheads).items()},
         "profile_errors": {name: dict(device.measured.errors) for name, device in devices.items() if device.measured},
     }
+
+
+def measure_in_turn(
+    comparison: Comparison, loads: Mapping[float, float], arguments: argparse.Namespace, console: Console
+) -> tuple[list[Run], dict[float, list[Run]]]:
+    """Probes, and the runs of each share of saturation, whose rates are ``loads``."""
+    probe_rate = PROBE_SHARE * comparison.saturation()
+    seeds = count(arguments.seed)
+    comparison.measure(probe_rate, NUM_PROBES, next(seeds))  # code and caches are warm after it
+    probes: list[Run] = []
+    runs: dict[float, list[Run]] = {share: [] for share in loads}
+    for number in range(2 * arguments.rounds):
+        for share, rate in loads.items():
+            if len(valid_of(runs[share])) == arguments.rounds:
+                continue
+            probes.append(comparison.measure(probe_rate, NUM_PROBES, next(seeds)))
+            runs[share].append(run := comparison.measure(rate, arguments.requests, next(seeds)))
+            ratios = ", ".join(f"{role.value} steps x {ratio:.2f}" for role, ratio in run.ratios.items())
+            said = f"round {number + 1}, {share:.2f} of saturation: {ratios}"
+            console.print("; ".join((said, *run.problems)), highlight=False)
+    return probes, runs
 
 
 def _line(result: LoadResult) -> str:
@@ -275,7 +346,7 @@ def _line(result: LoadResult) -> str:
     problems = "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
     return (
         f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: {'; '.join(parts)}; "
-        f"uncorrected {profiled}; step times {result.step_time_ratios}{problems}"
+        f"uncorrected {profiled}{problems}"
     )
 
 
@@ -283,7 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, help="hardware file; measured first, and kept here, if it is not there")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of the profile")
-    parser.add_argument("--requests", type=int, default=400, help="at each load")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=100, help="at each load, in each round")
     parser.add_argument("--loads", default="0.3,0.5,0.7", help="shares of the rate at saturation")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
@@ -295,6 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "shape": "tiny",
         "dtype": given.dtype,
+        "rounds": given.rounds,
         "requests": given.requests,
         "seed": given.seed,
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},

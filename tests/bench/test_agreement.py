@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
-from pdserve.bench.agreement import Agreement, Figures, Limits
+from pdserve.bench.agreement import Agreement, Figures, Limits, joined
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.simulation import FloatArray, RequestTimes
 
@@ -33,6 +35,13 @@ def test_figures_of_known_arrays() -> None:
     assert figures.attainment == pytest.approx(1 / 101)  # only the one in the middle meets both
     assert (figures.ttft_p50_s, figures.ttft_p90_s) == pytest.approx((0.1, 0.18))
     assert (figures.tpot_p50_s, figures.tpot_p90_s) == pytest.approx((0.01, 0.018))
+
+
+def test_figures_of_several_runs_are_of_all_their_requests() -> None:
+    ttft_s, tpot_s = np.linspace(0, 0.2, 101), np.linspace(0.02, 0, 101)
+    halves = [some_times(ttft_s[half], tpot_s[half]) for half in (slice(0, 30), slice(30, None))]
+    whole = Figures.of(some_times(ttft_s, tpot_s), SLO)
+    assert list(asdict(Figures.of(joined(halves), SLO)).values()) == pytest.approx(list(asdict(whole).values()))
 
 
 def test_what_never_ended_misses() -> None:

@@ -12,7 +12,20 @@ import numpy as np
 import pytest
 
 from pdserve.bench.calibration import saturation
-from pdserve.bench.simulator_vs_cpu import KV_BYTES, SLO, WORKLOAD, deployment, foreign_cpu_s, served, turn_between
+from pdserve.bench.cluster import RunningCluster
+from pdserve.bench.simulator_vs_cpu import (
+    KV_BYTES,
+    SLO,
+    WORKLOAD,
+    Comparison,
+    LoadResult,
+    Run,
+    deployment,
+    foreign_cpu_s,
+    served,
+    turn_between,
+)
+from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
@@ -63,6 +76,37 @@ def test_turns_are_found(cluster: tuple[PlannedModel, Layout]) -> None:
     )
     assert turn_between(slow, bare) == pytest.approx(0.002)
     assert turn_between(bare, slow) == 0.0
+
+
+def test_runs_that_were_disturbed_do_not_count(cluster: tuple[PlannedModel, Layout]) -> None:
+    comparison = Comparison(RunningCluster("", "", os.getpid(), 0.0), *cluster)
+    requests = WORKLOAD.draw(20).at_rate(5.0)
+
+    def run(slowness: float, *problems: str) -> Run:
+        """As if a cluster had served them whose steps take so many times as long, which its workers have seen."""
+        ratios = dict.fromkeys(WorkerRole, slowness)
+        bare = Run(
+            requests=requests,
+            times=simulate(*cluster, requests, slo=SLO, overheads=NO_OVERHEADS).times,
+            ratios=ratios,
+            generator_cpu_share=0.1,
+            foreign_cpu_share=0.0,
+            problems=[*problems],
+        )
+        return replace(bare, times=comparison.simulated(bare, NO_OVERHEADS))
+
+    def result(*runs: Run, num_wanted: int = 2) -> LoadResult:
+        return comparison.result(5.0, 0.5, runs, NO_OVERHEADS, num_wanted=num_wanted)
+
+    quiet = result(run(1.0), run(3.0))
+    assert (quiet.failures, quiet.invalid) == ([], [])
+    assert set(quiet.agreement.relative_errors.values()) == {0.0}
+    assert quiet.as_profiled.relative_errors["tpot_p90_s"] < -0.5
+    assert quiet.num_requests == 40
+    disturbed = result(run(1.0), run(3.0, "the machine was busy"))
+    assert disturbed.invalid == ["only 1 of 2 runs count: the machine was busy"]
+    assert disturbed.num_requests == 20
+    assert disturbed.as_profiled.relative_errors["tpot_p90_s"] == 0.0
 
 
 def test_loads_below_saturation_are_kept_up_with(cluster: tuple[PlannedModel, Layout]) -> None:
