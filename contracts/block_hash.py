@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 BLOCK_HASH_BYTES = 16
 
 
+@lru_cache(maxsize=1024)
 def root_hash(cache_salt: bytes) -> bytes:
     """The parent of a sequence's first block."""
     return blake2b(cache_salt, digest_size=BLOCK_HASH_BYTES, person=b"pdserve-root").digest()

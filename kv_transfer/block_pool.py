@@ -97,7 +97,8 @@ class BlockPool:
         blocks = self._free[first:]
         blocks.reverse()
         del self._free[first:]
-        blocks += [self._evict_oldest() for _ in range(num_blocks - num_free)]
+        if num_blocks > num_free:
+            blocks += self._evict_oldest(num_blocks - num_free)
         references, generations = self._num_references, self._generations
         for block in blocks:
             references[block] = 1
@@ -166,7 +167,7 @@ class BlockPool:
         """The content of the blocks is doubtful: nobody may find it any more. References stay as they are."""
         for block in block_ids:
             if self._hashes[block] is not None:
-                self._drop_hash(block)
+                self._drop_hashes([block])
                 if block in self._cached:
                     del self._cached[block]
                     self._free.append(block)
@@ -204,17 +205,20 @@ class BlockPool:
         assert cached <= known.keys(), f"cached blocks of unknown content: {sorted(cached - known.keys())}"
         assert not free & known.keys(), f"free blocks of known content: {sorted(free & known.keys())}"
 
-    def _evict_oldest(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        self._drop_hash(block)
-        return block
+    def _evict_oldest(self, num_blocks: int) -> list[int]:
+        cached = self._cached
+        blocks = [cached.popitem(last=False)[0] for _ in range(num_blocks)]
+        self._drop_hashes(blocks)
+        return blocks
 
-    def _drop_hash(self, block: int) -> None:
-        block_hash = self._hashes[block]
-        assert block_hash is not None, f"block {block} has no hash to drop"
-        self._hashes[block] = None
-        del self._block_by_hash[block_hash]
-        if block_hash in self._stored:
-            del self._stored[block_hash]
-        else:
-            self._evicted[block_hash] = None
+    def _drop_hashes(self, blocks: Iterable[int]) -> None:
+        hashes, stored, evicted = self._hashes, self._stored, self._evicted
+        for block in blocks:
+            block_hash = hashes[block]
+            assert block_hash is not None, f"block {block} has no hash to drop"
+            hashes[block] = None
+            del self._block_by_hash[block_hash]
+            if block_hash in stored:
+                del stored[block_hash]
+            else:
+                evicted[block_hash] = None

@@ -44,7 +44,7 @@ from pdserve.planner.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulated_worker import SimulatedWorker
 from pdserve.planner.simulation import Simulation
 from pdserve.router.job import MAX_ATTEMPTS, MIN_DURATION_S
-from pdserve.router.policy import PromptBlocks, WorkerSnapshot, choose_decode, choose_prefill
+from pdserve.router.policy import PromptBlocks, choose_decode, choose_prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,9 +225,6 @@ class _Run:
 
     # The router
 
-    def _snapshots(self) -> list[WorkerSnapshot]:
-        return [seat.snapshot() for seat in self._seats.values()]
-
     def _place(self, flight: SimulatedFlight) -> None:
         """Name a worker for the prompt, as `pdserve.router.dispatch` does."""
         flight.attempt += 1
@@ -235,7 +232,8 @@ class _Run:
             self._reject(flight)
             return
         now_s, slo = self._agenda.now_s, self._slo
-        choice = choose_prefill(flight.blocks, self._snapshots(), self._costs, tpot_slo_s=slo.tpot_seconds)
+        workers = [seat.snapshot() for seat in self._seats.values()]
+        choice = choose_prefill(flight.blocks, workers, self._costs, tpot_slo_s=slo.tpot_seconds)
         assert choice is not None, "workers of a simulation are always up"
         seat = self._seats[choice.worker_id]
         flight.prefill, flight.decode = seat, None
@@ -251,7 +249,8 @@ class _Run:
         """Name a decode worker for the parked prompt."""
         assert flight.prefill is not None
         now_s = self._agenda.now_s
-        choice = choose_decode(flight.blocks, self._snapshots(), self._costs, source_host=flight.prefill.host)
+        decoding = [seat.snapshot() for seat in self._seats.values() if seat.worker.role is WorkerRole.DECODE]
+        choice = choose_decode(flight.blocks, decoding, self._costs, source_host=flight.prefill.host)
         assert choice is not None
         seat = flight.decode = self._seats[choice.worker_id]
         request = flight.attempt_request(ttft_slo_s=0.0, handoff=False)

@@ -167,25 +167,21 @@ def predict_ttft_s(worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: i
 
 
 def may_prefill_locally(
-    blocks: PromptBlocks, worker: WorkerSnapshot, cost: CostModel, *, num_choices: int, tpot_slo_s: float
+    worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: int, cost: CostModel, *, tpot_slo_s: float
 ) -> bool:
     """Whether a decode worker may compute a prompt without harm to those that decode there, or are about to.
 
     The step that their tokens wait for grows by the prompt's chunk. It must not last longer than the objective for
     TPOT, also with the prompts in it that wait there already. The rule is that by which Sarathi-Serve chooses its token
     budget (Agrawal et al., OSDI 2024, section 4.3), held against one step instead of all. It holds on an idle worker
-    too, so that long prompts are left to prefill workers. And the request must find blocks and a seat: it would wait
-    for them ahead of its token 0.
+    too, so that long prompts are left to prefill workers.
 
     Args:
         tpot_slo_s: the objective; 0 is none, and decode workers then leave prompts to others.
     """
-    if _shortfall(blocks, worker, num_choices):
-        return False
-    num_cached = blocks.num_cached_tokens(worker.cached_blocks)
-    num_new = worker.num_waiting_tokens + blocks.num_tokens - num_cached
+    num_new = worker.num_waiting_tokens + num_tokens - num_cached_tokens
     step_s = cost.mixed_s(
-        min(num_new, worker.max_batch_tokens), num_cached, worker.num_decoding, worker.num_context_tokens
+        min(num_new, worker.max_batch_tokens), num_cached_tokens, worker.num_decoding, worker.num_context_tokens
     )
     return step_s * _mixed_correction(worker) <= tpot_slo_s
 
@@ -208,16 +204,20 @@ def choose_prefill(
         tpot_slo_s: see `may_prefill_locally`.
     """
     workers = list(workers)
-    candidates = prefill_candidates(workers)
-    if any(handoff for _, handoff in candidates):
+    candidates = [
+        (worker, handoff, blocks.num_cached_tokens(worker.cached_blocks))
+        for worker, handoff in prefill_candidates(workers)
+    ]
+    if any(handoff for _, handoff, _ in candidates):
         for worker in workers:
-            if worker.role is WorkerRole.DECODE and may_prefill_locally(
-                blocks, worker, costs[worker.role], num_choices=num_choices, tpot_slo_s=tpot_slo_s
-            ):
-                candidates.append((worker, False))
+            if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker, num_choices):
+                continue  # without blocks and a seat the request would wait for them ahead of its token 0
+            num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+            cost = costs[WorkerRole.DECODE]
+            if may_prefill_locally(worker, blocks.num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
+                candidates.append((worker, False, num_cached))
     choices = []
-    for worker, handoff in candidates:
-        num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+    for worker, handoff, num_cached in candidates:
         ttft_s = predict_ttft_s(worker, blocks.num_tokens, num_cached, costs[worker.role])
         choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
         choices.append((ttft_s, worker.role is WorkerRole.DECODE, choice))

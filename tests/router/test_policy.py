@@ -359,7 +359,10 @@ def test_prefill_on_a_decode_worker_is_faster_and_harmless(
         (guest,) = (snapshot for snapshot in fleet if snapshot.worker_id == choice.worker_id)
         assert guest.role is WorkerRole.DECODE
         assert choice.ttft_s < usual.ttft_s
-        assert may_prefill_locally(blocks, guest, COST, num_choices=1, tpot_slo_s=tpot_slo_s)
+        assert may_prefill_locally(guest, num_tokens, 0, COST, tpot_slo_s=tpot_slo_s)
+        there = choose_decode(blocks, [guest], COSTS)
+        assert there is not None
+        assert there.has_room
 
 
 @given(loads.filter(lambda snapshot: snapshot.role is WorkerRole.DECODE), st.integers(1, 3000))
