@@ -60,7 +60,7 @@ class PoolUse:
     mean_batch_size: float
     """Sequences that decode, per step."""
     kv_share: float
-    """Of the KV blocks, those in use, by Little's law: how long a sequence held how many."""
+    """Of the KV blocks, those that sequences held: one that several share counts once."""
     num_preemptions: int
     network_share: float = 0.0
     """Of its pulls, those that crossed the network."""
@@ -168,7 +168,7 @@ def measure(
         warm_up_s=float(np.mean([each.warm_up_s for each in judged])),
         mean_residence_s=float(np.mean([each.mean_residence_s for each in judged])),
         output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
-        pools=tuple(_pool_uses(runs, block_size)),
+        pools=tuple(_pool_uses(runs)),
         is_partial=is_partial,
     )
 
@@ -269,7 +269,7 @@ def _weighted_distribution(runs: Sequence[Simulation]) -> Distribution:
     return Distribution(tuple(gap_s[order][np.minimum(places, len(order) - 1)].tolist()))
 
 
-def _pool_uses(runs: Sequence[Simulation], block_size: int) -> Iterable[PoolUse]:
+def _pool_uses(runs: Sequence[Simulation]) -> Iterable[PoolUse]:
     roles = {worker.role: None for worker in runs[0].workers}
     for role in roles:
         busy_s = available_s = num_decoded = num_steps = held_s = block_s = 0.0
@@ -284,24 +284,13 @@ def _pool_uses(runs: Sequence[Simulation], block_size: int) -> Iterable[PoolUse]
             num_preemptions += sum(worker.num_preemptions for worker in workers)
             num_pulls += sum(worker.num_pulls for worker in workers)
             num_network_pulls += sum(worker.num_network_pulls for worker in workers)
-            held_s += _held_tokens_s(run.times, role)
+            held_s += sum(worker.held_block_s for worker in workers)
             block_s += span_s * sum(worker.num_kv_blocks for worker in workers)
         yield PoolUse(
             role=role,
             busy_share=min(1.0, busy_s / available_s),
             mean_batch_size=num_decoded / num_steps if num_steps else 0.0,
-            kv_share=min(1.0, held_s / (block_s * block_size)),
+            kv_share=min(1.0, held_s / block_s),
             num_preemptions=num_preemptions,
             network_share=num_network_pulls / num_pulls if num_pulls else 0.0,
         )
-
-
-def _held_tokens_s(times: RequestTimes, role: WorkerRole) -> float:
-    """Token-seconds of KV that sequences held in a phase: prompts from their first chunk, answers as they grew."""
-    token_s = 0.0
-    if role is not WorkerRole.DECODE:
-        token_s += float(np.nansum((times.first_token_s - times.started_s) * times.num_prompt_tokens))
-    if role is not WorkerRole.PREFILL:
-        mean_tokens = times.num_prompt_tokens + times.num_output_tokens / 2
-        token_s += float(np.nansum((times.last_token_s - times.first_token_s) * mean_tokens))
-    return token_s

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
 from pdserve.engine.scheduler import Event, Scheduler, SchedulerLoad
+from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
 from pdserve.planner.counted_scheduler import NO_COUNTED_ROWS, NO_QUIET_STEPS, CountedDecodeScheduler, QuietSteps
@@ -101,6 +102,7 @@ class SimulatedWorker:
         role: WorkerRole,
         *,
         scheduler: Scheduler,
+        block_pool: BlockPool,
         cost: CostModel,
         block_size: int,
         stage: Stage,
@@ -120,6 +122,8 @@ class SimulatedWorker:
         self.scheduler = scheduler
         self.cost = cost
         self.busy_s = 0.0
+        self.held_block_s = 0.0
+        """Seconds that KV blocks were referenced, summed over the blocks: one that is shared counts once."""
         self.num_turns = 0
         """Between two turns nothing changes in the scheduler."""
         self.num_steps = 0
@@ -131,6 +135,9 @@ class SimulatedWorker:
         """To be told when the next step that decodes ends: whose second token comes with it."""
         self._counting = scheduler if isinstance(scheduler, CountedDecodeScheduler) else None
         """The scheduler, if it decodes."""
+        self._block_pool = block_pool
+        self._held_until_s = 0.0
+        """Up to when `held_block_s` counts."""
         self._block_size = block_size
         self._stage = stage
         self._num_ahead = pipeline_depth - 1
@@ -182,6 +189,8 @@ class SimulatedWorker:
     def _turn(self) -> None:
         self.num_turns += 1
         now_s = self._agenda.now_s
+        self.held_block_s += self._block_pool.num_referenced * (now_s - self._held_until_s)
+        self._held_until_s = now_s
         had_step = self._run is not None or bool(self._steps)
         if self._run is not None:
             self._end_run(self._run)
@@ -287,7 +296,9 @@ class SimulatedWorker:
         assert self._counting is not None
         self._counting.advance(num_steps)
         self._free_at_s = run.end_s(num_steps)
-        self._count(self._free_at_s - run.begins_s, num_steps, num_steps * run.steps.batch_size)
+        duration_s, num_decoded = self._free_at_s - run.begins_s, num_steps * run.steps.batch_size
+        self._count(duration_s, num_steps, num_decoded)
+        self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # that the run took one by one
         if self.joined:
             joined, self.joined = self.joined, []
             for call in joined:

@@ -54,6 +54,8 @@ class WorkerUse:
     role: WorkerRole
     busy_s: float
     """In steps."""
+    held_block_s: float
+    """Seconds that KV blocks were referenced, summed over the blocks."""
     num_steps: int
     num_prefill_tokens: int
     num_decode_tokens: int

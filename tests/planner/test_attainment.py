@@ -38,6 +38,7 @@ def a_run(
         worker_id="m",
         role=WorkerRole.MIXED,
         busy_s=5.0,
+        held_block_s=125.0,
         num_steps=100,
         num_prefill_tokens=0,
         num_decode_tokens=250,
@@ -104,8 +105,7 @@ def test_use_of_workers_is_told_by_role() -> None:
     assert (use.role, use.num_preemptions, use.network_share) == (WorkerRole.MIXED, 3, 0.25)
     assert use.busy_share == pytest.approx(5.0 / 50.0)
     assert use.mean_batch_size == pytest.approx(2.5)
-    # 4 requests, 100 tokens for 0.5 s and 100 + 11 / 2 for 0.5 s, of 1600 tokens for 50 s
-    assert use.kv_share == pytest.approx(4 * 0.5 * (100 + 105.5) / (1600 * 50))
+    assert use.kv_share == pytest.approx(125.0 / (10 * 50.0))
 
 
 def test_gaps_are_weighted() -> None:

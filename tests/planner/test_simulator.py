@@ -219,6 +219,8 @@ def test_counting_steps_is_as_good_as_planning_them(layout: Layout, monkeypatch:
         assert np.percentile(counted.times.tpot_s, percentile) == pytest.approx(expected, rel=0.01)
         expected = np.percentile(planned.times.ttft_s, percentile)
         assert np.percentile(counted.times.ttft_s, percentile) == pytest.approx(expected, rel=0.03)
+    for one, other in zip(counted.workers, planned.workers, strict=True):
+        assert one.held_block_s == pytest.approx(other.held_block_s, rel=0.02)
 
 
 def test_scarce_blocks_preempt_and_lose_nothing() -> None:
@@ -324,6 +326,24 @@ def test_conversations_find_their_earlier_turns(layout: Layout) -> None:
     assert (by_length[1050] >= 784).all()
     # What was computed on the decode worker is found there, the answer included.
     assert (by_length[1550] >= 1024).all()
+
+
+def test_kv_is_held_from_the_first_chunk_and_grows_with_the_answer() -> None:
+    requests = [SimulatedRequest(float(at_s), 800, 400) for at_s in range(10)]
+    simulation = simulate(LLAMA_3_8B, colocated(), requests, slo=SLO)
+    times, (worker,) = simulation.times, simulation.workers
+    prefill_s = (times.first_token_s - times.started_s) * 800
+    decode_s = (times.last_token_s - times.first_token_s) * (800 + 400 / 2)
+    assert worker.held_block_s == pytest.approx((prefill_s + decode_s).sum() / 16, rel=0.03)
+
+
+def test_kv_that_several_share_is_held_once() -> None:
+    shared = [SimulatedRequest(at / 100, 1700, 100, (Segment(0, 1600), Segment(at, 100))) for at in range(1, 31)]
+    alone = [replace(each, segments=(Segment(50 + at, 1700),)) for at, each in enumerate(shared)]
+    held_block_s = [
+        simulate(LLAMA_3_8B, colocated(), requests, slo=SLO).workers[0].held_block_s for requests in (shared, alone)
+    ]
+    assert held_block_s[0] < 0.25 * held_block_s[1]
 
 
 def test_segments_of_equal_content_share_and_others_do_not() -> None:
