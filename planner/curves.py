@@ -1,6 +1,7 @@
 """Attainment of a plan's contenders at rates around their goodput, for the curves of its report.
 
-The search tries few rates, and stops most of them early; a curve wants rates that are run to their end.
+The search tries few rates, and stops most of them early; a curve wants rates that are run to their end. Its runs are as
+long as those that found the goodput, because shorter ones show more of it, and what those saw is one of its points.
 """
 
 from __future__ import annotations
@@ -12,34 +13,45 @@ from pdserve.planner.crew import AttainJob, Crew
 from pdserve.planner.goodput import Trial, Workload
 from pdserve.planner.plan import Candidate, Question
 
-_SHARES_OF_GOODPUT = (0.4, 0.7, 0.85, 0.95, 1.0, 1.05, 1.15, 1.3)
-_MAX_REQUESTS = 600
-"""Of each run: a curve may be a little rougher than a goodput."""
+_SHARES_OF_GOODPUT = (0.5, 0.8, 0.92, 1.1, 1.3)
 
 
 def attainment_curves(
     question: Question, candidates: Sequence[Candidate], workload: Workload, *, num_processes: int
 ) -> list[list[Attainment]]:
-    """What each candidate makes of rates from well below its goodput to well above; one run each, on one seed."""
+    """What each candidate makes of rates from well below its goodput to well above, in order of rate.
+
+    Args:
+        candidates: that were simulated. Each is run once at each rate, beside what is known of its goodput.
+    """
     trials = [_trial(question, candidate) for candidate in candidates]
     jobs = [
-        AttainJob(trial, candidate.rate * share)
+        AttainJob(trial, (candidate.rate or _at_goodput(candidate).rate) * share)
         for trial, candidate in zip(trials, candidates, strict=True)
         for share in _SHARES_OF_GOODPUT
     ]
     with Crew(workload, num_processes) as crew:
         seen = crew.attainments(jobs, lambda num_done: None)
     length = len(_SHARES_OF_GOODPUT)
-    return [seen[start : start + length] for start in range(0, len(seen), length)]
+    return [
+        sorted([*seen[row * length : (row + 1) * length], _at_goodput(candidate)], key=lambda point: point.rate)
+        for row, candidate in enumerate(candidates)
+    ]
+
+
+def _at_goodput(candidate: Candidate) -> Attainment:
+    assert candidate.goodput is not None, "it was simulated"
+    return candidate.goodput.at_rate or candidate.goodput.points[0]
 
 
 def _trial(question: Question, candidate: Candidate) -> Trial:
     effort = question.effort
+    num_runs = len(effort.seeds) if candidate.is_final else 1
     return Trial(
         model=question.model,
         layout=candidate.layout,
         slo=question.slo,
-        num_requests=min(effort.final_requests, _MAX_REQUESTS),
+        num_requests=_at_goodput(candidate).num_requests // num_runs,
         seeds=effort.seeds[:1],
         is_finite=effort.is_finite,
     )

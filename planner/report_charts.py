@@ -104,7 +104,16 @@ def _attainment(plan: Plan, contender: Contender, highest: float) -> Figure:
         series[::-1],
         rules,
     )
-    return Figure(contender.name, svg, tuple((color, label) for label, color, _ in shares), "Share within the SLO.")
+    legend = tuple((color, label) for label, color, _ in shares)
+    return Figure(contender.name, svg, legend, f"Share within the SLO, {_origin(contender.curve)}.")
+
+
+def _origin(curve: Sequence[Attainment]) -> str:
+    """What a curve was made from."""
+    low, high = min(point.num_requests for point in curve), max(point.num_requests for point in curve)
+    count = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    stopped = "; hollow where they were stopped, of at most so many" if any(each.is_partial for each in curve) else ""
+    return f"of {count} requests at each rate{stopped}"
 
 
 def _seen(point: Attainment, share: float, label: str) -> Point:

@@ -92,7 +92,13 @@ def test_points_of_runs_that_were_stopped_are_hollow_and_of_both_objectives_only
     assert plan.best.goodput is not None
     stopped: Attainment = replace(plan.best.goodput.points[0], is_partial=True)
     whole = next(figures(plan, contenders(plan, [[plan.best.goodput.points[0]]])))
-    svg = next(figures(plan, contenders(plan, [[stopped]]))).svg
+    figure = next(figures(plan, contenders(plan, [[stopped]])))
+    svg = figure.svg
+    assert whole.note == "Share within the SLO, of 200 requests at each rate."
+    assert figure.note == f"{whole.note[:-1]}; hollow where they were stopped, of at most so many."
+    longer = replace(stopped, num_requests=3000, is_partial=False)
+    mixed = next(figures(plan, contenders(plan, [[plan.best.goodput.points[0], longer]])))
+    assert "of 200 to 3,000 requests at each rate" in mixed.note
     assert (whole.svg.count("<circle"), svg.count("<circle")) == (3, 1)
     assert "hollow" in svg
     assert "at most" in svg
