@@ -51,7 +51,7 @@ def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
     found = search(question, traffic, num_processes=outputs.num_processes)
     if not outputs.is_json_alone:
         console = options.console()
-        for line in (words, *traffic.notes, ""):
+        for line in (words, *traffic.notes):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         print_plan(found, console, num_rows=outputs.num_rows)
     if outputs.json is not None:

@@ -114,9 +114,24 @@ def _interval(candidate: Candidate) -> str:
     if candidate.goodput is None:
         return "estimated"
     low, high = candidate.goodput.interval
-    more = "+" if candidate.goodput.is_capped else ""
     short = "" if candidate.is_final else f" {_SHORT}"
-    return f"{wording.number(low)} - {wording.number(high)}{more}{short}"
+    if candidate.goodput.is_capped:
+        return f"{wording.number(low)} or more{short}"
+    return f"{wording.number(low)} - {wording.number(high)}{short}"
+
+
+def fleet_words(plan: Plan) -> str:
+    """Such as ``8 x h100-sxm``."""
+    return " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in plan.question.fleet)
+
+
+def slo_words(plan: Plan) -> str:
+    """What was asked of every layout."""
+    slo = plan.question.slo
+    return (
+        f"{wording.share(slo.attainment)} of requests within TTFT {wording.seconds(slo.ttft_seconds)} and TPOT "
+        f"{wording.seconds(slo.tpot_seconds)}"
+    )
 
 
 def findings(plan: Plan) -> Iterator[str]:

@@ -226,6 +226,8 @@ def _advice(proposal: Proposal) -> str:
 def _with_interval(goodput: Goodput | None) -> str:
     assert goodput is not None
     low, high = goodput.interval
+    if goodput.is_capped:
+        return f"{wording.rate(goodput.rate)} or more"
     return f"{wording.rate(goodput.rate)} ({wording.number(low)} to {wording.number(high)})"
 
 

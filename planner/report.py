@@ -19,9 +19,11 @@ from pdserve.planner.plan_rows import (
     Column,
     candidate_cells,
     findings,
+    fleet_words,
     pool_cells,
     result_words,
     screening_words,
+    slo_words,
 )
 from pdserve.planner.report_charts import Figure, contenders, figures
 from pdserve.planner.report_style import STYLE
@@ -43,11 +45,11 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
         traffic: what was asked of the cluster, in words.
         curves: see `pdserve.planner.report_charts.contenders`.
     """
-    title = f"{plan.question.model.name or 'Model'} on {_fleet(plan)}"
+    title = f"{plan.question.model.name or 'Model'} on {fleet_words(plan)}"
     cards = map(_card, figures(plan, contenders(plan, curves)))
     body = "".join(
         (
-            f"<h1>{escape(title)}</h1><p class=soft>{escape(_asked(plan, traffic))}</p>",
+            f"<h1>{escape(title)}</h1><p class=soft>{escape(f'{traffic}. {slo_words(plan)}.')}</p>",
             f"<p class='verdict{'' if plan.verdict.is_clear else ' unclear'}'>{escape(plan.verdict.text)}</p>",
             f"<div class=tiles>{''.join(_tiles(plan))}</div>",
             "<h2>Ranked layouts</h2>",
@@ -67,18 +69,6 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
-    )
-
-
-def _fleet(plan: Plan) -> str:
-    return " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in plan.question.fleet)
-
-
-def _asked(plan: Plan, traffic: str) -> str:
-    slo = plan.question.slo
-    return (
-        f"{traffic}. {wording.share(slo.attainment)} of requests within TTFT {wording.seconds(slo.ttft_seconds)} and "
-        f"TPOT {wording.seconds(slo.tpot_seconds)}."
     )
 
 

@@ -17,9 +17,11 @@ from pdserve.planner.plan_rows import (
     Column,
     candidate_cells,
     findings,
+    fleet_words,
     pool_cells,
     result_words,
     screening_words,
+    slo_words,
 )
 
 _GAP = 2
@@ -28,6 +30,7 @@ _GAP = 2
 
 def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
     """Write all that a reader of a terminal needs, the verdict last."""
+    _print_heading(console, f"{plan.question.model.held_name} on {fleet_words(plan)}: {slo_words(plan)}")
     ranks = range(1, min(num_rows, len(plan.candidates)) + 1)
     console.print(_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks), console.width))
     _print_heading(console, f"Each worker of {plan.best.layout}")

@@ -87,7 +87,7 @@ class Traffic:
             f"{statistics.mean_output_tokens:,.0f} on average, {self._arrivals()}"
         )
         if statistics.cacheable_share >= 0.005:
-            words += f"; {statistics.cacheable_share:.0%} of prompt tokens could come from a cache"
+            words += f"; {statistics.cacheable_share * 100:.0f} % of prompt tokens could come from a cache"
         notes = self.notes
         if str(sample.clamped):
             notes += (f"To fit {self.max_model_len} tokens: {sample.clamped}, of {sample.num_requests} requests.",)

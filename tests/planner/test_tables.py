@@ -24,6 +24,7 @@ def test_a_plan_reads_from_table_to_verdict() -> None:
     assert "decode 1 x TP1, h100-sxm 16.0 GB 56.0 GB 80.0 GB 256 50 70 % 10 %" in lines
     assert "The cliff: attainment falls to half of its target at 24.0 requests/s, 1.50 times the goodput." in lines
     assert "5 layouts: 1 do not fit, 1 were estimated only, 3 simulated, with 1,200 requests in 1.5 s." in lines
+    assert lines[1] == ("Llama-3-8B <i> bfloat16 on 4 x h100-sxm: 90 % of requests within TTFT 250 ms and TPOT 20 ms")
     assert lines[-1] == a_plan().verdict.text
 
 
@@ -60,6 +61,13 @@ def test_what_was_simulated_briefly_is_marked() -> None:
     assert "7.20 - 8.80 (short)" in said
     assert "Those marked (short) were simulated briefly" in " ".join(said.split())
     assert "(short)" not in printed(plan)
+
+
+def test_a_goodput_beyond_what_was_tried_has_no_upper_end() -> None:
+    best = a_plan().best
+    assert best.goodput is not None
+    capped = replace(best, goodput=replace(best.goodput, is_capped=True))
+    assert "14.4 or more" in printed(replace(a_plan(), candidates=(capped,)))
 
 
 def test_words_are_no_markup() -> None:
