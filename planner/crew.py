@@ -10,18 +10,25 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from multiprocessing import active_children, get_context, parent_process
-from multiprocessing.connection import wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import active_children, connection, get_context, parent_process
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import DrawnRequests, Goodput, Trial, Workload, attain, find_goodput
-
-Job = TypeVar("Job")
-Result = TypeVar("Result")
+from pdserve.planner.goodput import (
+    Goodput,
+    GoodputSearch,
+    OneRate,
+    Pursuit,
+    Run,
+    Runner,
+    Trial,
+    Workload,
+    pursue,
+)
+from pdserve.planner.simulation import Simulation
 
 
 class GoodputJob(NamedTuple):
@@ -46,7 +53,7 @@ class Crew:
     def __init__(self, workload: Workload, num_processes: int) -> None:
         """``num_processes`` 1 simulates in this process."""
         assert num_processes >= 1
-        self._workload = _DrawnOnce(workload)
+        self._runner = Runner(workload)
         self._before = set(active_children())
         self._executor: ProcessPoolExecutor | None = None
         if num_processes > 1:
@@ -69,77 +76,73 @@ class Crew:
                 child.terminate()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def goodputs(self, jobs: Sequence[GoodputJob], done: Callable[[int], None]) -> list[Goodput]:
-        """Of each job, in order; ``done`` hears how many are over.
+    def pursue(self, pursuits: Sequence[Pursuit], done: Callable[[int], None]) -> None:
+        """Carry out all their runs, of each as soon as it wants them; ``done`` hears how many are over.
 
         Raises:
             ValueError: a layout cannot be run.
         """
-        return self._all(_goodput, jobs, done)
+        if self._executor is None:
+            for num_done, pursuit in enumerate(pursuits, 1):
+                pursue(pursuit, self._runner)
+                done(num_done)
+            return
+        under_way: dict[Future[Simulation], tuple[Pursuit, Run]] = {}
+        num_done = 0
+        idle = list(pursuits)
+        while idle or under_way:
+            for pursuit in idle:
+                runs = pursuit.wanted()
+                under_way |= {self._executor.submit(_carry_out, run): (pursuit, run) for run in runs}
+                if not runs:
+                    num_done += 1
+                    done(num_done)
+            idle = []
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                pursuit, run = under_way.pop(future)
+                pursuit.saw(run, future.result())
+                if all(pursuit is not busy for busy, _ in under_way.values()):
+                    idle.append(pursuit)
+
+    def goodputs(self, jobs: Sequence[GoodputJob], done: Callable[[int], None]) -> list[Goodput]:
+        """Of each job, in order.
+
+        Raises:
+            ValueError: a layout cannot be run.
+        """
+        searches = [GoodputSearch(*job) for job in jobs]
+        self.pursue(searches, done)
+        return [search.goodput() for search in searches]
 
     def attainments(self, jobs: Sequence[AttainJob], done: Callable[[int], None]) -> list[Attainment]:
         """The same of single rates."""
-        return self._all(_attainment, jobs, done)
-
-    def _all(
-        self, work: Callable[[Job, Workload], Result], jobs: Sequence[Job], done: Callable[[int], None]
-    ) -> list[Result]:
-        if self._executor is None:
-            results = []
-            for job in jobs:
-                results.append(work(job, self._workload))
-                done(len(results))
-            return results
-        futures: list[Future[Result]] = [self._executor.submit(_work, work, job) for job in jobs]
-        for num_done, _ in enumerate(as_completed(futures), 1):
-            done(num_done)
-        return [future.result() for future in futures]
-
-
-class _DrawnOnce:
-    """A workload that remembers what was drawn of it: the same requests serve every rate and layout."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._drawn: dict[tuple[int, int, int], DrawnRequests] = {}
-
-    def draw(self, num_requests: int, seed: int, *, max_model_len: int) -> DrawnRequests:
-        key = (num_requests, seed, max_model_len)
-        if key not in self._drawn:
-            self._drawn[key] = self._workload.draw(num_requests, seed, max_model_len=max_model_len)
-        return self._drawn[key]
-
-
-def _goodput(job: GoodputJob, workload: Workload) -> Goodput:
-    return find_goodput(job.trial, workload, job.start_rate, tolerance=job.tolerance, max_rate=job.max_rate)
-
-
-def _attainment(job: AttainJob, workload: Workload) -> Attainment:
-    return attain(job.trial, workload, job.rate)
+        rates = [OneRate(*job) for job in jobs]
+        self.pursue(rates, done)
+        return [each.attainment() for each in rates]
 
 
 def _reduce_mapping(mapping: MappingProxyType[str, object]) -> tuple[type, tuple[dict[str, object]]]:
     return MappingProxyType, (dict(mapping),)
 
 
-_workload_of_process: list[_DrawnOnce] = []
-"""In a process of the crew, its workload."""
+_runner_of_process: list[Runner] = []
+"""In a process of the crew, what carries out its runs."""
 
 
 def _begin(workload: Workload) -> None:
     # Ctrl-C goes to all processes of a terminal: these end without a word, and the first one tells what happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _workload_of_process.append(_DrawnOnce(workload))
+    _runner_of_process.append(Runner(workload))
 
 
 def _end_with_parent() -> None:
     """A parent that is killed cannot say so, and a process that waits for work would wait for ever."""
     parent = parent_process()
     assert parent is not None
-    wait([parent.sentinel])
+    connection.wait([parent.sentinel])
     os._exit(1)
 
 
-def _work(work: Callable[[Job, Workload], Result], job: Job) -> Result:
-    return work(job, _workload_of_process[0])
+def _carry_out(run: Run) -> Simulation:
+    return _runner_of_process[0].carry_out(run)

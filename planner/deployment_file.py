@@ -166,7 +166,7 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
         at_rate = goodput.at_rate
         if at_rate is not None:
             yield (
-                f"At that rate: TTFT {wording.seconds(at_rate.ttft.percentile(50))} median, "
+                f"At {wording.rate(at_rate.rate)}: TTFT {wording.seconds(at_rate.ttft.percentile(50))} median, "
                 f"{wording.seconds(at_rate.ttft.percentile(90))} p90; TPOT "
                 f"{wording.seconds(at_rate.tpot.percentile(50))} median, "
                 f"{wording.seconds(at_rate.tpot.percentile(90))} p90"

@@ -1,39 +1,46 @@
 """The goodput of one layout: the highest rate at which enough requests meet both objectives, found by simulation.
 
-`find_goodput` brackets the rate and bisects its logarithm. Every rate, and every layout that is given the same
-workload and seeds, sees the same requests in the same pattern, only closer together (common random numbers), so that
-differences are the layouts' own. A rate that is clearly too high is given up as soon as too many requests missed; one
-that is clearly met is passed on its first run, and only the answer is confirmed with all of them.
+Near the target, the share of requests that miss grows about as a power of the rate. `GoodputSearch` tries the rate at
+which that power, through what was seen so far, crosses the target, until the crossing is near a rate that was tried:
+the goodput is the crossing. All rates, and all layouts that are given the same workload and seeds, see the same
+requests in the same pattern, only closer together (common random numbers), so that differences are the layouts' own.
+Rates are looked for with the first seed, and the others are spent where it led to. A rate that is hopeless is given up
+as soon as too many requests missed. A search only says which runs it needs: `pdserve.planner.crew` carries them out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import sqrt
-from typing import Protocol
+from math import exp, inf, log
+from typing import NamedTuple, Protocol
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.model.cost import CostModel
 from pdserve.planner.attainment import Attainment, Interval, measure
-from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import Simulation
 from pdserve.planner.simulator import Overheads, simulate
 from pdserve.planner.workload import Clamped
-from pdserve.router.policy import Costs
 
-_LEAST_GROWTH = 1.06
-"""Of the first step of bracketing; each is twice the one before, in logarithm."""
-_MAX_STEPS = 7
-"""Of bracketing: 1.06 ** (2 ** 7 - 1) is a factor of 1600."""
-_CHANCE_Z = 3.0
-"""Standard deviations of missed requests above what the target allows, at which a run is given up."""
-_MAX_SURE_STEPS = 4
-"""Of looking for a rate that meets the target beyond doubt."""
-_CLOSE_SHARE = 0.01
-"""Attainment above the target that is as good as the target."""
-_MARGIN = 0.15
-"""Share of a bracket, at either end, in which no rate is tried."""
+_POWER, _POWER_BEYOND = 4.0, 8.0
+"""Of the rate, as which missed requests grow where only one rate is known: one that meets the target, or one that is
+beyond the goodput, where they grow faster. What is seen near it is from 2 to 8."""
+_POWER_OF_STOPPED = 3.0
+"""The same of a run that was stopped early: of the requests under way, most would have missed, too."""
+_LEAST_POWER, _MOST_POWER = 1.0, 12.0
+"""Between which the power is kept that two rates tell."""
+_LONGEST_STEP = 1.3
+"""Upwards, from the first rate that is tried."""
+_MOST_OF_WAY = 0.85
+"""To a rate that is beyond the goodput, that the next one may lie on."""
+_SIDE_STEP = 0.9
+"""From a rate to one on the other side of the goodput."""
+_MAX_RATES = 10
+"""That a search tries."""
+_HOPELESS = 2.0
+"""Times as many missed requests as the target allows, at which a run is given up."""
 
 
 class DrawnRequests(Protocol):
@@ -67,7 +74,7 @@ class Trial:
     num_requests: int = 1500
     """Of each run."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """One run each."""
+    """One run each, of the rates that matter."""
     is_finite: bool = False
     """See `pdserve.planner.attainment.measure`."""
     overheads: Overheads = field(default_factory=Overheads)
@@ -78,9 +85,9 @@ class Goodput:
     """The highest rate that met the target, and all that was tried to find it."""
 
     rate: float
-    """Requests per second of the whole layout; the highest that was simulated and met the target, 0 where none did."""
+    """Requests per second of the whole layout, at which attainment falls to the target; 0 where none met it."""
     interval: Interval
-    """Where the rate lies at which attainment crosses the target."""
+    """Where it lies with 95 % confidence, for the requests that were simulated."""
     target: float
     """Attainment that was asked."""
     num_devices: int
@@ -89,12 +96,21 @@ class Goodput:
     num_requests: int
     """Simulated, in all runs together."""
     is_capped: bool = False
-    """The highest rate that was tried met the target: the goodput is at least so high."""
+    """The highest rate that may be tried met the target: the goodput is at least so high."""
 
     @property
     def at_rate(self) -> Attainment | None:
-        """What was seen at the goodput itself."""
-        return next((point for point in self.points if point.rate == self.rate), None)
+        """What was seen at the goodput: with the most seeds, at the nearest rate that was simulated to the end."""
+        return min(
+            (point for point in self.points if self.rate and not point.is_partial),
+            key=lambda point: (-point.num_requests, abs(point.rate - self.rate)),
+            default=None,
+        )
+
+    def nearest(self, rate: float) -> Attainment | None:
+        """What was seen at the rate nearest to ``rate`` of those that were simulated to the end."""
+        whole = (point for point in self.points if not point.is_partial)
+        return min(whole, key=lambda point: abs(point.rate - rate), default=None)
 
     @property
     def rate_per_device(self) -> float:
@@ -105,211 +121,330 @@ class Goodput:
         return self.rate * 3600 / dollars_per_hour
 
 
-def attain(trial: Trial, workload: Workload, rate: float, *, is_whole: bool = True) -> Attainment:
-    """Serve the workload at ``rate``, once for each seed.
+class Run(NamedTuple):
+    """One simulation that is asked for."""
 
-    Args:
-        is_whole: run all of it, whatever comes out; else stop as soon as it is clear whether the target is met.
-
-    Raises:
-        ValueError: the layout cannot be run (`pdserve.planner.simulator.simulate`).
-    """
-    return _attain(trial, workload, rate, _costs(trial), is_whole=is_whole)
+    trial: Trial
+    rate: float
+    seed: int
+    is_whole: bool
+    """Run all of it, whatever comes out; else stop as soon as clearly too many requests missed."""
 
 
-def _costs(trial: Trial) -> Costs:
-    """They remember what they were asked: so the runs of a trial share them."""
-    return {pool.role: pool.cost(trial.model) for pool in trial.layout.pools}
+class Runner:
+    """Carries out runs on one workload. What was drawn of it, and the costs that were worked out, serve all runs."""
 
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._drawn: dict[tuple[int, int, int], DrawnRequests] = {}
+        self._costs: dict[tuple[PlannedModel, Pool], CostModel] = {}
 
-def _attain(trial: Trial, workload: Workload, rate: float, costs: Costs, *, is_whole: bool) -> Attainment:
-    target = trial.slo.attainment
-    runs: list[Simulation] = []
-    judged: Attainment | None = None
-    for seed in trial.seeds:
-        runs.append(_run(trial, workload, rate, seed, costs, None if is_whole else _max_missed(trial)))
-        judged = measure(
-            runs,
-            trial.slo,
-            rate,
-            block_size=trial.model.block_size,
-            num_offered=0 if is_whole else trial.num_requests,
-            is_finite=trial.is_finite,
+    def carry_out(self, run: Run) -> Simulation:
+        """Simulate it.
+
+        Raises:
+            ValueError: the layout cannot be run (`pdserve.planner.simulator.simulate`).
+        """
+        trial = run.trial
+        num_seats = sum(pool.replicas * pool.pipeline_parallel * pool.max_batch_size for pool in trial.layout.pools)
+        return simulate(
+            trial.model,
+            trial.layout,
+            self._draw(trial, run.seed).at_rate(run.rate),
+            slo=trial.slo,
+            overheads=trial.overheads,
+            # Placements are compared, not admission: a queue of any length that still meets the SLO is welcome.
+            max_in_flight=max(1024, 2 * num_seats),
+            max_missed=None if run.is_whole else _max_missed(trial),
+            cost_of=lambda pool: self._cost(trial.model, pool),
         )
-        is_clear = judged.is_partial or not judged.interval.low <= target <= judged.interval.high
-        if is_clear and not is_whole:
-            break
-    assert judged is not None, "a trial has seeds"
-    return judged
 
+    def _draw(self, trial: Trial, seed: int) -> DrawnRequests:
+        key = (trial.num_requests, seed, trial.model.max_model_len)
+        if key not in self._drawn:
+            self._drawn[key] = self._workload.draw(trial.num_requests, seed, max_model_len=trial.model.max_model_len)
+        return self._drawn[key]
 
-def _run(trial: Trial, workload: Workload, rate: float, seed: int, costs: Costs, max_missed: int | None) -> Simulation:
-    drawn = workload.draw(trial.num_requests, seed, max_model_len=trial.model.max_model_len)
-    num_seats = sum(pool.replicas * pool.pipeline_parallel * pool.max_batch_size for pool in trial.layout.pools)
-    return simulate(
-        trial.model,
-        trial.layout,
-        drawn.at_rate(rate),
-        slo=trial.slo,
-        overheads=trial.overheads,
-        # Placements are compared, not admission: a queue of any length that still meets the SLO is welcome.
-        max_in_flight=max(1024, 2 * num_seats),
-        max_missed=max_missed,
-        cost_of=lambda pool: costs[pool.role],
-    )
+    def _cost(self, model: PlannedModel, pool: Pool) -> CostModel:
+        key = (model, replace(pool, replicas=1))
+        if key not in self._costs:
+            self._costs[key] = pool.cost(model)
+        return self._costs[key]
 
 
 def _max_missed(trial: Trial) -> int:
-    """Missed requests of a run that are more than the target allows, and more than chance."""
-    miss_share = 1 - trial.slo.attainment
-    expected = miss_share * trial.num_requests
-    return int(expected + _CHANCE_Z * sqrt(expected * trial.slo.attainment)) + 1
+    """Missed requests of a run that are so many more than the target allows that they tell no more of the goodput."""
+    return int(_HOPELESS * (1 - trial.slo.attainment) * trial.num_requests) + 1
 
 
-def find_goodput(
-    trial: Trial, workload: Workload, start_rate: float, *, tolerance: float = 0.03, max_rate: float = float("inf")
-) -> Goodput:
-    """The highest rate that meets the target, to within ``tolerance``.
+class Pursuit(Protocol):
+    """What takes several runs to find out."""
 
-    Args:
-        start_rate: a guess.
-        max_rate: the highest to try.
+    def wanted(self) -> list[Run]:
+        """Runs that it needs now, in any order or side by side; none once all is known."""
+        ...
+
+    def saw(self, run: Run, simulation: Simulation) -> None:
+        """What came of one of them."""
+        ...
+
+    @property
+    def num_requests(self) -> int:
+        """Simulated so far."""
+        ...
+
+
+def pursue(pursuit: Pursuit, runner: Runner) -> None:
+    """Carry out all its runs, one after another.
 
     Raises:
         ValueError: the layout cannot be run.
     """
-    assert start_rate > 0
-    return _Bisection(trial, workload, tolerance, max_rate).find(min(start_rate, max_rate))
+    while runs := pursuit.wanted():
+        for run in runs:
+            pursuit.saw(run, runner.carry_out(run))
 
 
-class _Bisection:
-    """The rates of one layout that were tried so far."""
+class OneRate:
+    """Finds what attainment a trial has at one rate; a `Pursuit`."""
 
-    def __init__(self, trial: Trial, workload: Workload, tolerance: float, max_rate: float) -> None:
+    def __init__(self, trial: Trial, rate: float) -> None:
         self._trial = trial
-        self._workload = workload
-        self._tolerance = tolerance
-        self._growth = max(1 + tolerance, _LEAST_GROWTH)
-        self._max_rate = max_rate
-        self._costs = _costs(trial)
-        self._points: dict[float, Attainment] = {}
-        self._num_requests = 0
+        self._rate = rate
+        self._seen: dict[int, Simulation] = {}
 
-    def find(self, start_rate: float) -> Goodput:
-        low, high = self._bracket(start_rate)
-        while low:
-            while high / low > 1 + self._tolerance + 1e-9 and not self._is_close(low):
-                middle = self._between(low, high)
-                if self._is_met(middle):
-                    low = middle
-                else:
-                    high = middle
-            if self._is_met(low, is_whole=True):
-                break
-            # What its first run promised, the others did not hold.
-            high, low = low, self._highest_met_below(low)
-            if not low:
-                low, high = self._bracket(high / self._growth)
-        if low and len(self._trial.seeds) > 1:
-            self._find_sure_rate(low)
-        return self._goodput(low, is_capped=low >= self._max_rate)
+    def wanted(self) -> list[Run]:
+        return [Run(self._trial, self._rate, seed, True) for seed in self._trial.seeds if seed not in self._seen]
 
-    def _find_sure_rate(self, rate: float) -> None:
-        """Go below ``rate`` until the target is met beyond doubt, for the lower end of the confidence interval."""
-        target, factor = self._trial.slo.attainment, self._growth
-        for _ in range(_MAX_SURE_STEPS):
-            if any(point.interval.low >= target for point in self._points.values()):
-                return
-            rate, factor = rate / factor, factor * factor
-            self._is_met(rate)
-
-    def _bracket(self, start_rate: float) -> tuple[float, float]:
-        """The highest rate seen to meet the target, 0 for none, and the lowest above it seen to miss it."""
-        rate, factor = start_rate, self._growth
-        if self._is_met(rate):
-            for _ in range(_MAX_STEPS):
-                higher = min(rate * factor, self._max_rate)
-                if not self._is_met(higher):
-                    return rate, higher
-                rate, factor = higher, factor * factor
-                if rate >= self._max_rate:
-                    break
-            return rate, rate  # the highest allowed, or so many requests are met however fast they come
-        for _ in range(_MAX_STEPS):
-            lower = rate / factor
-            if self._is_met(lower):
-                return lower, rate
-            rate, factor = lower, factor * factor
-        return 0.0, rate
-
-    def _is_close(self, rate: float) -> bool:
-        """Whether all runs together came so near to the target that a higher rate would tell nothing new."""
-        point, target = self._points[rate], self._trial.slo.attainment
-        return point.num_requests == self._num_whole and 0 <= point.share - target < _CLOSE_SHARE
-
-    def _between(self, low: float, high: float) -> float:
-        """The next rate to try: where a straight line from attainment to attainment meets the target, or the middle
-        where one of them is not known that well; in logarithm, and away from both ends."""
-        lower, upper = self._points[low], self._points[high]
-        place = 0.5
-        if upper.num_requests == lower.num_requests == self._num_whole and lower.share > upper.share:
-            place = (lower.share - self._trial.slo.attainment) / (lower.share - upper.share)
-        place = min(max(place, _MARGIN), 1 - _MARGIN)
-        return low * float((high / low) ** place)
+    def saw(self, run: Run, simulation: Simulation) -> None:
+        self._seen[run.seed] = simulation
 
     @property
-    def _num_whole(self) -> int:
-        """Requests of all runs at one rate."""
-        return self._trial.num_requests * len(self._trial.seeds)
+    def num_requests(self) -> int:
+        return sum(len(simulation.times.arrived_s) for simulation in self._seen.values())
 
-    def _is_met(self, rate: float, *, is_whole: bool = False) -> bool:
-        target = self._trial.slo.attainment
-        known = self._points.get(rate)
-        if known is None or (is_whole and known.num_requests < self._num_whole):
-            known = _attain(self._trial, self._workload, rate, self._costs, is_whole=is_whole)
-            self._num_requests += known.num_requests
-            self._points[rate] = known
-        return known.meets(target)
+    def attainment(self) -> Attainment:
+        """Once nothing is wanted any more."""
+        return _measured(self._trial, self._rate, [self._seen[seed] for seed in self._trial.seeds])
 
-    def _highest_met_below(self, rate: float) -> float:
-        target = self._trial.slo.attainment
-        return max(
-            (known for known, point in self._points.items() if known < rate and point.meets(target)), default=0.0
+
+def _measured(trial: Trial, rate: float, runs: Sequence[Simulation]) -> Attainment:
+    return measure(
+        runs,
+        trial.slo,
+        rate,
+        block_size=trial.model.block_size,
+        num_offered=trial.num_requests,
+        is_finite=trial.is_finite,
+    )
+
+
+def attain(trial: Trial, workload: Workload, rate: float) -> Attainment:
+    """Serve the workload at ``rate``, once for each seed.
+
+    Raises:
+        ValueError: the layout cannot be run (`pdserve.planner.simulator.simulate`).
+    """
+    one = OneRate(trial, rate)
+    pursue(one, Runner(workload))
+    return one.attainment()
+
+
+def find_goodput(
+    trial: Trial, workload: Workload, start_rate: float, *, tolerance: float = 0.03, max_rate: float = inf
+) -> Goodput:
+    """See `GoodputSearch`.
+
+    Raises:
+        ValueError: the layout cannot be run.
+    """
+    search = GoodputSearch(trial, start_rate, tolerance, max_rate)
+    pursue(search, Runner(workload))
+    return search.goodput()
+
+
+class GoodputSearch:
+    """Finds the highest rate that meets the target; a `Pursuit`."""
+
+    def __init__(
+        self, trial: Trial, start_rate: float, tolerance: float, max_rate: float = inf, *, is_rough: bool = False
+    ) -> None:
+        """The search.
+
+        Args:
+            start_rate: a guess.
+            tolerance: how far from a rate that was simulated the goodput may lie, as a share.
+            max_rate: the highest to try.
+            is_rough: be content with one run that was not stopped early, until `settle`.
+        """
+        assert start_rate > 0
+        self._trial = trial
+        self._tolerance = tolerance
+        self._max_rate = max_rate
+        self._start_rate = self._capped(start_rate)
+        self._is_rough = is_rough
+        self._allowed = max(1 - trial.slo.attainment, 0.5 / trial.num_requests)
+        """Share of requests that may miss."""
+        self._runs: dict[float, dict[int, Simulation]] = {}
+        self._points: dict[float, Attainment] = {}
+        """What all runs at a rate came to."""
+        self._missed: dict[float, float] = {}
+        """Share of requests that missed in the first seed's run, by which rates are compared."""
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._is_rough
+
+    def settle(self) -> None:
+        """Ask for all that the trial and the tolerance ask for."""
+        self._is_rough = False
+
+    def wanted(self) -> list[Run]:
+        seeds = self._trial.seeds
+        first = seeds[:1]
+        if not self._points:
+            return self._asked(self._start_rate, first)
+        if len(self._points) >= _MAX_RATES:
+            return []
+        near = self._nearest()
+        if near is None:
+            # Ever longer steps: runs that are far too fast are all stopped at about the same share.
+            power = _POWER_OF_STOPPED / max(1, len(self._points) - 1)
+            return self._asked(self._crossing(self._points[min(self._points)], power), first)
+        if not self._is_near(near):
+            return self._asked(self._crossing(near), seeds if self._is_complete(near) else first)
+        if self._is_rough:
+            return []
+        runs = self._asked(near.rate, seeds)
+        return runs + self._asked(self._other_side(), first) if runs or first == seeds else []
+
+    def saw(self, run: Run, simulation: Simulation) -> None:
+        runs = self._runs.setdefault(run.rate, {})
+        runs[run.seed] = simulation
+        in_order = [runs[seed] for seed in self._trial.seeds if seed in runs]
+        self._points[run.rate] = _measured(self._trial, run.rate, in_order)
+        if run.seed == self._trial.seeds[0]:
+            self._missed[run.rate] = self._missed_share(_measured(self._trial, run.rate, [simulation]), num_runs=1)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(point.num_requests for point in self._points.values())
+
+    def _asked(self, rate: float, seeds: Sequence[int]) -> list[Run]:
+        known = self._runs.get(rate, {})
+        is_whole = (self._is_rough and len(self._trial.seeds) > 1) or len(seeds) > 1
+        return [Run(self._trial, rate, seed, is_whole) for seed in seeds if seed not in known]
+
+    def _missed_share(self, point: Attainment, num_runs: int) -> float:
+        """Above 0. Where a run was stopped, of those that came until then, the least that it can be."""
+        come_share = point.num_requests / (self._trial.num_requests * num_runs) if point.is_partial else 1.0
+        return max((1 - point.share) / come_share, 0.5 / max(point.num_counted, 1))
+
+    def _is_any_met(self) -> bool:
+        return any(point.meets(self._trial.slo.attainment) for point in self._points.values())
+
+    def _other_side(self) -> float:
+        """A rate beyond the goodput, where all that were tried meet the target, or below it, where none does; else the
+        lowest that was tried: only between two rates is it known where it lies."""
+        lowest, highest = min(self._points), max(self._points)
+        step = min(_SIDE_STEP, 1 - self._tolerance)
+        if not self._is_any_met():
+            return lowest * step
+        if all(point.meets(self._trial.slo.attainment) for point in self._points.values()):
+            return self._capped(highest / step)
+        return lowest
+
+    def _capped(self, rate: float) -> float:
+        """What is as good as the highest rate is the highest rate."""
+        return rate if rate * (1 + self._tolerance) < self._max_rate else self._max_rate
+
+    def _nearest(self) -> Attainment | None:
+        """Of the rates that were simulated to the end, with the most seeds, the one nearest to the goodput."""
+        whole = [point for point in self._points.values() if not point.is_partial]
+        return min(
+            whole,
+            key=lambda point: (-len(self._runs[point.rate]), abs(log(self._crossing(point) / point.rate))),
+            default=None,
         )
 
-    def _goodput(self, rate: float, *, is_capped: bool) -> Goodput:
-        points = tuple(self._points[each] for each in sorted(self._points))
-        target = self._trial.slo.attainment
+    def _is_complete(self, point: Attainment) -> bool:
+        return len(self._runs[point.rate]) == len(self._trial.seeds)
+
+    def _is_near(self, point: Attainment) -> bool:
+        """Whether the goodput lies within the tolerance; as long as seeds are lacking, they may move it as much."""
+        if self._is_rough:
+            return True
+        tolerance = self._tolerance * (1 if self._is_complete(point) else 2)
+        rate = self._crossing(point)
+        is_within = abs(log(rate / point.rate)) <= log(1 + tolerance) + 1e-9
+        return is_within and (rate < self._max_rate or point.rate == self._max_rate)
+
+    def _crossing(self, point: Attainment, power: float | None = None) -> float:
+        """The rate, ``max_rate`` at most, at which as many requests miss as may, told from one rate; on this side of
+        rates that were seen to be beyond it."""
+        missed, target = self._missed_share(point, len(self._runs[point.rate])), self._trial.slo.attainment
+        is_up = missed < self._allowed
+        if power is None:
+            power = self._power(point.rate, _POWER if is_up else _POWER_BEYOND, is_up=is_up)
+        rate = point.rate * exp(log(self._allowed / missed) / power)
+        beyond = [each for each in self._points.values() if each.meets(target) is not is_up]
+        if is_up:
+            limits = [_inside(point, each) for each in beyond if each.rate > point.rate]
+            # Of few that miss, hardly anything is told; ever longer steps, if it has to be.
+            return min([rate, self._max_rate, point.rate * _LONGEST_STEP ** len(self._points), *limits])
+        return max([rate, *(_inside(point, each) for each in beyond if each.rate < point.rate)])
+
+    def _power(self, rate: float, default: float, *, is_up: bool) -> float:
+        """Of the rate, as which missed requests grow: from ``rate`` to the next one that was tried above it, or below
+        it, or where there is none, on the other side."""
+        above = [each for each in self._missed if each > rate]
+        below = [each for each in self._missed if each < rate]
+        if not above and not below:
+            return default
+        other = min(above) if above and (is_up or not below) else max(below)
+        power = log(self._missed[other] / self._missed[rate]) / log(other / rate)
+        # It rises with the rate.
+        least = _POWER if is_up and not above else _LEAST_POWER
+        return min(max(power, least), _MOST_POWER)
+
+    def goodput(self) -> Goodput:
+        """Once nothing is wanted any more."""
+        near, rates = self._nearest(), sorted(self._points)
+        rate, interval = 0.0, Interval(0.0, rates[0])
+        if near is not None and (self._is_rough or self._is_any_met()):
+            rate = self._crossing(near) if self._is_near(near) else near.rate
+            interval = self._interval(near, rate)
         return Goodput(
             rate=rate,
-            interval=_rate_interval(points, rate, target),
-            target=target,
+            interval=interval,
+            target=self._trial.slo.attainment,
             num_devices=self._trial.layout.num_devices,
-            points=points,
-            num_requests=self._num_requests,
-            is_capped=is_capped,
+            points=tuple(self._points[each] for each in rates),
+            num_requests=self.num_requests,
+            is_capped=near is not None and near.rate == self._max_rate <= rate,
         )
 
+    def _interval(self, near: Attainment, rate: float) -> Interval:
+        """Rates at which the bounds of attainment cross the target, on curves whose power errs to the safe side, as far
+        as nothing surer was seen."""
+        target, ends = self._trial.slo.attainment, []
+        for share, is_upper in zip(near.interval, (False, True), strict=True):
+            missed = max(1 - share, 0.5 / max(near.num_counted, 1))
+            is_up = missed < self._allowed
+            if is_up is is_upper:  # outwards: the less the power, the further
+                power = min(self._power(near.rate, _LEAST_POWER, is_up=is_up), _POWER)
+            else:
+                power = max(self._power(near.rate, _MOST_POWER, is_up=is_up), _POWER)
+            ends.append(near.rate * exp(log(self._allowed / missed) / power))
+        points = self._points.values()
+        met = [point.rate for point in points if point.rate <= rate and point.interval.low >= target]
+        beyond = [point.rate for point in points if point.rate >= rate and point.interval.high < target]
+        return Interval(min(max([ends[0], *met]), rate), max(min([ends[1], self._max_rate, *beyond]), rate))
 
-def _rate_interval(points: Sequence[Attainment], rate: float, target: float) -> Interval:
-    """Rates at which the bounds of attainment cross the target, found on straight lines between what was simulated."""
-    if not rate:
-        return Interval(0.0, points[0].rate)
-    low = _crossing([(point.rate, point.interval.low) for point in points if not point.is_partial], target)
-    high = _crossing([(point.rate, point.interval.high) for point in points], target)
-    return Interval(min(low, rate), max(high, rate))
 
-
-def _crossing(curve: Sequence[tuple[float, float]], target: float) -> float:
-    """The rate at which a curve of attainment falls below the target for good."""
-    last = max((index for index, (_, share) in enumerate(curve) if share >= target), default=-1)
-    if last < 0:
-        return 0.0
-    rate, share = curve[last]
-    if last + 1 == len(curve):
-        return rate
-    next_rate, next_share = curve[last + 1]
-    return rate + (next_rate - rate) * (share - target) / (share - next_share)
+def _inside(point: Attainment, beyond: Attainment) -> float:
+    """Most of the way from one to the other, in logarithm; half of it where a run that was stopped tells little."""
+    return point.rate * float((beyond.rate / point.rate) ** (0.5 if beyond.is_partial else _MOST_OF_WAY))
 
 
 def slowed(trial: Trial, time_factor: float) -> Trial:

@@ -85,11 +85,11 @@ class Effort:
     most_requests: int | None = None
     """Of any simulation, where requests are many in flight: a trace has no more. ``None`` for no limit."""
     seeds: tuple[int, ...] = (0, 1)
-    """Of the finalists' workloads; all candidates see the same. Screening takes the first."""
+    """Of the workloads of the best finalists; all candidates see the same. Others, and screening, take the first."""
     num_screened: int = 8
     num_finalists: int = 4
-    tolerance: float = 0.04
-    """Relative distance of rates at which bisection stops, for finalists."""
+    tolerance: float = 0.06
+    """How far, as a share, the goodput of the best finalists may lie from a rate that was simulated with all seeds."""
     is_finite: bool = False
     """Count all requests of a short run, and hold each objective's own percentile against it instead of both jointly:
     as papers do, and for comparison with theirs only."""
@@ -150,9 +150,9 @@ class Candidate:
     pools: tuple[PoolFigures, ...]
     dollars_per_hour: float | None
     is_final: bool = False
-    """Simulated at length with several seeds; ``goodput.interval`` is a confidence interval."""
+    """Simulated at length, the best of a kind with several seeds; ``goodput.interval`` is a confidence interval."""
     at_winners_rate: Attainment | None = None
-    """What it makes of the rate of the first in rank; finalists only."""
+    """What it makes of the rate of the first in rank, or of one that is within `Effort.tolerance`; finalists only."""
     cliff_rate: float | None = None
     """Rate at which attainment falls to half of its target; the winner only."""
     sensitivity: tuple[Sensitivity, ...] = ()

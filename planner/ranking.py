@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdserve.planner.bounds import Bounds
-from pdserve.planner.goodput import Goodput
+from pdserve.planner.goodput import Goodput, GoodputSearch
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Objective, Question
 
@@ -25,6 +25,8 @@ class Entry:
     """Of short runs."""
     final: Goodput | None = None
     """Of long ones."""
+    search: GoodputSearch | None = None
+    """The latest of both."""
 
     @property
     def goodput(self) -> Goodput | None:

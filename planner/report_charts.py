@@ -67,8 +67,8 @@ def figures(plan: Plan, drawn: Sequence[Contender]) -> Iterator[Figure]:
     for contender in drawn:
         yield _attainment(plan, contender, highest)
     slo = plan.question.slo
-    yield _latencies("TTFT at the goodput", drawn, lambda at_rate: at_rate.ttft, slo.ttft_seconds)
-    yield _latencies("TPOT at the goodput", drawn, lambda at_rate: at_rate.tpot, slo.tpot_seconds)
+    yield _latencies("TTFT near the goodput", drawn, lambda at_rate: at_rate.ttft, slo.ttft_seconds)
+    yield _latencies("TPOT near the goodput", drawn, lambda at_rate: at_rate.tpot, slo.tpot_seconds)
     if any(not candidate.layout.is_colocated for candidate in plan.candidates):
         yield _ratios(plan)
     yield _utilisation(drawn)
@@ -178,4 +178,4 @@ def _utilisation(drawn: Sequence[Contender]) -> Figure:
             rows.append(Bar(f"{name}: busy", pool.busy_share, wording.share(pool.busy_share), color))
             rows.append(Bar(f"{name}: KV in use", pool.kv_share, wording.share(pool.kv_share), color))
     legend = tuple((color, contender.name) for color, contender in enumerate(drawn))
-    return Figure("Utilisation by phase", bars(rows), legend, "Of the time and of the KV blocks, at the goodput.")
+    return Figure("Utilisation by phase", bars(rows), legend, "Of the time and of the KV blocks, near the goodput.")

@@ -6,10 +6,12 @@
 1. Bounds and estimates of every layout, in closed form. What is known of one phase's worker is worked out once, and the
    ratio of prefill to decode workers follows from the demand of each phase, as in DistServe's algorithm 1 (OSDI 2024,
    section 4.1) but with queues, and with the link and the prompts that decode workers compute.
-2. Screening: short simulations of the best estimates, of both kinds of layout, the first of which correct the others.
-3. Finalists, of those within reach of the best: long simulations with several seeds. Then what the reader wants to
-   know beside the rank: how the losers do at the winner's rate, where the cliff is, and what faster or slower steps
-   would change.
+2. Screening: short simulations of the best estimates, of both kinds of layout, the first of which correct the others;
+   more than one only of those within reach of the best.
+3. Finalists, of those within reach of the best: one long simulation of each at the same rate where that may be, then
+   as many as its goodput needs, with several seeds, of the best of either kind. Then what the reader wants to know
+   beside the rank: how the losers do at the winner's rate, where the cliff is, and what faster or slower steps would
+   change.
 
 The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
 """
@@ -20,13 +22,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import sqrt
 
 from pdserve.planner.attainment import Attainment
 from pdserve.planner.bounds import BoundBook
 from pdserve.planner.candidates import assemble, verdict_of
-from pdserve.planner.crew import AttainJob, Crew, GoodputJob
+from pdserve.planner.crew import Crew
 from pdserve.planner.demand import Demand
-from pdserve.planner.goodput import Goodput, Trial, Workload, slowed
+from pdserve.planner.goodput import Goodput, GoodputSearch, OneRate, Pursuit, Trial, Workload, slowed
 from pdserve.planner.hosts import ONE_HOST_TODAY
 from pdserve.planner.layout import Layout
 from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
@@ -40,7 +43,7 @@ Progress = Callable[[float, str], None]
 _NUM_SAMPLED = 1000
 """Requests from which the demand is told."""
 _SCREEN_TOLERANCE = 0.15
-_LONG_RUN = 0.95
+_LONG_RUN = 0.85
 """What is left of a short run's goodput in a long one, as a first guess: queues have more time to grow."""
 _SCREEN_RESIDENCES, _FINAL_RESIDENCES = 2.5, 4.0
 """Times that a request stays in the cluster, that a run lasts at least: else most of it would be its beginning ..."""
@@ -51,7 +54,9 @@ _OPTIMISM = 1.2
 _SCREEN_OPTIMISM = 1.25
 """By how much the goodput of a short run may be too low, beside that of another."""
 _TIME_FACTORS = (0.9, 1.1)
-_RATIO_TOLERANCE = 0.05
+_RATIO_TOLERANCE = 0.15
+_CLIFF = 1.25
+"""Times the goodput: a guess of where attainment falls to half of its target."""
 
 
 def find_plan(
@@ -159,23 +164,38 @@ class _Search:
         num_first = max(2, self._question.effort.num_screened // 2)
         num_more = self._question.effort.num_screened - num_first
         self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
-        rest = self._contenders()
-        while rest:
-            self._screen(of_both_kinds(rest, num_more), 0.25, 0.45)
-            if any(entry.rate and self._ranking.serves(entry.rate) for entry in self._simulated()):
+        while rest := self._contenders():
+            self._screen(of_both_kinds(rest, num_more), 0.25, 0.35)
+            if self._is_served():
+                self._settle_screened()
+            if self._is_served():
                 break
-            rest = self._contenders()
+        self._settle_screened()
         if not any(entry.rate for entry in self._simulated()):
             raise nothing_met(self._question, self._simulated())
 
     def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
-        jobs = [
-            GoodputJob(self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE, entry.bounds.rate)
-            for entry in entries
-        ]
-        for entry, goodput in zip(entries, self._goodputs(jobs, low, high, "screening"), strict=True):
+        """Roughly: whoever is far behind the best need not be known any better."""
+        for entry in entries:
+            entry.search = GoodputSearch(
+                self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE, entry.bounds.rate, is_rough=True
+            )
+        for entry, goodput in zip(entries, self._goodputs(entries, low, high, "screening"), strict=True):
             entry.screened = goodput
         self._correct_estimates(entries)
+
+    def _settle_screened(self) -> None:
+        """Those that may be as good as the best of their kind."""
+        while unsettled := [
+            entry
+            for entry in self._ranking.within_reach(self._ranking.ranked(self._simulated()), _SCREEN_OPTIMISM)
+            if entry.search is not None and not entry.search.is_settled
+        ]:
+            for entry, goodput in zip(unsettled, self._settled(unsettled, 0.35, 0.45, "screening"), strict=True):
+                entry.screened = goodput
+
+    def _is_served(self) -> bool:
+        return any(entry.rate and self._ranking.serves(entry.rate) for entry in self._simulated())
 
     def _correct_estimates(self, screened: Sequence[Entry]) -> None:
         """Scale the estimates of either kind by what was seen of its best."""
@@ -210,21 +230,37 @@ class _Search:
         while rest and not any(entry.final and self._ranking.serves(entry.rate) for entry in self._entries):
             chosen = of_both_kinds(self._ranking.within_reach(rest, _SCREEN_OPTIMISM), effort.num_finalists)
             rest = [entry for entry in rest if entry not in chosen]
-            jobs = [
-                GoodputJob(
-                    self._trial(entry.layout, is_final=True),
-                    entry.rate * _LONG_RUN,
-                    effort.tolerance,
-                    entry.bounds.rate,
-                )
-                for entry in chosen
-            ]
-            for entry, goodput in zip(chosen, self._goodputs(jobs, 0.45, 0.85, "finalists"), strict=True):
-                entry.final = goodput
+            self._simulate_at_length(chosen)
             rest = [entry for entry in rest if self._ranking.serves(entry.rate)]
         finalists = [entry for entry in self._entries if entry.final]
         if not any(self._ranking.serves(entry.rate) for entry in finalists):
             raise too_slow(self._question, finalists)
+
+    def _simulate_at_length(self, entries: Sequence[Entry]) -> None:
+        """With the first seed, and what comes out best of either kind with all of them."""
+        # Where it may be, all begin at the same rate, where differences are the layouts' own.
+        rates = sorted(_LONG_RUN * entry.rate for entry in best_of_kinds(entries).values())
+        if self._question.objective.has_rate:
+            rates = [self._question.rate]
+        for entry in entries:
+            guess = _LONG_RUN * entry.rate
+            entry.search = GoodputSearch(
+                self._trial(entry.layout, is_final=True),
+                next((rate for rate in rates if abs(guess / rate - 1) <= _SCREEN_TOLERANCE), guess),
+                self._question.effort.tolerance,
+                entry.bounds.rate,
+                is_rough=True,
+            )
+        for entry, goodput in zip(entries, self._goodputs(entries, 0.45, 0.6, "finalists"), strict=True):
+            entry.final = goodput
+        while unsettled := self._unsettled_best():
+            for entry, goodput in zip(unsettled, self._settled(unsettled, 0.6, 0.85, "best finalists"), strict=True):
+                entry.final = goodput
+
+    def _unsettled_best(self) -> list[Entry]:
+        finalists = [entry for entry in self._entries if entry.final]
+        best = best_of_kinds(self._ranking.ranked(finalists)).values()
+        return [entry for entry in best if entry.search is not None and not entry.search.is_settled]
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with what is to be said of them."""
@@ -233,8 +269,7 @@ class _Search:
         estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
         winner = finalists[0]
         asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
-        seen = self._at_rate(finalists[1:], asked_rate)
-        slower, cliff_rate = self._around(winner)
+        seen, (slower, cliff_rate) = self._beside(winner, finalists[1:], asked_rate)
         assembled: list[Candidate] = []
         for entry in (*finalists, *screened, *estimated):
             index = finalists.index(entry) if entry.final else -1
@@ -286,35 +321,36 @@ class _Search:
 
     # What is asked beside the rank; of short runs only the ratio to equally short ones is taken
 
-    def _at_rate(self, entries: Sequence[Entry], rate: float) -> list[Attainment]:
-        """One long run of each."""
-        jobs = [
-            AttainJob(replace(self._trial(entry.layout, is_final=True), seeds=self._first_seed), rate)
-            for entry in entries
-        ]
-        seen = self._crew.attainments(jobs, self._done(0.85, 0.9, len(jobs), "at the winner's rate"))
-        self._num_requests += sum(each.num_requests for each in seen)
-        return seen
-
-    def _around(self, winner: Entry) -> tuple[tuple[Sensitivity, ...], float | None]:
-        """What slower steps would change, and the rate at which attainment falls to half of its target."""
+    def _beside(
+        self, winner: Entry, losers: Sequence[Entry], rate: float
+    ) -> tuple[list[Attainment], tuple[tuple[Sensitivity, ...], float | None]]:
+        """What losers make of a rate, or of one close to it at which they were seen; what slower steps would change for
+        the winner, and the rate at which its attainment falls to half of its target."""
+        known = [_seen_near(entry, rate, self._question.effort.tolerance) for entry in losers]
+        at_rate = {
+            entry: OneRate(replace(self._trial(entry.layout, is_final=True), seeds=self._first_seed), rate)
+            for entry, seen in zip(losers, known, strict=True)
+            if seen is None
+        }
         assert winner.screened is not None
-        trial, rate, slo = self._trial(winner.layout), winner.screened.rate, self._question.slo
+        trial, short_rate, slo = self._trial(winner.layout), winner.screened.rate, self._question.slo
         halved = replace(trial, slo=replace(slo, attainment=slo.attainment / 2))
-        jobs = [
-            GoodputJob(trial, rate, _RATIO_TOLERANCE),
-            GoodputJob(halved, rate * 1.1, _RATIO_TOLERANCE),
-            *(GoodputJob(slowed(trial, factor), rate, _RATIO_TOLERANCE) for factor in _TIME_FACTORS),
+        # Rates of slower clusters are on their clock: see `slowed`.
+        starts = [
+            (halved, short_rate * _CLIFF),
+            *((slowed(trial, each), short_rate / sqrt(each)) for each in _TIME_FACTORS),
         ]
-        as_predicted, cliff, *others = self._goodputs(jobs, 0.9, 1.0, "cliff and sensitivity")
-        if not as_predicted.rate:
-            return (), None
-        scale = winner.rate / as_predicted.rate
-        slower = [
-            Sensitivity(factor, scale * other.rate / factor)
-            for factor, other in zip(_TIME_FACTORS, others, strict=True)
+        if winner.screened.is_capped:
+            starts.append((trial, short_rate))
+        searches = [GoodputSearch(each, start, _RATIO_TOLERANCE) for each, start in starts]
+        pursuits: list[Pursuit] = [*at_rate.values(), *searches]
+        self._crew.pursue(pursuits, self._done(0.85, 1.0, len(pursuits), "losers, cliff and sensitivity"))
+        self._num_requests += sum(pursuit.num_requests for pursuit in pursuits)
+        seen = [
+            at_rate[entry].attainment() if each is None else each for entry, each in zip(losers, known, strict=True)
         ]
-        return tuple(slower), max(winner.rate, scale * cliff.rate)
+        cliff, *slower = (search.goodput().rate for search in searches)
+        return seen, _around(winner, cliff, slower, slower[-1] if winner.screened.is_capped else short_rate)
 
     # Helpers
 
@@ -344,10 +380,19 @@ class _Search:
     def _first_seed(self) -> tuple[int, ...]:
         return self._question.effort.seeds[:1]
 
-    def _goodputs(self, jobs: Sequence[GoodputJob], low: float, high: float, what: str) -> list[Goodput]:
-        goodputs = self._crew.goodputs(jobs, self._done(low, high, len(jobs), what))
-        self._num_requests += sum(goodput.num_requests for goodput in goodputs)
-        return goodputs
+    def _goodputs(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
+        """Of each, as far as its search wants to go on."""
+        searches = [entry.search for entry in entries if entry.search is not None]
+        num_before = sum(search.num_requests for search in searches)
+        self._crew.pursue(searches, self._done(low, high, len(searches), what))
+        self._num_requests += sum(search.num_requests for search in searches) - num_before
+        return [search.goodput() for search in searches]
+
+    def _settled(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
+        for entry in entries:
+            assert entry.search is not None
+            entry.search.settle()
+        return self._goodputs(entries, low, high, what)
 
     def _done(self, low: float, high: float, num_jobs: int, what: str) -> Callable[[int], None]:
         self._tell(low, f"{what}: 0 of {num_jobs}")
@@ -357,3 +402,23 @@ class _Search:
 
     def _simulated(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.goodput is not None]
+
+
+def _seen_near(entry: Entry, rate: float, tolerance: float) -> Attainment | None:
+    """What a finalist made of about ``rate``."""
+    assert entry.final is not None
+    seen = entry.final.nearest(rate)
+    return seen if seen is not None and abs(seen.rate / rate - 1) <= tolerance else None
+
+
+def _around(
+    winner: Entry, cliff: float, slower: Sequence[float], as_predicted: float
+) -> tuple[tuple[Sensitivity, ...], float | None]:
+    """From the winner's goodputs in short runs, of which only ratios are taken."""
+    if not as_predicted:
+        return (), None
+    scale = winner.rate / as_predicted
+    sensitivity = [
+        Sensitivity(factor, scale * rate / factor) for factor, rate in zip(_TIME_FACTORS, slower, strict=False)
+    ]
+    return tuple(sensitivity), max(winner.rate, scale * cliff)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from math import isnan
+from math import inf, isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -363,5 +363,5 @@ class _Run:
             gap_s=np.array(lengths, np.float64),
             gap_weights=np.array([gaps[length] for length in lengths], np.float64),
             ended_s=self._ended_s,
-            was_stopped=self._num_missed == self._bounds.max_missed,
+            was_stopped=self._num_missed >= (self._bounds.max_missed or inf),
         )

@@ -244,6 +244,9 @@ def test_a_search_may_stop_early() -> None:
     assert simulation.was_stopped
     assert 10 <= len(simulation.times.arrived_s) < 30
     assert not simulate(LLAMA_3_8B, disaggregated(), poisson(8, 20), slo=slo, max_missed=30).was_stopped
+    # Several of a step miss together.
+    for max_missed in range(1, 8):
+        assert simulate(LLAMA_3_8B, colocated(), poisson(1000, 40), slo=slo, max_missed=max_missed).was_stopped
 
 
 def test_a_closed_loop_keeps_its_concurrency() -> None:
