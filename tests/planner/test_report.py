@@ -75,7 +75,12 @@ def test_winner_and_runner_up_are_drawn_and_nothing_twice() -> None:
     assert [each.candidate.layout for each in drawn] == [APART, TOGETHER]
     titles = [figure.title for figure in figures(a_plan(), drawn)]
     assert titles[:2] == ["Winner: 1 x P(TP1) + 1 x D(TP1)", "Runner-up: 2 x M(TP1)"]
-    assert titles[2:] == ["TTFT near the goodput", "TPOT near the goodput", "Goodput by P:D ratio", "Utilisation by phase"]
+    assert titles[2:] == [
+        "TTFT near the goodput",
+        "TPOT near the goodput",
+        "Goodput by P:D ratio",
+        "Utilisation by phase",
+    ]
 
 
 def test_the_best_colocated_layout_is_drawn_however_far_behind() -> None:
