@@ -161,11 +161,11 @@ class Sequence:
         """The full ones of the known tokens: what choices have in common, if it stands for several."""
         return len(self.tokens) // self.block_size
 
-    def block_hashes(self, num_blocks: int) -> list[bytes]:
-        """Hashes of the first ``num_blocks`` full blocks of the known tokens; each is computed once."""
+    def block_hashes(self, num_blocks: int, first: int = 0) -> list[bytes]:
+        """Hashes of the full blocks of the known tokens from ``first`` up to ``num_blocks``; each is computed once."""
         while len(self._hashes) < num_blocks:
             self._add_block_hash()
-        return self._hashes[:num_blocks]
+        return self._hashes[first:num_blocks]
 
     def iter_block_hashes(self, num_blocks: int) -> Iterator[bytes]:
         """The same, one at a time: who stops early lets the others be."""

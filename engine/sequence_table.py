@@ -183,10 +183,8 @@ class SequenceTable:
         num_full = sequence.num_written // sequence.block_size
         if num_full == sequence.num_registered_blocks or not self.pool.caches_content:
             return
-        hashes = sequence.block_hashes(num_full)
-        news = slice(sequence.num_registered_blocks, num_full)
-        for block, block_hash in zip(sequence.block_table[news], hashes[news], strict=True):
-            self.pool.register(block, block_hash)
+        num_known = sequence.num_registered_blocks
+        self.pool.register(sequence.block_table[num_known:num_full], sequence.block_hashes(num_full, num_known))
         sequence.num_registered_blocks = num_full
 
     # Steps

@@ -149,19 +149,21 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
-        """The referenced block is completely written and its content is known. Of two blocks with the same content
+    def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
+        """The referenced blocks are completely written and their content is known. Of two blocks with the same content
         the first stays the known one."""
-        assert self._num_references[block_id] > 0, f"block {block_id} is registered while nobody owns it"
-        if block_hash in self._block_by_hash:
-            return
-        assert self._hashes[block_id] is None, f"block {block_id} is already registered with other content"
-        self._hashes[block_id] = block_hash
-        self._block_by_hash[block_hash] = block_id
-        if block_hash in self._evicted:
-            del self._evicted[block_hash]
-        else:
-            self._stored[block_hash] = None
+        known, hashes, stored, evicted = self._block_by_hash, self._hashes, self._stored, self._evicted
+        for block, block_hash in zip(block_ids, block_hashes, strict=True):
+            assert self._num_references[block] > 0, f"block {block} is registered while nobody owns it"
+            if block_hash in known:
+                continue
+            assert hashes[block] is None, f"block {block} is already registered with other content"
+            hashes[block] = block_hash
+            known[block_hash] = block
+            if block_hash in evicted:
+                del evicted[block_hash]
+            else:
+                stored[block_hash] = None
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """The content of the blocks is doubtful: nobody may find it any more. References stay as they are."""

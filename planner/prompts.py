@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdserve.contracts.block_hash import block_hash, root_hash
+from pdserve.contracts.block_hash import BLOCK_HASH_BYTES, block_hash, root_hash
 from pdserve.planner.requests import Segment, SimulatedRequest
 
 _FIRST_PRIVATE_CONTENT = 2**31
@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
 
     tokens: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
-    """Of its full blocks; empty in a workload that shares nothing."""
+    """Of its full blocks, or names of those that no other prompt can have; empty in a workload that shares nothing."""
 
 
 NO_PROMPT = Prompt((), ())
@@ -78,7 +78,7 @@ class PromptBook:
 
     def _append(self, prompt: Prompt, segment: Segment) -> Prompt:
         if segment.content >= _FIRST_PRIVATE_CONTENT:
-            return self._extend(prompt, _tokens_of(segment))
+            return self._append_private(prompt, segment)
         key = (prompt.block_hashes[-1] if prompt.block_hashes else b"", self._rest(prompt), segment)
         written = self._written.get(key)
         if written is None:
@@ -86,6 +86,13 @@ class PromptBook:
             written = _Written(tokens, self._new_hashes(prompt, tokens))
             self._written[key] = written
         return Prompt(prompt.tokens + written.tokens, prompt.block_hashes + written.block_hashes)
+
+    def _append_private(self, prompt: Prompt, segment: Segment) -> Prompt:
+        """No other prompt has these tokens, so that the blocks which they complete need a name and no hash."""
+        tokens = prompt.tokens + (_first_token(segment),) * segment.num_tokens
+        news = range(len(prompt.block_hashes), len(tokens) // self._block_size)
+        names = [(segment.content << 64 | index).to_bytes(BLOCK_HASH_BYTES, "big") for index in news]
+        return Prompt(tokens, (*prompt.block_hashes, *names))
 
     def _extend(self, prompt: Prompt, tokens: tuple[int, ...]) -> Prompt:
         return Prompt(prompt.tokens + tokens, prompt.block_hashes + self._new_hashes(prompt, tokens))
@@ -106,7 +113,11 @@ class PromptBook:
         return tuple(hashes)
 
 
+def _first_token(segment: Segment) -> int:
+    return (segment.content * _STRIDE + 1) & 0xFFFFFFFF
+
+
 def _tokens_of(segment: Segment) -> tuple[int, ...]:
-    first = segment.content * _STRIDE + 1
+    first = _first_token(segment)
     tokens = np.arange(first, first + segment.num_tokens, dtype=np.uint64) & 0xFFFFFFFF
     return tuple(tokens.tolist())

@@ -129,8 +129,8 @@ class SimulatedWorker:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
-        self.gaps: dict[float, int] = {}
-        """Lengths of decode steps, and how many tokens were decoded in steps that long."""
+        self.gaps_us: dict[int, int] = {}
+        """Lengths of decode steps in microseconds, and how many tokens were decoded in steps that long."""
         self.joined: list[Callable[[float], None]] = []
         """To be told when the next step that decodes ends: whose second token comes with it."""
         self._counting = scheduler if isinstance(scheduler, CountedDecodeScheduler) else None
@@ -310,5 +310,5 @@ class SimulatedWorker:
         self.num_steps += num_steps
         self.num_decode_tokens += num_decoded
         if num_decoded:
-            gap_s = round(duration_s / num_steps, 6)
-            self.gaps[gap_s] = self.gaps.get(gap_s, 0) + num_decoded
+            gap_us = round(duration_s / num_steps * 1e6)
+            self.gaps_us[gap_us] = self.gaps_us.get(gap_us, 0) + num_decoded

@@ -11,6 +11,7 @@ and the wire has carried all; the decode worker says JOINED and, in the end, the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -351,17 +352,16 @@ class _Run:
             self._agenda.at(now_s + every_s, partial(self._sample, every_s))
 
     def _result(self) -> Simulation:
-        gaps: dict[float, int] = {}
+        gaps_us: Counter[int] = Counter()
         for seat in self._seats.values():
-            for gap_s, num_tokens in seat.worker.gaps.items():
-                gaps[gap_s] = gaps.get(gap_s, 0) + num_tokens
-        lengths = sorted(gaps)
+            gaps_us.update(seat.worker.gaps_us)
+        lengths_us = sorted(gaps_us)
         return Simulation(
             times=request_times(self._flights),
             workers=[seat.use() for seat in self._seats.values()],
             timelines=self._sampler.timelines(),
-            gap_s=np.array(lengths, np.float64),
-            gap_weights=np.array([gaps[length] for length in lengths], np.float64),
+            gap_s=np.array(lengths_us, np.float64) / 1e6,
+            gap_weights=np.array([gaps_us[length_us] for length_us in lengths_us], np.float64),
             ended_s=self._ended_s,
             was_stopped=self._num_missed >= (self._bounds.max_missed or inf),
         )

@@ -466,7 +466,7 @@ def test_an_idle_loop_sleeps_and_a_hung_one_is_not_healthy(monkeypatch: pytest.M
 def test_changes_of_the_prefix_cache_are_reported_once() -> None:
     rig = Rig()
     (block,) = rig.pool.allocate(1)
-    rig.pool.register(block, b"hash")
+    rig.pool.register([block], [b"hash"])
     with rig.running():
         wait_until(lambda: len(rig.reports) >= 2, "two turns")
     assert [report.cache.stored for report in rig.reports if report.cache.stored] == [[b"hash"]]

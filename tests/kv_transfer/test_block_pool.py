@@ -21,7 +21,7 @@ def cache_chain(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     """Blocks that hold the chain, referenced by nobody."""
     blocks = pool.allocate(len(hashes))
     for block, block_hash in zip(blocks, hashes, strict=True):
-        pool.register(block, block_hash)
+        pool.register([block], [block_hash])
     pool.release(blocks)
     return blocks
 
@@ -43,7 +43,7 @@ def test_allocated_blocks_are_distinct_and_counted() -> None:
 def test_unknown_content_is_freed_and_known_content_is_cached() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
     blocks = pool.allocate(2)
-    pool.register(blocks[0], hashes_of(1)[0])
+    pool.register([blocks[0]], [hashes_of(1)[0]])
     pool.release(blocks)
     assert (pool.num_free, pool.num_cached, pool.num_referenced) == (3, 1, 0)
 
@@ -105,8 +105,8 @@ def test_of_two_blocks_with_the_same_content_the_first_stays_known() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
     [block_hash] = hashes_of(1)
     first, second = pool.allocate(2)
-    pool.register(first, block_hash)
-    pool.register(second, block_hash)
+    pool.register([first], [block_hash])
+    pool.register([second], [block_hash])
     pool.release([second])
     assert pool.match_prefix([block_hash]) == [first]
     assert pool.num_free == 3
@@ -161,7 +161,7 @@ def _double_release(pool: BlockPool) -> None:
         _double_release,
         lambda pool: pool.allocate(9),
         lambda pool: pool.share([0]),
-        lambda pool: pool.register(0, b"hash"),
+        lambda pool: pool.register([0], [b"hash"]),
     ],
 )
 def test_misuse_is_caught(misuse: Callable[[BlockPool], object]) -> None:
@@ -219,7 +219,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(new).isdisjoint(block for owned in self.owners for block in owned)
         for block, block_hash in zip(new, hashes[len(matched) :], strict=True):
             self.content[block] = block_hash
-            self.pool.register(block, block_hash)
+            self.pool.register([block], [block_hash])
         self.owners.append(matched + new)
 
     @rule(data=st.data())

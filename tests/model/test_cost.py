@@ -200,7 +200,7 @@ def test_all_ways_to_ask_for_a_step_agree_to_the_bit(
     assert model.prefill_s(num_new, num_cached) == model.step_s([(num_new, num_cached)])
     mixed = [(num_new, num_cached), *decoding]
     mixed_s = model.mixed_s(num_new, num_cached, len(contexts), sum(contexts))
-    assert mixed_s == model.step_s(mixed)
+    assert mixed_s == model.step_s(mixed) == model.step_s(mixed[:1], len(contexts), sum(contexts))
     assert mixed_s == pytest.approx(sum(model.parts(mixed)))
     assert model.mixed_s(0, num_cached, len(contexts), sum(contexts)) == model.step_s(decoding)
     if contexts:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.block_hash import block_hash, block_hashes
 from pdserve.planner.prompts import Prompt, PromptBook, shares_prefixes
 from pdserve.planner.requests import Segment, SimulatedRequest
 
@@ -41,9 +41,19 @@ def test_equal_segments_are_equal_tokens() -> None:
 
 def test_a_prompt_without_segments_shares_nothing() -> None:
     book = PromptBook(is_sharing=True, block_size=BLOCK_SIZE)
-    first, second = (book.write(SimulatedRequest(0.0, 64, 5)) for _ in range(2))
+    first, second = (book.write(SimulatedRequest(0.0, 70, 5)) for _ in range(2))
     assert set(first.tokens).isdisjoint(second.tokens)
-    assert_hashed(first)
+    assert len({*first.block_hashes, *second.block_hashes}) == 2 * 4
+
+
+def test_blocks_after_a_private_segment_are_chained_to_it() -> None:
+    """A worker goes on hashing where the prompt ends, and comes to the next turn's hashes."""
+    book = PromptBook(is_sharing=True, block_size=BLOCK_SIZE)
+    first = book.write(SimulatedRequest(0.0, 70, 5))
+    answered = book.answered(first, 30)
+    assert answered.block_hashes[:4] == first.block_hashes
+    fifth = block_hash(first.block_hashes[-1], [*first.tokens[64:], *[0] * 10])
+    assert answered.block_hashes[4:] == (fifth, block_hash(fifth, [0] * BLOCK_SIZE))
 
 
 def test_the_next_turn_begins_with_the_last_one_and_its_answer() -> None:
