@@ -19,7 +19,6 @@ from typing import NamedTuple, Self
 from pdserve.planner.attainment import Attainment
 from pdserve.planner.goodput import (
     Goodput,
-    GoodputSearch,
     OneRate,
     Pursuit,
     Run,
@@ -28,11 +27,12 @@ from pdserve.planner.goodput import (
     Workload,
     pursue,
 )
+from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.simulation import Simulation
 
 
 class GoodputJob(NamedTuple):
-    """See `pdserve.planner.goodput.find_goodput`."""
+    """See `pdserve.planner.goodput_search.find_goodput`."""
 
     trial: Trial
     start_rate: float

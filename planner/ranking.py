@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdserve.planner.bounds import Bounds
-from pdserve.planner.goodput import Goodput, GoodputSearch
+from pdserve.planner.goodput import Goodput
+from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Objective, Question
 

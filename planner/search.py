@@ -29,7 +29,8 @@ from pdserve.planner.bounds import BoundBook
 from pdserve.planner.candidates import assemble, verdict_of
 from pdserve.planner.crew import Crew
 from pdserve.planner.demand import Demand
-from pdserve.planner.goodput import Goodput, GoodputSearch, OneRate, Pursuit, Trial, Workload, slowed
+from pdserve.planner.goodput import Goodput, OneRate, Pursuit, Trial, Workload, slowed
+from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.hosts import ONE_HOST_TODAY
 from pdserve.planner.layout import Layout
 from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
@@ -54,7 +55,7 @@ _OPTIMISM = 1.2
 _SCREEN_OPTIMISM = 1.25
 """By how much the goodput of a short run may be too low, beside that of another."""
 _TIME_FACTORS = (0.9, 1.1)
-_RATIO_TOLERANCE = 0.15
+_RATIO_TOLERANCE = 0.1
 _CLIFF = 1.25
 """Times the goodput: a guess of where attainment falls to half of its target."""
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.planner.goodput import GoodputSearch, Runner, Trial, attain, find_goodput, pursue, slowed
+from pdserve.planner.goodput import Trial, attain, slowed
 from pdserve.planner.layout import Layout, Pool
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, disaggregated
 
@@ -17,112 +17,11 @@ def a_trial(layout: Layout | None = None, slo: SloConfig = SLO, num_requests: in
     return Trial(model=LLAMA_3_8B, layout=layout or disaggregated(), slo=slo, num_requests=num_requests, seeds=(0, 1))
 
 
-def test_a_little_less_than_the_goodput_meets_the_target_and_a_little_more_does_not() -> None:
-    goodput = find_goodput(a_trial(), SHORT, 20.0, tolerance=0.05)
-    assert attain(a_trial(), SHORT, goodput.rate * 0.85).share >= 0.9
-    assert attain(a_trial(), SHORT, goodput.rate * 1.15).share < 0.9
-    assert [point.rate for point in goodput.points] == sorted(point.rate for point in goodput.points)
-    assert goodput.interval.low <= goodput.rate <= goodput.interval.high
-    sure = [point.rate for point in goodput.points if point.rate <= goodput.rate and point.interval.low >= 0.9]
-    assert goodput.interval.low >= max(sure, default=0.0)
-    assert goodput.rate_per_device == goodput.rate / 2
-    assert goodput.requests_per_dollar(3.6) == pytest.approx(goodput.rate * 1000)
-
-
-def test_all_seeds_are_spent_near_the_goodput() -> None:
-    goodput = find_goodput(a_trial(), SHORT, 20.0, tolerance=0.05)
-    assert goodput.at_rate is not None
-    assert goodput.at_rate.num_requests == 300
-    assert goodput.at_rate.rate == pytest.approx(goodput.rate, rel=0.05)
-    far = [point for point in goodput.points if abs(point.rate / goodput.rate - 1) > 0.2]
-    assert far
-    assert all(point.num_requests <= 150 for point in far)
-    assert goodput.num_requests == sum(point.num_requests for point in goodput.points)
-
-
-def test_the_goodput_lies_between_two_rates_that_were_tried() -> None:
-    goodput = find_goodput(replace(a_trial(), seeds=(0,)), SHORT, 20.0, tolerance=0.1)
-    assert any(point.rate <= goodput.rate for point in goodput.points if point.meets(0.9))
-    assert any(point.rate >= goodput.rate for point in goodput.points if not point.meets(0.9))
-
-
-def test_a_rough_search_takes_one_run_and_goes_on_where_it_was_once_it_is_asked_to() -> None:
-    search, runner = GoodputSearch(a_trial(), 20.0, 0.05, is_rough=True), Runner(SHORT)
-    pursue(search, runner)
-    rough = search.goodput()
-    assert [(point.rate, point.num_requests) for point in rough.points] == [(20.0, 150)]
-    assert rough.rate > 0
-    search.settle()
-    pursue(search, runner)
-    settled = search.goodput()
-    assert settled.points[0] == rough.points[0]
-    assert settled == find_goodput(a_trial(), SHORT, 20.0, tolerance=0.05)
-    assert settled.interval.high - settled.interval.low < rough.interval.high - rough.interval.low
-
-
-def test_runs_may_end_in_any_order() -> None:
-    search, runner = GoodputSearch(a_trial(), 25.0, 0.05), Runner(SHORT)
-    num_together = 0
-    while runs := search.wanted():
-        num_together = max(num_together, len(runs))
-        for run in reversed(runs):
-            search.saw(run, runner.carry_out(run))
-    assert num_together > 1
-    assert search.goodput() == find_goodput(a_trial(), SHORT, 25.0, tolerance=0.05)
-
-
-@pytest.mark.parametrize("start_rate", [2.0, 1000.0])
-def test_any_start_leads_to_about_the_same_rate(start_rate: float) -> None:
-    near = find_goodput(a_trial(), SHORT, 30.0, tolerance=0.05)
-    far = find_goodput(a_trial(), SHORT, start_rate, tolerance=0.05)
-    assert far.rate == pytest.approx(near.rate, rel=0.1)
-
-
-def test_rates_that_are_hopeless_are_given_up_early() -> None:
-    trial = replace(a_trial(num_requests=600), seeds=(0,))
-    goodput = find_goodput(trial, SHORT, 60.0, tolerance=0.1)
-    *_, given_up = goodput.points
-    assert (given_up.rate, given_up.is_partial) == (60.0, True)
-    assert goodput.interval.high <= min(point.rate for point in goodput.points if point.is_partial)
-    assert given_up.num_requests < 600 / 2
-    assert attain(trial, SHORT, 60.0).share <= given_up.share < 0.9
-
-
-def test_what_was_seen_nearest_to_a_rate_ran_to_the_end() -> None:
-    goodput = find_goodput(replace(a_trial(num_requests=600), seeds=(0,)), SHORT, 60.0, tolerance=0.1)
-    seen = goodput.nearest(1000.0)
-    assert seen is not None
-    assert not seen.is_partial
-    assert seen.rate == max(point.rate for point in goodput.points if not point.is_partial)
-
-
-def test_an_slo_that_nothing_meets_has_no_goodput() -> None:
-    goodput = find_goodput(a_trial(slo=SloConfig(ttft_seconds=1e-4, tpot_seconds=0.02)), SHORT, 10.0)
-    assert goodput.rate == 0.0
-    assert goodput.at_rate is None
-
-
-def test_the_highest_rate_may_be_limited() -> None:
-    goodput = find_goodput(a_trial(), SHORT, 4.0, max_rate=10.0)
-    assert (goodput.rate, goodput.is_capped) == (10.0, True)
-
-
-def test_an_slo_that_everything_meets_comes_to_an_end() -> None:
-    """So few requests are served in time however fast they come."""
-    goodput = find_goodput(a_trial(slo=SloConfig(ttft_seconds=1e3, tpot_seconds=1e3), num_requests=10), SHORT, 10.0)
-    assert 10 < goodput.rate < 1e6
-
-
 def test_finite_runs_take_each_objective_on_its_own() -> None:
     trial = replace(a_trial(colocated(2)), is_finite=True)
     judged = attain(trial, SHORT, 100.0)
     assert judged.num_counted == judged.num_requests
     assert judged.share == min(judged.ttft_share, judged.tpot_share)
-
-
-def test_the_same_arguments_give_the_same_answer() -> None:
-    first, second = (find_goodput(a_trial(colocated()), SHORT, 30.0) for _ in range(2))
-    assert first == second
 
 
 def test_a_slowed_cluster_is_one_of_slower_hardware() -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdserve.planner.bounds import Bounds, Resource
-from pdserve.planner.goodput import Trial, find_goodput
+from pdserve.planner.goodput import Trial
+from pdserve.planner.goodput_search import find_goodput
 from pdserve.planner.plan import Objective, Question, Supply
 from pdserve.planner.ranking import Entry
 from pdserve.planner.shortfalls import nothing_met, too_slow

@@ -1,0 +1,229 @@
+"""Looks for the goodput of one layout.
+
+Near the target, the share of requests that miss grows about as a power of the rate. `GoodputSearch` tries the rate at
+which that power, through what was seen so far, crosses the target, until the crossing is near a rate that was tried:
+the goodput is the crossing. Rates are looked for with the first seed, and the others are spent where it led to. A rate
+that is hopeless is given up as soon as too many requests missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, inf, log
+
+from pdserve.planner.attainment import Attainment, Interval
+from pdserve.planner.goodput import Goodput, Run, Runner, Trial, Workload, measured, pursue
+from pdserve.planner.simulation import Simulation
+
+_POWER, _POWER_BEYOND = 4.0, 8.0
+"""Of the rate, as which missed requests grow where only one rate is known: one that meets the target, or one that is
+beyond the goodput, where they grow faster. What is seen near it is from 2 to 8."""
+_POWER_OF_STOPPED = 3.0
+"""The same of a run that was stopped early: of the requests under way, most would have missed, too."""
+_LEAST_POWER, _MOST_POWER = 1.0, 12.0
+"""Between which the power is kept that two rates tell."""
+_LONGEST_STEP = 1.3
+"""Upwards, from the first rate that is tried."""
+_MOST_OF_WAY = 0.85
+"""To a rate that is beyond the goodput, that the next one may lie on."""
+_SIDE_STEP = 0.9
+"""From a rate to one on the other side of the goodput."""
+_MAX_RATES = 10
+"""That a search tries."""
+
+
+def find_goodput(
+    trial: Trial, workload: Workload, start_rate: float, *, tolerance: float = 0.03, max_rate: float = inf
+) -> Goodput:
+    """See `GoodputSearch`.
+
+    Raises:
+        ValueError: the layout cannot be run.
+    """
+    search = GoodputSearch(trial, start_rate, tolerance, max_rate)
+    pursue(search, Runner(workload))
+    return search.goodput()
+
+
+class GoodputSearch:
+    """Finds the highest rate that meets the target; a `Pursuit`."""
+
+    def __init__(
+        self, trial: Trial, start_rate: float, tolerance: float, max_rate: float = inf, *, is_rough: bool = False
+    ) -> None:
+        """The search.
+
+        Args:
+            start_rate: a guess.
+            tolerance: how far from a rate that was simulated the goodput may lie, as a share.
+            max_rate: the highest to try.
+            is_rough: be content with one run that was not stopped early, until `settle`.
+        """
+        assert start_rate > 0
+        self._trial = trial
+        self._tolerance = tolerance
+        self._max_rate = max_rate
+        self._start_rate = self._capped(start_rate)
+        self._is_rough = is_rough
+        self._allowed = max(1 - trial.slo.attainment, 0.5 / trial.num_requests)
+        """Share of requests that may miss."""
+        self._runs: dict[float, dict[int, Simulation]] = {}
+        self._points: dict[float, Attainment] = {}
+        """What all runs at a rate came to."""
+        self._missed: dict[float, float] = {}
+        """Share of requests that missed in the first seed's run, by which rates are compared."""
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._is_rough
+
+    def settle(self) -> None:
+        """Ask for all that the trial and the tolerance ask for."""
+        self._is_rough = False
+
+    def wanted(self) -> list[Run]:
+        seeds = self._trial.seeds
+        first = seeds[:1]
+        if not self._points:
+            return self._asked(self._start_rate, first)
+        if len(self._points) >= _MAX_RATES:
+            return []
+        near = self._nearest()
+        if near is None:
+            # Ever longer steps: runs that are far too fast are all stopped at about the same share.
+            power = _POWER_OF_STOPPED / max(1, len(self._points) - 1)
+            return self._asked(self._crossing(self._points[min(self._points)], power), first)
+        if not self._is_near(near):
+            return self._asked(self._crossing(near), seeds if self._is_complete(near) else first)
+        if self._is_rough:
+            return []
+        runs = self._asked(near.rate, seeds)
+        return runs + self._asked(self._other_side(), first) if runs or first == seeds else []
+
+    def saw(self, run: Run, simulation: Simulation) -> None:
+        runs = self._runs.setdefault(run.rate, {})
+        runs[run.seed] = simulation
+        in_order = [runs[seed] for seed in self._trial.seeds if seed in runs]
+        self._points[run.rate] = measured(self._trial, run.rate, in_order)
+        if run.seed == self._trial.seeds[0]:
+            self._missed[run.rate] = self._missed_share(measured(self._trial, run.rate, [simulation]), num_runs=1)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(point.num_requests for point in self._points.values())
+
+    def _asked(self, rate: float, seeds: Sequence[int]) -> list[Run]:
+        known = self._runs.get(rate, {})
+        is_whole = (self._is_rough and len(self._trial.seeds) > 1) or len(seeds) > 1
+        return [Run(self._trial, rate, seed, is_whole) for seed in seeds if seed not in known]
+
+    def _missed_share(self, point: Attainment, num_runs: int) -> float:
+        """Above 0. Where a run was stopped, of those that came until then, the least that it can be."""
+        come_share = point.num_requests / (self._trial.num_requests * num_runs) if point.is_partial else 1.0
+        return max((1 - point.share) / come_share, 0.5 / max(point.num_counted, 1))
+
+    def _is_any_met(self) -> bool:
+        return any(point.meets(self._trial.slo.attainment) for point in self._points.values())
+
+    def _other_side(self) -> float:
+        """A rate beyond the goodput, where all that were tried meet the target, or below it, where none does; else the
+        lowest that was tried: only between two rates is it known where it lies."""
+        lowest, highest = min(self._points), max(self._points)
+        step = min(_SIDE_STEP, 1 - self._tolerance)
+        if not self._is_any_met():
+            return lowest * step
+        if all(point.meets(self._trial.slo.attainment) for point in self._points.values()):
+            return self._capped(highest / step)
+        return lowest
+
+    def _capped(self, rate: float) -> float:
+        """What is as good as the highest rate is the highest rate."""
+        return rate if rate * (1 + self._tolerance) < self._max_rate else self._max_rate
+
+    def _nearest(self) -> Attainment | None:
+        """Of the rates that were simulated to the end, with the most seeds, the one nearest to the goodput."""
+        whole = [point for point in self._points.values() if not point.is_partial]
+        return min(
+            whole,
+            key=lambda point: (-len(self._runs[point.rate]), abs(log(self._crossing(point) / point.rate))),
+            default=None,
+        )
+
+    def _is_complete(self, point: Attainment) -> bool:
+        return len(self._runs[point.rate]) == len(self._trial.seeds)
+
+    def _is_near(self, point: Attainment) -> bool:
+        """Whether the goodput lies within the tolerance; as long as seeds are lacking, they may move it as much."""
+        if self._is_rough:
+            return True
+        tolerance = self._tolerance * (1 if self._is_complete(point) else 2)
+        rate = self._crossing(point)
+        is_within = abs(log(rate / point.rate)) <= log(1 + tolerance) + 1e-9
+        return is_within and (rate < self._max_rate or point.rate == self._max_rate)
+
+    def _crossing(self, point: Attainment, power: float | None = None) -> float:
+        """The rate, ``max_rate`` at most, at which as many requests miss as may, told from one rate; on this side of
+        rates that were seen to be beyond it."""
+        missed, target = self._missed_share(point, len(self._runs[point.rate])), self._trial.slo.attainment
+        is_up = missed < self._allowed
+        if power is None:
+            power = self._power(point.rate, _POWER if is_up else _POWER_BEYOND, is_up=is_up)
+        rate = point.rate * exp(log(self._allowed / missed) / power)
+        beyond = [each for each in self._points.values() if each.meets(target) is not is_up]
+        if is_up:
+            limits = [_inside(point, each) for each in beyond if each.rate > point.rate]
+            # Of few that miss, hardly anything is told; ever longer steps, if it has to be.
+            return min([rate, self._max_rate, point.rate * _LONGEST_STEP ** len(self._points), *limits])
+        return max([rate, *(_inside(point, each) for each in beyond if each.rate < point.rate)])
+
+    def _power(self, rate: float, default: float, *, is_up: bool) -> float:
+        """Of the rate, as which missed requests grow: from ``rate`` to the next one that was tried above it, or below
+        it, or where there is none, on the other side."""
+        above = [each for each in self._missed if each > rate]
+        below = [each for each in self._missed if each < rate]
+        if not above and not below:
+            return default
+        other = min(above) if above and (is_up or not below) else max(below)
+        power = log(self._missed[other] / self._missed[rate]) / log(other / rate)
+        # It rises with the rate.
+        least = _POWER if is_up and not above else _LEAST_POWER
+        return min(max(power, least), _MOST_POWER)
+
+    def goodput(self) -> Goodput:
+        """Once nothing is wanted any more."""
+        near, rates = self._nearest(), sorted(self._points)
+        rate, interval = 0.0, Interval(0.0, rates[0])
+        if near is not None and (self._is_rough or self._is_any_met()):
+            rate = self._crossing(near) if self._is_near(near) else near.rate
+            interval = self._interval(near, rate)
+        return Goodput(
+            rate=rate,
+            interval=interval,
+            target=self._trial.slo.attainment,
+            num_devices=self._trial.layout.num_devices,
+            points=tuple(self._points[each] for each in rates),
+            num_requests=self.num_requests,
+            is_capped=near is not None and near.rate == self._max_rate <= rate,
+        )
+
+    def _interval(self, near: Attainment, rate: float) -> Interval:
+        """Rates at which the bounds of attainment cross the target, on curves whose power errs to the safe side, as far
+        as nothing surer was seen."""
+        target, ends = self._trial.slo.attainment, []
+        for share, is_upper in zip(near.interval, (False, True), strict=True):
+            missed = max(1 - share, 0.5 / max(near.num_counted, 1))
+            is_up = missed < self._allowed
+            if is_up is is_upper:  # outwards: the less the power, the further
+                power = min(self._power(near.rate, _LEAST_POWER, is_up=is_up), _POWER)
+            else:
+                power = max(self._power(near.rate, _MOST_POWER, is_up=is_up), _POWER)
+            ends.append(near.rate * exp(log(self._allowed / missed) / power))
+        points = self._points.values()
+        met = [point.rate for point in points if point.rate <= rate and point.interval.low >= target]
+        beyond = [point.rate for point in points if point.rate >= rate and point.interval.high < target]
+        return Interval(min(max([ends[0], *met]), rate), max(min([ends[1], self._max_rate, *beyond]), rate))
+
+
+def _inside(point: Attainment, beyond: Attainment) -> float:
+    """Most of the way from one to the other, in logarithm; half of it where a run that was stopped tells little."""
+    return point.rate * float((beyond.rate / point.rate) ** (0.5 if beyond.is_partial else _MOST_OF_WAY))
