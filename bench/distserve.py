@@ -177,7 +177,7 @@ def highest_rate(layout: Layout, fits: Fits, num_requests: int, *, is_finite: bo
             max_in_flight=2**31,
             cost_of=lambda pool: FittedCost(OPT_13B, pool, fits),
         )
-        judged = measure([run], SLO, offered, block_size=OPT_13B.block_size, is_finite=is_finite)
+        judged = measure([run], SLO, offered, is_finite=is_finite)
         low, high = (rate, high) if judged.meets(SLO.attainment) else (low, rate)
     return low
 

@@ -129,7 +129,6 @@ def measure(
     slo: SloConfig,
     rate: float,
     *,
-    block_size: int,
     num_offered: int = 0,
     is_finite: bool = False,
 ) -> Attainment:

@@ -110,6 +110,8 @@ def _losing_words(
             f"At {rate_words(seen.rate)} it meets both objectives for {share(seen.share)}: TTFT is missed by "
             f"{share(1 - seen.ttft_share)}, TPOT by {share(1 - seen.tpot_share)}."
         )
+        if goodput is not None and goodput.is_capped and goodput.rate < seen.rate:
+            text += f" It could not go on so: its steps sustain {rate_words(goodput.rate)}."
         if goodput is not None and _overlaps(question, winner, goodput):
             text += " Its confidence interval overlaps the winner's."
         return text

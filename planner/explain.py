@@ -248,5 +248,5 @@ class _Numbers:
 
 
 def _short(number: float) -> str:
-    """A number in few digits; whole ones in full, up to a billion billions."""
-    return str(int(number)) if number == int(number) and abs(number) < 1e9 else f"{number:.6g}"
+    """A number in few digits; whole ones in full, as far as bytes of a device go."""
+    return str(int(number)) if number == int(number) and abs(number) < 1e12 else f"{number:.6g}"

@@ -217,7 +217,6 @@ def measured(trial: Trial, rate: float, runs: Sequence[Simulation]) -> Attainmen
         runs,
         trial.slo,
         rate,
-        block_size=trial.model.block_size,
         num_offered=trial.num_requests,
         is_finite=trial.is_finite,
     )

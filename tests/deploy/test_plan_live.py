@@ -96,11 +96,10 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
     held = {"dtype": "bfloat16", "time_scale": 1.0, "num_kv_blocks": 0, "max_model_len": 2048, "max_batch_tokens": 2048}
     slo = SloConfig(ttft_seconds=0.4, tpot_seconds=0.03, attainment=0.8)
     with (
-        WorkerProcess(emulated_config(folder, WorkerRole.PREFILL, **held)) as prefill,
-        WorkerProcess(emulated_config(folder, WorkerRole.DECODE, tensor_parallel=2, **held)) as decode,
-        running_router(folder, slo=slo, dtype="bfloat16", hardware="h100-sxm", tensor_parallel={"decode": 2}) as router,
+        WorkerProcess(emulated_config(folder, WorkerRole.MIXED, tensor_parallel=2, **held)) as worker,
+        running_router(folder, slo=slo, dtype="bfloat16", hardware="h100-sxm", tensor_parallel={"mixed": 2}) as router,
     ):
-        router.put_targets(prefill, decode)
+        router.put_targets(worker)
         router.wait_until_ready()
         is_over = Event()
         client = Thread(target=ask, args=(router, is_over))
@@ -112,7 +111,7 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
             is_over.set()
             client.join()
     proposal = json.loads(capsys.readouterr().out)
-    assert proposal["running"]["layout"]["text"] == "1 x P(TP1) + 1 x D(TP2)"
+    assert proposal["running"]["layout"]["text"] == "1 x M(TP2)"
     assert proposal["running"]["rate"] > 0
     plan = proposal["plan"]
     assert plan["slo"] == asdict(slo)
@@ -121,7 +120,7 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
         "bfloat16",
         2048,
     )
-    assert [(supply["hardware"], supply["devices_per_node"]) for supply in plan["fleet"]] == [("h100-sxm", 3)]
+    assert [(supply["hardware"], supply["devices_per_node"]) for supply in plan["fleet"]] == [("h100-sxm", 2)]
     assert proposal["text"][1] == (
         "Planned for large bfloat16, a TTFT of 400 ms and a TPOT of 30 ms for 80 % of requests."
     )

@@ -54,7 +54,7 @@ def a_run(
 
 def test_both_objectives_count_jointly_and_each_on_its_own() -> None:
     run = a_run([0.5, 2.0, 0.5, 0.5, np.nan], [0.05, 0.05, 0.2, 0.05, np.nan])
-    judged = measure([run], SLO, 0.1, block_size=16, is_finite=False)
+    judged = measure([run], SLO, 0.1, is_finite=False)
     # The first two arrived in the warm-up, 40 % of 40 s.
     assert judged.num_counted == 3
     assert judged.share == pytest.approx(1 / 3)
@@ -65,20 +65,20 @@ def test_both_objectives_count_jointly_and_each_on_its_own() -> None:
 
 def test_a_finite_run_counts_all_and_takes_the_worse_objective() -> None:
     run = a_run([0.5, 2.0, 0.5, 0.5], [0.05, 0.05, 0.2, 0.05])
-    judged = measure([run], SLO, 0.1, block_size=16, is_finite=True)
+    judged = measure([run], SLO, 0.1, is_finite=True)
     assert (judged.share, judged.num_counted, judged.warm_up_s) == (0.75, 4, 0.0)
 
 
 def test_what_is_rejected_or_never_ends_is_missed() -> None:
     run = a_run([0.5, np.nan], [0.05, np.nan], is_rejected=[False, True])
-    judged = measure([run], SLO, 0.1, block_size=16, is_finite=True)
+    judged = measure([run], SLO, 0.1, is_finite=True)
     assert (judged.share, judged.num_rejected) == (0.5, 1)
     assert judged.ttft.percentile(100) == float("inf")
 
 
 def test_a_run_that_was_stopped_gives_an_upper_bound() -> None:
     run = replace(a_run([2.0, 2.0, 0.5, np.nan], [0.05, 0.05, 0.05, np.nan]), was_stopped=True)
-    judged = measure([run], SLO, 0.1, block_size=16, num_offered=10)
+    judged = measure([run], SLO, 0.1, num_offered=10)
     assert judged.is_partial
     assert judged.share == pytest.approx(0.8)
     assert judged.interval.low == 0.0
@@ -88,7 +88,7 @@ def test_a_run_that_was_stopped_gives_an_upper_bound() -> None:
 def test_a_conversation_that_ends_early_does_not_make_a_run_a_stopped_one() -> None:
     """Follow-ups of a rejected request never come, so that there are fewer requests than were offered."""
     run = a_run([0.5, 0.5, np.nan], [0.05, 0.05, np.nan], is_rejected=[False, False, True])
-    judged = measure([run], SLO, 0.1, block_size=16, num_offered=10)
+    judged = measure([run], SLO, 0.1, num_offered=10)
     assert not judged.is_partial
     assert judged.num_requests == 3
 
@@ -101,7 +101,7 @@ def test_the_warm_up_is_ten_residence_times_within_a_share_of_the_run() -> None:
 
 def test_use_of_workers_is_told_by_role() -> None:
     run = a_run([0.5] * 4, [0.05] * 4)
-    (use,) = measure([run], SLO, 0.1, block_size=160).pools
+    (use,) = measure([run], SLO, 0.1).pools
     assert (use.role, use.num_preemptions, use.network_share) == (WorkerRole.MIXED, 3, 0.25)
     assert use.busy_share == pytest.approx(5.0 / 50.0)
     assert use.mean_batch_size == pytest.approx(2.5)
@@ -109,7 +109,7 @@ def test_use_of_workers_is_told_by_role() -> None:
 
 
 def test_gaps_are_weighted() -> None:
-    judged = measure([a_run([0.5] * 4, [0.05] * 4)], SLO, 0.1, block_size=16)
+    judged = measure([a_run([0.5] * 4, [0.05] * 4)], SLO, 0.1)
     assert judged.itl.percentile(50) == 0.1
     assert judged.itl.percentile(90) == 0.2
     assert np.isnan(Distribution(()).percentile(50))
@@ -122,7 +122,7 @@ def test_more_runs_narrow_the_interval() -> None:
         return a_run(list(np.where(random.random(200) < 0.9, 0.5, 2.0)), [0.05] * 200)
 
     runs = [run() for _ in range(8)]
-    one, all_of_them = (measure(some, SLO, 0.1, block_size=16).interval for some in (runs[:1], runs))
+    one, all_of_them = (measure(some, SLO, 0.1).interval for some in (runs[:1], runs))
     assert all_of_them.high - all_of_them.low < 0.6 * (one.high - one.low)
 
 
@@ -130,7 +130,7 @@ def test_more_runs_narrow_the_interval() -> None:
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_the_interval_holds_the_share_and_is_never_a_point(met: list[bool]) -> None:
     run = a_run([0.5 if each else 2.0 for each in met], [0.05] * len(met))
-    judged = measure([run], SLO, 0.1, block_size=16, is_finite=True)
+    judged = measure([run], SLO, 0.1, is_finite=True)
     assert 0.0 <= judged.interval.low <= judged.share <= judged.interval.high <= 1.0
     assert judged.interval.low < judged.interval.high
 
@@ -140,6 +140,6 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     held = 0
     for _ in range(200):
         run = a_run(list(np.where(random.random(400) < 0.9, 0.5, 2.0)), [0.05] * 400)
-        interval = measure([run], SLO, 0.1, block_size=16).interval
+        interval = measure([run], SLO, 0.1).interval
         held += interval.low <= 0.9 <= interval.high
     assert held >= 180

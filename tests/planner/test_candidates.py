@@ -158,6 +158,8 @@ def test_a_loser_says_which_objective_it_misses_at_the_winners_rate() -> None:
     )
     close = a_candidate(disaggregated(), 19.5, winner=winner, at_winners_rate=seen)
     assert close.reasons[1].endswith("Its confidence interval overlaps the winner's.")
+    capped = a_candidate(disaggregated(), 10.0, winner=winner, at_winners_rate=seen, is_capped=True)
+    assert capped.reasons[1].endswith("TPOT by 2 %. It could not go on so: its steps sustain 10.0 requests/s.")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def test_the_numbers_give_the_result(config: dict[str, object], degrees: tuple[i
     for line in explanations(config, degrees, quantization=quantization).values():
         assert eval(line.numbers, {"max": max, "min": min}) == pytest.approx(line.result, rel=1e-4), line
         assert line.formula
+        assert line.unit != "bytes" or "e+" not in line.numbers, "bytes are written in full"
 
 
 def test_known_answers_stand_in_it() -> None:
