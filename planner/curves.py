@@ -1,7 +1,7 @@
 """Attainment of a plan's contenders at rates around their goodput, for the curves of its report.
 
 The search tries few rates, and stops most of them early; a curve wants rates that are run to their end. Its runs are as
-long as those that found the goodput, because shorter ones show more of it, and what those saw is one of its points.
+long as those that found the goodput, because shorter ones show more of it, and what those saw is among its points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attainment_curves(
     """
     trials = [_trial(question, candidate) for candidate in candidates]
     jobs = [
-        AttainJob(trial, (candidate.rate or _at_goodput(candidate).rate) * share)
+        AttainJob(trial, (candidate.rate or _judged_by(candidate)[0].rate) * share)
         for trial, candidate in zip(trials, candidates, strict=True)
         for share in _SHARES_OF_GOODPUT
     ]
@@ -34,14 +34,19 @@ def attainment_curves(
         seen = crew.attainments(jobs, lambda num_done: None)
     length = len(_SHARES_OF_GOODPUT)
     return [
-        sorted([*seen[row * length : (row + 1) * length], _at_goodput(candidate)], key=lambda point: point.rate)
+        sorted([*seen[row * length : (row + 1) * length], *_judged_by(candidate)], key=lambda point: point.rate)
         for row, candidate in enumerate(candidates)
     ]
 
 
-def _at_goodput(candidate: Candidate) -> Attainment:
-    assert candidate.goodput is not None, "it was simulated"
-    return candidate.goodput.at_rate or candidate.goodput.points[0]
+def _judged_by(candidate: Candidate) -> list[Attainment]:
+    """What the search saw with the most seeds, between which the goodput lies; one or more."""
+    goodput = candidate.goodput
+    assert goodput is not None, "it was simulated"
+    at_rate = goodput.at_rate
+    if at_rate is None:
+        return [goodput.points[0]]
+    return [point for point in goodput.points if not point.is_partial and point.num_requests == at_rate.num_requests]
 
 
 def _trial(question: Question, candidate: Candidate) -> Trial:
@@ -51,7 +56,7 @@ def _trial(question: Question, candidate: Candidate) -> Trial:
         model=question.model,
         layout=candidate.layout,
         slo=question.slo,
-        num_requests=_at_goodput(candidate).num_requests // num_runs,
+        num_requests=_judged_by(candidate)[0].num_requests // num_runs,
         seeds=effort.seeds[:1],
         is_finite=effort.is_finite,
     )

@@ -105,7 +105,16 @@ def _attainment(plan: Plan, contender: Contender, highest: float) -> Figure:
         rules,
     )
     legend = tuple((color, label) for label, color, _ in shares)
-    return Figure(contender.name, svg, legend, f"Share within the SLO, {_origin(contender.curve)}.")
+    note = f"Share within the SLO, {_origin(contender.curve)}.{_confidence(contender.candidate)}"
+    return Figure(contender.name, svg, legend, note)
+
+
+def _confidence(candidate: Candidate) -> str:
+    """How far the mark of the goodput may be from where a curve meets the target."""
+    if candidate.goodput is None or candidate.goodput.is_capped:
+        return ""
+    low, high = candidate.goodput.interval
+    return f" The goodput lies between {wording.number(low)} and {wording.number(high)}, with 95 % confidence."
 
 
 def _origin(curve: Sequence[Attainment]) -> str:

@@ -99,8 +99,9 @@ def test_points_of_runs_that_were_stopped_are_hollow_and_of_both_objectives_only
     whole = next(figures(plan, contenders(plan, [[plan.best.goodput.points[0]]])))
     figure = next(figures(plan, contenders(plan, [[stopped]])))
     svg = figure.svg
-    assert whole.note == "Share within the SLO, of 200 requests at each rate."
-    assert figure.note == f"{whole.note[:-1]}; hollow where they were stopped, of at most so many."
+    sure = "The goodput lies between 14.4 and 17.6, with 95 % confidence."
+    assert whole.note == f"Share within the SLO, of 200 requests at each rate. {sure}"
+    assert "each rate; hollow where they were stopped, of at most so many. The" in figure.note
     longer = replace(stopped, num_requests=3000, is_partial=False)
     mixed = next(figures(plan, contenders(plan, [[plan.best.goodput.points[0], longer]])))
     assert "of 200 to 3,000 requests at each rate" in mixed.note
