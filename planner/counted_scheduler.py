@@ -19,7 +19,7 @@ from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.planned_step import PlannedStep
-from pdserve.engine.scheduler import TokenEvent
+from pdserve.engine.scheduler import PullResult, TokenEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.planner.counted_batch import ARRIVAL, CountedBatch
 
@@ -53,6 +53,9 @@ class CountedDecodeScheduler(DecodeScheduler):
     _batch: CountedBatch | None = None
     counted_rows: CountedRows = NO_COUNTED_ROWS
     """Of the step planned last."""
+    _is_refused: bool = False
+    """The first reservation in line lacked blocks or a place, and nobody gave any back since: sequences that decode on
+    leave no more to others than before."""
 
     # Quiet steps
 
@@ -67,8 +70,9 @@ class CountedDecodeScheduler(DecodeScheduler):
         self._expire(now_s)
         if self._batch is None:
             self._batch = CountedBatch(self._pool, self._running)
-        if self._reservations.num_waiting:
+        if self._reservations.num_waiting and not self._is_refused:
             self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: it reserves, and adds no row
+            self._is_refused = self._reservations.num_waiting > 0
         batch = self._batch
         if not batch.size:
             return NO_QUIET_STEPS
@@ -94,6 +98,7 @@ class CountedDecodeScheduler(DecodeScheduler):
 
     def plan(self, now_s: float) -> StepBatch | None:
         self.counted_rows = NO_COUNTED_ROWS
+        self._is_refused = False
         planned = super().plan(now_s)
         if planned is None and self._batch is not None:
             self._batch.forget(self._table.next_step_id)
@@ -122,6 +127,7 @@ class CountedDecodeScheduler(DecodeScheduler):
 
     def _finish(self, sequence: Sequence) -> None:
         """The sequence has its last token."""
+        self._is_refused = False
         self._table.register_written(sequence)
         self._tell(sequence, sequence.num_answered - 1, FinishReason.LENGTH)
         self._remove_running(sequence)
@@ -147,6 +153,16 @@ class CountedDecodeScheduler(DecodeScheduler):
             step.sequences += others
             step.batch.rows += rows
 
+    # What gives blocks back
+
+    def pull_done(self, result: PullResult, now_s: float) -> None:
+        self._is_refused = False
+        super().pull_done(result, now_s)
+
+    def released(self, handle: bytes, now_s: float) -> None:
+        self._is_refused = False
+        super().released(handle, now_s)
+
     # What the batch knows
 
     def _join(self, sequence: Sequence) -> None:
@@ -156,6 +172,7 @@ class CountedDecodeScheduler(DecodeScheduler):
             self._batch.add(sequence)
 
     def _close(self, sequence: Sequence) -> None:
+        self._is_refused = False
         self._stop_counting()
         super()._close(sequence)
 
