@@ -176,6 +176,17 @@ def test_the_rows_of_a_step_with_a_prompt_are_counted() -> None:
     assert [(event.key.request_id, event.index) for event in tokens_of(scheduler.take_events())] == [(2, 1)]
 
 
+def test_rows_in_flight_are_built_where_counting_ends() -> None:
+    scheduler = a_scheduler(CountedDecodeScheduler, CountedBlockPool(64, BLOCK_SIZE))
+    gone, request = a_request(0, 5), a_request(2, 7)
+    join(scheduler, gone, a_request(1, 9))
+    scheduler.add(key_of(request), request, 0.0)
+    first = plan(scheduler)
+    scheduler.cancel(key_of(gone), 0.0)
+    assert [row.sequence_id for row in first.rows] == [0, 1, 2]
+    assert [(row.sequence_id, row.previous_row) for row in plan(scheduler).rows] == [(1, 1), (2, 2)]
+
+
 def without_ids(event: Event) -> Event:
     """Which blocks a sequence gets is of no consequence."""
     return event._replace(block_ids=(0,) * len(event.block_ids)) if isinstance(event, StartPullEvent) else event
@@ -248,6 +259,8 @@ class Twins:
             assert len(rows) == len(few) + counted.num_rows
             num_cached_tokens = sum(row.cached_length for row in few) + counted.num_context_tokens
             assert sum(row.cached_length for row in rows) == num_cached_tokens
+            places = [[(row.sequence_id, row.previous_row, row.cached_length) for row in each] for each in (rows, few)]
+            assert counted.num_rows or places[0] == places[1]
             self.in_flight.append((batches[0], batches[1]))
             self.check()
         if not self.in_flight:
@@ -273,9 +286,9 @@ def test_counting_is_the_same_as_planning_every_row(
     num_blocks = 500 if is_caching else random.randint(70, 120)
     twins = Twins(is_caching=is_caching, num_blocks=num_blocks, depth=depth, swap_space=swap_space)
     for number in range(80):
-        move = random.choice(["add", "prepare", "run", "step", "step", "step", "pulled", "pulled", "cancel"])
+        move = random.choice(["add", "prepare", "run", "step", "step", "step", "pulled", "pulled", "cancel", "cancel"])
         request = a_request(number, random.randint(1, 40), max_tokens=random.choice([1, 2, 30, 250]))
-        cancelled = RequestKey(0, number - random.randint(1, 10), 0)
+        cancelled = RequestKey(0, number - random.randint(1, 6), 0)
         if move == "run":
             twins.run(random.random())
         elif move == "step":
