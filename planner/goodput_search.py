@@ -184,10 +184,18 @@ class GoodputSearch:
         if not above and not below:
             return default
         other = min(above) if above and (is_up or not below) else max(below)
-        power = log(self._missed[other] / self._missed[rate]) / log(other / rate)
+        missed, missed_other = self._missed_alike(rate, other)
+        power = log(missed_other / missed) / log(other / rate)
         # It rises with the rate.
         least = _POWER if is_up and not above else _LEAST_POWER
         return min(max(power, least), _MOST_POWER)
+
+    def _missed_alike(self, *rates: float) -> list[float]:
+        """Shares of requests that missed at each rate, in runs of the same seeds: of all, or else of the first."""
+        points = [self._points[rate] for rate in rates]
+        if all(self._is_complete(point) for point in points):
+            return [self._missed_share(point, len(self._trial.seeds)) for point in points]
+        return [self._missed[rate] for rate in rates]
 
     def goodput(self) -> Goodput:
         """Once nothing is wanted any more."""

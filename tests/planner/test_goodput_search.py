@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.planner.goodput import Runner, attain, pursue
+from pdserve.planner.goodput import Run, Runner, attain, pursue
 from pdserve.planner.goodput_search import GoodputSearch, find_goodput
 from tests.planner.stand_ins import colocated
 from tests.planner.test_goodput import SHORT, a_trial
@@ -32,6 +33,17 @@ def test_all_seeds_are_spent_near_the_goodput() -> None:
     assert far
     assert all(point.num_requests <= 150 for point in far)
     assert goodput.num_requests == sum(point.num_requests for point in goodput.points)
+
+
+def test_between_two_rates_that_have_all_seeds_the_goodput_is_what_both_say() -> None:
+    """By the first seed alone, misses would grow less with the rate."""
+    trial, runner = replace(a_trial(), seeds=(2, 3)), Runner(SHORT)
+    search = GoodputSearch(trial, 24.0, tolerance=0.2)
+    for run in (Run(trial, rate, seed, True) for rate in (24.0, 34.0) for seed in trial.seeds):
+        search.saw(run, runner.carry_out(run))
+    low, high = search.goodput().points
+    power = log((1 - high.share) / (1 - low.share)) / log(high.rate / low.rate)
+    assert search.goodput().rate == pytest.approx(low.rate * (0.1 / (1 - low.share)) ** (1 / power), rel=1e-3)
 
 
 def test_the_goodput_lies_between_two_rates_that_were_tried() -> None:
