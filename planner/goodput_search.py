@@ -98,7 +98,9 @@ class GoodputSearch:
         if self._is_rough:
             return []
         runs = self._asked(near.rate, seeds)
-        return runs + self._asked(self._other_side(), first) if runs or first == seeds else []
+        # What met the target with the first seed may not with all of them: then nothing is known below.
+        needs_other_side = runs or first == seeds or not self._is_any_met()
+        return runs + self._asked(self._other_side(), first) if needs_other_side else []
 
     def saw(self, run: Run, simulation: Simulation) -> None:
         runs = self._runs.setdefault(run.rate, {})

@@ -52,6 +52,16 @@ def test_the_goodput_lies_between_two_rates_that_were_tried() -> None:
     assert any(point.rate >= goodput.rate for point in goodput.points if not point.meets(0.9))
 
 
+def test_where_only_the_first_seed_met_the_target_lower_rates_are_tried() -> None:
+    trial = replace(a_trial(), seeds=(1, 2))
+    goodput = find_goodput(trial, SHORT, 30.0, tolerance=0.06)
+    (started_at,) = (point for point in goodput.points if point.rate == 30.0)
+    assert not started_at.meets(0.9)
+    assert attain(replace(trial, seeds=(1,)), SHORT, 30.0).meets(0.9)
+    assert goodput.rate == pytest.approx(29.0, rel=0.05)
+    assert any(point.meets(0.9) for point in goodput.points)
+
+
 def test_a_rough_search_takes_one_run_and_goes_on_where_it_was_once_it_is_asked_to() -> None:
     search, runner = GoodputSearch(a_trial(), 20.0, 0.05, is_rough=True), Runner(SHORT)
     pursue(search, runner)
