@@ -228,14 +228,19 @@ class _Search:
         """Long simulations of the best that were screened, until one does what was asked."""
         effort = self._question.effort
         rest = self._ranking.ranked([entry for entry in self._simulated() if entry.rate])
-        while rest and not any(entry.final and self._ranking.serves(entry.rate) for entry in self._entries):
+        while rest and not self._is_finished():
             chosen = of_both_kinds(self._ranking.within_reach(rest, _SCREEN_OPTIMISM), effort.num_finalists)
             rest = [entry for entry in rest if entry not in chosen]
             self._simulate_at_length(chosen)
             rest = [entry for entry in rest if self._ranking.serves(entry.rate)]
         finalists = [entry for entry in self._entries if entry.final]
-        if not any(self._ranking.serves(entry.rate) for entry in finalists):
+        if not any(entry.rate for entry in finalists):
+            raise nothing_met(self._question, finalists)
+        if not self._is_finished():
             raise too_slow(self._question, finalists)
+
+    def _is_finished(self) -> bool:
+        return any(entry.final and entry.rate and self._ranking.serves(entry.rate) for entry in self._entries)
 
     def _simulate_at_length(self, entries: Sequence[Entry]) -> None:
         """With the first seed, and what comes out best of either kind with all of them."""

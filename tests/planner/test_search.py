@@ -26,7 +26,7 @@ from pdserve.planner.plan import (
 )
 from pdserve.planner.search import find_plan
 from pdserve.planner.wording import share
-from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
 
 WORKLOAD = PoissonWorkload(1500, 20)
 LITTLE = Effort(screen_requests=80, final_requests=100, seeds=(0, 1), num_screened=4, num_finalists=2, tolerance=0.1)
@@ -155,6 +155,27 @@ def test_an_impossible_slo_names_the_best_that_can_be_had() -> None:
     slo = SloConfig(ttft_seconds=0.001, tpot_seconds=0.02)
     with pytest.raises(SloOutOfReachError, match=r"not even an idle cluster meets TTFT 1 ms .* the best here are"):
         find_plan(a_question(slo=slo), WORKLOAD, num_processes=1)
+
+
+class OnlyShortRunsAreEasy(PoissonWorkload):
+    """In runs at length, every third prompt is too long for any rate."""
+
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
+        drawn = super().draw(num_requests, seed, max_model_len=max_model_len)
+        if num_requests != LITTLE.final_requests:
+            return drawn
+        requests = [
+            replace(each, num_prompt_tokens=8000) if number % 3 == 0 else each
+            for number, each in enumerate(drawn.requests)
+        ]
+        return replace(drawn, requests=tuple(requests))
+
+
+@pytest.mark.parametrize("objective", [Objective.RATE, Objective.FEWEST_DEVICES])
+def test_an_slo_that_only_short_runs_meet_names_the_best_that_was_seen(objective: Objective) -> None:
+    slo = SloConfig(ttft_seconds=0.1, tpot_seconds=0.02)
+    with pytest.raises(SloOutOfReachError, match=r"no layout meets TTFT 100 ms .* at any rate: the best was 6\d"):
+        find_plan(a_question(objective, rate=1.0, slo=slo), OnlyShortRunsAreEasy(1500, 20), num_processes=1)
 
 
 def test_the_least_cost_needs_prices() -> None:
