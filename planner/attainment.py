@@ -97,6 +97,8 @@ class Attainment:
     output_tokens_per_s: float
     """Of the answers that ended, all workers together, from the first arrival to the end."""
     pools: tuple[PoolUse, ...]
+    num_runs: int = 1
+    """That it is made of, equally long ones of different seeds."""
     is_partial: bool = False
 
     @property
@@ -168,6 +170,7 @@ def measure(
         mean_residence_s=float(np.mean([each.mean_residence_s for each in judged])),
         output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
         pools=tuple(_pool_uses(runs)),
+        num_runs=len(runs),
         is_partial=is_partial,
     )
 

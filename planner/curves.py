@@ -46,17 +46,17 @@ def _judged_by(candidate: Candidate) -> list[Attainment]:
     at_rate = goodput.at_rate
     if at_rate is None:
         return [goodput.points[0]]
-    return [point for point in goodput.points if not point.is_partial and point.num_requests == at_rate.num_requests]
+    return [point for point in goodput.points if not point.is_partial and point.num_runs == at_rate.num_runs]
 
 
 def _trial(question: Question, candidate: Candidate) -> Trial:
     effort = question.effort
-    num_runs = len(effort.seeds) if candidate.is_final else 1
+    judged = _judged_by(candidate)[0]
     return Trial(
         model=question.model,
         layout=candidate.layout,
         slo=question.slo,
-        num_requests=_judged_by(candidate)[0].num_requests // num_runs,
+        num_requests=judged.num_requests // judged.num_runs,
         seeds=effort.seeds[:1],
         is_finite=effort.is_finite,
     )

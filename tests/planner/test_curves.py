@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pdserve.planner.curves import attainment_curves
 from pdserve.planner.plan import Effort
 from pdserve.planner.traffic import fixed_traffic
@@ -21,6 +23,19 @@ def test_curves_go_from_well_below_the_goodput_to_above_it_and_run_to_their_end(
         assert rates[-1] > candidate.rate
         assert candidate.goodput is not None
         assert set(candidate.goodput.points) <= set(curve), "what the search saw with all seeds"
-        # A run is as long as one of the two that the search judged a rate by.
         others = {(point.num_requests, point.is_partial) for point in curve if point not in candidate.goodput.points}
-        assert others == {(100, False)}
+        assert others == {(200, False)}
+
+
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_a_run_is_as_long_as_one_of_those_that_the_search_judged_a_rate_by(num_runs: int) -> None:
+    """Not all finalists are run with all seeds."""
+    plan = a_plan()
+    candidate, workload = plan.best, fixed_traffic(200, 3, max_model_len=MODEL.max_model_len).workload
+    assert candidate.is_final
+    assert candidate.goodput is not None
+    points = tuple(replace(point, num_runs=num_runs) for point in candidate.goodput.points)
+    judged = replace(candidate, goodput=replace(candidate.goodput, points=points))
+    question = replace(plan.question, effort=Effort(seeds=(3, 4)))
+    (curve,) = attainment_curves(question, [judged], workload, num_processes=1)
+    assert {point.num_requests for point in curve if point not in points} == {200 // num_runs}
