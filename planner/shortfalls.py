@@ -29,10 +29,10 @@ def out_of_reach(question: Question, book: BoundBook, layouts: Sequence[Layout])
 def nothing_met(question: Question, simulated: Sequence[Entry]) -> SloOutOfReachError:
     """None of the simulated layouts met the SLO at any rate that was tried."""
     seen = [(entry, point) for entry in simulated if entry.goodput for point in entry.goodput.points]
-    # Of a run that was stopped, the share is no more than a bound.
-    entry, point = max(seen, key=lambda each: (not each[1].is_partial, each[1].share))
+    entry, point = max(seen, key=lambda each: each[1].share)
+    best = f"at most {share(point.share)}" if point.is_partial else share(point.share)
     return SloOutOfReachError(
-        f"no layout meets {_slo_words(question)} at any rate: the best was {share(point.share)} at "
+        f"no layout meets {_slo_words(question)} at any rate: the best was {best} at "
         f"{rate_words(point.rate)}, by {entry.layout}; loosen the SLO, or plan for faster devices"
     )
 

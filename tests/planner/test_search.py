@@ -174,7 +174,7 @@ class OnlyShortRunsAreEasy(PoissonWorkload):
 @pytest.mark.parametrize("objective", [Objective.RATE, Objective.FEWEST_DEVICES])
 def test_an_slo_that_only_short_runs_meet_names_the_best_that_was_seen(objective: Objective) -> None:
     slo = SloConfig(ttft_seconds=0.1, tpot_seconds=0.02)
-    with pytest.raises(SloOutOfReachError, match=r"no layout meets TTFT 100 ms .* at any rate: the best was 6\d"):
+    with pytest.raises(SloOutOfReachError, match=r"no layout meets TTFT 100 ms .* any rate: the best was at most \d\d"):
         find_plan(a_question(objective, rate=1.0, slo=slo), OnlyShortRunsAreEasy(1500, 20), num_processes=1)
 
 
