@@ -1,10 +1,10 @@
 """Does the simulator say what a real model does? Profiles this machine, serves a small model, and simulates the same.
 
-    python -m pdserve.bench.simulator_vs_cpu [--profile FILE] [--budget 240] [--rounds 5] [--requests 100]
+    python -m pdserve.bench.simulator_vs_cpu [--profile FILE] [--budget 240] [--rounds 4] [--requests 60]
                                              [--loads 0.3,0.5,0.7] [--json FILE]
 
 `pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file,
-which `--profile` takes up again. A cluster of one of each then serves the tiny shape of `pdserve.bench.shapes`, and an
+which `--profile` takes up again. A cluster of one of each then serves the small shape of `pdserve.bench.shapes`, and an
 open loop sends Poisson arrivals at three shares of the simulated saturation, in turn, round after round.
 `pdserve.planner.simulator` gets the same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds
 together, must agree within 10 %.
@@ -65,7 +65,9 @@ from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
 
 LIMITS = Limits(relative=0.1)
-SLO = SloConfig(ttft_seconds=0.5, tpot_seconds=0.05)
+SLO = SloConfig(ttft_seconds=2.0, tpot_seconds=0.2)
+SHAPE = "small"
+"""Of `SHAPES`: its steps are long beside what the router and the step loops take."""
 MAX_BATCH_SIZE = 64
 KV_BYTES = 2**28
 WORKLOAD = Workload(
@@ -82,7 +84,7 @@ MAX_FOREIGN_SHARE = 0.1
 PROBE_SHARE = 0.4
 """Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
 the others is in it."""
-NUM_PROBES = 80
+NUM_PROBES = 40
 """Before each run."""
 
 
@@ -288,8 +290,8 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
     if len(cluster_cores) < MIN_CLUSTER_CORES:
         raise SystemExit(f"this takes {MIN_CLUSTER_CORES + 1} cores: one of each worker, the router and the generator")
     with TemporaryDirectory() as work, confined_to(cluster_cores):
-        folder = Path(work) / "tiny"
-        write_random_checkpoint(folder, **SHAPES["tiny"])
+        folder = Path(work) / SHAPE
+        write_random_checkpoint(folder, **SHAPES[SHAPE])
         profile = arguments.profile.resolve() if arguments.profile else Path(work) / "hardware.yaml"
         if not profile.exists():
             write_profile(folder, arguments.dtype, arguments.budget, profile)
@@ -354,8 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, help="hardware file; measured first, and kept here, if it is not there")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of the profile")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=100, help="at each load, in each round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=60, help="at each load, in each round")
     parser.add_argument("--loads", default="0.3,0.5,0.7", help="shares of the rate at saturation")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
@@ -365,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = [line for result in results for line in (*result.failures, *result.invalid)]
     document = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "shape": "tiny",
+        "shape": SHAPE,
         "dtype": given.dtype,
         "rounds": given.rounds,
         "requests": given.requests,
