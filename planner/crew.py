@@ -12,21 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import active_children, connection, get_context, parent_process
-from multiprocessing.reduction import ForkingPickler
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import NamedTuple, Self
 
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import (
-    Goodput,
-    OneRate,
-    Pursuit,
-    Run,
-    Runner,
-    Trial,
-    Workload,
-    pursue,
-)
+from pdserve.planner.goodput import Goodput, OneRate, Pursuit, Run, Runner, Trial, Workload, pursue
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.simulation import Simulation
 
@@ -57,8 +47,6 @@ class Crew:
         self._before = set(active_children())
         self._executor: ProcessPoolExecutor | None = None
         if num_processes > 1:
-            # The catalogue's read-only mappings do not travel by themselves.
-            ForkingPickler.register(MappingProxyType, _reduce_mapping)
             self._executor = ProcessPoolExecutor(
                 num_processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(workload,)
             )
@@ -119,10 +107,6 @@ class Crew:
         rates = [OneRate(*job) for job in jobs]
         self.pursue(rates, done)
         return [each.attainment() for each in rates]
-
-
-def _reduce_mapping(mapping: MappingProxyType[str, object]) -> tuple[type, tuple[dict[str, object]]]:
-    return MappingProxyType, (dict(mapping),)
 
 
 _runner_of_process: list[Runner] = []
