@@ -160,9 +160,7 @@ class Objectives(NamedTuple):
 
 def objectives(usual: SloConfig, asked: Objectives) -> SloConfig:
     """What was asked, and else what is usual."""
-    config = override(DeploymentConfig(slo=usual), "slo", **asked._asdict())
-    check_deployment(config)
-    return config.slo
+    return _overridden(DeploymentConfig(slo=usual), "slo", asked).slo
 
 
 class Holding(NamedTuple):
@@ -176,9 +174,13 @@ class Holding(NamedTuple):
 
 def held(usual: ModelConfig, asked: Holding) -> ModelConfig:
     """What was asked, and else what is usual."""
-    config = override(DeploymentConfig(model=usual), "model", **asked._asdict())
+    return _overridden(DeploymentConfig(model=usual), "model", asked).model
+
+
+def _overridden(usual: DeploymentConfig, section: str, asked: Objectives | Holding) -> DeploymentConfig:
+    config = override(usual, section, **asked._asdict())
     check_deployment(config)
-    return config.model
+    return config
 
 
 def num_cores() -> int:
