@@ -301,7 +301,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
             comparison = Comparison(cluster, model, layout)
             saturation_rate = comparison.saturation()
             loads = {share: share * saturation_rate for share in map(float, arguments.loads.split(","))}
-            probes, runs = measure_in_turn(comparison, loads, arguments, console)
+            probes, runs = measure_in_turn(comparison, loads, PROBE_SHARE * saturation_rate, arguments, console)
             overheads = comparison.overheads(valid_of(probes) or probes)
             results = [
                 comparison.result(rate, share, runs[share], overheads, num_wanted=arguments.rounds)
@@ -317,10 +317,13 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
 
 
 def measure_in_turn(
-    comparison: Comparison, loads: Mapping[float, float], arguments: argparse.Namespace, console: Console
+    comparison: Comparison,
+    loads: Mapping[float, float],
+    probe_rate: float,
+    arguments: argparse.Namespace,
+    console: Console,
 ) -> tuple[list[Run], dict[float, list[Run]]]:
     """Probes, and the runs of each share of saturation, whose rates are ``loads``."""
-    probe_rate = PROBE_SHARE * comparison.saturation()
     seeds = count(arguments.seed)
     comparison.measure(probe_rate, NUM_PROBES, next(seeds))  # code and caches are warm after it
     probes: list[Run] = []
