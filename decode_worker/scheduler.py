@@ -276,9 +276,13 @@ class DecodeScheduler:
         """Free places, and available blocks that no sequence that holds blocks and decodes, now or soon, is expected to
         need."""
         soon = [*self._local_prefills(), *self._reservations.pulling()]
-        num_seats = sum([sequence.num_choices for sequence in (*self._running, *soon)])
+        num_seats = self._num_running_seats() + sum([sequence.num_choices for sequence in soon])
         num_blocks_missing = self._num_running_blocks_missing() + sum_blocks_missing(soon)
         return _Room(self._max_batch_size - num_seats, self._pool.num_available - num_blocks_missing)
+
+    def _num_running_seats(self) -> int:
+        """Rows that the running sequences take, or will."""
+        return sum([sequence.num_choices for sequence in self._running])
 
     def _num_running_blocks_missing(self) -> int:
         """Blocks that the running sequences are expected to need and do not hold."""

@@ -126,16 +126,13 @@ class Sequence:
         """Blocks to start decoding one choice with: all known tokens and one more block, as far as it can ever need."""
         return self.num_blocks_for(min(len(self.tokens) + self.block_size, self.num_kv_tokens_max))
 
-    def num_blocks_expected(self, num_further: int = 0) -> int:
+    def num_blocks_expected(self) -> int:
         """Blocks that decoding is expected to need before it ends.
 
         An answer of n tokens is expected to go on for n more, for `LOOKAHEAD_TOKENS` at least and to its limit at most.
         Never fewer than `num_blocks_with_headroom` and `num_fork_blocks`, which are taken at the start.
-
-        Args:
-            num_further: tokens to count beside the known ones, as if they were known.
         """
-        num_known, block_size = len(self.tokens) + num_further, self.block_size
+        num_known, block_size = len(self.tokens), self.block_size
         num_tokens = num_known + max(LOOKAHEAD_TOKENS, block_size, num_known - self.num_prompt_tokens)
         if num_tokens >= self.max_length:
             num_tokens = self.max_length - 1
@@ -143,14 +140,6 @@ class Sequence:
         if self.num_choices == 1:
             return num_blocks
         return num_blocks + (self.num_choices - 1) * (num_blocks - self._num_shared_blocks)
-
-    def num_known_to_expect_more(self, num_blocks: int) -> int:
-        """Of a single choice: known tokens from which on `num_blocks_expected` exceeds ``num_blocks``, as it says now;
-        0 if it never does."""
-        num_tokens = num_blocks * self.block_size
-        if num_tokens >= self.num_kv_tokens_max:
-            return 0
-        return min(num_tokens - max(LOOKAHEAD_TOKENS, self.block_size), (num_tokens + self.num_prompt_tokens) // 2) + 1
 
     def num_fork_blocks(self) -> int:
         """Blocks that its further choices start decoding with, beside those that all of them share."""

@@ -122,6 +122,7 @@ class CostModel:
         self._tokens_s = _Memo(lambda num_tokens: sum(self._token_parts(num_tokens)))
         self._rows_s = _Memo(lambda num_rows: self._output_s(num_rows) + num_rows * hardware.row_overhead_s)
         self._pairs_s = _Memo(lambda num_new: self._pair_s / hardware.prefill_attention_efficiency.at(num_new))
+        self._whole_prompts_s = _Memo(lambda num_new: self._sum_s(num_new, 1, self._attention_s(num_new, 0)))
 
     def step_s(self, rows: Iterable[tuple[int, int]], batch_size: int = 0, context_tokens: int = 0) -> float:
         """Seconds of one step; 0 for an empty one.
@@ -140,6 +141,8 @@ class CostModel:
         """Seconds of a step that computes ``num_new`` tokens of one prompt after ``num_cached`` cached ones."""
         if num_new == 1:
             return self.decode_s(1, num_cached)
+        if not num_cached:
+            return self._whole_prompts_s[num_new]
         return self._sum_s(num_new, 1, self._attention_s(num_new, num_cached))
 
     def decode_s(self, batch_size: int, context_tokens: int) -> float:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from pdserve.engine.sequence import Sequence
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.planner.expected_blocks import ExpectedBlocks
 
 ARRIVAL = attrgetter("sequence_id")
 
@@ -71,11 +72,8 @@ class CountedBatch:
         """A heap of steps: each the first in which some sequence, not among those yet, needs one more block."""
         self._num_held_blocks = 0
         """Of the sequences that have a token left to plan."""
-        self._num_expected_blocks = 0
-        """The same, that they are expected to need before they end, as of `_expectations`."""
-        self._expectations: list[tuple[int, int, Sequence]] = []
-        """A heap of (number of completed steps from which on a sequence is expected to need more, id, sequence)."""
-        self._expected_blocks: dict[Sequence, int] = {}
+        self._expected_blocks = ExpectedBlocks(self._block_size)
+        """The same, that they are expected to need before they end."""
         for sequence in sequences:
             self.add(sequence)
         self._beginning.clear()
@@ -99,23 +97,11 @@ class CountedBatch:
         if self._will_grow(sequence):
             num_writable = num_held * self._block_size - sequence.num_computed
             heappush(self._growth_starts, self._num_planned + num_writable + 1)
-        self._expected_blocks[sequence] = 0
-        self._expect(sequence)
+        self._expected_blocks.add(sequence, last_step)
 
     def _will_grow(self, sequence: Sequence) -> bool:
         """Whether it needs more blocks than it had when it joined."""
         return len(sequence.block_table) * self._block_size < sequence.num_kv_tokens_max
-
-    def _expect(self, sequence: Sequence) -> None:
-        """Look at what a sequence is expected to need, and say when to look again."""
-        num_ahead = self._num_ahead(sequence, self._last_steps[sequence])
-        num_blocks = sequence.num_blocks_expected(num_ahead)
-        self._num_expected_blocks += num_blocks - self._expected_blocks[sequence]
-        self._expected_blocks[sequence] = num_blocks
-        num_known = sequence.num_known_to_expect_more(num_blocks)
-        if num_known:
-            num_completed = self._last_steps[sequence] - (sequence.max_length - num_known)
-            heappush(self._expectations, (num_completed, sequence.sequence_id, sequence))
 
     # Steps
 
@@ -211,7 +197,7 @@ class CountedBatch:
         self.size -= 1
         self._num_context_tokens -= num_kv_tokens
         self._num_held_blocks -= sequence.num_blocks_for(num_kv_tokens)
-        self._num_expected_blocks -= self._expected_blocks.pop(sequence)
+        self._expected_blocks.remove(sequence)
         if self._will_grow(sequence):
             self._count_growing(last_step + 1 - num_kv_tokens, -1)
 
@@ -230,12 +216,7 @@ class CountedBatch:
 
     def num_blocks_missing(self) -> int:
         """As `pdserve.engine.sequence.sum_blocks_missing` says of the same sequences."""
-        expectations, num_completed = self._expectations, self._num_completed
-        while expectations and expectations[0][0] <= num_completed:
-            sequence = heappop(expectations)[2]
-            if sequence in self._expected_blocks:
-                self._expect(sequence)
-        return self._num_expected_blocks - self._num_held_blocks
+        return self._expected_blocks.total(self._num_completed) - self._num_held_blocks
 
     # Sequences, one by one
 

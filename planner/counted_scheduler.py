@@ -176,6 +176,9 @@ class CountedDecodeScheduler(DecodeScheduler):
         self._stop_counting()
         super()._close(sequence)
 
+    def _num_running_seats(self) -> int:
+        return len(self._running)
+
     def _num_running_blocks_missing(self) -> int:
         return super()._num_running_blocks_missing() if self._batch is None else self._batch.num_blocks_missing()
 

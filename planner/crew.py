@@ -6,6 +6,7 @@ nothing but the time. Ctrl-C, any error, or the end of the process that gave the
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -19,6 +20,9 @@ from pdserve.planner.attainment import Attainment
 from pdserve.planner.goodput import Goodput, OneRate, Pursuit, Run, Runner, Trial, Workload, pursue
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.simulation import Simulation
+
+_GC_THRESHOLD = 100_000
+"""New objects in a process of the crew, after which it looks for cycles."""
 
 
 class GoodputJob(NamedTuple):
@@ -50,6 +54,7 @@ class Crew:
             self._executor = ProcessPoolExecutor(
                 num_processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(workload,)
             )
+            self._executor.submit(os.getpid)  # The processes begin with the first call, and take a second to.
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +122,9 @@ def _begin(workload: Workload) -> None:
     # Ctrl-C goes to all processes of a terminal: these end without a word, and the first one tells what happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # What a simulation lets go of is freed by counting references, all but a few cycles.
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
     _runner_of_process.append(Runner(workload))
 
 

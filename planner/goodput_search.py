@@ -60,7 +60,7 @@ class GoodputSearch:
             is_rough: be content with one run that was not stopped early, until `settle`.
         """
         assert start_rate > 0
-        self._trial = trial
+        self.trial = trial
         self._tolerance = tolerance
         self._max_rate = max_rate
         self._start_rate = self._capped(start_rate)
@@ -82,7 +82,7 @@ class GoodputSearch:
         self._is_rough = False
 
     def wanted(self) -> list[Run]:
-        seeds = self._trial.seeds
+        seeds = self.trial.seeds
         first = seeds[:1]
         if not self._points:
             return self._asked(self._start_rate, first)
@@ -105,10 +105,10 @@ class GoodputSearch:
     def saw(self, run: Run, simulation: Simulation) -> None:
         runs = self._runs.setdefault(run.rate, {})
         runs[run.seed] = simulation
-        in_order = [runs[seed] for seed in self._trial.seeds if seed in runs]
-        self._points[run.rate] = measured(self._trial, run.rate, in_order)
-        if run.seed == self._trial.seeds[0]:
-            self._missed[run.rate] = self._missed_share(measured(self._trial, run.rate, [simulation]), num_runs=1)
+        in_order = [runs[seed] for seed in self.trial.seeds if seed in runs]
+        self._points[run.rate] = measured(self.trial, run.rate, in_order)
+        if run.seed == self.trial.seeds[0]:
+            self._missed[run.rate] = self._missed_share(measured(self.trial, run.rate, [simulation]), num_runs=1)
 
     @property
     def num_requests(self) -> int:
@@ -116,16 +116,16 @@ class GoodputSearch:
 
     def _asked(self, rate: float, seeds: Sequence[int]) -> list[Run]:
         known = self._runs.get(rate, {})
-        is_whole = (self._is_rough and len(self._trial.seeds) > 1) or len(seeds) > 1
-        return [Run(self._trial, rate, seed, is_whole) for seed in seeds if seed not in known]
+        is_whole = (self._is_rough and len(self.trial.seeds) > 1) or len(seeds) > 1
+        return [Run(self.trial, rate, seed, is_whole) for seed in seeds if seed not in known]
 
     def _missed_share(self, point: Attainment, num_runs: int) -> float:
         """Above 0. Where a run was stopped, of those that came until then, the least that it can be."""
-        come_share = point.num_requests / (self._trial.num_requests * num_runs) if point.is_partial else 1.0
+        come_share = point.num_requests / (self.trial.num_requests * num_runs) if point.is_partial else 1.0
         return max((1 - point.share) / come_share, 0.5 / max(point.num_counted, 1))
 
     def _is_any_met(self) -> bool:
-        return any(point.meets(self._trial.slo.attainment) for point in self._points.values())
+        return any(point.meets(self.trial.slo.attainment) for point in self._points.values())
 
     def _other_side(self) -> float:
         """A rate beyond the goodput, where all that were tried meet the target, or below it, where none does; else the
@@ -134,7 +134,7 @@ class GoodputSearch:
         step = min(_SIDE_STEP, 1 - self._tolerance)
         if not self._is_any_met():
             return lowest * step
-        if all(point.meets(self._trial.slo.attainment) for point in self._points.values()):
+        if all(point.meets(self.trial.slo.attainment) for point in self._points.values()):
             return self._capped(highest / step)
         return lowest
 
@@ -152,7 +152,7 @@ class GoodputSearch:
         )
 
     def _is_complete(self, point: Attainment) -> bool:
-        return len(self._runs[point.rate]) == len(self._trial.seeds)
+        return len(self._runs[point.rate]) == len(self.trial.seeds)
 
     def _is_near(self, point: Attainment) -> bool:
         """Whether the goodput lies within the tolerance; as long as seeds are lacking, they may move it as much."""
@@ -166,7 +166,7 @@ class GoodputSearch:
     def _crossing(self, point: Attainment, power: float | None = None) -> float:
         """The rate, ``max_rate`` at most, at which as many requests miss as may, told from one rate; on this side of
         rates that were seen to be beyond it."""
-        missed, target = self._missed_share(point, len(self._runs[point.rate])), self._trial.slo.attainment
+        missed, target = self._missed_share(point, len(self._runs[point.rate])), self.trial.slo.attainment
         is_up = missed < self._allowed
         if power is None:
             power = self._power(point.rate, _POWER if is_up else _POWER_BEYOND, is_up=is_up)
@@ -196,7 +196,7 @@ class GoodputSearch:
         """Shares of requests that missed at each rate, in runs of the same seeds: of all, or else of the first."""
         points = [self._points[rate] for rate in rates]
         if all(self._is_complete(point) for point in points):
-            return [self._missed_share(point, len(self._trial.seeds)) for point in points]
+            return [self._missed_share(point, len(self.trial.seeds)) for point in points]
         return [self._missed[rate] for rate in rates]
 
     def goodput(self) -> Goodput:
@@ -209,8 +209,8 @@ class GoodputSearch:
         return Goodput(
             rate=rate,
             interval=interval,
-            target=self._trial.slo.attainment,
-            num_devices=self._trial.layout.num_devices,
+            target=self.trial.slo.attainment,
+            num_devices=self.trial.layout.num_devices,
             points=tuple(self._points[each] for each in rates),
             num_requests=self.num_requests,
             is_capped=near is not None and near.rate == self._max_rate <= rate,
@@ -219,7 +219,7 @@ class GoodputSearch:
     def _interval(self, near: Attainment, rate: float) -> Interval:
         """Rates at which the bounds of attainment cross the target, on curves whose power errs to the safe side, as far
         as nothing surer was seen."""
-        target, ends = self._trial.slo.attainment, []
+        target, ends = self.trial.slo.attainment, []
         for share, is_upper in zip(near.interval, (False, True), strict=True):
             missed = max(1 - share, 0.5 / max(near.num_counted, 1))
             is_up = missed < self._allowed

@@ -6,8 +6,9 @@
 1. Bounds and estimates of every layout, in closed form. What is known of one phase's worker is worked out once, and the
    ratio of prefill to decode workers follows from the demand of each phase, as in DistServe's algorithm 1 (OSDI 2024,
    section 4.1) but with queues, and with the link and the prompts that decode workers compute.
-2. Screening: short simulations of the best estimates, of both kinds of layout, the first of which correct the others;
-   more than one only of those within reach of the best.
+2. Screening: short simulations of the best estimates, of both kinds of layout, the first of which correct the others.
+   One of each tells enough to choose finalists; where a rate is asked for, those within reach of the best get as many
+   as their goodput needs.
 3. Finalists, of those within reach of the best: one long simulation of each at the same rate where that may be, then
    as many as its goodput needs, with several seeds, of the best of either kind. Then what the reader wants to know
    beside the rank: how the losers do at the winner's rate, where the cliff is, and what faster or slower steps would
@@ -22,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from math import sqrt
 
 from pdserve.planner.attainment import Attainment
@@ -29,6 +31,7 @@ from pdserve.planner.bounds import BoundBook
 from pdserve.planner.candidates import assemble, verdict_of
 from pdserve.planner.crew import Crew
 from pdserve.planner.demand import Demand
+from pdserve.planner.final_round import FinalRound
 from pdserve.planner.goodput import Goodput, OneRate, Pursuit, Trial, Workload, slowed
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.hosts import ONE_HOST_TODAY
@@ -78,12 +81,12 @@ def find_plan(
     tell = progress or (lambda fraction, text: None)
     tell(0.0, "listing layouts")
     _check_prices(question)
-    enumeration = enumerate_layouts(question)
     model, effort = question.model, question.effort
-    drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
-    demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
-    book = BoundBook(model, demand, question.slo)
     with Crew(workload, num_processes or len(os.sched_getaffinity(0))) as crew:
+        enumeration = enumerate_layouts(question)
+        drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
+        demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
+        book = BoundBook(model, demand, question.slo)
         search = _Search(question, book, crew, tell)
         search.weigh(enumeration)
         search.screen()
@@ -167,9 +170,9 @@ class _Search:
         self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
         while rest := self._contenders():
             self._screen(of_both_kinds(rest, num_more), 0.25, 0.35)
-            if self._is_served():
+            if self._is_served(self._simulated()):
                 self._settle_screened()
-            if self._is_served():
+            if self._is_served(self._simulated()):
                 break
         self._settle_screened()
         if not any(entry.rate for entry in self._simulated()):
@@ -186,17 +189,19 @@ class _Search:
         self._correct_estimates(entries)
 
     def _settle_screened(self) -> None:
-        """Those that may be as good as the best of their kind."""
-        while unsettled := [
-            entry
-            for entry in self._ranking.within_reach(self._ranking.ranked(self._simulated()), _SCREEN_OPTIMISM)
-            if entry.search is not None and not entry.search.is_settled
-        ]:
-            for entry, goodput in zip(unsettled, self._settled(unsettled, 0.35, 0.45, "screening"), strict=True):
+        """Where a rate is asked for, those that may be as good as the best of their kind."""
+        while self._question.objective.has_rate and (
+            unsettled := [
+                entry
+                for entry in self._ranking.within_reach(self._ranking.ranked(self._simulated()), _SCREEN_OPTIMISM)
+                if entry.search is not None and not entry.search.is_settled
+            ]
+        ):
+            for entry in unsettled:
+                assert entry.search is not None
+                entry.search.settle()
+            for entry, goodput in zip(unsettled, self._goodputs(unsettled, 0.35, 0.45, "screening"), strict=True):
                 entry.screened = goodput
-
-    def _is_served(self) -> bool:
-        return any(entry.rate and self._ranking.serves(entry.rate) for entry in self._simulated())
 
     def _correct_estimates(self, screened: Sequence[Entry]) -> None:
         """Scale the estimates of either kind by what was seen of its best."""
@@ -228,19 +233,16 @@ class _Search:
         """Long simulations of the best that were screened, until one does what was asked."""
         effort = self._question.effort
         rest = self._ranking.ranked([entry for entry in self._simulated() if entry.rate])
-        while rest and not self._is_finished():
+        while rest and not self._is_served(self._finalists()):
             chosen = of_both_kinds(self._ranking.within_reach(rest, _SCREEN_OPTIMISM), effort.num_finalists)
             rest = [entry for entry in rest if entry not in chosen]
             self._simulate_at_length(chosen)
             rest = [entry for entry in rest if self._ranking.serves(entry.rate)]
-        finalists = [entry for entry in self._entries if entry.final]
+        finalists = self._finalists()
         if not any(entry.rate for entry in finalists):
             raise nothing_met(self._question, finalists)
-        if not self._is_finished():
+        if not self._is_served(finalists):
             raise too_slow(self._question, finalists)
-
-    def _is_finished(self) -> bool:
-        return any(entry.final and entry.rate and self._ranking.serves(entry.rate) for entry in self._entries)
 
     def _simulate_at_length(self, entries: Sequence[Entry]) -> None:
         """With the first seed, and what comes out best of either kind with all of them."""
@@ -257,20 +259,18 @@ class _Search:
                 entry.bounds.rate,
                 is_rough=True,
             )
-        for entry, goodput in zip(entries, self._goodputs(entries, 0.45, 0.6, "finalists"), strict=True):
-            entry.final = goodput
-        while unsettled := self._unsettled_best():
-            for entry, goodput in zip(unsettled, self._settled(unsettled, 0.6, 0.85, "best finalists"), strict=True):
-                entry.final = goodput
+        num_done = count(1)
 
-    def _unsettled_best(self) -> list[Entry]:
-        finalists = [entry for entry in self._entries if entry.final]
-        best = best_of_kinds(self._ranking.ranked(finalists)).values()
-        return [entry for entry in best if entry.search is not None and not entry.search.is_settled]
+        def done() -> None:
+            self._tell(0.45 + 0.4 * (1 - len(entries) / (len(entries) + next(num_done))), "finalists")
+
+        finalists = [entry for entry in self._entries if entry.final or entry in entries]
+        kinds = [[entry for entry in finalists if entry.layout.is_colocated is kind] for kind in (False, True)]
+        self._pursue([FinalRound(self._ranking, kind, done) for kind in kinds if kind])
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with what is to be said of them."""
-        finalists = self._ranking.ranked([entry for entry in self._entries if entry.final])
+        finalists = self._ranking.ranked(self._finalists())
         screened = self._ranking.ranked([entry for entry in self._simulated() if not entry.final])
         estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
         winner = finalists[0]
@@ -344,19 +344,16 @@ class _Search:
         # Rates of slower clusters are on their clock: see `slowed`.
         starts = [
             (halved, short_rate * _CLIFF),
+            (trial, short_rate),
             *((slowed(trial, each), short_rate / sqrt(each)) for each in _TIME_FACTORS),
         ]
-        if winner.screened.is_capped:
-            starts.append((trial, short_rate))
         searches = [GoodputSearch(each, start, _RATIO_TOLERANCE) for each, start in starts]
         pursuits: list[Pursuit] = [*at_rate.values(), *searches]
-        self._crew.pursue(pursuits, self._done(0.85, 1.0, len(pursuits), "losers, cliff and sensitivity"))
-        self._num_requests += sum(pursuit.num_requests for pursuit in pursuits)
+        self._pursue(pursuits, self._done(0.85, 1.0, len(pursuits), "losers, cliff and sensitivity"))
         seen = [
             at_rate[entry].attainment() if each is None else each for entry, each in zip(losers, known, strict=True)
         ]
-        cliff, *slower = (search.goodput().rate for search in searches)
-        return seen, _around(winner, cliff, slower, slower[-1] if winner.screened.is_capped else short_rate)
+        return seen, _around(winner, *(search.goodput().rate for search in searches))
 
     # Helpers
 
@@ -389,16 +386,13 @@ class _Search:
     def _goodputs(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
         """Of each, as far as its search wants to go on."""
         searches = [entry.search for entry in entries if entry.search is not None]
-        num_before = sum(search.num_requests for search in searches)
-        self._crew.pursue(searches, self._done(low, high, len(searches), what))
-        self._num_requests += sum(search.num_requests for search in searches) - num_before
+        self._pursue(searches, self._done(low, high, len(searches), what))
         return [search.goodput() for search in searches]
 
-    def _settled(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
-        for entry in entries:
-            assert entry.search is not None
-            entry.search.settle()
-        return self._goodputs(entries, low, high, what)
+    def _pursue(self, pursuits: Sequence[Pursuit], done: Callable[[int], None] = lambda num_done: None) -> None:
+        num_before = sum(pursuit.num_requests for pursuit in pursuits)
+        self._crew.pursue(pursuits, done)
+        self._num_requests += sum(pursuit.num_requests for pursuit in pursuits) - num_before
 
     def _done(self, low: float, high: float, num_jobs: int, what: str) -> Callable[[int], None]:
         self._tell(low, f"{what}: 0 of {num_jobs}")
@@ -409,6 +403,13 @@ class _Search:
     def _simulated(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.goodput is not None]
 
+    def _finalists(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.final]
+
+    def _is_served(self, entries: Sequence[Entry]) -> bool:
+        """Whether one of them does what was asked."""
+        return any(entry.rate and self._ranking.serves(entry.rate) for entry in entries)
+
 
 def _seen_near(entry: Entry, rate: float, tolerance: float) -> Attainment | None:
     """What a finalist made of about ``rate``."""
@@ -418,13 +419,13 @@ def _seen_near(entry: Entry, rate: float, tolerance: float) -> Attainment | None
 
 
 def _around(
-    winner: Entry, cliff: float, slower: Sequence[float], as_predicted: float
+    winner: Entry, cliff: float, as_predicted: float, *slower: float
 ) -> tuple[tuple[Sensitivity, ...], float | None]:
     """From the winner's goodputs in short runs, of which only ratios are taken."""
     if not as_predicted:
         return (), None
     scale = winner.rate / as_predicted
     sensitivity = [
-        Sensitivity(factor, scale * rate / factor) for factor, rate in zip(_TIME_FACTORS, slower, strict=False)
+        Sensitivity(factor, scale * rate / factor) for factor, rate in zip(_TIME_FACTORS, slower, strict=True)
     ]
     return tuple(sensitivity), max(winner.rate, scale * cliff)

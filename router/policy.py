@@ -83,6 +83,8 @@ class PromptBlocks:
 
     def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
         """Leading tokens whose blocks are all among ``cached_blocks``."""
+        if not self._num_cacheable:
+            return 0
         num_blocks = len(list(takewhile(cached_blocks.__contains__, self._hashes)))
         if num_blocks < len(self._hashes):
             return num_blocks * self.block_size
@@ -134,12 +136,13 @@ def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSn
     """
     workers = list(workers)
     roles = {worker.role for worker in workers}
+    may_hand_off, may_be_spared = WorkerRole.DECODE in roles, WorkerRole.PREFILL in roles
     candidates = []
     for worker in workers:
         if worker.role is WorkerRole.PREFILL:
-            if WorkerRole.DECODE in roles:
+            if may_hand_off:
                 candidates.append((worker, True))
-        elif worker.role is WorkerRole.MIXED or WorkerRole.PREFILL not in roles:
+        elif worker.role is WorkerRole.MIXED or not may_be_spared:
             candidates.append((worker, False))
     return candidates
 
@@ -216,12 +219,21 @@ def choose_prefill(
             cost = costs[WorkerRole.DECODE]
             if may_prefill_locally(worker, blocks.num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
                 candidates.append((worker, False, num_cached))
-    choices = []
-    for worker, handoff, num_cached in candidates:
-        ttft_s = predict_ttft_s(worker, blocks.num_tokens, num_cached, costs[worker.role])
-        choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
-        choices.append((ttft_s, worker.role is WorkerRole.DECODE, choice))
-    return min(choices)[-1] if choices else None
+    if not candidates:
+        return None
+    ttft_s, _, worker_id, handoff, num_cached = min(
+        [
+            (
+                predict_ttft_s(worker, blocks.num_tokens, num_cached, costs[worker.role]),
+                worker.role is WorkerRole.DECODE,
+                worker.worker_id,
+                handoff,
+                num_cached,
+            )
+            for worker, handoff, num_cached in candidates
+        ]
+    )
+    return PrefillChoice(worker_id, handoff, ttft_s, num_cached)
 
 
 def choose_decode(

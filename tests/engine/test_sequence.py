@@ -88,16 +88,6 @@ def test_expected_blocks_follow_the_answer_so_far_within_its_limit() -> None:
     assert ending.num_blocks_expected() == (start + 204) // block_size
 
 
-@given(st.integers(1, 300), st.integers(1, 400), st.sampled_from([1, 3, 16, 100]))
-def test_it_is_known_when_more_blocks_are_expected(num_prompt: int, max_tokens: int, block_size: int) -> None:
-    sequence = a_sequence((0,) * num_prompt, max_tokens=max_tokens, block_size=block_size)
-    num_blocks = [sequence.num_blocks_expected(num_further) for num_further in range(max_tokens)]
-    for num_further, now in enumerate(num_blocks):
-        rises = [num_prompt + later for later in range(num_further, max_tokens) if num_blocks[later] > now]
-        assert sequence.num_known_to_expect_more(now) in (*rises[:1], 0)
-        assert bool(rises) == bool(sequence.num_known_to_expect_more(now))
-
-
 def test_blocks_found_in_the_cache_count_as_written() -> None:
     sequence = a_sequence(tuple(range(10)))
     sequence.start_at([5, 6], [7])

@@ -1,0 +1,47 @@
+"""The finalists of one kind, colocated or not, and which of them is the best: as long as that is open, the best so far
+gets as many simulations as its goodput needs.
+
+Used by `pdserve.planner.search`, which has it done for both kinds side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdserve.planner.goodput import Run
+from pdserve.planner.ranking import Entry, Ranking
+from pdserve.planner.simulation import Simulation
+
+
+class FinalRound:
+    """Fills in `Entry.final`; a `Pursuit`."""
+
+    def __init__(self, ranking: Ranking, entries: Sequence[Entry], done: Callable[[], None]) -> None:
+        """
+        Args:
+            entries: of one kind, each with a search that is content with little.
+            done: hears of every simulation.
+        """
+        self._ranking = ranking
+        self._searches = {entry: entry.search for entry in entries if entry.search is not None}
+        self._done = done
+
+    def wanted(self) -> list[Run]:
+        while True:
+            runs = [run for search in self._searches.values() for run in search.wanted()]
+            if runs:
+                return runs
+            for entry, search in self._searches.items():
+                entry.final = search.goodput()
+            best = self._searches[self._ranking.ranked(self._searches)[0]]
+            if best.is_settled:
+                return []
+            best.settle()
+
+    def saw(self, run: Run, simulation: Simulation) -> None:
+        next(search for search in self._searches.values() if search.trial is run.trial).saw(run, simulation)
+        self._done()
+
+    @property
+    def num_requests(self) -> int:
+        return sum(search.num_requests for search in self._searches.values())
