@@ -19,6 +19,8 @@ class WorkerRole(Enum):
     DECODE = "decode"
     MIXED = "mixed"
 
+    __hash__ = object.__hash__  # the router looks up models by role for every worker of every request
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:

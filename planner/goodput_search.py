@@ -22,6 +22,8 @@ _POWER_OF_STOPPED = 3.0
 """The same of a run that was stopped early: of the requests under way, most would have missed, too."""
 _LEAST_POWER, _MOST_POWER = 1.0, 12.0
 """Between which the power is kept that two rates tell."""
+_POWER_IN_DOUBT = 0.6
+"""Of the power that two rates tell, what it may be: with it intervals on known curves hold the goodput."""
 _LONGEST_STEP = 1.3
 """Upwards, from the first rate that is tried."""
 _MOST_OF_WAY = 0.85
@@ -144,11 +146,19 @@ class GoodputSearch:
 
     def _nearest(self) -> Attainment | None:
         """Of the rates that were simulated to the end, with the most seeds, the one nearest to the goodput."""
-        whole = [point for point in self._points.values() if not point.is_partial]
         return min(
-            whole,
+            [point for point in self._points.values() if not point.is_partial and not self._is_passed(point)],
             key=lambda point: (-len(self._runs[point.rate]), abs(log(self._crossing(point) / point.rate))),
             default=None,
+        )
+
+    def _is_passed(self, point: Attainment) -> bool:
+        """Whether another rate that was tried, with as many seeds or in vain, lies between it and the goodput."""
+        num_seeds, ends = len(self._runs[point.rate]), sorted((point.rate, self._crossing(point)))
+        return any(
+            ends[0] <= other.rate <= ends[1] and (other.is_partial or len(self._runs[other.rate]) >= num_seeds)
+            for other in self._points.values()
+            if other is not point
         )
 
     def _is_complete(self, point: Attainment) -> bool:
@@ -173,10 +183,17 @@ class GoodputSearch:
         rate = point.rate * exp(log(self._allowed / missed) / power)
         beyond = [each for each in self._points.values() if each.meets(target) is not is_up]
         if is_up:
-            limits = [_inside(point, each) for each in beyond if each.rate > point.rate]
+            limits = [self._inside(point, each) for each in beyond if each.rate > point.rate]
             # Of few that miss, hardly anything is told; ever longer steps, if it has to be.
             return min([rate, self._max_rate, point.rate * _LONGEST_STEP ** len(self._points), *limits])
-        return max([rate, *(_inside(point, each) for each in beyond if each.rate < point.rate)])
+        return max([rate, *(self._inside(point, each) for each in beyond if each.rate < point.rate)])
+
+    def _inside(self, point: Attainment, beyond: Attainment) -> float:
+        """Most of the way from one to the other, in logarithm; half of it where a run that was stopped tells little, or
+        where that is near enough to both."""
+        distance = log(beyond.rate / point.rate)
+        is_half = beyond.is_partial or abs(distance) <= 2 * log(1 + self._tolerance)
+        return point.rate * exp(distance * (0.5 if is_half else _MOST_OF_WAY))
 
     def _power(self, rate: float, default: float, *, is_up: bool) -> float:
         """Of the rate, as which missed requests grow: from ``rate`` to the next one that was tried above it, or below
@@ -218,22 +235,17 @@ class GoodputSearch:
 
     def _interval(self, near: Attainment, rate: float) -> Interval:
         """Rates at which the bounds of attainment cross the target, on curves whose power errs to the safe side, as far
-        as nothing surer was seen."""
+        as nothing surer was seen. A curve may be so steep that a bound crosses the target next to ``near``."""
         target, ends = self.trial.slo.attainment, []
         for share, is_upper in zip(near.interval, (False, True), strict=True):
             missed = max(1 - share, 0.5 / max(near.num_counted, 1))
             is_up = missed < self._allowed
+            power = inf
             if is_up is is_upper:  # outwards: the less the power, the further
-                power = min(self._power(near.rate, _LEAST_POWER, is_up=is_up), _POWER)
-            else:
-                power = max(self._power(near.rate, _MOST_POWER, is_up=is_up), _POWER)
+                told = self._power(near.rate, _LEAST_POWER, is_up=is_up)
+                power = min(max(_POWER_IN_DOUBT * told, _LEAST_POWER), _POWER)
             ends.append(near.rate * exp(log(self._allowed / missed) / power))
         points = self._points.values()
         met = [point.rate for point in points if point.rate <= rate and point.interval.low >= target]
         beyond = [point.rate for point in points if point.rate >= rate and point.interval.high < target]
         return Interval(min(max([ends[0], *met]), rate), max(min([ends[1], self._max_rate, *beyond]), rate))
-
-
-def _inside(point: Attainment, beyond: Attainment) -> float:
-    """Most of the way from one to the other, in logarithm; half of it where a run that was stopped tells little."""
-    return point.rate * float((beyond.rate / point.rate) ** (0.5 if beyond.is_partial else _MOST_OF_WAY))

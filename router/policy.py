@@ -135,7 +135,7 @@ def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSn
     prefill worker is up; mixed workers always run the whole request.
     """
     workers = list(workers)
-    roles = {worker.role for worker in workers}
+    roles = [worker.role for worker in workers]
     may_hand_off, may_be_spared = WorkerRole.DECODE in roles, WorkerRole.PREFILL in roles
     candidates = []
     for worker in workers:

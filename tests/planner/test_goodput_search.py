@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import log
 
+import numpy as np
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.goodput import Run, Runner, attain, pursue
 from pdserve.planner.goodput_search import GoodputSearch, find_goodput
+from pdserve.planner.simulation import Simulation
 from tests.planner.stand_ins import colocated
+from tests.planner.test_attainment import a_run
 from tests.planner.test_goodput import SHORT, a_trial
 
 
@@ -92,6 +96,52 @@ def test_any_start_leads_to_about_the_same_rate(start_rate: float) -> None:
     near = find_goodput(a_trial(), SHORT, 30.0, tolerance=0.05)
     far = find_goodput(a_trial(), SHORT, start_rate, tolerance=0.05)
     assert far.rate == pytest.approx(near.rate, rel=0.1)
+
+
+class CurveRunner(Runner):
+    """In place of a cluster: at a rate of 10, a tenth of the requests miss, more or less of them with each seed."""
+
+    def __init__(self, missed_share: Callable[[float], float], seed: int) -> None:
+        super().__init__(SHORT)
+        self._missed_share = missed_share
+        self._seed = seed
+
+    def carry_out(self, run: Run) -> Simulation:
+        """Each request misses or not whatever the others do, at any rate by the same lot."""
+        num_requests = run.trial.num_requests
+        lots = np.random.default_rng((self._seed, run.seed)).random(num_requests)
+        is_late = lots < self._missed_share(run.rate / 10)
+        num_whole = num_requests
+        if not run.is_whole and is_late.sum() > 0.2 * num_requests:
+            num_whole = int(np.flatnonzero(is_late.cumsum() > 0.2 * num_requests)[0]) + 1
+        simulation = a_run(np.where(is_late, 2.0, 0.5)[:num_whole].tolist(), [0.05] * num_whole)
+        return replace(simulation, was_stopped=num_whole < num_requests)
+
+
+CURVES = {
+    "flat": lambda rate: 0.1 * rate**1.5,
+    "usual": lambda rate: 0.1 * rate**4,
+    "steep": lambda rate: 0.1 * rate**10,
+    "cliff": lambda rate: 0.001 if rate < 1 else 8 * rate - 7.9,
+    "ledge": lambda rate: 0.05 if rate < 1 else 8 * rate - 7.9,
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("is_rough", [False, True], ids=["settled", "rough at first"])
+def test_on_a_curve_that_is_known_the_goodput_lies_in_its_interval(curve: str, *, is_rough: bool) -> None:
+    slo = SloConfig(ttft_seconds=1.0, tpot_seconds=0.1, attainment=0.9)
+    trial = a_trial(slo=slo, num_requests=1000)
+    goodputs = []
+    for seed, start_rate in enumerate(np.geomspace(3.0, 30.0, 40).tolist()):
+        search, runner = GoodputSearch(trial, start_rate, 0.06, is_rough=is_rough), CurveRunner(CURVES[curve], seed)
+        pursue(search, runner)
+        search.settle()
+        pursue(search, runner)
+        goodputs.append(search.goodput())
+    assert [goodput.rate for goodput in goodputs] == pytest.approx([10.0] * len(goodputs), rel=0.2)
+    assert sum(goodput.interval.low <= 10.0 <= goodput.interval.high for goodput in goodputs) >= 0.9 * len(goodputs)
+    assert np.median([goodput.interval.high - goodput.interval.low for goodput in goodputs]) < 3.0
 
 
 def test_rates_that_are_hopeless_are_given_up_early() -> None:
