@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import ceil, inf, sqrt
+from math import ceil, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -89,6 +89,10 @@ class _Mix(NamedTuple):
     prefilled_per_s: FloatArray
     """Prompts that it computes beside them."""
     batch_size: FloatArray
+    decode_s: FloatArray
+    """Of a step of the decode rows alone."""
+    beside_s: FloatArray
+    """By how much they lengthen a step with prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,18 +114,18 @@ class WorkerFigures:
     """Of a sample of answers that decode alone; 0 of those of one token."""
 
 
-def mean_wait_s(rate: float, service_s: FloatArray) -> float:
+def mean_wait_s(rate: FloatArray | float, service_s: FloatArray) -> FloatArray:
     """Mean time in the queue of one server with Poisson arrivals, which takes its customers in order (Pollaczek and
     Khinchine); infinite where it cannot keep up.
 
     Args:
-        rate: arrivals per second.
+        rate: arrivals per second, of one server or of as many as ``service_s`` has rows.
         service_s: a sample of service times. Of one value: M/D/1.
     """
-    utilisation = rate * float(service_s.mean())
-    if utilisation >= 1:
-        return inf
-    return rate * float((service_s**2).mean()) / (2 * (1 - utilisation))
+    idle_share = np.maximum(1 - rate * service_s.mean(axis=-1), 0.0)
+    with np.errstate(divide="ignore"):
+        wait_s: FloatArray = rate * (service_s**2).mean(axis=-1) / (2 * idle_share)
+    return wait_s
 
 
 def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
@@ -225,13 +229,14 @@ class BoundBook:
         tpot_s = mix.step_s / _STEADY_SHARE
         if layout.prefill is not None:
             if layout.prefill not in self._queued:
-                self._queued[layout.prefill] = self._queued_rate(layout.prefill)
+                self._queued[layout.prefill] = float(self._queued_rates(layout.prefill)[0])
             handed_off = self._queued[layout.prefill]
             if layout.spans_hosts:
                 handed_off = min(handed_off, links.even_per_s(layout, self._pull_times(layout)))
             prefilled = handed_off + prefilled * self._local_share(decode_pool)
         else:
             tpot_s = tpot_s + self._stalls_s(decode_pool)
+            prefilled = np.minimum(prefilled, self._queued_rates(decode_pool, mix))
         decoded = np.where(self._is_within(tpot_s), decode_pool.replicas * mix.decoded_per_s, 0.0)
         return max(_STEADY_SHARE * float(np.minimum(decoded, prefilled).max()), 1e-3)
 
@@ -249,26 +254,33 @@ class BoundBook:
         )
         return longer_s
 
-    def _queued_rate(self, pool: Pool) -> float:
-        """Highest rate at which enough prompts, with their time in the queue, meet the objective for TTFT."""
+    def _queued_rates(self, pool: Pool, mix: _Mix | None = None) -> FloatArray:
+        """Highest rates at which enough prompts, with their time in the queue, meet the objective for TTFT.
+
+        Args:
+            mix: kinds of steps that they are computed in, of a worker that decodes, too: one rate for each. What
+                decodes lengthens a prompt's steps, and there is a step under way when it comes.
+        """
         figures, slo = self.figures(pool), self._slo
-        capacity = pool.replicas * figures.prefilled_per_s
-        service_s = figures.idle_ttft_s
-        mean_s = float(service_s.mean())
-        low, high = 0.0, 1.0
+        decoding = np.zeros((1, 2)) if mix is None else np.stack([mix.decode_s, mix.beside_s], axis=1)
+        (decode_s, beside_s), kind = (found.T for found in np.unique(decoding, axis=0, return_inverse=True))
+        num_steps = np.array([-(-num_new // pool.max_batch_tokens) for num_new, _ in self._sampled_prompts()])
+        service_s = figures.idle_ttft_s + np.outer(beside_s, num_steps)
+        spare_s = slo.ttft_seconds - service_s - decode_s[:, None]
+        mean_s = service_s.mean(axis=1)
+        low, high = np.zeros_like(mean_s), np.ones_like(mean_s)
         for _ in range(16):
             utilisation = (low + high) / 2
             wait_s = mean_wait_s(utilisation / mean_s, service_s)
             # Who has to wait, of several workers' prompts, and for how long (Sakasegawa, 1977, for the former).
             share_waiting = utilisation ** (sqrt(2 * (pool.replicas + 1)) - 1)
             tail_s = wait_s / utilisation / pool.replicas
-            spare_s = slo.ttft_seconds - service_s
-            late = np.where(spare_s < 0, 1.0, share_waiting * np.exp(-np.maximum(spare_s, 0.0) / tail_s))
-            if 1 - float(late.mean()) >= slo.attainment:
-                low = utilisation
-            else:
-                high = utilisation
-        return low * capacity
+            late = share_waiting[:, None] * np.exp(-np.maximum(spare_s, 0.0) / tail_s[:, None])
+            is_met = 1 - np.where(spare_s < 0, 1.0, late).mean(axis=1) >= slo.attainment
+            low, high = np.where(is_met, utilisation, low), np.where(is_met, high, utilisation)
+        capacity = pool.replicas * figures.prefilled_per_s * figures.idle_ttft_s.mean() / mean_s
+        rates: FloatArray = (low * capacity)[kind.ravel()]
+        return rates
 
     def _local_share(self, pool: Pool) -> float:
         """Of the prompts' tokens, those in prompts that a decode worker may compute without harm to its steps."""
@@ -352,10 +364,15 @@ class BoundBook:
         steps = []
         num_lanes, num_gaps = pool.pipeline_parallel, max(demand.mean_gaps, 1e-9)
         for batch in _sizes(max_batch, _BATCH_GROWTH):
+            context_tokens = round(batch * context)
+            decode_s = cost.decode_s(batch, context_tokens)
+            chunk = min(prompt, pool.max_batch_tokens)
+            beside_s = cost.mixed_s(chunk, num_cached, batch, context_tokens) - cost.prefill_s(chunk, num_cached)
             for num_prompt in (0, *_sizes(max(pool.max_batch_tokens - batch, 0), _CHUNK_GROWTH)):
-                step_s = _mixed_step_s(cost, num_prompt, prompt, num_cached, batch, round(batch * context))
+                step_s = _mixed_step_s(cost, num_prompt, prompt, num_cached, batch, context_tokens)
                 decoded = num_lanes * batch / (step_s * num_gaps)
-                steps.append((step_s, decoded, num_lanes * num_prompt / (step_s * demand.mean_new_tokens), batch))
+                prefilled = num_lanes * num_prompt / (step_s * demand.mean_new_tokens)
+                steps.append((step_s, decoded, prefilled, batch, decode_s, beside_s))
         return _Mix(*(np.array(column, np.float64) for column in zip(*steps, strict=True)))
 
 

@@ -59,7 +59,7 @@ class GoodputSearch:
             start_rate: a guess.
             tolerance: how far from a rate that was simulated the goodput may lie, as a share.
             max_rate: the highest to try.
-            is_rough: be content with one run that was not stopped early, until `settle`.
+            is_rough: be content with one run that was not stopped early and saw some requests miss, until `settle`.
         """
         assert start_rate > 0
         self.trial = trial
@@ -166,10 +166,10 @@ class GoodputSearch:
 
     def _is_near(self, point: Attainment) -> bool:
         """Whether the goodput lies within the tolerance; as long as seeds are lacking, they may move it as much."""
-        if self._is_rough:
-            return True
-        tolerance = self._tolerance * (1 if self._is_complete(point) else 2)
         rate = self._crossing(point)
+        if self._is_rough:  # What nearly all requests meet tells too little.
+            return rate < point.rate * _LONGEST_STEP
+        tolerance = self._tolerance * (1 if self._is_complete(point) else 2)
         is_within = abs(log(rate / point.rate)) <= log(1 + tolerance) + 1e-9
         return is_within and (rate < self._max_rate or point.rate == self._max_rate)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -204,16 +205,17 @@ class _Search:
                 entry.screened = goodput
 
     def _correct_estimates(self, screened: Sequence[Entry]) -> None:
-        """Scale the estimates of either kind by what was seen of its best."""
-        for is_colocated in (False, True):
-            ratios = [
-                entry.rate / entry.bounds.estimate for entry in screened if entry.layout.is_colocated is is_colocated
-            ]
-            ratio = max(ratios, default=0.0) or 1.0
-            for entry in self._entries:
-                if entry.goodput is None and entry.layout.is_colocated is is_colocated:
-                    estimate = min(entry.bounds.rate, entry.bounds.estimate * ratio)
-                    entry.bounds = replace(entry.bounds, estimate=estimate)
+        """Scale the estimates of either kind by what was seen of it, those of pipelines by what was seen of pipelines,
+        if anything was: their bubbles make estimates too high."""
+        ratios: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
+        for entry in screened:
+            ratios[_family(entry)].append(entry.rate / entry.bounds.estimate)
+        for entry in self._entries:
+            if entry.goodput is None:
+                is_colocated, _ = family = _family(entry)
+                seen = ratios.get(family) or ratios.get((is_colocated, False)) or [1.0]
+                estimate = entry.bounds.estimate * sum(seen) / len(seen)
+                entry.bounds = replace(entry.bounds, estimate=min(entry.bounds.rate, estimate))
 
     def _contenders(self) -> list[Entry]:
         """Those that were not simulated and may be better than all of their kind that were, the best first: the verdict
@@ -409,6 +411,13 @@ class _Search:
     def _is_served(self, entries: Sequence[Entry]) -> bool:
         """Whether one of them does what was asked."""
         return any(entry.rate and self._ranking.serves(entry.rate) for entry in entries)
+
+
+def _family(entry: Entry) -> tuple[bool, bool]:
+    """Whether it is colocated, and whether it decodes in a pipeline."""
+    pool = entry.layout.decode or entry.layout.mixed
+    assert pool is not None
+    return entry.layout.is_colocated, pool.pipeline_parallel > 1
 
 
 def _seen_near(entry: Entry, rate: float, tolerance: float) -> Attainment | None:

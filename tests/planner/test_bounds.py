@@ -94,6 +94,18 @@ def test_no_simulation_exceeds_its_bound_and_the_estimate_is_near(case: Case) ->
     assert goodput.rate / 3 < bounds.estimate < goodput.rate * 3
 
 
+@pytest.mark.parametrize("ttft_s", [0.08, 0.1, 0.15, 0.3])
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_the_estimate_of_colocated_workers_knows_of_prompts_that_wait(ttft_s: float, num_workers: int) -> None:
+    """An idle worker computes nine of ten of these prompts within 0.06 s."""
+    workload, slo = PoissonWorkload(1500, 60), SloConfig(ttft_seconds=ttft_s, tpot_seconds=0.05, attainment=0.9)
+    layout = colocated(num_workers)
+    bounds = a_book(workload, slo).bounds(layout)
+    trial = Trial(model=LLAMA_3_8B, layout=layout, slo=slo, num_requests=600, seeds=(0,))
+    goodput = find_goodput(trial, workload, bounds.estimate, tolerance=0.1, max_rate=bounds.rate)
+    assert bounds.estimate == pytest.approx(goodput.rate, rel=0.25)
+
+
 def test_waiting_times_are_those_of_one_server_with_constant_service() -> None:
     """M/D/1: prompts of one length on a worker that takes one after the other."""
     prefill = replace(a_pool(WorkerRole.PREFILL), max_batch_tokens=2000)
