@@ -50,6 +50,8 @@ _BATCH_GROWTH, _CHUNK_GROWTH = 1.2, 1.6
 """From one number of decode rows, or of prompt tokens, to the next, among those that are tried."""
 _STEADY_SHARE = 0.9
 """Of a limit on the mean, what is planned for in an estimate: steps and arrivals vary."""
+_LEAST_SHARE = 0.05
+"""Of the bound, what is estimated at least: a simulation has to begin somewhere."""
 _SPARE_SHARE = 0.6
 """Of the objectives, what the mean request takes where nine of ten are to meet them."""
 _ALMOST_ALL = 0.9999
@@ -205,7 +207,7 @@ class BoundBook:
             rate = min(rate, float((rates * allowed).max()) / judged_share)
         served_share = self._demand.served_share
         reaches = is_within.any() and min(ttft_reach, tpot_reach) * served_share >= slo.attainment
-        estimate = min(self._estimate(layout, decode_pool), rate)
+        estimate = min(max(self._estimate(layout, decode_pool), _LEAST_SHARE * rate), rate)
         return Bounds(
             rate=rate / served_share if reaches else 0.0,
             estimate=estimate / served_share if reaches else 0.0,
@@ -238,7 +240,7 @@ class BoundBook:
             tpot_s = tpot_s + self._stalls_s(decode_pool)
             prefilled = np.minimum(prefilled, self._queued_rates(decode_pool, mix))
         decoded = np.where(self._is_within(tpot_s), decode_pool.replicas * mix.decoded_per_s, 0.0)
-        return max(_STEADY_SHARE * float(np.minimum(decoded, prefilled).max()), 1e-3)
+        return _STEADY_SHARE * float(np.minimum(decoded, prefilled).max())
 
     def _stalls_s(self, pool: Pool) -> FloatArray:
         """By kind of step: how much longer than the mean the TPOT is that is to be met, of answers beside which more
@@ -259,14 +261,13 @@ class BoundBook:
 
         Args:
             mix: kinds of steps that they are computed in, of a worker that decodes, too: one rate for each. What
-                decodes lengthens a prompt's steps, and there is a step under way when it comes.
+                decodes lengthens a prompt's steps, and on a busy worker a step is under way when it comes.
         """
         figures, slo = self.figures(pool), self._slo
         decoding = np.zeros((1, 2)) if mix is None else np.stack([mix.decode_s, mix.beside_s], axis=1)
         (decode_s, beside_s), kind = (found.T for found in np.unique(decoding, axis=0, return_inverse=True))
         num_steps = np.array([-(-num_new // pool.max_batch_tokens) for num_new, _ in self._sampled_prompts()])
         service_s = figures.idle_ttft_s + np.outer(beside_s, num_steps)
-        spare_s = slo.ttft_seconds - service_s - decode_s[:, None]
         mean_s = service_s.mean(axis=1)
         low, high = np.zeros_like(mean_s), np.ones_like(mean_s)
         for _ in range(16):
@@ -275,6 +276,7 @@ class BoundBook:
             # Who has to wait, of several workers' prompts, and for how long (Sakasegawa, 1977, for the former).
             share_waiting = utilisation ** (sqrt(2 * (pool.replicas + 1)) - 1)
             tail_s = wait_s / utilisation / pool.replicas
+            spare_s = slo.ttft_seconds - service_s - (utilisation * decode_s)[:, None]
             late = share_waiting[:, None] * np.exp(-np.maximum(spare_s, 0.0) / tail_s[:, None])
             is_met = 1 - np.where(spare_s < 0, 1.0, late).mean(axis=1) >= slo.attainment
             low, high = np.where(is_met, utilisation, low), np.where(is_met, high, utilisation)

@@ -54,7 +54,8 @@ class Crew:
             self._executor = ProcessPoolExecutor(
                 num_processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(workload,)
             )
-            self._executor.submit(os.getpid)  # The processes begin with the first call, and take a second to.
+            for _ in range(num_processes):
+                self._executor.submit(os.getpid)  # Each process begins with a call, and takes a second to.
 
     def __enter__(self) -> Self:
         return self

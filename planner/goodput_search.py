@@ -25,7 +25,7 @@ _LEAST_POWER, _MOST_POWER = 1.0, 12.0
 _POWER_IN_DOUBT = 0.6
 """Of the power that two rates tell, what it may be: with it intervals on known curves hold the goodput."""
 _LONGEST_STEP = 1.3
-"""Upwards, from the first rate that is tried."""
+"""Upwards, from the first rate that is tried; it grows with each further one."""
 _MOST_OF_WAY = 0.85
 """To a rate that is beyond the goodput, that the next one may lie on."""
 _SIDE_STEP = 0.9
@@ -100,8 +100,9 @@ class GoodputSearch:
         if self._is_rough:
             return []
         runs = self._asked(near.rate, seeds)
-        # What met the target with the first seed may not with all of them: then nothing is known below.
-        needs_other_side = runs or first == seeds or not self._is_any_met()
+        # What met the target with the first seed may not with all of them: then nothing is known below. Where all meet
+        # it, they may go on to at higher rates.
+        needs_other_side = runs or first == seeds or not self._is_any_met() or self._are_all_met()
         return runs + self._asked(self._other_side(), first) if needs_other_side else []
 
     def saw(self, run: Run, simulation: Simulation) -> None:
@@ -124,10 +125,17 @@ class GoodputSearch:
     def _missed_share(self, point: Attainment, num_runs: int) -> float:
         """Above 0. Where a run was stopped, of those that came until then, the least that it can be."""
         come_share = point.num_requests / (self.trial.num_requests * num_runs) if point.is_partial else 1.0
-        return max((1 - point.share) / come_share, 0.5 / max(point.num_counted, 1))
+        return max((1 - point.share) / come_share, self._least_missed(point))
+
+    def _least_missed(self, point: Attainment) -> float:
+        """In place of none, of which no power can be told: always less than are allowed."""
+        return min(0.5 / max(point.num_counted, 1), 0.5 * self._allowed)
 
     def _is_any_met(self) -> bool:
         return any(point.meets(self.trial.slo.attainment) for point in self._points.values())
+
+    def _are_all_met(self) -> bool:
+        return all(point.meets(self.trial.slo.attainment) for point in self._points.values())
 
     def _other_side(self) -> float:
         """A rate beyond the goodput, where all that were tried meet the target, or below it, where none does; else the
@@ -136,8 +144,8 @@ class GoodputSearch:
         step = min(_SIDE_STEP, 1 - self._tolerance)
         if not self._is_any_met():
             return lowest * step
-        if all(point.meets(self.trial.slo.attainment) for point in self._points.values()):
-            return self._capped(highest / step)
+        if self._are_all_met():
+            return self._capped(highest * max(1 / step, _LONGEST_STEP ** (len(self._points) - 2)))
         return lowest
 
     def _capped(self, rate: float) -> float:
@@ -238,7 +246,7 @@ class GoodputSearch:
         as nothing surer was seen. A curve may be so steep that a bound crosses the target next to ``near``."""
         target, ends = self.trial.slo.attainment, []
         for share, is_upper in zip(near.interval, (False, True), strict=True):
-            missed = max(1 - share, 0.5 / max(near.num_counted, 1))
+            missed = max(1 - share, self._least_missed(near))
             is_up = missed < self._allowed
             power = inf
             if is_up is is_upper:  # outwards: the less the power, the further

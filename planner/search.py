@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from math import sqrt
+from statistics import geometric_mean
 
 from pdserve.planner.attainment import Attainment
 from pdserve.planner.bounds import BoundBook
@@ -136,7 +137,8 @@ class _Search:
         self._book = book
         self._ranking = Ranking(question)
         self._crew = crew
-        self._tell = tell
+        self._progress = tell
+        self._told = 0.0
         self._entries: list[Entry] = []
         """In order of enumeration, those that an idle cluster serves within the SLO."""
         self._num_out_of_reach = 0
@@ -209,12 +211,13 @@ class _Search:
         if anything was: their bubbles make estimates too high."""
         ratios: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
         for entry in screened:
-            ratios[_family(entry)].append(entry.rate / entry.bounds.estimate)
+            if entry.rate:
+                ratios[_family(entry)].append(entry.rate / entry.bounds.estimate)
         for entry in self._entries:
             if entry.goodput is None:
-                is_colocated, _ = family = _family(entry)
-                seen = ratios.get(family) or ratios.get((is_colocated, False)) or [1.0]
-                estimate = entry.bounds.estimate * sum(seen) / len(seen)
+                family = _family(entry)
+                seen = ratios.get(family) or ratios.get((entry.layout.is_colocated, False)) or [1.0]
+                estimate = entry.bounds.estimate * geometric_mean(seen)
                 entry.bounds = replace(entry.bounds, estimate=min(entry.bounds.rate, estimate))
 
     def _contenders(self) -> list[Entry]:
@@ -233,18 +236,29 @@ class _Search:
 
     def finish(self) -> None:
         """Long simulations of the best that were screened, until one does what was asked."""
-        effort = self._question.effort
-        rest = self._ranking.ranked([entry for entry in self._simulated() if entry.rate])
+        rest = [entry for entry in self._simulated() if entry.rate]
         while rest and not self._is_served(self._finalists()):
-            chosen = of_both_kinds(self._ranking.within_reach(rest, _SCREEN_OPTIMISM), effort.num_finalists)
-            rest = [entry for entry in rest if entry not in chosen]
+            reach = self._ranking.within_reach(self._ranking.ranked(rest), _SCREEN_OPTIMISM)
+            chosen = of_both_kinds(reach, self._question.effort.num_finalists)
             self._simulate_at_length(chosen)
-            rest = [entry for entry in rest if self._ranking.serves(entry.rate)]
+            rest = [entry for entry in rest if entry not in chosen and self._ranking.serves(entry.rate)]
+            if not rest and not self._is_served(self._finalists()):
+                rest = self._screened_further()
         finalists = self._finalists()
         if not any(entry.rate for entry in finalists):
             raise nothing_met(self._question, finalists)
         if not self._is_served(finalists):
             raise too_slow(self._question, finalists)
+
+    def _screened_further(self) -> list[Entry]:
+        """More of those that may do what is asked, where nothing that was screened did."""
+        unseen = [entry for entry in self._entries if entry.goodput is None]
+        hopeful = [entry for entry in unseen if self._ranking.serves(min(entry.rate * _OPTIMISM, entry.bounds.rate))]
+        further = of_both_kinds(self._ranking.ranked(hopeful), self._question.effort.num_screened // 2)
+        if further:
+            self._screen(further, 0.45, 0.5)
+            self._settle_screened()
+        return [entry for entry in further if entry.rate]
 
     def _simulate_at_length(self, entries: Sequence[Entry]) -> None:
         """With the first seed, and what comes out best of either kind with all of them."""
@@ -358,6 +372,11 @@ class _Search:
         return seen, _around(winner, *(search.goodput().rate for search in searches))
 
     # Helpers
+
+    def _tell(self, fraction: float, text: str) -> None:
+        """A round that is repeated begins where the last one was."""
+        self._told = max(self._told, fraction)
+        self._progress(self._told, text)
 
     def _trial(self, layout: Layout, *, is_final: bool = False) -> Trial:
         effort, num_requests = self._question.effort, self._question.effort.screen_requests

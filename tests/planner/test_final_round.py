@@ -21,12 +21,12 @@ def a_finalist(layout: Layout, start_rate: float) -> Entry:
 
 
 def test_the_best_is_looked_at_closely_and_the_others_once() -> None:
-    worse, better = a_finalist(disaggregated(1, 1), 20.0), a_finalist(disaggregated(2, 1), 30.0)
+    worse, better = a_finalist(disaggregated(1, 1), 26.0), a_finalist(disaggregated(2, 1), 72.0)
     heard: list[None] = []
     final = FinalRound(RANKING, [worse, better], lambda: heard.append(None))
     pursue(final, Runner(SHORT))
     assert worse.final is not None
-    assert better.final == find_goodput(a_trial(better.layout), SHORT, 30.0, tolerance=TOLERANCE)
+    assert better.final == find_goodput(a_trial(better.layout), SHORT, 72.0, tolerance=TOLERANCE)
     assert [point.num_requests for point in worse.final.points] == [150]
     assert final.num_requests == worse.final.num_requests + better.final.num_requests
     assert len(heard) == sum(point.num_runs for goodput in (worse.final, better.final) for point in goodput.points)

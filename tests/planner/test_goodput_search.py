@@ -149,6 +149,14 @@ def test_on_a_curve_that_is_known_the_goodput_lies_in_its_interval(curve: str, *
     assert np.median([goodput.interval.high - goodput.interval.low for goodput in goodputs]) < 3.0
 
 
+@pytest.mark.parametrize("attainment", [0.999, 1.0])
+def test_where_hardly_any_request_may_miss_the_search_looks_upwards(attainment: float) -> None:
+    slo = SloConfig(ttft_seconds=1.0, tpot_seconds=0.1, attainment=attainment)
+    search = GoodputSearch(a_trial(slo=slo, num_requests=400), 2.0, 0.06)
+    pursue(search, CurveRunner(lambda rate: 0.0 if rate < 1 else 0.5, 0))
+    assert search.goodput().rate == pytest.approx(10.0, rel=0.1)
+
+
 def test_rates_that_are_hopeless_are_given_up_early() -> None:
     trial = replace(a_trial(num_requests=600), seeds=(0,))
     goodput = find_goodput(trial, SHORT, 60.0, tolerance=0.1)

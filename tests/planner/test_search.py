@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -183,6 +183,52 @@ def test_the_least_cost_needs_prices() -> None:
     free = Supply(hardware=replace(H100, price_per_hour_usd=None))
     with pytest.raises(ValueError, match="no price of h100-sxm is known: name its dollars an hour"):
         find_plan(replace(question, fleet=(free,)), WORKLOAD)
+
+
+def test_where_handoffs_meet_no_objective_the_plan_is_colocated() -> None:
+    """Answers of six tokens, over a network that takes longer for a prompt's KV than they may."""
+    slow = replace(H100, network_bandwidth=1.25e9)
+    question = replace(
+        a_question(slo=SloConfig(ttft_seconds=0.5, tpot_seconds=0.03)),
+        fleet=(Supply(hardware=slow, num_nodes=4, devices_per_node=1),),
+        effort=replace(LITTLE, screen_requests=100, final_requests=150),
+    )
+    plan = find_plan(question, PoissonWorkload(4000, 6, 0.3), num_processes=1)
+    assert plan.best.layout.is_colocated
+    apart = [candidate for candidate in plan.candidates if not candidate.layout.is_colocated and candidate.goodput]
+    assert apart
+    assert all(candidate.rate == 0 for candidate in apart)
+
+
+@dataclass(frozen=True)
+class HarderAtLength(PoissonWorkload):
+    """Long simulations have longer prompts than short ones."""
+
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
+        drawn = super().draw(num_requests, seed, max_model_len=max_model_len)
+        if num_requests != 300:
+            return drawn
+        longer = (replace(each, num_prompt_tokens=round(1.4 * each.num_prompt_tokens)) for each in drawn.requests)
+        return replace(drawn, requests=tuple(longer))
+
+
+def test_where_all_that_seemed_to_serve_the_rate_do_not_more_devices_are_tried() -> None:
+    question = replace(
+        a_question(Objective.FEWEST_DEVICES, 26.0, SloConfig(ttft_seconds=1.0, tpot_seconds=0.1), num_devices=4),
+        space=Space(
+            pipeline_parallel=(1,),
+            tensor_parallel=(1,),
+            mixed_batch_tokens=(1024, 1536, 2048, 4096),
+            may_disaggregate=False,
+        ),
+        effort=replace(LITTLE, final_requests=300, most_requests=300),
+    )
+    heard: list[float] = []
+    plan = find_plan(
+        question, HarderAtLength(1500, 20), num_processes=1, progress=lambda fraction, _: heard.append(fraction)
+    )
+    assert str(plan.best.layout) == "2 x M(TP1)"
+    assert heard == sorted(heard)
 
 
 def test_progress_rises_from_nothing_to_all() -> None:
