@@ -9,7 +9,7 @@ that is hopeless is given up as soon as too many requests missed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, inf, log
+from math import exp, inf, log, sqrt
 
 from pdserve.planner.attainment import Attainment, Interval
 from pdserve.planner.goodput import Goodput, Run, Runner, Trial, Workload, measured, pursue
@@ -30,6 +30,8 @@ _MOST_OF_WAY = 0.85
 """To a rate that is beyond the goodput, that the next one may lie on."""
 _SIDE_STEP = 0.9
 """From a rate to one on the other side of the goodput."""
+_WIDEST_BRACKET = 1.3
+"""Between a rate that meets the target and one that does not: farther apart, a curve may do anything between them."""
 _MAX_RATES = 10
 """That a search tries."""
 
@@ -92,18 +94,14 @@ class GoodputSearch:
             return []
         near = self._nearest()
         if near is None:
-            # Ever longer steps: runs that are far too fast are all stopped at about the same share.
+            # All were stopped or passed. Ever longer steps: runs that are far too fast stop at about the same share.
             power = _POWER_OF_STOPPED / max(1, len(self._points) - 1)
             return self._asked(self._crossing(self._points[min(self._points)], power), first)
         if not self._is_near(near):
             return self._asked(self._crossing(near), seeds if self._is_complete(near) else first)
         if self._is_rough:
             return []
-        runs = self._asked(near.rate, seeds)
-        # What met the target with the first seed may not with all of them: then nothing is known below. Where all meet
-        # it, they may go on to at higher rates.
-        needs_other_side = runs or first == seeds or not self._is_any_met() or self._are_all_met()
-        return runs + self._asked(self._other_side(), first) if needs_other_side else []
+        return self._asked(near.rate, seeds) + self._asked(self._other_side(near), first)
 
     def saw(self, run: Run, simulation: Simulation) -> None:
         runs = self._runs.setdefault(run.rate, {})
@@ -134,26 +132,31 @@ class GoodputSearch:
     def _is_any_met(self) -> bool:
         return any(point.meets(self.trial.slo.attainment) for point in self._points.values())
 
-    def _are_all_met(self) -> bool:
-        return all(point.meets(self.trial.slo.attainment) for point in self._points.values())
-
-    def _other_side(self) -> float:
-        """A rate beyond the goodput, where all that were tried meet the target, or below it, where none does; else the
-        lowest that was tried: only between two rates is it known where it lies."""
-        lowest, highest = min(self._points), max(self._points)
-        step = min(_SIDE_STEP, 1 - self._tolerance)
-        if not self._is_any_met():
-            return lowest * step
-        if self._are_all_met():
+    def _other_side(self, near: Attainment) -> float:
+        """Where to look for the other end, if the goodput is not known to lie between two rates that are not far from
+        each other: first next to ``near``, then in the middle. Else a rate that was tried."""
+        target, step = self.trial.slo.attainment, min(_SIDE_STEP, 1 - self._tolerance)
+        met = [point.rate for point in self._points.values() if point.meets(target)]
+        if not met:
+            return min(self._points) * step
+        highest = max(met)
+        beyond = [rate for rate in self._points if rate > highest]
+        if not beyond:
             return self._capped(highest * max(1 / step, _LONGEST_STEP ** (len(self._points) - 2)))
-        return lowest
+        lowest = min(beyond)
+        if lowest <= highest * _WIDEST_BRACKET:
+            return highest
+        if near.rate == highest:
+            return highest / step
+        return lowest * step if near.rate == lowest else sqrt(highest * lowest)
 
     def _capped(self, rate: float) -> float:
         """What is as good as the highest rate is the highest rate."""
         return rate if rate * (1 + self._tolerance) < self._max_rate else self._max_rate
 
     def _nearest(self) -> Attainment | None:
-        """Of the rates that were simulated to the end, with the most seeds, the one nearest to the goodput."""
+        """Of the rates that were simulated to the end and not passed since, with the most seeds, the one nearest to the
+        goodput."""
         return min(
             [point for point in self._points.values() if not point.is_partial and not self._is_passed(point)],
             key=lambda point: (-len(self._runs[point.rate]), abs(log(self._crossing(point) / point.rate))),
@@ -213,9 +216,7 @@ class GoodputSearch:
         other = min(above) if above and (is_up or not below) else max(below)
         missed, missed_other = self._missed_alike(rate, other)
         power = log(missed_other / missed) / log(other / rate)
-        # It rises with the rate.
-        least = _POWER if is_up and not above else _LEAST_POWER
-        return min(max(power, least), _MOST_POWER)
+        return min(max(power, _LEAST_POWER), _MOST_POWER)
 
     def _missed_alike(self, *rates: float) -> list[float]:
         """Shares of requests that missed at each rate, in runs of the same seeds: of all, or else of the first."""

@@ -34,6 +34,11 @@ class Entry:
         return self.final or self.screened
 
     @property
+    def is_settled(self) -> bool:
+        """Whether its latest search has all the simulations that it wants."""
+        return self.search is not None and self.search.is_settled
+
+    @property
     def rate(self) -> float:
         """As well as it is known."""
         return self.bounds.estimate if self.goodput is None else self.goodput.rate

@@ -193,18 +193,18 @@ class _Search:
 
     def _settle_screened(self) -> None:
         """Where a rate is asked for, those that may be as good as the best of their kind."""
-        while self._question.objective.has_rate and (
-            unsettled := [
-                entry
-                for entry in self._ranking.within_reach(self._ranking.ranked(self._simulated()), _SCREEN_OPTIMISM)
-                if entry.search is not None and not entry.search.is_settled
-            ]
-        ):
+        if not self._question.objective.has_rate:
+            return
+        while unsettled := [entry for entry in self._within_reach_of_screened() if not entry.is_settled]:
             for entry in unsettled:
                 assert entry.search is not None
                 entry.search.settle()
             for entry, goodput in zip(unsettled, self._goodputs(unsettled, 0.35, 0.45, "screening"), strict=True):
                 entry.screened = goodput
+
+    def _within_reach_of_screened(self) -> list[Entry]:
+        screened = [entry for entry in self._simulated() if not entry.final]
+        return self._ranking.within_reach(self._ranking.ranked(screened), _SCREEN_OPTIMISM)
 
     def _correct_estimates(self, screened: Sequence[Entry]) -> None:
         """Scale the estimates of either kind by what was seen of it, those of pipelines by what was seen of pipelines,

@@ -128,7 +128,7 @@ CURVES = {
     "usual": lambda rate: 0.1 * rate**4,
     "steep": lambda rate: 0.1 * rate**10,
     "cliff": lambda rate: 0.001 if rate < 1 else 8 * rate - 7.9,
-    "ledge": lambda rate: 0.05 if rate < 1 else 8 * rate - 7.9,
+    "ledge": lambda rate: 0.06 if rate < 1 else 8 * rate - 7.9,
 }
 
 
