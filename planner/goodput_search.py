@@ -126,8 +126,8 @@ class GoodputSearch:
         return max((1 - point.share) / come_share, self._least_missed(point))
 
     def _least_missed(self, point: Attainment) -> float:
-        """In place of none, of which no power can be told: always less than are allowed."""
-        return min(0.5 / max(point.num_counted, 1), 0.5 * self._allowed)
+        """In place of none, of which no power can be told: always far less than are allowed."""
+        return min(0.5 / max(point.num_counted, 1), 0.25 * self._allowed)
 
     def _is_any_met(self) -> bool:
         return any(point.meets(self.trial.slo.attainment) for point in self._points.values())
