@@ -270,7 +270,7 @@ class BoundBook:
         service_s = figures.idle_ttft_s + np.outer(beside_s, num_steps)
         mean_s = service_s.mean(axis=1)
         low, high = np.zeros_like(mean_s), np.ones_like(mean_s)
-        for _ in range(16):
+        for _ in range(10):
             utilisation = (low + high) / 2
             wait_s = mean_wait_s(utilisation / mean_s, service_s)
             # Who has to wait, of several workers' prompts, and for how long (Sakasegawa, 1977, for the former).

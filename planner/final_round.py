@@ -1,5 +1,5 @@
-"""The finalists of one kind, colocated or not, and which of them is the best: as long as that is open, the best so far
-gets as many simulations as its goodput needs.
+"""The finalists of one kind, colocated or not, and which of them is the best: as long as that is open, the best so far,
+and who is about as good, get as many simulations as their goodput needs.
 
 Used by `pdserve.planner.search`, which has it done for both kinds side by side.
 """
@@ -16,13 +16,15 @@ from pdserve.planner.simulation import Simulation
 class FinalRound:
     """Fills in `Entry.final`; a `Pursuit`."""
 
-    def __init__(self, ranking: Ranking, entries: Sequence[Entry], done: Callable[[], None]) -> None:
+    def __init__(self, ranking: Ranking, entries: Sequence[Entry], tolerance: float, done: Callable[[], None]) -> None:
         """
         Args:
             entries: of one kind, each with a search that is content with little.
+            tolerance: of goodputs, as a share.
             done: hears of every simulation.
         """
         self._ranking = ranking
+        self._tolerance = tolerance
         self._searches = {entry: entry.search for entry in entries if entry.search is not None}
         self._done = done
 
@@ -33,10 +35,17 @@ class FinalRound:
                 return runs
             for entry, search in self._searches.items():
                 entry.final = search.goodput()
-            best = self._searches[self._ranking.ranked(self._searches)[0]]
-            if best.is_settled:
+            unsettled = [search for search in map(self._searches.__getitem__, self._leaders()) if not search.is_settled]
+            if not unsettled:
                 return []
-            best.settle()
+            for search in unsettled:
+                search.settle()
+
+    def _leaders(self) -> list[Entry]:
+        """The best, and those that are as good but for the tolerance of a goodput."""
+        key, ranked = self._ranking.key, self._ranking.ranked(self._searches)
+        best = key(ranked[0], ranked[0].rate)
+        return [entry for entry in ranked if key(entry, entry.rate * (1 + self._tolerance)) <= best]
 
     def saw(self, run: Run, simulation: Simulation) -> None:
         next(search for search in self._searches.values() if search.trial is run.trial).saw(run, simulation)

@@ -282,7 +282,8 @@ class _Search:
 
         finalists = [entry for entry in self._entries if entry.final or entry in entries]
         kinds = [[entry for entry in finalists if entry.layout.is_colocated is kind] for kind in (False, True)]
-        self._pursue([FinalRound(self._ranking, kind, done) for kind in kinds if kind])
+        tolerance = self._question.effort.tolerance
+        self._pursue([FinalRound(self._ranking, kind, tolerance, done) for kind in kinds if kind])
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with what is to be said of them."""

@@ -23,7 +23,7 @@ def a_finalist(layout: Layout, start_rate: float) -> Entry:
 def test_the_best_is_looked_at_closely_and_the_others_once() -> None:
     worse, better = a_finalist(disaggregated(1, 1), 26.0), a_finalist(disaggregated(2, 1), 72.0)
     heard: list[None] = []
-    final = FinalRound(RANKING, [worse, better], lambda: heard.append(None))
+    final = FinalRound(RANKING, [worse, better], TOLERANCE, lambda: heard.append(None))
     pursue(final, Runner(SHORT))
     assert worse.final is not None
     assert better.final == find_goodput(a_trial(better.layout), SHORT, 72.0, tolerance=TOLERANCE)
@@ -40,7 +40,7 @@ def test_who_falls_behind_on_a_closer_look_leaves_it_to_the_next() -> None:
         search = GoodputSearch(a_trial(), start_rate, TOLERANCE, is_rough=True)
         pursue(search, Runner(SHORT))
         at_first.append(search.goodput().rate)
-    pursue(FinalRound(RANKING, [first, second], lambda: None), Runner(SHORT))
+    pursue(FinalRound(RANKING, [first, second], TOLERANCE, lambda: None), Runner(SHORT))
     assert first.final is not None
     assert at_first[0] > at_first[1] > first.final.rate
     assert second.final == find_goodput(a_trial(), SHORT, 30.0, tolerance=TOLERANCE)
