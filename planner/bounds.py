@@ -176,17 +176,13 @@ class BoundBook:
 
     def idle_tpot_s(self, layout: Layout, percent: float) -> float:
         """Percentile of TPOT on an idle cluster."""
-        pool = layout.decode or layout.mixed
-        assert pool is not None
-        return float(np.percentile(self.figures(pool).idle_tpot_s, percent))
+        return float(np.percentile(self.figures(layout.decode_pool).idle_tpot_s, percent))
 
     def bounds(self, layout: Layout) -> Bounds:
         """Of a layout whose workers all fit (`fits`)."""
         slo = self._slo
-        decode_pool = layout.decode or layout.mixed
-        assert decode_pool is not None
-        decode = self.figures(decode_pool)
-        mix, replicas = decode.mix, decode_pool.replicas
+        decode = self.figures(layout.decode_pool)
+        mix, replicas = decode.mix, layout.decode_pool.replicas
         prefilled_per_s, idle_ttft_s, is_link_limited = 0.0, decode.idle_ttft_s, False
         if layout.prefill is not None:
             prefill = self.figures(layout.prefill)
@@ -207,7 +203,7 @@ class BoundBook:
             rate = min(rate, float((rates * allowed).max()) / judged_share)
         served_share = self._demand.served_share
         reaches = is_within.any() and min(ttft_reach, tpot_reach) * served_share >= slo.attainment
-        estimate = min(max(self._estimate(layout, decode_pool), _LEAST_SHARE * rate), rate)
+        estimate = min(max(self._estimate(layout), _LEAST_SHARE * rate), rate)
         return Bounds(
             rate=rate / served_share if reaches else 0.0,
             estimate=estimate / served_share if reaches else 0.0,
@@ -224,8 +220,9 @@ class BoundBook:
         """Of steps, those that answers may be decoded in all the time."""
         return (step_s <= self._slo.tpot_seconds) | (self._judged_share <= 0)
 
-    def _estimate(self, layout: Layout, decode_pool: Pool) -> float:
+    def _estimate(self, layout: Layout) -> float:
         """Goodput, with room for what varies: queues of prompts, and more sequences at times than on average."""
+        decode_pool = layout.decode_pool
         mix = self.figures(decode_pool).mix
         prefilled = decode_pool.replicas * mix.prefilled_per_s
         tpot_s = mix.step_s / _STEADY_SHARE

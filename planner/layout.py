@@ -109,6 +109,13 @@ class Layout:
         return (pool for pool in (self.prefill, self.decode, self.mixed) if pool is not None)
 
     @property
+    def decode_pool(self) -> Pool:
+        """The workers that decode: of their own, or mixed ones."""
+        pool = self.decode or self.mixed
+        assert pool is not None
+        return pool
+
+    @property
     def num_devices(self) -> int:
         return sum(pool.num_devices for pool in self.pools)
 

@@ -435,9 +435,7 @@ class _Search:
 
 def _family(entry: Entry) -> tuple[bool, bool]:
     """Whether it is colocated, and whether it decodes in a pipeline."""
-    pool = entry.layout.decode or entry.layout.mixed
-    assert pool is not None
-    return entry.layout.is_colocated, pool.pipeline_parallel > 1
+    return entry.layout.is_colocated, entry.layout.decode_pool.pipeline_parallel > 1
 
 
 def _seen_near(entry: Entry, rate: float, tolerance: float) -> Attainment | None:

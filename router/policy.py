@@ -136,13 +136,13 @@ def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSn
     """
     workers = list(workers)
     roles = [worker.role for worker in workers]
-    may_hand_off, may_be_spared = WorkerRole.DECODE in roles, WorkerRole.PREFILL in roles
+    has_decode, has_prefill = WorkerRole.DECODE in roles, WorkerRole.PREFILL in roles
     candidates = []
     for worker in workers:
         if worker.role is WorkerRole.PREFILL:
-            if may_hand_off:
+            if has_decode:
                 candidates.append((worker, True))
-        elif worker.role is WorkerRole.MIXED or not may_be_spared:
+        elif worker.role is WorkerRole.MIXED or not has_prefill:
             candidates.append((worker, False))
     return candidates
 

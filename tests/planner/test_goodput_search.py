@@ -75,6 +75,7 @@ def test_a_rough_search_takes_one_run_and_goes_on_where_it_was_once_it_is_asked_
     search.settle()
     pursue(search, runner)
     settled = search.goodput()
+    assert rough.points[0].rate in [point.rate for point in settled.points]
     assert settled == find_goodput(a_trial(), SHORT, 26.0, tolerance=0.05)
     assert settled.interval.high - settled.interval.low < rough.interval.high - rough.interval.low
 
