@@ -37,7 +37,7 @@ configs = st.builds(
 
 
 @given(configs, st.integers(0, 2**32), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_client_gets_its_tokens_and_every_block_comes_back(
     config: WorldConfig, seed: int, max_choices: int
 ) -> None:
@@ -125,7 +125,7 @@ def test_every_kind_of_trouble_is_met() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.sampled_from([0, 1]), st.sampled_from([0, 12, 64]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_pools_of_a_quarter_of_the_need_always_advance(
     seed: int, pipeline_depth: int, num_prefill: int, num_swap_slots: int
 ) -> None:

@@ -29,7 +29,7 @@ def a_draw(logits_BV: torch.Tensor, row: int = 0, *, seed: int = 0, position: in
     return Draw(row, seed, position, choice, logits_BV[row].max().item(), 1.0, ALL_KEPT)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     vocab_size=st.integers(1, 700),
     scale=st.sampled_from([0.0, 0.3, 3.0, 30.0]),
@@ -107,7 +107,7 @@ def test_many_draws_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_gumbel.draw_tokens(logits_BV, draws) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     vocab_size=st.integers(1, 700),
     scale=st.sampled_from([0.0, 0.3, 3.0, 30.0, 1e6]),

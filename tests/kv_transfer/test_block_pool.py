@@ -246,5 +246,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_referenced == len({block for owned in self.owners for block in owned})
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPool = PoolMachine.TestCase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.model.config import parse_config
@@ -165,7 +165,6 @@ def test_a_pipeline_takes_as_long_as_its_stages_and_what_is_sent_between_them() 
 ROWS = st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 30_000)), min_size=1, max_size=8)
 
 
-@settings(deadline=None)
 @given(rows=ROWS, row=st.tuples(st.integers(1, 4096), st.integers(0, 30_000)))
 def test_more_work_never_takes_less_time(rows: list[tuple[int, int]], row: tuple[int, int]) -> None:
     model = cost_model(LLAMA_3_8B)
@@ -182,7 +181,6 @@ SLOW_AT_PROMPTS = replace(
 )
 
 
-@settings(deadline=None)
 @given(
     contexts=st.lists(st.integers(0, 30_000), max_size=300),
     num_new=st.integers(1, 9000) | st.integers(1, 2),
@@ -250,7 +248,6 @@ def test_many_tokens_are_multiplied_with_their_own_experts_only() -> None:
     assert cost_model(MIXTRAL_8X7B).parts([(8192, 0)]).layers_s == pytest.approx(expected_s)
 
 
-@settings(deadline=None)
 @given(num_tokens=st.integers(1, 3000))
 def test_more_tokens_touch_more_experts(num_tokens: int) -> None:
     assert 8 <= num_experts_touched(num_tokens, 128, 8) <= min(128, 8 * num_tokens) * (1 + 1e-12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import log
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pdserve.model.curve import Curve
@@ -22,7 +22,6 @@ def test_a_constant_is_the_same_everywhere() -> None:
     assert {Curve.constant(0.7).at(count) for count in (0.5, 1, 7, 10**9)} == {0.7}
 
 
-@settings(deadline=None)
 @given(
     points=st.lists(st.tuples(st.integers(1, 10**5), st.floats(0.01, 1)), min_size=1, max_size=6),
     counts=st.lists(st.floats(1, 10**6), min_size=2, max_size=2),

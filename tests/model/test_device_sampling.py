@@ -54,7 +54,7 @@ params = st.builds(
     st.sampled_from([0.3, 3.0, 30.0]),
     st.integers(0, 1000),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_tokens_are_those_of_the_host(
     given_rows: list[tuple[SamplingParams, int, int]], scale: float, seed: int
 ) -> None:

@@ -99,7 +99,7 @@ def test_answers_are_the_oracles() -> None:
     assert answer == expected_tokens(PROMPT, 12, VOCAB_SIZE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20),
     cuts=st.lists(st.integers(1, 19), max_size=4),

@@ -31,7 +31,7 @@ def edited_by_hand(
     return edited
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     # Multiples of powers of two, so that every operation is exact and ties are real.
     logits=st.lists(st.integers(-16, 16).map(lambda n: n / 4), min_size=VOCAB_SIZE, max_size=VOCAB_SIZE),

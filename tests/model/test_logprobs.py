@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdserve.model.logprobs import logprobs_in_pieces, most_likely, raw_logprobs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.lists(st.sampled_from([-1.0, 0.0, 2.0]), min_size=9, max_size=9), min_size=1, max_size=4),
     num_tokens=st.integers(0, 9),

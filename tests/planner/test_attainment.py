@@ -126,7 +126,7 @@ def test_more_runs_narrow_the_interval() -> None:
     assert all_of_them.high - all_of_them.low < 0.6 * (one.high - one.low)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_the_interval_holds_the_share_and_is_never_a_point(met: list[bool]) -> None:
     run = a_run([0.5 if each else 2.0 for each in met], [0.05] * len(met))

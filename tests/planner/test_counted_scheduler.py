@@ -271,7 +271,7 @@ class Twins:
         return True
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**32),
     is_caching=st.booleans(),

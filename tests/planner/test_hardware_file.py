@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.model.curve import Curve
@@ -130,7 +130,6 @@ def test_the_catalogue_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_hardware_file(path) == devices
 
 
-@settings(deadline=None)
 @given(
     share=st.floats(1e-3, 1),
     seconds=st.floats(0, 1),

@@ -82,7 +82,7 @@ def test_a_fleet_without_room_is_refused() -> None:
         on_hosts(pair((1, 8), (1, 1)), 5, 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prefill=st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3])),
     decode=st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3])),

@@ -142,7 +142,7 @@ def test_kv_of_float8_is_for_devices_that_read_it() -> None:
     assert names(a_question(h100, a100, model=model)) == names(a_question(h100, model=model))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_nodes=st.integers(1, 3),
     devices_per_node=st.sampled_from([1, 2, 3, 4, 6, 8]),

@@ -367,7 +367,7 @@ def test_weights_that_leave_no_memory_are_refused() -> None:
         simulate(huge, disaggregated(), poisson(1, 1), slo=SLO)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     arrivals=st.lists(st.tuples(st.floats(0, 3), st.integers(1, 3000), st.integers(1, 60)), min_size=1, max_size=25),
     num_prefill=st.integers(0, 2),
