@@ -42,10 +42,10 @@ class FinalRound:
                 search.settle()
 
     def _leaders(self) -> list[Entry]:
-        """The best, and those that are as good but for the tolerance of a goodput."""
+        """The best, and those that are as good but for half of the tolerance of a goodput."""
         key, ranked = self._ranking.key, self._ranking.ranked(self._searches)
         best = key(ranked[0], ranked[0].rate)
-        return [entry for entry in ranked if key(entry, entry.rate * (1 + self._tolerance)) <= best]
+        return [entry for entry in ranked if key(entry, entry.rate * (1 + self._tolerance / 2)) <= best]
 
     def saw(self, run: Run, simulation: Simulation) -> None:
         next(search for search in self._searches.values() if search.trial is run.trial).saw(run, simulation)

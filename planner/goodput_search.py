@@ -53,7 +53,14 @@ class GoodputSearch:
     """Finds the highest rate that meets the target; a `Pursuit`."""
 
     def __init__(
-        self, trial: Trial, start_rate: float, tolerance: float, max_rate: float = inf, *, is_rough: bool = False
+        self,
+        trial: Trial,
+        start_rate: float,
+        tolerance: float,
+        max_rate: float = inf,
+        *,
+        is_rough: bool = False,
+        is_bracketed: bool = True,
     ) -> None:
         """The search.
 
@@ -62,6 +69,7 @@ class GoodputSearch:
             tolerance: how far from a rate that was simulated the goodput may lie, as a share.
             max_rate: the highest to try.
             is_rough: be content with one run that was not stopped early and saw some requests miss, until `settle`.
+            is_bracketed: want a rate on either side of the goodput, which tells how surely it lies there.
         """
         assert start_rate > 0
         self.trial = trial
@@ -69,6 +77,7 @@ class GoodputSearch:
         self._max_rate = max_rate
         self._start_rate = self._capped(start_rate)
         self._is_rough = is_rough
+        self._is_bracketed = is_bracketed
         self._allowed = max(1 - trial.slo.attainment, 0.5 / trial.num_requests)
         """Share of requests that may miss."""
         self._runs: dict[float, dict[int, Simulation]] = {}
@@ -101,7 +110,8 @@ class GoodputSearch:
             return self._asked(self._crossing(near), seeds if self._is_complete(near) else first)
         if self._is_rough:
             return []
-        return self._asked(near.rate, seeds) + self._asked(self._other_side(near), first)
+        other_side = self._asked(self._other_side(near), first) if self._is_bracketed else []
+        return self._asked(near.rate, seeds) + other_side
 
     def saw(self, run: Run, simulation: Simulation) -> None:
         runs = self._runs.setdefault(run.rate, {})
@@ -229,7 +239,8 @@ class GoodputSearch:
         """Once nothing is wanted any more."""
         near, rates = self._nearest(), sorted(self._points)
         rate, interval = 0.0, Interval(0.0, rates[0])
-        if near is not None and (self._is_rough or self._is_any_met()):
+        is_one_enough = self._is_rough or not self._is_bracketed
+        if near is not None and (is_one_enough or self._is_any_met()):
             rate = self._crossing(near) if self._is_near(near) else near.rate
             interval = self._interval(near, rate)
         return Goodput(

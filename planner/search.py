@@ -262,15 +262,16 @@ class _Search:
 
     def _simulate_at_length(self, entries: Sequence[Entry]) -> None:
         """With the first seed, and what comes out best of either kind with all of them."""
-        # Where it may be, all begin at the same rate, where differences are the layouts' own.
-        rates = sorted(_LONG_RUN * entry.rate for entry in best_of_kinds(entries).values())
+        # Where it may be, they begin at the same rates, where differences are the layouts' own.
+        rates = [_LONG_RUN * entry.rate for entry in best_of_kinds(entries).values()]
         if self._question.objective.has_rate:
             rates = [self._question.rate]
         for entry in entries:
             guess = _LONG_RUN * entry.rate
+            near = min(rates, key=lambda rate: abs(guess / rate - 1))
             entry.search = GoodputSearch(
                 self._trial(entry.layout, is_final=True),
-                next((rate for rate in rates if abs(guess / rate - 1) <= _SCREEN_TOLERANCE), guess),
+                near if abs(guess / near - 1) <= _SCREEN_TOLERANCE else guess,
                 self._question.effort.tolerance,
                 entry.bounds.rate,
                 is_rough=True,
@@ -364,7 +365,7 @@ class _Search:
             (trial, short_rate),
             *((slowed(trial, each), short_rate / sqrt(each)) for each in _TIME_FACTORS),
         ]
-        searches = [GoodputSearch(each, start, _RATIO_TOLERANCE) for each, start in starts]
+        searches = [GoodputSearch(each, start, _RATIO_TOLERANCE, is_bracketed=False) for each, start in starts]
         pursuits: list[Pursuit] = [*at_rate.values(), *searches]
         self._pursue(pursuits, self._done(0.85, 1.0, len(pursuits), "losers, cliff and sensitivity"))
         seen = [
