@@ -16,9 +16,11 @@ the load. What HTTP, gRPC and the step loops take is measured on other requests 
 gives the simulator's `Overheads`.
 
 The speed of shared cores changes within seconds, which no profile can know: hence the rounds, each of a few seconds. Of
-each the simulator is given what the router has, too: by how much steps took longer than predicted. What it says without
-that correction is kept beside it. A run during which the generator was late, or other programs or the machine's host
-took more than a tenth of the machine, does not count and is repeated, in as many further rounds at most.
+each the simulator is given what the router has, too: by how much steps with prompts in them, and others, took longer
+than predicted. What it says without that correction is kept beside it. A run during which the generator was late, or
+other programs or the machine's host took more than a twentieth of the machine, does not count and is repeated, in as
+many further rounds at most. Cores are kept awake, or the host would take them away whenever they have nothing to do
+(`pdserve.bench.awake_cores`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -43,6 +45,7 @@ import psutil
 from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits, joined
+from pdserve.bench.awake_cores import awake_cores
 from pdserve.bench.calibration import overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import measure_load
@@ -50,16 +53,15 @@ from pdserve.bench.shapes import SHAPES
 from pdserve.bench.step_times import StepTimeRatios, watched_step_times
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.cost import CostModel
 from pdserve.model.hardware import Hardware
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.model.shape import ModelShape
-from pdserve.model.slowed_hardware import slowed
 from pdserve.planner.conversations import Conversations
 from pdserve.planner.hardware_file import read_hardware_file
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.lengths import LogNormalLengths
 from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulated_worker import StepCorrections
 from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
@@ -79,13 +81,14 @@ WORKLOAD = Workload(
     ),
 )
 MIN_CLUSTER_CORES = 3
-MAX_FOREIGN_SHARE = 0.1
+MAX_FOREIGN_SHARE = 0.05
 """Of all cores together, by programs other than the cluster and the generator, or stolen by the machine's host."""
 PROBE_SHARE = 0.4
 """Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
 the others is in it."""
 NUM_PROBES = 40
 """Before each run."""
+_NUM_HALVINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ class LoadResult(ComparedLoad):
     """Without the correction."""
     num_requests: int
     step_time_ratios: list[dict[str, float]]
-    """Of each role, run by run."""
+    """Of each role's steps of each kind, run by run."""
     generator_cpu_shares: list[float]
     foreign_cpu_shares: list[float]
     not_counted: list[str]
@@ -155,10 +158,12 @@ class Comparison:
     def overheads(self, probes: Sequence[Run]) -> Overheads:
         """What a request costs beside steps and transfers."""
         measured = joined([run.times for run in probes])
-        bare = joined([self.simulated(run, NO_OVERHEADS) for run in probes])
-        turning = replace(NO_OVERHEADS, turn_s=turn_between(measured, bare))
-        turned = joined([self.simulated(run, turning) for run in probes])
-        return replace(overheads_between(measured, turned), turn_s=turning.turn_s)
+
+        def simulated(turn_s: float) -> RequestTimes:
+            return joined([self.simulated(run, replace(NO_OVERHEADS, turn_s=turn_s)) for run in probes])
+
+        turn_s = found_turn(lambda turn_s: late_between(measured, simulated(turn_s)))
+        return replace(overheads_between(measured, simulated(turn_s)), turn_s=turn_s)
 
     def result(
         self, rate: float, share: float, runs: Sequence[Run], overheads: Overheads, *, num_wanted: int
@@ -183,7 +188,7 @@ class Comparison:
             agreement=corrected,
             as_profiled=as_profiled,
             num_requests=sum(len(run.requests) for run in compared),
-            step_time_ratios=[{role.value: round(ratio, 3) for role, ratio in run.ratios.items()} for run in compared],
+            step_time_ratios=[_named(run.ratios) for run in compared],
             generator_cpu_shares=[round(run.generator_cpu_share, 3) for run in compared],
             foreign_cpu_shares=[run.foreign_cpu_share for run in compared],
             not_counted=not_counted,
@@ -194,11 +199,18 @@ class Comparison:
     def simulated(self, run: Run, overheads: Overheads, *, is_corrected: bool = True) -> RequestTimes:
         """The same requests; ``is_corrected`` with steps as much longer than profiled as they were in the run."""
 
-        def cost_of(pool: Pool) -> CostModel:
-            ratio = run.ratios.get(pool.role, 1.0) if is_corrected else 1.0
-            return replace(pool, hardware=slowed(pool.hardware, ratio)).cost(self._model)
+        corrections = corrections_of(run.ratios) if is_corrected else None
+        return simulate(
+            self._model, self._layout, run.requests, slo=SLO, overheads=overheads, corrections=corrections
+        ).times
 
-        return simulate(self._model, self._layout, run.requests, slo=SLO, overheads=overheads, cost_of=cost_of).times
+
+def corrections_of(ratios: StepTimeRatios) -> dict[WorkerRole, StepCorrections]:
+    """Steps of a kind that a role never made take as much longer as its others."""
+    return {
+        role: StepCorrections(ratios.get((role, "prefill"), others), ratios.get((role, "decode"), others))
+        for role, others in {role: ratio for (role, _), ratio in ratios.items()}.items()
+    }
 
 
 def valid_of(runs: Iterable[Run]) -> list[Run]:
@@ -207,11 +219,11 @@ def valid_of(runs: Iterable[Run]) -> list[Run]:
 
 
 def foreign_cpu_s(cluster_pid: int) -> float:
-    """CPU seconds that this machine has spent so far on all but this process and the cluster."""
+    """CPU seconds that this machine has spent so far on all but this process, its children and the cluster."""
     spent = psutil.cpu_times()
     own_s = 0.0
-    cluster = psutil.Process(cluster_pid)
-    for process in {psutil.Process(), cluster, *cluster.children(recursive=True)}:
+    roots = psutil.Process(), psutil.Process(cluster_pid)
+    for process in {*roots, *(child for root in roots for child in root.children(recursive=True))}:
         try:
             times = process.cpu_times()
         except psutil.Error:
@@ -220,12 +232,24 @@ def foreign_cpu_s(cluster_pid: int) -> float:
     return float(sum(spent) - spent.idle - spent.iowait) - own_s
 
 
-def turn_between(measured: RequestTimes, simulated: RequestTimes) -> float:
-    """Seconds by which steps that follow each other are further apart than simulated without overheads."""
+def found_turn(late_s: Callable[[float], float]) -> float:
+    """Seconds between two steps with which they follow each other as they did, so that ``late_s`` of them is 0.
+
+    A turn makes steps later by more than itself, because requests stay longer and batches are larger.
+    """
+    low_s, high_s = 0.0, max(0.0, late_s(0.0))
+    for _ in range(_NUM_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (middle_s, high_s) if late_s(middle_s) > 0 else (low_s, middle_s)
+    return (low_s + high_s) / 2
+
+
+def late_between(measured: RequestTimes, simulated: RequestTimes) -> float:
+    """Seconds by which steps that follow each other are further apart than simulated, on average."""
     num_gaps = measured.num_output_tokens - 2
     late_s = (measured.last_token_s - measured.second_token_s) - (simulated.last_token_s - simulated.second_token_s)
     # The mean, as the steps' ratio is one: where the machine was slow for a while, the median request has not seen it.
-    return max(0.0, float(late_s[num_gaps > 0].sum() / num_gaps[num_gaps > 0].sum()))
+    return float(late_s[num_gaps > 0].sum() / num_gaps[num_gaps > 0].sum())
 
 
 def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[PlannedModel, Layout]:
@@ -289,7 +313,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
     *cluster_cores, own_core = sorted(os.sched_getaffinity(0))
     if len(cluster_cores) < MIN_CLUSTER_CORES:
         raise SystemExit(f"this takes {MIN_CLUSTER_CORES + 1} cores: one of each worker, the router and the generator")
-    with TemporaryDirectory() as work, confined_to(cluster_cores):
+    with TemporaryDirectory() as work, awake_cores(), confined_to(cluster_cores):
         folder = Path(work) / SHAPE
         write_random_checkpoint(folder, **SHAPES[SHAPE])
         profile = arguments.profile.resolve() if arguments.profile else Path(work) / "hardware.yaml"
@@ -334,10 +358,14 @@ def measure_in_turn(
                 continue
             probes.append(comparison.measure(probe_rate, NUM_PROBES, next(seeds)))
             runs[share].append(run := comparison.measure(rate, arguments.requests, next(seeds)))
-            ratios = ", ".join(f"{role.value} steps x {ratio:.2f}" for role, ratio in run.ratios.items())
+            ratios = ", ".join(f"{steps} x {ratio:.2f}" for steps, ratio in _named(run.ratios).items())
             said = f"round {number + 1}, {share:.2f} of saturation: {ratios}"
             console.print("; ".join((said, *run.problems)), highlight=False)
     return probes, runs
+
+
+def _named(ratios: StepTimeRatios) -> dict[str, float]:
+    return {f"{role.value} worker's {kind} steps": round(ratio, 3) for (role, kind), ratio in ratios.items()}
 
 
 def _line(result: LoadResult) -> str:

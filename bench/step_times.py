@@ -1,7 +1,7 @@
 """How much longer the steps of a running cluster take than its cost model predicts, over a while.
 
-The router's metrics count both, for each worker; what grew between two looks at them is compared. Whole sums, because
-a few long steps are most of what requests wait for, and short ones most of the steps.
+The router's metrics count both, for each worker and kind of step; what grew between two looks at them is compared.
+Whole sums, because a few long steps are most of what requests wait for, and short ones most of the steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.contracts import metrics
 from pdserve.contracts.placement import WorkerRole
 
-StepTimeRatios = dict[WorkerRole, float]
-"""Observed over predicted time of the steps of each role that made any."""
+Steps = tuple[WorkerRole, str]
+"""Of one role and kind: ``prefill``, with rows of prompts, or ``decode``."""
+StepTimeRatios = dict[Steps, float]
+"""Observed over predicted time of the steps that were made."""
 
 _OBSERVED, _PREDICTED = f"{metrics.STEP_SECONDS.name}_sum", f"{metrics.PREDICTED_STEP_SECONDS.name}_total"
 
@@ -39,17 +41,17 @@ def ratios_between(before: str, after: str) -> StepTimeRatios:
     """Of what two scrapes of the router's metrics count, the second more than the first."""
     old, new = _seconds(before), _seconds(after)
     grown = {key: seconds - old.get(key, 0.0) for key, seconds in new.items()}
-    roles = [role for name, role in grown if name == _PREDICTED and grown[name, role] > 0]
-    return {role: grown[_OBSERVED, role] / grown[_PREDICTED, role] for role in roles}
+    made = [steps for name, steps in grown if name == _PREDICTED and grown[name, steps] > 0]
+    return {steps: grown[_OBSERVED, steps] / grown[_PREDICTED, steps] for steps in made}
 
 
-def _seconds(text: str) -> dict[tuple[str, WorkerRole], float]:
+def _seconds(text: str) -> dict[tuple[str, Steps], float]:
     """Both sums, of all workers of a role."""
-    seconds: defaultdict[tuple[str, WorkerRole], float] = defaultdict(float)
+    seconds: defaultdict[tuple[str, Steps], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in (_OBSERVED, _PREDICTED):
-                seconds[sample.name, WorkerRole(sample.labels["role"])] += sample.value
+                seconds[sample.name, (WorkerRole(sample.labels["role"]), sample.labels["kind"])] += sample.value
     return seconds
 
 

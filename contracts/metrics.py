@@ -90,9 +90,11 @@ ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to c
 
 # Workers, as the router sees them in each frame
 WORKER_UP = Metric("gauge", "pdserve_worker_up", "1 while the session with the worker stands.", ("worker", "role"))
-STEP_SECONDS = Metric("histogram", "pdserve_step_seconds", "Engine steps.", ("worker", "role"), ITL_BUCKETS_S)
+STEP_SECONDS = Metric(
+    "histogram", "pdserve_step_seconds", "Engine steps by kind.", ("worker", "role", "kind"), ITL_BUCKETS_S
+)
 PREDICTED_STEP_SECONDS = Metric(
-    "counter", "pdserve_predicted_step_seconds", "What the cost model expected of those steps.", ("worker", "role")
+    "counter", "pdserve_predicted_step_seconds", "What was expected of those steps.", ("worker", "role", "kind")
 )
 STEP_TOKENS = Metric("histogram", "pdserve_step_tokens", "New tokens per step.", ("worker", "role"), TOKENS_BUCKETS)
 RUNNING = Metric("gauge", "pdserve_running_sequences", "Sequences being computed.", ("worker", "role"))

@@ -215,6 +215,7 @@ class StepLoop:
             step_s=output.duration_s,
             step_tokens=step.num_new_tokens,
             predicted_step_s=step.prediction.predicted_s,
+            step_has_prefill=step.prediction.has_prefill,
         )
 
     def _fail(self, step: _InFlight, error: RuntimeError) -> None:

@@ -261,7 +261,7 @@ class WorkerService:
         """The last load known, without the step that its frame reported."""
         load = worker_pb2.Load()
         load.CopyFrom(self._load)
-        load.step_s, load.step_tokens, load.predicted_step_s = 0.0, 0, 0.0
+        load.step_s, load.step_tokens, load.predicted_step_s, load.step_has_prefill = 0.0, 0, 0.0, False
         return load
 
 

@@ -21,7 +21,13 @@ from pdserve.planner.agenda import Agenda
 from pdserve.planner.counted_pool import CountedBlockPool
 from pdserve.planner.counted_scheduler import CountedDecodeScheduler
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
-from pdserve.planner.simulated_worker import SimulatedWorker, Stage, WorkerListener
+from pdserve.planner.simulated_worker import (
+    AS_PREDICTED,
+    SimulatedWorker,
+    Stage,
+    StepCorrections,
+    WorkerListener,
+)
 from pdserve.planner.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.policy import WorkerSnapshot
@@ -83,6 +89,8 @@ class Seat:
                 load=worker.load(),
                 cached_blocks=self.block_pool.known_hashes,
                 host=self.host,
+                prefill_correction=worker.corrections.prefill,
+                decode_correction=worker.corrections.decode,
             )
             self._num_turns_seen = worker.num_turns
         num_run_tokens = worker.num_run_tokens()
@@ -118,6 +126,7 @@ class ClusterBuilder:
     is_sharing: bool
     """Whether prompts may begin alike, so that blocks must be known by content."""
     turn_s: float
+    corrections: Mapping[WorkerRole, StepCorrections]
     agenda: Agenda
     listener: WorkerListener
 
@@ -165,6 +174,7 @@ class ClusterBuilder:
             listener=self.listener,
             pipeline_depth=pool.hardware.pipeline_depth,
             turn_s=self.turn_s,
+            corrections=self.corrections.get(pool.role, AS_PREDICTED),
         )
         return Seat(worker, block_pool, pool.max_batch_tokens, max_batch_size, host)
 

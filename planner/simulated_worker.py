@@ -32,6 +32,17 @@ Message = Callable[[Scheduler, float], None]
 _TOKEN_0 = SampledToken(0, None)
 
 
+class StepCorrections(NamedTuple):
+    """Times as long as predicted that steps take: see `pdserve.engine.step_times`."""
+
+    prefill: float = 1.0
+    """Those with rows of prompts."""
+    decode: float = 1.0
+
+
+AS_PREDICTED = StepCorrections()
+
+
 class WorkerListener(Protocol):
     """Hears what a worker's scheduler says."""
 
@@ -110,6 +121,7 @@ class SimulatedWorker:
         listener: WorkerListener,
         pipeline_depth: int = 2,
         turn_s: float = 0.0,
+        corrections: StepCorrections = AS_PREDICTED,
     ) -> None:
         """
         Args:
@@ -121,6 +133,7 @@ class SimulatedWorker:
         self.role = role
         self.scheduler = scheduler
         self.cost = cost
+        self.corrections = corrections
         self.busy_s = 0.0
         self.held_block_s = 0.0
         """Seconds that KV blocks were referenced, summed over the blocks: one that is shared counts once."""
@@ -247,14 +260,16 @@ class SimulatedWorker:
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
         counted = self._counting.counted_rows if self._counting is not None else NO_COUNTED_ROWS
         rows = [(row.num_new_tokens, row.cached_length) for row in batch.rows]
-        step_s = cost.step_s(rows, *counted)
+        num_new_tokens = sum([num_new for num_new, _ in rows])
+        correction = self.corrections.prefill if num_new_tokens > len(rows) else self.corrections.decode
+        step_s = cost.step_s(rows, *counted) * correction
         if num_copied_blocks:
             step_s += cost.swap_s(num_copied_blocks * self._block_size)
         begins_s = self._stage.enter(max(now_s, self._free_at_s), step_s)
         self._free_at_s = begins_s + step_s
         num_planned = sum([row.cached_length >= row.num_prompt_tokens for row in batch.rows])
-        num_prefilled = sum([num_new for num_new, _ in rows]) - num_planned
-        self._steps.append(_Step(batch, num_prefilled, num_planned + counted.num_rows, begins_s, self._free_at_s))
+        num_prefilled, num_decoded = num_new_tokens - num_planned, num_planned + counted.num_rows
+        self._steps.append(_Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s))
 
     def _complete(self, step: _Step) -> None:
         sampled = [_TOKEN_0 if row.sample is not None else None for row in step.batch.rows]
@@ -273,7 +288,9 @@ class SimulatedWorker:
         self._say(now_s)
         if not quiet.num_steps:
             return False
+        correction = self.corrections.decode
         first_s, growth_s = self.cost.decode_run_s(quiet.batch_size, quiet.num_context_tokens)
+        first_s, growth_s = first_s * correction, growth_s * correction
         begins_s = self._stage.enter(max(self._agenda.now_s, self._free_at_s), first_s)
         if not self._num_ahead:  # A turn comes before every step; before the first it is over.
             first_s += self._turn_s

@@ -12,7 +12,7 @@ and the wire has carried all; the decode worker says JOINED and, in the end, the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -42,7 +42,7 @@ from pdserve.planner.sampler import Sampler
 from pdserve.planner.simulated_cluster import ClusterBuilder
 from pdserve.planner.simulated_flight import SimulatedFlight, request_times
 from pdserve.planner.simulated_transfers import SimulatedTransfers
-from pdserve.planner.simulated_worker import SimulatedWorker
+from pdserve.planner.simulated_worker import SimulatedWorker, StepCorrections
 from pdserve.planner.simulation import Simulation
 from pdserve.router.job import MAX_ATTEMPTS, MIN_DURATION_S
 from pdserve.router.policy import PromptBlocks, choose_decode, choose_prefill
@@ -88,6 +88,7 @@ def simulate(
     max_missed: int | None = None,
     sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
+    corrections: Mapping[WorkerRole, StepCorrections] | None = None,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
 
@@ -102,12 +103,13 @@ def simulate(
             times of those under way are NaN then. ``None`` runs to the end.
         sample_every_s: not 0: fill `Simulation.timelines` at such distances.
         cost_of: predicts a pool's workers; by default `Pool.cost`.
+        corrections: of workers whose steps take longer or less long than that, which the policy knows.
 
     Raises:
         ValueError: the model does not fit, or does not divide as the layout says.
     """
     bounds = _Bounds(concurrency, max_in_flight, max_missed)
-    run = _Run(model, layout, requests, slo, overheads or Overheads(), bounds, cost_of)
+    run = _Run(model, layout, requests, slo, overheads or Overheads(), bounds, cost_of, corrections or {})
     return run.simulate(sample_every_s)
 
 
@@ -129,6 +131,7 @@ class _Run:
         overheads: Overheads,
         bounds: _Bounds,
         cost_of: Callable[[Pool], CostModel] | None,
+        corrections: Mapping[WorkerRole, StepCorrections],
     ) -> None:
         self._model = model
         self._slo = slo
@@ -150,6 +153,7 @@ class _Run:
             costs=self._costs,
             is_sharing=self._book.is_sharing,
             turn_s=overheads.turn_s,
+            corrections=corrections,
             agenda=self._agenda,
             listener=self,
         ).seats()

@@ -24,6 +24,8 @@ worker's start on the prompt to the attempt's first token; ``handoff``, that tok
 ``prefill_queue`` and ``decode_queue``, receipt to the first chunk and to the reservation of blocks."""
 
 BLOCK_STATES = ("free", "cached", "referenced")
+STEP_KINDS = ("decode", "prefill")
+"""Of a step without and with rows of prompts."""
 
 
 def counter(registry: CollectorRegistry, metric: metrics.Metric) -> Counter:
@@ -61,13 +63,14 @@ class WorkerMetrics:
         labels = (worker_id, role.value)
         self._labels = labels
         self._families = (
-            metrics.worker_up, metrics.step_seconds, metrics.predicted_step_seconds, metrics.step_tokens,
-            metrics.running, metrics.waiting, metrics.parked, metrics.preemptions, metrics.swap_outs, metrics.swap_ins,
+            metrics.worker_up, metrics.step_tokens, metrics.running, metrics.waiting, metrics.parked,
+            metrics.preemptions, metrics.swap_outs, metrics.swap_ins,
         )  # fmt: skip
         self._kv_blocks = metrics.kv_blocks
+        self._families_by_kind = (metrics.step_seconds, metrics.predicted_step_seconds)
         self.up = metrics.worker_up.labels(*labels)
-        self._step_seconds = metrics.step_seconds.labels(*labels)
-        self._predicted_step_seconds = metrics.predicted_step_seconds.labels(*labels)
+        self._step_seconds = [metrics.step_seconds.labels(*labels, kind) for kind in STEP_KINDS]
+        self._predicted_step_seconds = [metrics.predicted_step_seconds.labels(*labels, kind) for kind in STEP_KINDS]
         self._step_tokens = metrics.step_tokens.labels(*labels)
         self._running = metrics.running.labels(*labels)
         self._waiting = metrics.waiting.labels(*labels)
@@ -80,8 +83,8 @@ class WorkerMetrics:
     def observe(self, load: worker_pb2.Load) -> None:
         """Take one frame's load."""
         if load.step_s > 0:
-            self._step_seconds.observe(load.step_s)
-            self._predicted_step_seconds.inc(load.predicted_step_s)
+            self._step_seconds[load.step_has_prefill].observe(load.step_s)
+            self._predicted_step_seconds[load.step_has_prefill].inc(load.predicted_step_s)
             self._step_tokens.observe(load.step_tokens)
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
@@ -97,6 +100,9 @@ class WorkerMetrics:
         """Forget the series: the worker is no longer a target."""
         for family in self._families:
             family.remove(*self._labels)
+        for family in self._families_by_kind:
+            for kind in STEP_KINDS:
+                family.remove(*self._labels, kind)
         for state in BLOCK_STATES:
             self._kv_blocks.remove(*self._labels, state)
 

@@ -147,10 +147,15 @@ def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSn
     return candidates
 
 
-def predict_ttft_s(worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: int, cost: CostModel) -> float:
+def predict_ttft_s(
+    worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: int, cost: CostModel, *, least_correction: float = 0.0
+) -> float:
     """Time to the first new token of a prompt that joins ``worker``'s queue now.
 
     The prompts ahead fill steps of ``max_batch_tokens``; sequences that decode beside them lengthen each step.
+
+    Args:
+        least_correction: used where the worker's own is less.
     """
     num_new = num_tokens - num_cached_tokens
     budget = worker.max_batch_tokens
@@ -166,7 +171,7 @@ def predict_ttft_s(worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: i
         chunk = min(num_left, budget)
         step_s = cost.mixed_s(chunk, num_cached_tokens, worker.num_decoding, worker.num_context_tokens)
         beside_s = -(-num_left // budget) * (step_s - cost.prefill_s(chunk, num_cached_tokens))
-    return (queue_s + own_s + beside_s) * _mixed_correction(worker)
+    return (queue_s + own_s + beside_s) * max(least_correction, _mixed_correction(worker))
 
 
 def may_prefill_locally(
@@ -200,39 +205,33 @@ def choose_prefill(
     """The worker with the least predicted TTFT; ``None`` when no worker can begin.
 
     Ties go to workers that are there for it, then to the lowest id: only what it caches, or a queue elsewhere, brings
-    a prompt to a decode worker while prefill workers are up.
+    a prompt to a decode worker while prefill workers are up. That its steps took less of what was predicted does not:
+    such corrections change within seconds, and prompts would go back and forth.
 
     Args:
         num_choices: answers to generate.
         tpot_slo_s: see `may_prefill_locally`.
     """
     workers = list(workers)
-    candidates = [
-        (worker, handoff, blocks.num_cached_tokens(worker.cached_blocks))
-        for worker, handoff in prefill_candidates(workers)
-    ]
-    if any(handoff for _, handoff, _ in candidates):
+    num_tokens = blocks.num_tokens
+    choices = []
+    for worker, handoff in prefill_candidates(workers):
+        num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+        ttft_s = predict_ttft_s(worker, num_tokens, num_cached, costs[worker.role])
+        is_decode = worker.role is WorkerRole.DECODE
+        choices.append((ttft_s, is_decode, worker.worker_id, handoff, num_cached, worker.prefill_correction))
+    if not choices:
+        return None
+    if any(handoff for _, _, _, handoff, _, _ in choices):
+        cost, correction = costs[WorkerRole.DECODE], min(choices)[-1]
         for worker in workers:
             if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker, num_choices):
                 continue  # without blocks and a seat the request would wait for them ahead of its token 0
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
-            cost = costs[WorkerRole.DECODE]
-            if may_prefill_locally(worker, blocks.num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
-                candidates.append((worker, False, num_cached))
-    if not candidates:
-        return None
-    ttft_s, _, worker_id, handoff, num_cached = min(
-        [
-            (
-                predict_ttft_s(worker, blocks.num_tokens, num_cached, costs[worker.role]),
-                worker.role is WorkerRole.DECODE,
-                worker.worker_id,
-                handoff,
-                num_cached,
-            )
-            for worker, handoff, num_cached in candidates
-        ]
-    )
+            if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
+                ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
+                choices.append((ttft_s, True, worker.worker_id, False, num_cached, correction))
+    ttft_s, _, worker_id, handoff, num_cached, _ = min(choices)
     return PrefillChoice(worker_id, handoff, ttft_s, num_cached)
 
 

@@ -715,6 +715,7 @@ class Load(_message.Message):
     NUM_SWAP_SLOTS_USED_FIELD_NUMBER: _builtins.int
     NUM_STARTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
+    STEP_HAS_PREFILL_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_parked: _builtins.int
@@ -744,6 +745,8 @@ class Load(_message.Message):
     """of started prompts, planned or not, that are not computed yet"""
     predicted_step_s: _builtins.float
     """what the cost model had said of the step this frame reports"""
+    step_has_prefill: _builtins.bool
+    """whether rows of prompts were in it"""
     def __init__(
         self,
         *,
@@ -766,10 +769,11 @@ class Load(_message.Message):
         num_swap_slots_used: _builtins.int = ...,
         num_started_tokens: _builtins.int = ...,
         predicted_step_s: _builtins.float = ...,
+        step_has_prefill: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "predicted_step_s", b"predicted_step_s", "prefill_correction", b"prefill_correction", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "predicted_step_s", b"predicted_step_s", "prefill_correction", b"prefill_correction", "step_has_prefill", b"step_has_prefill", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

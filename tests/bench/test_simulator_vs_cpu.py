@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -22,15 +23,17 @@ from pdserve.bench.simulator_vs_cpu import (
     Run,
     deployment,
     foreign_cpu_s,
+    found_turn,
+    late_between,
     served,
-    turn_between,
 )
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
-from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from pdserve.router.metrics import STEP_KINDS
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,13 +72,15 @@ def test_the_deployment_is_the_layout_that_is_simulated(cluster: tuple[PlannedMo
 
 def test_turns_are_found(cluster: tuple[PlannedModel, Layout]) -> None:
     model, layout = cluster
-    probes = [SimulatedRequest(float(number), 100 * number + 50, 40) for number in range(5)]
-    slow, bare = (
-        simulate(model, layout, probes, slo=SLO, overheads=replace(NO_OVERHEADS, turn_s=turn_s)).times
-        for turn_s in (0.002, 0.0)
-    )
-    assert turn_between(slow, bare) == pytest.approx(0.002)
-    assert turn_between(bare, slow) == 0.0
+    probes = WORKLOAD.draw(200).at_rate(0.6 * saturation(model, layout, WORKLOAD, SLO))
+
+    def simulated(turn_s: float) -> RequestTimes:
+        return simulate(model, layout, probes, slo=SLO, overheads=replace(NO_OVERHEADS, turn_s=turn_s)).times
+
+    slow, bare = simulated(0.002), simulated(0.0)
+    assert late_between(slow, bare) > 0.003, "batches are larger where steps are longer"
+    assert found_turn(lambda turn_s: late_between(slow, simulated(turn_s))) == pytest.approx(0.002, rel=0.1)
+    assert found_turn(lambda turn_s: late_between(bare, simulated(turn_s))) == pytest.approx(0.0, abs=1e-4)
 
 
 def test_runs_that_were_disturbed_do_not_count(cluster: tuple[PlannedModel, Layout]) -> None:
@@ -84,7 +89,7 @@ def test_runs_that_were_disturbed_do_not_count(cluster: tuple[PlannedModel, Layo
 
     def run(slowness: float, *problems: str) -> Run:
         """As if a cluster had served them whose steps take so many times as long, which its workers have seen."""
-        ratios = dict.fromkeys(WorkerRole, slowness)
+        ratios = dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), slowness)
         bare = Run(
             requests=requests,
             times=simulate(*cluster, requests, slo=SLO, overheads=NO_OVERHEADS).times,

@@ -262,6 +262,7 @@ def test_requests_run_to_their_end_with_the_executor_s_depth_in_flight(depth: in
     assert rig.scheduler.max_planned == rig.executor.max_waiting == depth
     steps = [report.load for report in rig.reports if report.load.step_s]
     assert [(load.step_s, load.step_tokens) for load in steps] == [(0.25, 1)] * 5
+    assert not any(load.step_has_prefill for load in steps)
 
 
 def test_work_that_a_completed_step_makes_possible_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,9 @@ def test_a_step_is_predicted_by_the_cost_model(rows: list[tuple[int, int]]) -> N
 
 def test_prefill_and_decode_are_corrected_apart() -> None:
     times = StepTimes(COST)
-    decode, prefill = times.predict(a_batch((1, 100))), times.predict(a_batch((1, 100), (40, 0)))
+    decode, prefill = (
+        times.predict(batch)._replace(predicted_s=0.1) for batch in (a_batch((1, 100)), a_batch((1, 100), (40, 0)))
+    )
     for _ in range(100):
         times.observe(decode, 2 * decode.predicted_s)
         times.observe(prefill, prefill.predicted_s / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -280,13 +281,16 @@ def test_correction_follows_what_is_observed() -> None:
     assert correction.factor == 1
     for _ in range(100):
         correction.observe(0.010, 0.025)
+    assert correction.factor == pytest.approx(1 + 1.5 * (1 - math.exp(-1)))
+    for _ in range(600):
+        correction.observe(0.010, 0.025)
     assert correction.factor == pytest.approx(2.5, rel=1e-3)
 
 
-def test_correction_bounds_an_outlier() -> None:
+def test_correction_bounds_an_outlier_and_takes_a_short_one_lightly() -> None:
     correction = OnlineCorrection()
-    correction.observe(0.001, 100.0)
-    assert correction.factor == pytest.approx(1 + 0.1 * (10 - 1))
+    correction.observe(0.010, 100.0)
+    assert correction.factor == pytest.approx(1 + 0.01 * (10 - 1), rel=0.01)
     for _ in range(200):
         correction.observe(1.0, 0.0)
     assert correction.factor == pytest.approx(0.1)

@@ -14,11 +14,13 @@ from pdserve.model.shape import ModelShape
 from pdserve.planner.counted_scheduler import NO_QUIET_STEPS, CountedDecodeScheduler
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.requests import Segment, SimulatedRequest
+from pdserve.planner.simulated_worker import StepCorrections
 from pdserve.planner.simulation import Simulation
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
 
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
+LENIENT = SloConfig(ttft_seconds=0.25, tpot_seconds=0.1)
 ALL_HANDED_OFF = SloConfig(ttft_seconds=0.25, tpot_seconds=1e-4)
 """No decode worker may compute a prompt."""
 
@@ -207,10 +209,11 @@ def test_a_synchronous_loop_hears_of_a_prompt_one_step_earlier() -> None:
 def test_counting_steps_is_as_good_as_planning_them(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that looks ahead over quiet steps does what one that plans each of them does."""
     requests = poisson(8, 150)
-    counted = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+    corrections = dict.fromkeys(WorkerRole, StepCorrections(prefill=1.1, decode=0.8))
+    counted = simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=corrections)
     monkeypatch.setattr(CountedDecodeScheduler, "quiet_steps", lambda self, now_s: NO_QUIET_STEPS)
     monkeypatch.setattr(CountedDecodeScheduler, "is_decoding_only", lambda self: False)
-    planned = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+    planned = simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=corrections)
     step_s = 0.015
     np.testing.assert_allclose(counted.times.first_token_s, planned.times.first_token_s, atol=2 * step_s)
     np.testing.assert_allclose(counted.times.second_token_s, planned.times.second_token_s, atol=2 * step_s)
@@ -284,6 +287,39 @@ def test_each_role_is_predicted_by_a_cost_model_of_its_own() -> None:
     fast, slower = (simulate(LLAMA_3_8B, each, poisson(2, 30), slo=SLO).times for each in (layout, mixed_kinds))
     assert np.median(slower.tpot_s) > 2.5 * np.median(fast.tpot_s)
     assert np.median(slower.ttft_s) == pytest.approx(np.median(fast.ttft_s), rel=0.2)
+
+
+def test_steps_of_each_kind_take_as_much_longer_as_they_are_corrected() -> None:
+    def phases(slo: SloConfig, layout: Layout, **corrections: StepCorrections) -> tuple[float, float]:
+        """Seconds to the first token, and from the second to the last, of a request that is alone."""
+        times = simulate(
+            LLAMA_3_8B,
+            layout,
+            [SimulatedRequest(1.0, 1000, 50)],
+            slo=slo,
+            overheads=NO_OVERHEADS,
+            corrections={WorkerRole(role): correction for role, correction in corrections.items()},
+        ).times
+        return float(times.ttft_s[0]), float((times.last_token_s - times.second_token_s)[0])
+
+    for layout in (disaggregated(), colocated()):
+        ttft_s, decoding_s = phases(ALL_HANDED_OFF, layout)
+        for role in ("prefill", "decode") if layout.mixed is None else ("mixed", "mixed"):
+            prefilling, decoding = {"prefill": (2, 1), "decode": (1, 3), "mixed": (2, 3)}[role]
+            corrected = phases(ALL_HANDED_OFF, layout, **{role: StepCorrections(prefill=2.0, decode=3.0)})
+            assert corrected == pytest.approx((prefilling * ttft_s, decoding * decoding_s))
+
+
+def test_the_policy_knows_of_corrections() -> None:
+    requests = poisson(25, 100)
+
+    def num_pulls(correction: float) -> int:
+        corrections = {WorkerRole.DECODE: StepCorrections(correction, correction)}
+        workers = simulate(LLAMA_3_8B, disaggregated(), requests, slo=LENIENT, corrections=corrections).workers
+        return sum(worker.num_pulls for worker in workers)
+
+    assert num_pulls(1.0) < 100
+    assert num_pulls(20.0) == 100
 
 
 def test_lanes_of_a_pipeline_work_side_by_side() -> None:

@@ -47,14 +47,18 @@ def test_a_frame_becomes_the_workers_series() -> None:
     worker.observe(load)
     assert sample(metrics, "pdserve_running_sequences", **labels) == 3
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 7
-    assert sample(metrics, "pdserve_step_seconds_count", **labels) == 2
-    assert sample(metrics, "pdserve_predicted_step_seconds_total", **labels) == 0.016
+    assert sample(metrics, "pdserve_step_seconds_count", kind="decode", **labels) == 2
+    assert sample(metrics, "pdserve_predicted_step_seconds_total", kind="decode", **labels) == 0.016
+    assert sample(metrics, "pdserve_step_seconds_count", kind="prefill", **labels) == 0
     assert sample(metrics, "pdserve_step_tokens_sum", **labels) == 6
     assert sample(metrics, "pdserve_preemptions_total", **labels) == 2
     assert sample(metrics, "pdserve_swap_outs_total", **labels) == 2
     assert sample(metrics, "pdserve_swap_ins_total", **labels) == 1
     worker.observe(worker_pb2.Load(num_preemptions=2))
-    assert sample(metrics, "pdserve_step_seconds_count", **labels) == 2
+    assert sample(metrics, "pdserve_step_seconds_count", kind="decode", **labels) == 2
+    worker.observe(worker_pb2.Load(step_s=0.2, step_tokens=50, predicted_step_s=0.1, step_has_prefill=True))
+    assert sample(metrics, "pdserve_step_seconds_sum", kind="prefill", **labels) == 0.2
+    assert sample(metrics, "pdserve_predicted_step_seconds_total", kind="prefill", **labels) == 0.1
     worker.remove()
     assert "decode-0" not in metrics.render().decode()
 

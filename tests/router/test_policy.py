@@ -167,6 +167,16 @@ def test_a_prompt_that_nobody_caches_goes_to_a_prefill_worker() -> None:
         assert chosen(prompt(num_tokens), P0, D0._replace(num_free_blocks=10_000)) == "prefill-0"
 
 
+def test_a_decode_worker_whose_steps_took_less_of_what_was_predicted_is_not_believed_to_be_faster() -> None:
+    slow = P0._replace(prefill_correction=2.0)
+    assert chosen(prompt(100), slow, D0) == "prefill-0"
+    assert chosen(prompt(100), slow, P1, D0) == "prefill-1"
+    waited_for = slow._replace(num_waiting_tokens=10)
+    choice = choose_prefill(prompt(100), [waited_for, D0], COSTS, tpot_slo_s=TPOT_S)
+    assert choice is not None
+    assert (choice.worker_id, choice.ttft_s) == ("decode-0", 2 * COST.prefill_s(100, 0))
+
+
 def test_a_decode_worker_helps_out_with_short_prompts_only() -> None:
     queue = P0._replace(num_waiting_tokens=4096)
     assert chosen(prompt(100), queue, D0) == "decode-0"
