@@ -21,13 +21,7 @@ from pdserve.planner.agenda import Agenda
 from pdserve.planner.counted_pool import CountedBlockPool
 from pdserve.planner.counted_scheduler import CountedDecodeScheduler
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
-from pdserve.planner.simulated_worker import (
-    AS_PREDICTED,
-    SimulatedWorker,
-    Stage,
-    StepCorrections,
-    WorkerListener,
-)
+from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerListener
 from pdserve.planner.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.policy import WorkerSnapshot
