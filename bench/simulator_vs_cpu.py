@@ -16,11 +16,11 @@ the load. What HTTP, gRPC and the step loops take is measured on other requests 
 gives the simulator's `Overheads`.
 
 The speed of shared cores changes within seconds, which no profile can know: hence the rounds, each of a few seconds. Of
-each the simulator is given what the router has, too: by how much steps with prompts in them, and others, took longer
-than predicted. What it says without that correction is kept beside it. A run during which the generator was late, or
-other programs or the machine's host took more than a twentieth of the machine, does not count and is repeated, in as
-many further rounds at most. Cores are kept awake, or the host would take them away whenever they have nothing to do
-(`pdserve.bench.awake_cores`).
+each the simulator is given what the router learns meanwhile: by how much steps with prompts in them, and others, took
+longer than predicted. What it says without that correction is kept beside it. A run during which the generator was
+late, or other programs or the machine's host took more than a twentieth of the machine, does not count and is repeated,
+in as many further rounds at most. Cores are kept awake, or the host would take them away whenever they have nothing to
+do (`pdserve.bench.awake_cores`).
 """
 
 from __future__ import annotations
@@ -237,7 +237,9 @@ def found_turn(late_s: Callable[[float], float]) -> float:
 
     A turn makes steps later by more than itself, because requests stay longer and batches are larger.
     """
-    low_s, high_s = 0.0, max(0.0, late_s(0.0))
+    low_s, high_s = 0.0, late_s(0.0)
+    if high_s <= 0:
+        return 0.0
     for _ in range(_NUM_HALVINGS):
         middle_s = (low_s + high_s) / 2
         low_s, high_s = (middle_s, high_s) if late_s(middle_s) > 0 else (low_s, middle_s)

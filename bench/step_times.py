@@ -17,7 +17,7 @@ from pdserve.contracts import metrics
 from pdserve.contracts.placement import WorkerRole
 
 Steps = tuple[WorkerRole, str]
-"""Of one role and kind: ``prefill``, with rows of prompts, or ``decode``."""
+"""Of one role and kind (`pdserve.router.metrics.STEP_KINDS`)."""
 StepTimeRatios = dict[Steps, float]
 """Observed over predicted time of the steps that were made."""
 

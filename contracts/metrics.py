@@ -94,7 +94,7 @@ STEP_SECONDS = Metric(
     "histogram", "pdserve_step_seconds", "Engine steps by kind.", ("worker", "role", "kind"), ITL_BUCKETS_S
 )
 PREDICTED_STEP_SECONDS = Metric(
-    "counter", "pdserve_predicted_step_seconds", "What was expected of those steps.", ("worker", "role", "kind")
+    "counter", "pdserve_predicted_step_seconds", "What the cost model said of them.", ("worker", "role", "kind")
 )
 STEP_TOKENS = Metric("histogram", "pdserve_step_tokens", "New tokens per step.", ("worker", "role"), TOKENS_BUCKETS)
 RUNNING = Metric("gauge", "pdserve_running_sequences", "Sequences being computed.", ("worker", "role"))

@@ -355,12 +355,15 @@ def _check_divides(shape: ModelShape, tensor_parallel: int, pipeline_parallel: i
 class OnlineCorrection:
     """How much longer things take than predicted: an exponential moving average of observed / predicted.
 
-    Multiply predictions by `factor`. One outlier, a stalled step say, counts as ``highest`` at most, and short steps
-    count for less than long ones: what holds up a step by a few milliseconds says little of those to come.
+    Multiply predictions by `factor`. One outlier, a stalled step say, counts as ``highest`` at most, and for no more
+    than ``most_weight``; short steps count for less than long ones: what holds up a step by a few milliseconds says
+    little of those to come.
     """
 
     memory_s: float = 1.0
     """Predicted seconds after which an observation has lost all but 1 / e of its part in the average."""
+    most_weight: float = 0.1
+    """Share of the newest observation in the average, however long it took."""
     lowest: float = 0.1
     highest: float = 10.0
     factor: float = 1.0
@@ -369,4 +372,5 @@ class OnlineCorrection:
         """Take one observation; ``predicted_s`` is what the model said before correction, more than 0."""
         assert predicted_s > 0
         ratio = min(max(observed_s / predicted_s, self.lowest), self.highest)
-        self.factor += -expm1(-predicted_s / self.memory_s) * (ratio - self.factor)
+        weight = min(-expm1(-predicted_s / self.memory_s), self.most_weight)
+        self.factor += weight * (ratio - self.factor)

@@ -69,7 +69,8 @@ class GoodputSearch:
             tolerance: how far from a rate that was simulated the goodput may lie, as a share.
             max_rate: the highest to try.
             is_rough: be content with one run that was not stopped early and saw some requests miss, until `settle`.
-            is_bracketed: want a rate on either side of the goodput, which tells how surely it lies there.
+            is_bracketed: want a rate on either side of the goodput, which tells how surely it lies there; else be
+                content with one that meets the target.
         """
         assert start_rate > 0
         self.trial = trial
@@ -110,8 +111,10 @@ class GoodputSearch:
             return self._asked(self._crossing(near), seeds if self._is_complete(near) else first)
         if self._is_rough:
             return []
-        other_side = self._asked(self._other_side(near), first) if self._is_bracketed else []
-        return self._asked(near.rate, seeds) + other_side
+        is_one_side_enough = not self._is_bracketed and self._is_any_met()
+        return self._asked(near.rate, seeds) + (
+            [] if is_one_side_enough else self._asked(self._other_side(near), first)
+        )
 
     def saw(self, run: Run, simulation: Simulation) -> None:
         runs = self._runs.setdefault(run.rate, {})
@@ -239,8 +242,7 @@ class GoodputSearch:
         """Once nothing is wanted any more."""
         near, rates = self._nearest(), sorted(self._points)
         rate, interval = 0.0, Interval(0.0, rates[0])
-        is_one_enough = self._is_rough or not self._is_bracketed
-        if near is not None and (is_one_enough or self._is_any_met()):
+        if near is not None and (self._is_rough or self._is_any_met()):
             rate = self._crossing(near) if self._is_near(near) else near.rate
             interval = self._interval(near, rate)
         return Goodput(

@@ -9,7 +9,7 @@
 2. Screening: short simulations of the best estimates, of both kinds of layout, the first of which correct the others.
    One of each tells enough to choose finalists; where a rate is asked for, those within reach of the best get as many
    as their goodput needs.
-3. Finalists, of those within reach of the best: one long simulation of each at the same rate where that may be, then
+3. Finalists, of those within reach of the best: one long simulation of each, at the same rates where that may be, then
    as many as its goodput needs, with several seeds, of the best of either kind. Then what the reader wants to know
    beside the rank: how the losers do at the winner's rate, where the cliff is, and what faster or slower steps would
    change.

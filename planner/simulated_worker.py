@@ -36,7 +36,7 @@ class StepCorrections(NamedTuple):
     """Times as long as predicted that steps take: see `pdserve.engine.step_times`."""
 
     prefill: float = 1.0
-    """Those with rows of prompts."""
+    """Those with rows of several new tokens."""
     decode: float = 1.0
 
 

@@ -25,7 +25,7 @@ worker's start on the prompt to the attempt's first token; ``handoff``, that tok
 
 BLOCK_STATES = ("free", "cached", "referenced")
 STEP_KINDS = ("decode", "prefill")
-"""Of a step without and with rows of prompts."""
+"""Of a step whose rows have one new token each, and of one where some have more."""
 
 
 def counter(registry: CollectorRegistry, metric: metrics.Metric) -> Counter:

@@ -111,9 +111,20 @@ class PrefillChoice(NamedTuple):
     handoff: bool
     """Whether another worker decodes; False runs the whole request here."""
     ttft_s: float
-    """Predicted time to the first new token, from now."""
+    """Predicted time to the first new token, from now; of a decode worker beside others, with the larger correction."""
     num_cached_tokens: int
     """Expected prefix-cache hit."""
+
+
+class _Option(NamedTuple):
+    """A worker that may prefill; the least is the best."""
+
+    ttft_s: float
+    is_decode: bool
+    worker_id: str
+    handoff: bool
+    num_cached_tokens: int
+    correction: float
 
 
 class DecodeChoice(NamedTuple):
@@ -205,8 +216,8 @@ def choose_prefill(
     """The worker with the least predicted TTFT; ``None`` when no worker can begin.
 
     Ties go to workers that are there for it, then to the lowest id: only what it caches, or a queue elsewhere, brings
-    a prompt to a decode worker while prefill workers are up. That its steps took less of what was predicted does not:
-    such corrections change within seconds, and prompts would go back and forth.
+    a prompt to a decode worker while prefill workers are up. A lower correction than that of the best of the others
+    does not: corrections change within seconds, and prompts would go back and forth.
 
     Args:
         num_choices: answers to generate.
@@ -214,25 +225,25 @@ def choose_prefill(
     """
     workers = list(workers)
     num_tokens = blocks.num_tokens
-    choices = []
+    options = []
     for worker, handoff in prefill_candidates(workers):
         num_cached = blocks.num_cached_tokens(worker.cached_blocks)
         ttft_s = predict_ttft_s(worker, num_tokens, num_cached, costs[worker.role])
         is_decode = worker.role is WorkerRole.DECODE
-        choices.append((ttft_s, is_decode, worker.worker_id, handoff, num_cached, worker.prefill_correction))
-    if not choices:
+        options.append(_Option(ttft_s, is_decode, worker.worker_id, handoff, num_cached, worker.prefill_correction))
+    if not options:
         return None
-    if any(handoff for _, _, _, handoff, _, _ in choices):
-        cost, correction = costs[WorkerRole.DECODE], min(choices)[-1]
+    if any(option.handoff for option in options):
+        cost, correction = costs[WorkerRole.DECODE], min(options).correction
         for worker in workers:
             if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker, num_choices):
                 continue  # without blocks and a seat the request would wait for them ahead of its token 0
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
                 ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
-                choices.append((ttft_s, True, worker.worker_id, False, num_cached, correction))
-    ttft_s, _, worker_id, handoff, num_cached, _ = min(choices)
-    return PrefillChoice(worker_id, handoff, ttft_s, num_cached)
+                options.append(_Option(ttft_s, True, worker.worker_id, False, num_cached, correction))
+    best = min(options)
+    return PrefillChoice(best.worker_id, best.handoff, best.ttft_s, best.num_cached_tokens)
 
 
 def choose_decode(

@@ -746,7 +746,7 @@ class Load(_message.Message):
     predicted_step_s: _builtins.float
     """what the cost model had said of the step this frame reports"""
     step_has_prefill: _builtins.bool
-    """whether rows of prompts were in it"""
+    """whether one of its rows had several new tokens"""
     def __init__(
         self,
         *,

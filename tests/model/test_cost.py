@@ -291,6 +291,9 @@ def test_correction_bounds_an_outlier_and_takes_a_short_one_lightly() -> None:
     correction = OnlineCorrection()
     correction.observe(0.010, 100.0)
     assert correction.factor == pytest.approx(1 + 0.01 * (10 - 1), rel=0.01)
+    long_step = OnlineCorrection()
+    long_step.observe(2.0, 100.0)
+    assert long_step.factor == pytest.approx(1 + 0.1 * (10 - 1))
     for _ in range(200):
         correction.observe(1.0, 0.0)
     assert correction.factor == pytest.approx(0.1)

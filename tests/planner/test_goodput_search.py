@@ -80,14 +80,25 @@ def test_a_rough_search_takes_one_run_and_goes_on_where_it_was_once_it_is_asked_
     assert settled.interval.high - settled.interval.low < rough.interval.high - rough.interval.low
 
 
-@pytest.mark.parametrize("start_rate", [27.0, 28.0], ids=["below", "above"])
-def test_a_search_that_is_not_bracketed_ends_next_to_the_goodput_on_whichever_side(start_rate: float) -> None:
-    search = GoodputSearch(a_trial(), start_rate, 0.1, is_bracketed=False)
+@pytest.mark.parametrize(("start_rate", "is_met"), [(25.0, True), (26.0, False)], ids=["below", "above"])
+def test_a_search_that_is_not_bracketed_ends_next_to_the_goodput_where_the_target_is_met(
+    start_rate: float, *, is_met: bool
+) -> None:
+    trial = replace(a_trial(), seeds=(0,))
+    search = GoodputSearch(trial, start_rate, 0.1, is_bracketed=False)
     pursue(search, Runner(SHORT))
-    goodput, bracketed = search.goodput(), find_goodput(a_trial(), SHORT, start_rate, tolerance=0.1)
-    assert [point.rate for point in goodput.points] == [start_rate]
-    assert len(bracketed.points) > 1
+    goodput, bracketed = search.goodput(), find_goodput(trial, SHORT, start_rate, tolerance=0.1)
+    assert [point.meets(0.9) for point in goodput.points] == ([True] if is_met else [True, False])
+    assert [point.meets(0.9) for point in bracketed.points] == [True, False]
     assert goodput.rate == pytest.approx(bracketed.rate, rel=0.1)
+
+
+@pytest.mark.parametrize("is_bracketed", [False, True])
+def test_where_too_many_miss_at_any_rate_the_goodput_is_zero(*, is_bracketed: bool) -> None:
+    slo = SloConfig(ttft_seconds=1.0, tpot_seconds=0.1, attainment=0.9)
+    search = GoodputSearch(a_trial(slo=slo, num_requests=1000), 10.0, 0.1, is_bracketed=is_bracketed)
+    pursue(search, CurveRunner(lambda rate: max(0.17, 0.1 * rate**4), 0))
+    assert search.goodput().rate == 0.0
 
 
 def test_a_rough_search_goes_on_where_nearly_all_requests_meet_the_objectives() -> None:

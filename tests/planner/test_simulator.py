@@ -304,7 +304,7 @@ def test_steps_of_each_kind_take_as_much_longer_as_they_are_corrected() -> None:
 
     for layout in (disaggregated(), colocated()):
         ttft_s, decoding_s = phases(ALL_HANDED_OFF, layout)
-        for role in ("prefill", "decode") if layout.mixed is None else ("mixed", "mixed"):
+        for role in ("prefill", "decode") if layout.mixed is None else ("mixed",):
             prefilling, decoding = {"prefill": (2, 1), "decode": (1, 3), "mixed": (2, 3)}[role]
             corrected = phases(ALL_HANDED_OFF, layout, **{role: StepCorrections(prefill=2.0, decode=3.0)})
             assert corrected == pytest.approx((prefilling * ttft_s, decoding * decoding_s))
