@@ -111,10 +111,9 @@ class GoodputSearch:
             return self._asked(self._crossing(near), seeds if self._is_complete(near) else first)
         if self._is_rough:
             return []
-        is_one_side_enough = not self._is_bracketed and self._is_any_met()
-        return self._asked(near.rate, seeds) + (
-            [] if is_one_side_enough else self._asked(self._other_side(near), first)
-        )
+        if self._rates_met() and not self._is_bracketed:
+            return self._asked(near.rate, seeds)
+        return self._asked(near.rate, seeds) + self._asked(self._other_side(near), first)
 
     def saw(self, run: Run, simulation: Simulation) -> None:
         runs = self._runs.setdefault(run.rate, {})
@@ -142,14 +141,13 @@ class GoodputSearch:
         """In place of none, of which no power can be told: always far less than are allowed."""
         return min(0.5 / max(point.num_counted, 1), 0.25 * self._allowed)
 
-    def _is_any_met(self) -> bool:
-        return any(point.meets(self.trial.slo.attainment) for point in self._points.values())
+    def _rates_met(self) -> list[float]:
+        return [point.rate for point in self._points.values() if point.meets(self.trial.slo.attainment)]
 
     def _other_side(self, near: Attainment) -> float:
         """Where to look for the other end, if the goodput is not known to lie between two rates that are not far from
         each other: first next to ``near``, then in the middle. Else a rate that was tried."""
-        target, step = self.trial.slo.attainment, min(_SIDE_STEP, 1 - self._tolerance)
-        met = [point.rate for point in self._points.values() if point.meets(target)]
+        met, step = self._rates_met(), min(_SIDE_STEP, 1 - self._tolerance)
         if not met:
             return min(self._points) * step
         highest = max(met)
@@ -242,7 +240,7 @@ class GoodputSearch:
         """Once nothing is wanted any more."""
         near, rates = self._nearest(), sorted(self._points)
         rate, interval = 0.0, Interval(0.0, rates[0])
-        if near is not None and (self._is_rough or self._is_any_met()):
+        if near is not None and (self._is_rough or self._rates_met()):
             rate = self._crossing(near) if self._is_near(near) else near.rate
             interval = self._interval(near, rate)
         return Goodput(

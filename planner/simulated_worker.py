@@ -260,7 +260,7 @@ class SimulatedWorker:
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
         counted = self._counting.counted_rows if self._counting is not None else NO_COUNTED_ROWS
         rows = [(row.num_new_tokens, row.cached_length) for row in batch.rows]
-        num_new_tokens = sum([num_new for num_new, _ in rows])
+        num_new_tokens = batch.num_new_tokens
         correction = self.corrections.prefill if num_new_tokens > len(rows) else self.corrections.decode
         step_s = cost.step_s(rows, *counted) * correction
         if num_copied_blocks:
