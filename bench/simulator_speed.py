@@ -1,13 +1,14 @@
 """How fast is the planner's simulator? Simulated requests per second of CPU time, on one core.
 
-    python -m pdserve.bench.simulator_speed [--runs 3] [--json FILE]
+    python -m pdserve.bench.simulator_speed [--runs 3] [--json FILE] [--peer FOLDER --peer-python PYTHON]
 
 Timed is all that a search pays for a point: putting a drawn workload at a rate, `simulate`, and the latencies and
 attainment taken from it. Each case runs some times; the fastest run counts, as the one least disturbed by whatever else
 the machine does, and all are kept.
 
-Beside it are figures of DistServe's simulator for one prefill and one decode worker and 5,000 requests, measured before
-on a machine of the same kind: of its event loop alone, and with the tables that it makes of the result.
+With a checkout of DistServe (OSDI 2024; LLMServe/DistServe) and an interpreter that has simpy and pandas, DistServe's
+simulator gets the requests of the first case, too, run by run in turn with this one. Timed are its event loop alone,
+and all that its search pays for a point.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import argparse
 import json
 import os
 import platform
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import process_time
 from typing import Any
 
@@ -33,10 +37,9 @@ from pdserve.model.shape import ModelShape
 from pdserve.planner.conversations import Conversations, SystemPrompts
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.presets import preset
+from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulator import simulate
 from pdserve.planner.workload import Workload, WorkloadSample
-
-DISTSERVE = {"event_loop_requests_per_s": 2056, "whole_requests_per_s": 628}
 
 LLAMA_3_8B = PlannedModel(
     shape=ModelShape.from_hf_config(
@@ -122,12 +125,50 @@ def run_once(case: Case, sample: WorkloadSample) -> tuple[float, float]:
     return process_time() - began_s, attainment
 
 
-def measure(case: Case, num_runs: int) -> dict[str, Any]:
-    """What is kept of a case."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """DistServe's simulator."""
+
+    folder: Path
+    python: str
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> dict[str, float]:
+        """CPU seconds: `event_loop_s` and `whole_s`.
+
+        Raises:
+            subprocess.CalledProcessError: it failed; what it said is on standard error.
+        """
+        rows = [
+            {"start_time": each.arrived_s, "prompt_len": each.num_prompt_tokens, "output_len": each.num_output_tokens}
+            for each in requests
+        ]
+        with TemporaryDirectory() as work:
+            file = Path(work) / "requests.json"
+            file.write_text(json.dumps(rows))
+            script = Path(__file__).with_name("simulator_peer.py")
+            command = [self.python, str(script), str(file), str(len(rows))]
+            done = subprocess.run(command, cwd=self.folder, stdout=subprocess.PIPE, check=True)
+        cpu_s: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return cpu_s
+
+
+def measure(case: Case, num_runs: int, peer: Peer | None = None) -> dict[str, Any]:
+    """What is kept of a case, and of the peer's runs, which take turns with this simulator's."""
     sample = case.workload.draw(case.num_requests, max_model_len=case.model.max_model_len)
     statistics = sample.statistics()
-    runs = [run_once(case, sample) for _ in range(num_runs)]
+    runs, peer_runs = [], []
+    for _ in range(num_runs):
+        runs.append(run_once(case, sample))
+        if peer is not None:
+            peer_runs.append(peer.run(sample.at_rate(case.requests_per_s)))
     fastest_s = min(cpu_s for cpu_s, _ in runs)
+    kept_of_peer = {
+        f"distserve_{part}": {
+            "simulated_requests_per_s": round(sample.num_requests / min(run[part] for run in peer_runs)),
+            "cpu_s": [round(run[part], 3) for run in peer_runs],
+        }
+        for part in (peer_runs[0] if peer_runs else ())
+    }
     return {
         "name": case.name,
         "layout": str(case.layout),
@@ -141,6 +182,7 @@ def measure(case: Case, num_runs: int) -> dict[str, Any]:
         "simulated_requests_per_s": round(sample.num_requests / fastest_s),
         "simulated_tokens_per_s": round(int(np.sum(statistics.num_output_tokens)) / fastest_s),
         "cpu_s": [round(cpu_s, 3) for cpu_s, _ in runs],
+        **kept_of_peer,
     }
 
 
@@ -148,20 +190,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="of each case")
     parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--peer", type=Path, help="a checkout of DistServe")
+    parser.add_argument("--peer-python", default="python3", help="an interpreter that has simpy and pandas")
     arguments = parser.parse_args()
     console = Console()
     results = []
-    for case in cases():
-        result = measure(case, arguments.runs)
+    for number, case in enumerate(cases()):
+        peer = Peer(arguments.peer, arguments.peer_python) if arguments.peer and number == 0 else None
+        result = measure(case, arguments.runs, peer)
         results.append(result)
         console.print(
             f"{result['name']}: {result['simulated_requests_per_s']:,} requests/s "
             f"({result['simulated_tokens_per_s']:,} tokens/s), attainment {result['attainment']:.3f}"
         )
+        if peer is not None:
+            loop, whole = (
+                result[f"distserve_{part}"]["simulated_requests_per_s"] for part in ("event_loop_s", "whole_s")
+            )
+            console.print(f"  DistServe's simulator: {loop:,} requests/s in its event loop, {whole:,} with all")
     report = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "cases": results,
-        "distserve": DISTSERVE,
         "python": platform.python_version(),
         "cpu": platform.processor() or platform.machine(),
         "num_cores": os.cpu_count(),
