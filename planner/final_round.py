@@ -54,3 +54,10 @@ class FinalRound:
     @property
     def num_requests(self) -> int:
         return sum(search.num_requests for search in self._searches.values())
+
+
+def start_rate(guess: float, shared_rates: Sequence[float], tolerance: float) -> float:
+    """Where a finalist begins whose goodput may be ``guess``: where others do, if that is no further from it than
+    ``tolerance``, so that differences are the layouts' own."""
+    nearest = min(shared_rates, key=lambda rate: abs(guess / rate - 1))
+    return nearest if abs(guess / nearest - 1) <= tolerance else guess

@@ -25,21 +25,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from math import sqrt
 from statistics import geometric_mean
 
-from pdserve.planner.attainment import Attainment
 from pdserve.planner.bounds import BoundBook
 from pdserve.planner.candidates import assemble, verdict_of
+from pdserve.planner.closer_look import CloserLook
 from pdserve.planner.crew import Crew
 from pdserve.planner.demand import Demand
-from pdserve.planner.final_round import FinalRound
-from pdserve.planner.goodput import Goodput, OneRate, Pursuit, Trial, Workload, slowed
+from pdserve.planner.final_round import FinalRound, start_rate
+from pdserve.planner.goodput import Goodput, Pursuit, Trial, Workload
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.hosts import ONE_HOST_TODAY
 from pdserve.planner.layout import Layout
 from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
-from pdserve.planner.plan import Candidate, Objective, Plan, Question, Screening, Sensitivity
+from pdserve.planner.plan import Candidate, Objective, Plan, Question, Screening
 from pdserve.planner.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
 from pdserve.planner.shortfalls import nothing_met, out_of_reach, too_slow
 
@@ -59,10 +58,6 @@ _OPTIMISM = 1.2
 """By how much an estimate may be too low."""
 _SCREEN_OPTIMISM = 1.25
 """By how much the goodput of a short run may be too low, beside that of another."""
-_TIME_FACTORS = (0.9, 1.1)
-_RATIO_TOLERANCE = 0.1
-_CLIFF = 1.25
-"""Times the goodput: a guess of where attainment falls to half of its target."""
 
 
 def find_plan(
@@ -262,16 +257,13 @@ class _Search:
 
     def _simulate_at_length(self, entries: Sequence[Entry]) -> None:
         """With the first seed, and what comes out best of either kind with all of them."""
-        # Where it may be, they begin at the same rates, where differences are the layouts' own.
         rates = [_LONG_RUN * entry.rate for entry in best_of_kinds(entries).values()]
         if self._question.objective.has_rate:
             rates = [self._question.rate]
         for entry in entries:
-            guess = _LONG_RUN * entry.rate
-            near = min(rates, key=lambda rate: abs(guess / rate - 1))
             entry.search = GoodputSearch(
                 self._trial(entry.layout, is_final=True),
-                near if abs(guess / near - 1) <= _SCREEN_TOLERANCE else guess,
+                start_rate(_LONG_RUN * entry.rate, rates, _SCREEN_TOLERANCE),
                 self._question.effort.tolerance,
                 entry.bounds.rate,
                 is_rough=True,
@@ -293,7 +285,16 @@ class _Search:
         estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
         winner = finalists[0]
         asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
-        seen, (slower, cliff_rate) = self._beside(winner, finalists[1:], asked_rate)
+        look = CloserLook(
+            winner,
+            finalists[1:],
+            asked_rate,
+            tolerance=self._question.effort.tolerance,
+            short=self._trial(winner.layout),
+            long=replace(self._trial(winner.layout, is_final=True), seeds=self._first_seed),
+        )
+        self._pursue(look.pursuits, self._done(0.85, 1.0, len(look.pursuits), "losers, cliff and sensitivity"))
+        seen, cliff_rate, sensitivity = look.losers_at_rate(), look.cliff_rate(), look.sensitivity()
         assembled: list[Candidate] = []
         for entry in (*finalists, *screened, *estimated):
             index = finalists.index(entry) if entry.final else -1
@@ -308,7 +309,7 @@ class _Search:
                     is_final=entry.final is not None,
                     at_winners_rate=seen[index - 1] if index > 0 else None,
                     cliff_rate=cliff_rate if entry is winner else None,
-                    sensitivity=slower if entry is winner else (),
+                    sensitivity=sensitivity if entry is winner else (),
                     winner=assembled[0] if assembled else None,
                 )
             )
@@ -342,36 +343,6 @@ class _Search:
             num_simulated=len(simulated),
             num_requests=self._num_requests,
         )
-
-    # What is asked beside the rank; of short runs only the ratio to equally short ones is taken
-
-    def _beside(
-        self, winner: Entry, losers: Sequence[Entry], rate: float
-    ) -> tuple[list[Attainment], tuple[tuple[Sensitivity, ...], float | None]]:
-        """What losers make of a rate, or of one close to it at which they were seen; what slower steps would change for
-        the winner, and the rate at which its attainment falls to half of its target."""
-        known = [_seen_near(entry, rate, self._question.effort.tolerance) for entry in losers]
-        at_rate = {
-            entry: OneRate(replace(self._trial(entry.layout, is_final=True), seeds=self._first_seed), rate)
-            for entry, seen in zip(losers, known, strict=True)
-            if seen is None
-        }
-        assert winner.screened is not None
-        trial, short_rate, slo = self._trial(winner.layout), winner.screened.rate, self._question.slo
-        halved = replace(trial, slo=replace(slo, attainment=slo.attainment / 2))
-        # Rates of slower clusters are on their clock: see `slowed`.
-        starts = [
-            (halved, short_rate * _CLIFF),
-            (trial, short_rate),
-            *((slowed(trial, each), short_rate / sqrt(each)) for each in _TIME_FACTORS),
-        ]
-        searches = [GoodputSearch(each, start, _RATIO_TOLERANCE, is_bracketed=False) for each, start in starts]
-        pursuits: list[Pursuit] = [*at_rate.values(), *searches]
-        self._pursue(pursuits, self._done(0.85, 1.0, len(pursuits), "losers, cliff and sensitivity"))
-        seen = [
-            at_rate[entry].attainment() if each is None else each for entry, each in zip(losers, known, strict=True)
-        ]
-        return seen, _around(winner, *(search.goodput().rate for search in searches))
 
     # Helpers
 
@@ -437,23 +408,3 @@ class _Search:
 def _family(entry: Entry) -> tuple[bool, bool]:
     """Whether it is colocated, and whether it decodes in a pipeline."""
     return entry.layout.is_colocated, entry.layout.decode_pool.pipeline_parallel > 1
-
-
-def _seen_near(entry: Entry, rate: float, tolerance: float) -> Attainment | None:
-    """What a finalist made of about ``rate``."""
-    assert entry.final is not None
-    seen = entry.final.nearest(rate)
-    return seen if seen is not None and abs(seen.rate / rate - 1) <= tolerance else None
-
-
-def _around(
-    winner: Entry, cliff: float, as_predicted: float, *slower: float
-) -> tuple[tuple[Sensitivity, ...], float | None]:
-    """From the winner's goodputs in short runs, of which only ratios are taken."""
-    if not as_predicted:
-        return (), None
-    scale = winner.rate / as_predicted
-    sensitivity = [
-        Sensitivity(factor, scale * rate / factor) for factor, rate in zip(_TIME_FACTORS, slower, strict=True)
-    ]
-    return tuple(sensitivity), max(winner.rate, scale * cliff)

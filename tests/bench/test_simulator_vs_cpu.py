@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from pdserve.bench.calibration import saturation
@@ -131,3 +134,16 @@ def test_what_others_compute_is_told_from_what_is_ours() -> None:
     foreign_s = foreign_cpu_s(os.getpid()) - before_s
     all_cores_s = (os.cpu_count() or 1) * (time.monotonic() - began_s)
     assert -0.2 < foreign_s < all_cores_s - ours_s + 0.2
+
+
+def test_what_children_compute_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = psutil.cpu_times()
+    monkeypatch.setattr(psutil, "cpu_times", lambda: spent)  # as if the whole machine had stood still meanwhile
+    before_s, own_before_s = foreign_cpu_s(os.getpid()), time.process_time()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        watched = psutil.Process(child.pid)
+        while watched.cpu_times().user < 0.5:
+            time.sleep(0.01)
+        ours_s = time.process_time() - own_before_s + sum(watched.cpu_times()[:2])
+        assert before_s - foreign_cpu_s(os.getpid()) == pytest.approx(ours_s, abs=0.2)
+        child.kill()

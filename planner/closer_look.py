@@ -1,0 +1,94 @@
+"""What a plan tells beside the rank: how the losers do at the winner's rate, where the winner's cliff is, and what
+faster or slower steps would change.
+
+Used by `pdserve.planner.search`, which has the pursuits followed and then asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
+
+from pdserve.planner.attainment import Attainment
+from pdserve.planner.goodput import OneRate, Pursuit, Trial, slowed
+from pdserve.planner.goodput_search import GoodputSearch
+from pdserve.planner.plan import Sensitivity
+from pdserve.planner.ranking import Entry
+
+_TIME_FACTORS = (0.9, 1.1)
+_TOLERANCE = 0.1
+"""Of goodputs of which only ratios are taken."""
+_CLIFF = 1.25
+"""Times the goodput: a guess of where attainment falls to half of its target."""
+
+
+class CloserLook:
+    """At one winner. Cliff and sensitivity are short runs' ratios to one that is as short."""
+
+    def __init__(
+        self, winner: Entry, losers: Sequence[Entry], rate: float, *, tolerance: float, short: Trial, long: Trial
+    ) -> None:
+        """
+        Args:
+            losers: finalists, too.
+            rate: at which they are looked at.
+            tolerance: of their goodputs, as a share; a rate as near as that, at which one was seen, will do.
+            short: trial of the winner, for ratios.
+            long: trial of one seed, of whichever layout.
+        """
+        assert winner.screened is not None
+        self._winner = winner
+        self._known = [_seen_near(loser, rate, tolerance) for loser in losers]
+        self._at_rate = [
+            OneRate(replace(long, layout=loser.layout), rate)
+            for loser, seen in zip(losers, self._known, strict=True)
+            if seen is None
+        ]
+        short_rate = winner.screened.rate
+
+        def search(trial: Trial, start_rate: float) -> GoodputSearch:
+            return GoodputSearch(trial, start_rate, _TOLERANCE, is_bracketed=False)
+
+        halved = replace(short, slo=replace(short.slo, attainment=short.slo.attainment / 2))
+        self._as_predicted = search(short, short_rate)
+        self._cliff = search(halved, short_rate * _CLIFF)
+        # Their rates are on their own clock: see `slowed`.
+        self._slowed = [search(slowed(short, factor), short_rate / sqrt(factor)) for factor in _TIME_FACTORS]
+
+    @property
+    def pursuits(self) -> list[Pursuit]:
+        """To be followed before anything else is asked."""
+        return [*self._at_rate, self._cliff, self._as_predicted, *self._slowed]
+
+    def losers_at_rate(self) -> list[Attainment]:
+        """In order."""
+        simulated = iter(self._at_rate)
+        return [next(simulated).attainment() if seen is None else seen for seen in self._known]
+
+    def cliff_rate(self) -> float | None:
+        """At which the winner's attainment falls to half of its target; ``None`` where its short runs met none."""
+        scale = self._scale()
+        return None if scale is None else max(self._winner.rate, scale * self._cliff.goodput().rate)
+
+    def sensitivity(self) -> tuple[Sensitivity, ...]:
+        """What the winner would do, were its steps faster or slower; nothing where its short runs met no objective."""
+        scale = self._scale()
+        if scale is None:
+            return ()
+        return tuple(
+            Sensitivity(factor, scale * each.goodput().rate / factor)
+            for factor, each in zip(_TIME_FACTORS, self._slowed, strict=True)
+        )
+
+    def _scale(self) -> float | None:
+        """From short runs to long ones."""
+        rate = self._as_predicted.goodput().rate
+        return self._winner.rate / rate if rate else None
+
+
+def _seen_near(entry: Entry, rate: float, tolerance: float) -> Attainment | None:
+    """What a finalist made of about ``rate``."""
+    assert entry.final is not None
+    seen = entry.final.nearest(rate)
+    return seen if seen is not None and abs(seen.rate / rate - 1) <= tolerance else None
