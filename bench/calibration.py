@@ -5,13 +5,19 @@ Used by the benchmarks that hold `pdserve.planner.simulator` against real and em
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
+import numpy.typing as npt
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
+
+_NUM_HALVINGS = 5
 
 
 def saturation(
@@ -30,16 +36,56 @@ def saturation(
     return float((last - first) / (ended_s[last] - ended_s[first]))
 
 
-def overheads_between(measured: RequestTimes, simulated: RequestTimes) -> Overheads:
+def overheads_between(
+    measured: RequestTimes, simulated: RequestTimes, is_undisturbed: npt.NDArray[np.bool_] | None = None
+) -> Overheads:
     """What explains the difference of requests that met few others, the second simulated without overheads.
 
     The client sees sums only. Of what TTFT has too much, a sixth each is taken for a message to the router and for the
     answer's way to the client, as in the defaults of `Overheads`.
+
+    Args:
+        is_undisturbed: requests whose TTFT tells it; ``None`` takes all.
     """
-    ttft_s = float(np.median(measured.ttft_s - simulated.ttft_s))
+    late_s = measured.ttft_s - simulated.ttft_s
+    ttft_s = float(np.median(late_s if is_undisturbed is None else late_s[is_undisturbed]))
     stalls_s = [times.second_token_s - times.first_token_s for times in (measured, simulated)]
     pull_s = float(np.median(stalls_s[0] - stalls_s[1]))
     message_s = max(0.0, ttft_s / 6)
     return Overheads(
         arrival_s=4 * message_s, message_s=message_s, answer_s=message_s, pull_s=max(0.0, pull_s), turn_s=0.0
     )
+
+
+def pipelined_overheads(measured: RequestTimes, simulated: Callable[[Overheads], RequestTimes]) -> Overheads:
+    """The same of a cluster whose workers plan a step while the one before runs, with the turn between two steps.
+
+    There decode steps follow each other without one, so that TPOT does not tell it. But a prompt that came while the
+    only step in flight ran is heard of when that has ended: it is later than others by a turn.
+
+    Args:
+        simulated: of the requests that were measured.
+    """
+    bare = simulated(NO_OVERHEADS)
+    has_waited = bare.started_s > bare.arrived_s
+    overheads = overheads_between(measured, bare, ~has_waited)
+
+    def late_s(turn_s: float) -> float:
+        ttft_s = simulated(replace(overheads, turn_s=turn_s)).ttft_s
+        return float(np.median((measured.ttft_s - ttft_s)[has_waited]))
+
+    return replace(overheads, turn_s=found_turn(late_s))
+
+
+def found_turn(late_s: Callable[[float], float]) -> float:
+    """Seconds between two steps with which they follow each other as they did, so that ``late_s`` of them is 0.
+
+    A turn makes requests later by more than itself, because they stay longer, meet more others and wait for several.
+    """
+    low_s, high_s = 0.0, late_s(0.0)
+    if high_s <= 0:
+        return 0.0
+    for _ in range(_NUM_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (middle_s, high_s) if late_s(middle_s) > 0 else (low_s, middle_s)
+    return (low_s + high_s) / 2

@@ -32,7 +32,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -46,7 +46,7 @@ from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits, joined
 from pdserve.bench.awake_cores import awake_cores
-from pdserve.bench.calibration import overheads_between, saturation
+from pdserve.bench.calibration import found_turn, overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import measure_load
 from pdserve.bench.shapes import SHAPES
@@ -88,7 +88,6 @@ PROBE_SHARE = 0.4
 the others is in it."""
 NUM_PROBES = 40
 """Before each run."""
-_NUM_HALVINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,20 +229,6 @@ def foreign_cpu_s(cluster_pid: int) -> float:
             continue  # it has just ended
         own_s += times.user + times.system
     return float(sum(spent) - spent.idle - spent.iowait) - own_s
-
-
-def found_turn(late_s: Callable[[float], float]) -> float:
-    """Seconds between two steps with which they follow each other as they did, so that ``late_s`` of them is 0.
-
-    A turn makes steps later by more than itself, because requests stay longer and batches are larger.
-    """
-    low_s, high_s = 0.0, late_s(0.0)
-    if high_s <= 0:
-        return 0.0
-    for _ in range(_NUM_HALVINGS):
-        middle_s = (low_s + high_s) / 2
-        low_s, high_s = (middle_s, high_s) if late_s(middle_s) > 0 else (low_s, middle_s)
-    return (low_s + high_s) / 2
 
 
 def late_between(measured: RequestTimes, simulated: RequestTimes) -> float:

@@ -32,7 +32,7 @@ import psutil
 from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits
-from pdserve.bench.calibration import overheads_between, saturation
+from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.contracts.deployment import SloConfig
@@ -42,7 +42,7 @@ from pdserve.planner.lengths import LogNormalLengths
 from pdserve.planner.presets import PRESETS, preset
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
 
 SHARES_BELOW = (0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
@@ -90,7 +90,9 @@ class Comparison:
     def measure_overheads(self, probes: list[SimulatedRequest]) -> None:
         """What a request costs beside steps and transfers, from what ``probes`` take and what is simulated."""
         self._measure(probes[:NUM_WARM])  # code and caches are warm after it
-        self.overheads = overheads_between(self._measure(probes).times, self._simulate(probes))
+        self.overheads = pipelined_overheads(
+            self._measure(probes).times, lambda overheads: self._simulate(probes, overheads)
+        )
 
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> RateResult:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
@@ -101,7 +103,8 @@ class Comparison:
         lasted_s, after_s = time.monotonic() - began_s, self._cluster.cpu_seconds()
         cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
         agreement = Agreement(
-            measured=Figures.of(measured.times, SLO), simulated=Figures.of(self._simulate(requests), SLO)
+            measured=Figures.of(measured.times, SLO),
+            simulated=Figures.of(self._simulate(requests, self.overheads), SLO),
         )
         return RateResult(
             rate=rate,
@@ -116,8 +119,8 @@ class Comparison:
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
         return measure_load(self._cluster.url, requests, vocab_size=MODEL.shape.vocab_size, time_scale=self._time_scale)
 
-    def _simulate(self, requests: list[SimulatedRequest]) -> RequestTimes:
-        return simulate(MODEL, self._layout, requests, slo=SLO, overheads=self.overheads).times
+    def _simulate(self, requests: list[SimulatedRequest], overheads: Overheads) -> RequestTimes:
+        return simulate(MODEL, self._layout, requests, slo=SLO, overheads=overheads).times
 
 
 def invalid_reasons(

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdserve.bench.calibration import overheads_between, saturation
+from pdserve.bench.calibration import overheads_between, pipelined_overheads, saturation
 from pdserve.bench.emulated_llama import MODEL, placement
 from pdserve.bench.simulator_vs_emulation import LOGNORMAL, SLO
 from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.simulation import RequestTimes
+from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 
 LAYOUT = placement("h100-sxm", 1)
 PROBES = [SimulatedRequest(0.15 * number, 100 + 80 * number, 3) for number in range(10)]
@@ -31,6 +32,18 @@ def test_overheads_explain_what_simulated_requests_lack() -> None:
     again = simulate(MODEL, LAYOUT, PROBES, slo=SLO, overheads=found).times
     assert again.ttft_s == pytest.approx(late.ttft_s)
     assert np.median(again.second_token_s - late.second_token_s) == pytest.approx(0, abs=0.002)
+
+
+def test_turns_are_told_from_prompts_that_waited_for_a_step() -> None:
+    probes = LOGNORMAL.draw(150).at_rate(0.4 * saturation(MODEL, LAYOUT, LOGNORMAL, SLO))
+
+    def simulated(overheads: Overheads) -> RequestTimes:
+        return simulate(MODEL, LAYOUT, probes, slo=SLO, overheads=overheads).times
+
+    truth = Overheads(arrival_s=4e-4, message_s=1e-4, answer_s=1e-4, pull_s=2e-4, turn_s=2e-4)
+    found = pipelined_overheads(simulated(truth), simulated)
+    assert (found.arrival_s, found.turn_s) == pytest.approx((truth.arrival_s, truth.turn_s), rel=0.1)
+    assert pipelined_overheads(simulated(replace(truth, turn_s=0.0)), simulated).turn_s < 2e-5
 
 
 def test_a_cluster_keeps_up_below_saturation_and_not_beyond() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pdserve.bench.calibration import saturation
+from pdserve.bench.calibration import found_turn, saturation
 from pdserve.bench.cluster import RunningCluster
 from pdserve.bench.simulator_vs_cpu import (
     KV_BYTES,
@@ -26,7 +26,6 @@ from pdserve.bench.simulator_vs_cpu import (
     Run,
     deployment,
     foreign_cpu_s,
-    found_turn,
     late_between,
     served,
 )
