@@ -3,8 +3,10 @@
 Every decision is `DecodeScheduler`'s: who is admitted, reserved, preempted, and what is prefilled beside the decoding.
 But what each running sequence does from step to step is left to a `CountedBatch`. Where that cannot be, the scheduler
 plans rows as on a live worker, until again nothing but decoding goes on: when a running sequence ends before its time,
-when blocks run short, so that somebody must be preempted, and, in steps with prompts, where the pool caches content,
-because it is to know every block as soon as it is full.
+and when blocks run short, so that somebody must be preempted.
+
+A pool that caches content hears of an answer's blocks when the answer or the counting ends, not as each is full: nobody
+else's prompt goes on with an answer that is not over.
 
 Driven by `pdserve.planner.simulated_worker`. Every token of an answer is 0; of the tokens the events tell the first one
 of a sequence here, and the last one. Requests have one choice, and no step fails.
@@ -106,7 +108,7 @@ class CountedDecodeScheduler(DecodeScheduler):
 
     def _plan_decode(self, step: PlannedStep) -> None:
         batch = self._batch
-        if batch is None or self._pool.caches_content or not self._has_blocks_for(batch, 1):
+        if batch is None or not self._has_blocks_for(batch, 1):
             self._stop_counting()
             super()._plan_decode(step)
             return
@@ -143,6 +145,8 @@ class CountedDecodeScheduler(DecodeScheduler):
         if batch is None:
             return
         in_steps = batch.settle()
+        for sequence in self._running:
+            self._table.register_written(sequence)
         for step in self._table.steps_in_flight:
             others, rows = step.sequences, step.batch.rows
             step.sequences, step.batch.rows, step.num_counted_rows = [], [], 0

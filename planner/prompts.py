@@ -6,7 +6,8 @@ was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,11 +18,6 @@ from pdserve.planner.requests import Segment, SimulatedRequest
 _FIRST_PRIVATE_CONTENT = 2**31
 _STRIDE = 2654435761
 """Odd, so that contents begin at different tokens; 2**32 over the golden ratio (Knuth, TAOCP 3, section 6.4)."""
-
-
-def shares_prefixes(requests: Sequence[SimulatedRequest]) -> bool:
-    """Whether some prompt could begin like another."""
-    return any(request.segments or request.follow_up is not None for request in requests)
 
 
 class Prompt(NamedTuple):
@@ -46,8 +42,16 @@ class _Written(NamedTuple):
 class PromptBook:
     """Writes the prompts of one workload."""
 
-    def __init__(self, *, is_sharing: bool, block_size: int) -> None:
-        self.is_sharing = is_sharing
+    def __init__(self, requests: Iterable[SimulatedRequest], block_size: int) -> None:
+        """
+        Args:
+            requests: all first turns that are going to be written.
+        """
+        turns = [turn for request in requests for turn in _turns(request)]
+        self.is_sharing = any(turn.segments or turn.follow_up is not None for turn in turns)
+        """Whether some prompt could begin like another."""
+        uses = Counter([segment.content for turn in turns for segment in turn.segments])
+        self._shared = {content for content, num_uses in uses.items() if num_uses > 1}
         self._block_size = block_size
         self._num_private = 0
         self._written: dict[tuple[bytes, tuple[int, ...], Segment], _Written] = {}
@@ -77,7 +81,7 @@ class PromptBook:
         return self._extend(prompt, (0,) * num_output_tokens)
 
     def _append(self, prompt: Prompt, segment: Segment) -> Prompt:
-        if segment.content >= _FIRST_PRIVATE_CONTENT:
+        if segment.content not in self._shared:
             return self._append_private(prompt, segment)
         key = (prompt.block_hashes[-1] if prompt.block_hashes else b"", self._rest(prompt), segment)
         written = self._written.get(key)
@@ -111,6 +115,13 @@ class PromptBook:
             parent = block_hash(parent, pending[start : start + block_size])
             hashes.append(parent)
         return tuple(hashes)
+
+
+def _turns(request: SimulatedRequest) -> Iterator[SimulatedRequest]:
+    turn: SimulatedRequest | None = request
+    while turn is not None:
+        yield turn
+        turn = turn.follow_up
 
 
 def _first_token(segment: Segment) -> int:

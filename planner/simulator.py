@@ -36,7 +36,7 @@ from pdserve.engine.scheduler import (
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.prompts import Prompt, PromptBook, shares_prefixes
+from pdserve.planner.prompts import Prompt, PromptBook
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.sampler import Sampler
 from pdserve.planner.simulated_cluster import ClusterBuilder
@@ -139,7 +139,7 @@ class _Run:
         self._bounds = bounds
         self._agenda = Agenda()
         self._sampler = Sampler()
-        self._book = PromptBook(is_sharing=shares_prefixes(requests), block_size=model.block_size)
+        self._book = PromptBook(requests, model.block_size)
         self._ids = count(1)
         self._flights: list[SimulatedFlight] = []
         self._live: dict[int, SimulatedFlight] = {}
