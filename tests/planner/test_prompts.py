@@ -25,10 +25,12 @@ SEGMENTS = st.lists(st.builds(Segment, st.integers(0, 9), st.integers(1, 70)), m
 
 
 @given(st.lists(SEGMENTS, min_size=1, max_size=6), st.lists(SEGMENTS, max_size=2))
-def test_blocks_are_named_alike_exactly_where_tokens_are(first: list[list[Segment]], later: list[list[Segment]]) -> None:
+def test_blocks_are_named_alike_exactly_where_tokens_are(
+    turns: list[list[Segment]], later: list[list[Segment]]
+) -> None:
     """Those of a second turn, too, whose prompt is the first prompt, an answer, and a message."""
-    requests = [a_request(*segments) for segments in first]
-    for index, segments in enumerate(later[: len(first)]):
+    requests = [a_request(*segments) for segments in turns]
+    for index, segments in enumerate(later[: len(turns)]):
         num_before = requests[index].num_prompt_tokens + requests[index].num_output_tokens
         requests[index] = replace(requests[index], follow_up=a_request(*segments, num_before=num_before))
     book = PromptBook(requests, BLOCK_SIZE)
