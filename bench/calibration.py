@@ -5,14 +5,16 @@ Used by the benchmarks that hold `pdserve.planner.simulator` against real and em
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.simulated_worker import StepCorrections
 from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
@@ -25,12 +27,18 @@ def saturation(
     layout: Layout,
     workload: Workload,
     slo: SloConfig,
-    overheads: Overheads = NO_OVERHEADS,
+    corrections: Mapping[WorkerRole, StepCorrections] | None = None,
 ) -> float:
-    """Requests per second that a closed loop with more requests than places completes, once it is under way."""
+    """Requests per second that a closed loop with more requests than places completes, once it is under way.
+
+    Args:
+        corrections: of workers whose steps do not take as long as predicted.
+    """
     concurrency = 2 * sum(pool.replicas * pool.max_batch_size for pool in layout.pools if pool is not layout.prefill)
     requests = workload.draw(4 * concurrency, max_model_len=model.max_model_len).at_rate(1.0)
-    times = simulate(model, layout, requests, slo=slo, overheads=overheads, concurrency=concurrency).times
+    times = simulate(
+        model, layout, requests, slo=slo, overheads=NO_OVERHEADS, concurrency=concurrency, corrections=corrections
+    ).times
     ended_s = np.sort(times.last_token_s)
     first, last = len(ended_s) // 4, 3 * len(ended_s) // 4
     return float((last - first) / (ended_s[last] - ended_s[first]))

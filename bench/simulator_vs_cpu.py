@@ -5,8 +5,8 @@
 
 `pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file,
 which `--profile` takes up again. A cluster of one of each then serves the small shape of `pdserve.bench.shapes`, and an
-open loop sends Poisson arrivals at three shares of the simulated saturation, in turn, round after round.
-`pdserve.planner.simulator` gets the same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds
+open loop sends Poisson arrivals at three shares of saturation, in turn, round after round. Saturation is what a
+simulated closed loop completes at the speed that the cores have when it begins. `pdserve.planner.simulator` gets the same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds
 together, must agree within 10 %.
 
 Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
@@ -127,8 +127,9 @@ class Comparison:
         self._model = model
         self._layout = layout
 
-    def saturation(self) -> float:
-        return saturation(self._model, self._layout, WORKLOAD, SLO)
+    def saturation(self, ratios: StepTimeRatios) -> float:
+        """Requests per second, where steps take so many times as long as profiled."""
+        return saturation(self._model, self._layout, WORKLOAD, SLO, corrections_of(ratios))
 
     def measure(self, rate: float, num_requests: int, seed: int) -> Run:
         """Requests that no other seed has, at ``rate``."""
@@ -310,7 +311,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
         model, layout = served(folder, arguments.dtype, devices)
         with running_cluster(deployment(folder, arguments.dtype, profile)) as cluster, confined_to([own_core]):
             comparison = Comparison(cluster, model, layout)
-            saturation_rate = comparison.saturation()
+            saturation_rate = found_saturation(comparison, arguments.seed)
             loads = {share: share * saturation_rate for share in map(float, arguments.loads.split(","))}
             probes, runs = measure_in_turn(comparison, loads, PROBE_SHARE * saturation_rate, arguments, console)
             overheads = comparison.overheads(valid_of(probes) or probes)
@@ -327,6 +328,14 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
     }
 
 
+def found_saturation(comparison: Comparison, seed: int) -> float:
+    """Requests per second, at the speed that the cores have now."""
+    rate = comparison.saturation({})
+    for each in (seed, seed + 1):  # code and caches are warm after the first
+        rate = comparison.saturation(comparison.measure(PROBE_SHARE * rate, NUM_PROBES, each).ratios)
+    return rate
+
+
 def measure_in_turn(
     comparison: Comparison,
     loads: Mapping[float, float],
@@ -335,8 +344,7 @@ def measure_in_turn(
     console: Console,
 ) -> tuple[list[Run], dict[float, list[Run]]]:
     """Probes, and the runs of each share of saturation, whose rates are ``loads``."""
-    seeds = count(arguments.seed)
-    comparison.measure(probe_rate, NUM_PROBES, next(seeds))  # code and caches are warm after it
+    seeds = count(arguments.seed + 2)
     probes: list[Run] = []
     runs: dict[float, list[Run]] = {share: [] for share in loads}
     for number in range(2 * arguments.rounds):
