@@ -6,8 +6,8 @@
 `pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file,
 which `--profile` takes up again. A cluster of one of each then serves the small shape of `pdserve.bench.shapes`, and an
 open loop sends Poisson arrivals at three shares of saturation, in turn, round after round. Saturation is what a
-simulated closed loop completes at the speed that the cores have when it begins. `pdserve.planner.simulator` gets the same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds
-together, must agree within 10 %.
+simulated closed loop completes at the speed that the cores have when it begins. `pdserve.planner.simulator` gets the
+same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds together, must agree within 10 %.
 
 Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
 does, of which neither profile nor simulator know. The generator has the last core of the machine for itself, and the
