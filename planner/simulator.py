@@ -50,17 +50,18 @@ from pdserve.router.policy import PromptBlocks, choose_decode, choose_prefill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Seconds of what the cost model does not know of. The defaults are guesses of a cluster on one host."""
+    """Seconds of what the cost model does not know of. The defaults are about what `pdserve.bench.simulator_vs_cpu` and
+    `simulator_vs_emulation` found of clusters on one host of four cores."""
 
-    arrival_s: float = 1e-3
+    arrival_s: float = 4.5e-3
     """From a request's arrival to the worker's inbox: reading it, tokenising, routing."""
-    message_s: float = 3e-4
+    message_s: float = 1.1e-3
     """From a worker to the router, or back."""
-    answer_s: float = 3e-4
+    answer_s: float = 1.1e-3
     """From a token's arrival at the router to the client."""
     pull_s: float = 1e-3
     """Of a pull, beside the bytes: opening it, verifying, telling both engines."""
-    turn_s: float = 3e-4
+    turn_s: float = 1e-3
     """Of a step loop between two steps, unless it submitted the second before the first had ended."""
 
 

@@ -8,7 +8,9 @@ import pytest
 from pdserve.bench.calibration import overheads_between, pipelined_overheads, saturation
 from pdserve.bench.emulated_llama import MODEL, placement
 from pdserve.bench.simulator_vs_emulation import LOGNORMAL, SLO
+from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulated_worker import StepCorrections
 from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 
@@ -44,6 +46,12 @@ def test_turns_are_told_from_prompts_that_waited_for_a_step() -> None:
     found = pipelined_overheads(simulated(truth), simulated)
     assert (found.arrival_s, found.turn_s) == pytest.approx((truth.arrival_s, truth.turn_s), rel=0.1)
     assert pipelined_overheads(simulated(replace(truth, turn_s=0.0)), simulated).turn_s < 2e-5
+
+
+def test_saturation_of_slower_workers_is_lower() -> None:
+    slower = dict.fromkeys(WorkerRole, StepCorrections(2.0, 2.0))
+    rate = saturation(MODEL, LAYOUT, LOGNORMAL, SLO)
+    assert saturation(MODEL, LAYOUT, LOGNORMAL, SLO, slower) == pytest.approx(rate / 2, rel=0.02)
 
 
 def test_a_cluster_keeps_up_below_saturation_and_not_beyond() -> None:
