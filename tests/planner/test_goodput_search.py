@@ -80,7 +80,7 @@ def test_a_rough_search_takes_one_run_and_goes_on_where_it_was_once_it_is_asked_
     assert settled.interval.high - settled.interval.low < rough.interval.high - rough.interval.low
 
 
-@pytest.mark.parametrize(("start_rate", "is_met"), [(23.5, True), (26.0, False)], ids=["below", "above"])
+@pytest.mark.parametrize(("start_rate", "is_met"), [(24.0, True), (26.0, False)], ids=["below", "above"])
 def test_a_search_that_is_not_bracketed_ends_next_to_the_goodput_where_the_target_is_met(
     start_rate: float, *, is_met: bool
 ) -> None:
