@@ -73,9 +73,14 @@ def pipelined_overheads(measured: RequestTimes, simulated: Callable[[Overheads],
 
     Args:
         simulated: of the requests that were measured.
+
+    Raises:
+        ValueError: none of them waited, or all.
     """
     bare = simulated(NO_OVERHEADS)
     has_waited = bare.started_s > bare.arrived_s
+    if has_waited.all() or not has_waited.any():
+        raise ValueError("to tell a turn some prompts must wait for a step, and others not: choose another rate")
     overheads = overheads_between(measured, bare, ~has_waited)
 
     def late_s(turn_s: float) -> float:

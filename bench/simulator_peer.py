@@ -1,8 +1,8 @@
 """The peer's part of `pdserve.bench.simulator_speed`: DistServe's simulator on a file of requests.
 
-    python simulator_peer.py REQUESTS NUMBER
+    python simulator_peer.py CHECKOUT REQUESTS NUMBER
 
-Run by an interpreter that has simpy and pandas, in a checkout of DistServe, so it imports nothing of pdserve. OPT-13B
+Run by an interpreter that has simpy and pandas, on a checkout of DistServe, so it imports nothing of pdserve. OPT-13B
 is served by a prefill instance of TP 2 and a decode instance of TP 1. Written is one JSON line: CPU seconds of the
 event loop, and of all that DistServe's search pays for a point.
 """
@@ -10,16 +10,14 @@ event loop, and of all that DistServe's search pays for a point.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
 
-# It is run as a script: what lies in the checkout, not beside this file, is to be found.
-sys.path[0] = os.getcwd()
-
 
 def main() -> None:
+    checkout, requests, num_requests = sys.argv[1:]
+    sys.path[0] = checkout  # in place of this file's folder
     import simpy  # type: ignore[import-not-found, unused-ignore]
     from simdistserve.benchmarks.simulate_dist import (  # type: ignore[import-not-found, unused-ignore]
         parse_args,
@@ -37,7 +35,6 @@ def main() -> None:
         return result
 
     simpy.Environment.run = timed_run
-    requests, num_requests = sys.argv[1:]
     options = ["--workload", requests, "--N", num_requests, "--tp-prefill", "2", "--slas", "[]", "--slo-scales", "[1]"]
     criteria = ["--prefill-containment", "90", "--decode-containment", "90"]
     began_s = time.process_time()

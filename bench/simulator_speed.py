@@ -130,6 +130,7 @@ class Peer:
     """DistServe's simulator."""
 
     folder: Path
+    """A checkout of DistServe."""
     python: str
 
     def run(self, requests: Sequence[SimulatedRequest]) -> dict[str, float]:
@@ -146,8 +147,8 @@ class Peer:
             file = Path(work) / "requests.json"
             file.write_text(json.dumps(rows))
             script = Path(__file__).with_name("simulator_peer.py")
-            command = [self.python, str(script), str(file), str(len(rows))]
-            done = subprocess.run(command, cwd=self.folder, stdout=subprocess.PIPE, check=True)
+            command = [self.python, str(script), str(self.folder), str(file), str(len(rows))]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         cpu_s: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return cpu_s
 

@@ -87,7 +87,7 @@ PROBE_SHARE = 0.4
 """Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
 the others is in it."""
 NUM_PROBES = 40
-"""Before each run."""
+"""Before each run, and twice before the first for the rate at saturation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ plans rows as on a live worker, until again nothing but decoding goes on: when a
 and when blocks run short, so that somebody must be preempted.
 
 A pool that caches content hears of an answer's blocks when the answer or the counting ends, not as each is full: nobody
-else's prompt goes on with an answer that is not over.
+else's prompt goes on with an answer that is not over. Only requests whose whole prompts are equal see it: their answers
+are equal, too, and where blocks are scarce another one's may be kept than on a live worker.
 
 Driven by `pdserve.planner.simulated_worker`. Every token of an answer is 0; of the tokens the events tell the first one
 of a sequence here, and the last one. Requests have one choice, and no step fails.

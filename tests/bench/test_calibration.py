@@ -42,10 +42,18 @@ def test_turns_are_told_from_prompts_that_waited_for_a_step() -> None:
     def simulated(overheads: Overheads) -> RequestTimes:
         return simulate(MODEL, LAYOUT, probes, slo=SLO, overheads=overheads).times
 
-    truth = Overheads(arrival_s=4e-4, message_s=1e-4, answer_s=1e-4, pull_s=2e-4, turn_s=2e-4)
+    truth = Overheads(arrival_s=4e-4, message_s=1e-4, answer_s=1e-4, pull_s=2e-4, turn_s=1e-3)
     found = pipelined_overheads(simulated(truth), simulated)
     assert (found.arrival_s, found.turn_s) == pytest.approx((truth.arrival_s, truth.turn_s), rel=0.1)
     assert pipelined_overheads(simulated(replace(truth, turn_s=0.0)), simulated).turn_s < 2e-5
+
+
+def test_turns_cannot_be_told_where_nobody_waits() -> None:
+    def simulated(overheads: Overheads) -> RequestTimes:
+        return simulate(MODEL, LAYOUT, PROBES, slo=SLO, overheads=overheads).times
+
+    with pytest.raises(ValueError, match="rate"):
+        pipelined_overheads(simulated(NO_OVERHEADS), simulated)
 
 
 def test_saturation_of_slower_workers_is_lower() -> None:

@@ -26,6 +26,7 @@ from pdserve.bench.simulator_vs_cpu import (
     Run,
     deployment,
     foreign_cpu_s,
+    found_saturation,
     late_between,
     served,
 )
@@ -140,9 +141,40 @@ def test_what_children_compute_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_times", lambda: spent)  # as if the whole machine had stood still meanwhile
     before_s, own_before_s = foreign_cpu_s(os.getpid()), time.process_time()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        watched = psutil.Process(child.pid)
-        while watched.cpu_times().user < 0.5:
-            time.sleep(0.01)
-        after_s, ours_s = foreign_cpu_s(os.getpid()), time.process_time() - own_before_s + sum(watched.cpu_times()[:2])
-        child.kill()
+        try:
+            watched = psutil.Process(child.pid)
+            while watched.cpu_times().user < 0.5:
+                time.sleep(0.01)
+            after_s = foreign_cpu_s(os.getpid())
+            ours_s = time.process_time() - own_before_s + sum(watched.cpu_times()[:2])
+        finally:
+            child.kill()
     assert before_s - after_s == pytest.approx(ours_s, abs=0.2)
+
+
+def test_saturation_is_told_at_the_speed_of_the_cores(cluster: tuple[PlannedModel, Layout]) -> None:
+    """The second of two runs tells it, with requests that the first did not have."""
+
+    rates, seeds = [], []
+
+    class Measured(Comparison):
+        def measure(self, rate: float, num_requests: int, seed: int) -> Run:
+            rates.append(rate)
+            seeds.append(seed)
+            ratio = 3.0 if len(seeds) == 1 else 2.0
+            return replace(a_run, ratios=dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), ratio))
+
+    requests = WORKLOAD.draw(5).at_rate(1.0)
+    a_run = Run(
+        requests=requests,
+        times=simulate(*cluster, requests, slo=SLO).times,
+        ratios={},
+        generator_cpu_share=0.1,
+        foreign_cpu_share=0.0,
+        problems=[],
+    )
+    comparison = Measured(RunningCluster("", "", os.getpid(), 0.0), *cluster)
+    as_profiled = comparison.saturation({})
+    assert found_saturation(comparison, 7) == pytest.approx(as_profiled / 2, rel=0.02)
+    assert seeds == [7, 8]
+    assert rates == pytest.approx([0.4 * as_profiled, 0.4 * as_profiled / 3], rel=0.02)

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-import pytest
+from math import sqrt
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.bounds import Bounds, Resource
 from pdserve.planner.closer_look import CloserLook
 from pdserve.planner.goodput import Runner, Trial, attain, pursue, slowed
-from pdserve.planner.goodput_search import find_goodput
+from pdserve.planner.goodput_search import GoodputSearch, find_goodput
 from pdserve.planner.layout import Layout
+from pdserve.planner.plan import Sensitivity
 from pdserve.planner.ranking import Entry
 from tests.planner.stand_ins import SLO, disaggregated
 from tests.planner.test_goodput import SHORT, a_trial
@@ -47,18 +47,26 @@ def test_losers_are_looked_at_where_they_were_not_seen() -> None:
 
 def test_ratios_of_short_runs_are_put_to_the_long_goodput() -> None:
     winner = a_finalist(WINNER, 60.0)
-    look, short = a_look(winner, [], RATE), replace(a_trial(WINNER), seeds=(0,))
-    as_predicted = find_goodput(short, SHORT, 60.0, tolerance=0.02).rate
-    for factor, sensitivity in zip((0.9, 1.1), look.sensitivity(), strict=True):
-        actual = find_goodput(slowed(short, factor), SHORT, 60.0, tolerance=0.02).rate / factor
-        assert sensitivity.time_factor == factor
-        assert sensitivity.rate == pytest.approx(winner.rate * actual / as_predicted, rel=0.1)
+    assert winner.screened is not None
+    assert winner.final is not None
+    winner.final = replace(winner.final, rate=3 * winner.final.rate)
+    look, short, short_rate = a_look(winner, [], RATE), replace(a_trial(WINNER), seeds=(0,)), winner.screened.rate
+
+    def short_goodput(trial: Trial, start_rate: float) -> float:
+        search = GoodputSearch(trial, start_rate, 0.1, is_bracketed=False)
+        pursue(search, Runner(SHORT))
+        return search.goodput().rate
+
+    scale = winner.rate / short_goodput(short, short_rate)
+    faster, slower = (
+        Sensitivity(factor, scale * short_goodput(slowed(short, factor), short_rate / sqrt(factor)) / factor)
+        for factor in (0.9, 1.1)
+    )
+    assert look.sensitivity() == (faster, slower)
+    assert faster.rate > 1.05 * winner.rate
+    assert slower.rate < 0.95 * winner.rate
     halved = replace(short, slo=replace(SLO, attainment=SLO.attainment / 2))
-    cliff_rate = look.cliff_rate()
-    assert cliff_rate is not None
-    assert cliff_rate > winner.rate
-    at_cliff = find_goodput(halved, SHORT, 60.0, tolerance=0.02).rate
-    assert cliff_rate == pytest.approx(winner.rate * at_cliff / as_predicted, rel=0.1)
+    assert look.cliff_rate() == scale * short_goodput(halved, 1.25 * short_rate) > 1.05 * winner.rate
 
 
 def test_where_short_runs_meet_nothing_no_ratio_is_told() -> None:
