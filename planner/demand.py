@@ -83,8 +83,7 @@ def _in_turns(requests: Sequence[SimulatedRequest]) -> Iterator[tuple[SimulatedR
     seen: set[tuple[int, ...]] = set()
     for request in requests:
         num_before = 0
-        turn: SimulatedRequest | None = request
-        while turn is not None:
+        for turn in request.turns():
             num_known = num_before
             path: tuple[int, ...] = ()
             if not num_before:
@@ -95,4 +94,3 @@ def _in_turns(requests: Sequence[SimulatedRequest]) -> Iterator[tuple[SimulatedR
                     seen.add(path)
             yield turn, num_known
             num_before = turn.num_prompt_tokens + turn.num_output_tokens
-            turn = turn.follow_up

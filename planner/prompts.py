@@ -7,7 +7,7 @@ was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ class PromptBook:
         Args:
             requests: all first turns that are going to be written.
         """
-        turns = [turn for request in requests for turn in _turns(request)]
+        turns = [turn for request in requests for turn in request.turns()]
         self.is_sharing = any(turn.segments or turn.follow_up is not None for turn in turns)
         """Whether some prompt could begin like another."""
         uses = Counter([segment.content for turn in turns for segment in turn.segments])
@@ -115,13 +115,6 @@ class PromptBook:
             parent = block_hash(parent, pending[start : start + block_size])
             hashes.append(parent)
         return tuple(hashes)
-
-
-def _turns(request: SimulatedRequest) -> Iterator[SimulatedRequest]:
-    turn: SimulatedRequest | None = request
-    while turn is not None:
-        yield turn
-        turn = turn.follow_up
 
 
 def _first_token(segment: Segment) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,3 +29,10 @@ class SimulatedRequest:
     follow_up: SimulatedRequest | None = None
     """The next turn of its conversation. Its prompt is this prompt, this answer, and its own ``segments``, which are
     the new message alone; its ``num_prompt_tokens`` count all of them."""
+
+    def turns(self) -> Iterator[SimulatedRequest]:
+        """This one and all that follow up, in order."""
+        turn: SimulatedRequest | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.follow_up

@@ -6,7 +6,6 @@ numbers): they see the same lengths, in the same order, at the same pattern of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,7 +55,7 @@ class WorkloadSample:
     @property
     def num_requests(self) -> int:
         """Every turn counted."""
-        return sum(1 for _ in self._turns())
+        return sum(1 for conversation in self.conversations for _ in conversation.turns())
 
     def at_rate(self, requests_per_s: float) -> list[SimulatedRequest]:
         """The requests to simulate, in order of arrival.
@@ -79,13 +78,6 @@ class WorkloadSample:
     def statistics(self) -> WorkloadStatistics:
         """Of what was drawn."""
         return measure(self.conversations, self.arrivals.at_rate(self.unit_times, 1.0))
-
-    def _turns(self) -> Iterator[SimulatedRequest]:
-        for conversation in self.conversations:
-            turn: SimulatedRequest | None = conversation
-            while turn is not None:
-                yield turn
-                turn = turn.follow_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +139,7 @@ def trace_workload(
 def _clamp(conversations: list[SimulatedRequest], max_model_len: int) -> tuple[list[SimulatedRequest], Clamped]:
     fitted, clamped = [], Clamped()
     for conversation in conversations:
-        turns = _turns_of(conversation)
+        turns = list(conversation.turns())
         longest = turns[-1]
         if longest.num_prompt_tokens + longest.num_output_tokens > max_model_len:
             conversation, its = _clamp_conversation(turns, max_model_len)
@@ -173,13 +165,6 @@ def _clamp_conversation(turns: list[SimulatedRequest], max_model_len: int) -> tu
     return turn, Clamped(
         int(num_prompt_tokens < last.num_prompt_tokens), int(num_output_tokens < last.num_output_tokens), num_left_out
     )
-
-
-def _turns_of(conversation: SimulatedRequest) -> list[SimulatedRequest]:
-    turns = [conversation]
-    while turns[-1].follow_up is not None:
-        turns.append(turns[-1].follow_up)
-    return turns
 
 
 def _cut(segments: tuple[Segment, ...], num_tokens: int) -> tuple[Segment, ...]:

@@ -61,14 +61,12 @@ def measure(conversations: list[SimulatedRequest], arrived_s: FloatArray) -> Wor
     cacheable: list[int] = []
     seen = _PromptTree()
     for conversation in conversations:
-        turn: SimulatedRequest | None = conversation
         num_cacheable = seen.add(conversation.segments)
-        while turn is not None:
+        for turn in conversation.turns():
             prompts.append(turn.num_prompt_tokens)
             outputs.append(turn.num_output_tokens)
             cacheable.append(num_cacheable)
             num_cacheable = turn.num_prompt_tokens + turn.num_output_tokens
-            turn = turn.follow_up
     gaps_s = np.diff(arrived_s)
     return WorkloadStatistics(
         num_prompt_tokens=np.array(prompts),

@@ -18,10 +18,10 @@ WINNER, LOSER = disaggregated(2, 1), disaggregated(1, 1)
 RATE = 50.0
 
 
-def a_finalist(layout: Layout, start_rate: float, slo: SloConfig = SLO) -> Entry:
+def a_finalist(layout: Layout, start_rate: float) -> Entry:
     entry = Entry(layout, Bounds(rate=100.0, estimate=start_rate, resource=Resource.LINK), 1.0)
-    entry.screened = find_goodput(replace(a_trial(layout, slo), seeds=(0,)), SHORT, start_rate, tolerance=0.15)
-    entry.final = find_goodput(a_trial(layout, slo), SHORT, start_rate, tolerance=0.05)
+    entry.screened = find_goodput(replace(a_trial(layout), seeds=(0,)), SHORT, start_rate, tolerance=0.15)
+    entry.final = find_goodput(a_trial(layout), SHORT, start_rate, tolerance=0.05)
     return entry
 
 
