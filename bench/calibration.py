@@ -5,7 +5,7 @@ Used by the benchmarks that hold `pdserve.planner.simulator` against real and em
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,12 +27,12 @@ def saturation(
     layout: Layout,
     workload: Workload,
     slo: SloConfig,
-    corrections: Mapping[WorkerRole, StepCorrections] | None = None,
+    corrections: Mapping[WorkerRole, Sequence[StepCorrections]] | None = None,
 ) -> float:
     """Requests per second that a closed loop with more requests than places completes, once it is under way.
 
     Args:
-        corrections: of workers whose steps do not take as long as predicted.
+        corrections: of workers whose steps do not take as long as predicted; see `simulate`.
     """
     concurrency = 2 * sum(pool.replicas * pool.max_batch_size for pool in layout.pools if pool is not layout.prefill)
     requests = workload.draw(4 * concurrency, max_model_len=model.max_model_len).at_rate(1.0)

@@ -16,11 +16,11 @@ the load. What HTTP, gRPC and the step loops take is measured on other requests 
 gives the simulator's `Overheads`.
 
 The speed of shared cores changes within seconds, which no profile can know: hence the rounds, each of a few seconds. Of
-each the simulator is given what the router learns meanwhile: by how much steps with prompts in them, and others, took
-longer than predicted. What it says without that correction is kept beside it. A run during which the generator was
-late, or other programs or the machine's host took more than a twentieth of the machine, does not count and is repeated,
-in as many further rounds at most. Cores are kept awake, or the host would take them away whenever they have nothing to
-do (`pdserve.bench.awake_cores`).
+each the simulator is given what the router learns meanwhile: second by second, by how much steps with prompts in them,
+and others, took longer than predicted. What it says without that correction is kept beside it. A run during which the
+generator was late, or other programs or the machine's host took more than a twentieth of the machine, does not count
+and is repeated, in as many further rounds at most. Cores are kept awake, or the host would take them away whenever they
+have nothing to do (`pdserve.bench.awake_cores`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits, jo
 from pdserve.bench.awake_cores import awake_cores
 from pdserve.bench.calibration import found_turn, overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
-from pdserve.bench.load import measure_load
+from pdserve.bench.load import LEAD_S, measure_load
 from pdserve.bench.shapes import SHAPES
 from pdserve.bench.step_times import StepTimeRatios, watched_step_times
 from pdserve.contracts.deployment import SloConfig
@@ -97,6 +97,8 @@ class Run:
     requests: list[SimulatedRequest]
     times: RequestTimes
     ratios: StepTimeRatios
+    ratios_over_time: Sequence[tuple[float, StepTimeRatios]]
+    """Since when, on the clock of `times`."""
     generator_cpu_share: float
     foreign_cpu_share: float
     """Of all cores together, what was neither the cluster nor the generator."""
@@ -129,13 +131,14 @@ class Comparison:
 
     def saturation(self, ratios: StepTimeRatios) -> float:
         """Requests per second, where steps take so many times as long as profiled."""
-        return saturation(self._model, self._layout, WORKLOAD, SLO, corrections_of(ratios))
+        return saturation(self._model, self._layout, WORKLOAD, SLO, corrections_of([(0.0, ratios)]))
 
     def measure(self, rate: float, num_requests: int, seed: int) -> Run:
         """Requests that no other seed has, at ``rate``."""
         requests = WORKLOAD.draw(num_requests, seed, max_model_len=self._model.max_model_len).at_rate(rate)
         before_s, began_s = foreign_cpu_s(self._cluster.pid), time.monotonic()
-        with watched_step_times(self._cluster.admin_url) as ratios:
+        with watched_step_times(self._cluster.admin_url) as step_times:
+            started_s = time.monotonic() + LEAD_S
             measured = measure_load(
                 self._cluster.url, requests, vocab_size=self._model.shape.vocab_size, temperature=1.0
             )
@@ -149,7 +152,8 @@ class Comparison:
         return Run(
             requests=requests,
             times=measured.times,
-            ratios=ratios,
+            ratios=step_times.ratios(),
+            ratios_over_time=[(from_s - started_s, ratios) for from_s, ratios in step_times.ratios_over_time()],
             generator_cpu_share=measured.health.cpu_share,
             foreign_cpu_share=round(foreign_share, 3),
             problems=problems,
@@ -197,20 +201,24 @@ class Comparison:
         )
 
     def simulated(self, run: Run, overheads: Overheads, *, is_corrected: bool = True) -> RequestTimes:
-        """The same requests; ``is_corrected`` with steps as much longer than profiled as they were in the run."""
-
-        corrections = corrections_of(run.ratios) if is_corrected else None
+        """The same requests; ``is_corrected`` with steps as much longer than profiled as they were just then."""
+        corrections = corrections_of(run.ratios_over_time) if is_corrected else None
         return simulate(
             self._model, self._layout, run.requests, slo=SLO, overheads=overheads, corrections=corrections
         ).times
 
 
-def corrections_of(ratios: StepTimeRatios) -> dict[WorkerRole, StepCorrections]:
+def corrections_of(
+    ratios_over_time: Sequence[tuple[float, StepTimeRatios]],
+) -> dict[WorkerRole, list[StepCorrections]]:
     """Steps of a kind that a role never made take as much longer as its others."""
-    return {
-        role: StepCorrections(ratios.get((role, "prefill"), others), ratios.get((role, "decode"), others))
-        for role, others in {role: ratio for (role, _), ratio in ratios.items()}.items()
-    }
+    corrections: dict[WorkerRole, list[StepCorrections]] = {}
+    for from_s, ratios in ratios_over_time:
+        for role in dict.fromkeys(role for role, _ in ratios):
+            prefill, decode = ratios.get((role, "prefill")), ratios.get((role, "decode"))
+            correction = StepCorrections(prefill or decode or 1.0, decode or prefill or 1.0, from_s)
+            corrections.setdefault(role, []).append(correction)
+    return corrections
 
 
 def valid_of(runs: Iterable[Run]) -> list[Run]:

@@ -1,4 +1,4 @@
-"""How much longer the steps of a running cluster take than its cost model predicts, over a while.
+"""How much longer the steps of a running cluster take than its cost model predicts, over a while and second by second.
 
 The router's metrics count both, for each worker and kind of step; what grew between two looks at them is compared.
 Whole sums, because a few long steps are most of what requests wait for, and short ones most of the steps.
@@ -6,15 +6,25 @@ Whole sums, because a few long steps are most of what requests wait for, and sho
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.contracts import metrics
 from pdserve.contracts.placement import WorkerRole
+
+LOOK_EVERY_S = 1.0
+_USUAL_S = 0.1
+"""Predicted seconds of steps that took as long as usual, which are counted beside those between two looks: where there
+were few, or none, they say little of how fast the cores were."""
 
 Steps = tuple[WorkerRole, str]
 """Of one role and kind (`pdserve.router.metrics.STEP_KINDS`)."""
@@ -24,36 +34,88 @@ StepTimeRatios = dict[Steps, float]
 _OBSERVED, _PREDICTED = f"{metrics.STEP_SECONDS.name}_sum", f"{metrics.PREDICTED_STEP_SECONDS.name}_total"
 
 
+class _Sums(NamedTuple):
+    observed_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What the router's metrics have said."""
+
+    looks: list[tuple[float, str]] = field(default_factory=list)
+    """Instants of `time.monotonic`, and what the router said then; at least two."""
+
+    def ratios(self) -> StepTimeRatios:
+        """From the first look to the last."""
+        made = _made_between(self.looks[0][1], self.looks[-1][1])
+        return {steps: sums.observed_s / sums.predicted_s for steps, sums in made.items()}
+
+    def ratios_over_time(self) -> list[tuple[float, StepTimeRatios]]:
+        """From each look to the next, with the instant of the first; the same steps as in `ratios` everywhere."""
+        usual = self.ratios()
+        found = []
+        for (began_s, before), (_, after) in pairwise(self.looks):
+            made = _made_between(before, after)
+            ratios = {}
+            for steps, ratio in usual.items():
+                observed_s, predicted_s = made.get(steps, _Sums(0.0, 0.0))
+                ratios[steps] = (observed_s + _USUAL_S * ratio) / (predicted_s + _USUAL_S)
+            found.append((began_s, ratios))
+        return found
+
+
 @contextmanager
-def watched_step_times(admin_url: str) -> Iterator[StepTimeRatios]:
-    """What is yielded holds the ratios once the context has ended.
+def watched_step_times(admin_url: str, every_s: float = LOOK_EVERY_S) -> Iterator[StepTimes]:
+    """What is yielded holds all looks once the context has ended.
 
     Raises:
-        httpx.HTTPError: nobody answered at ``admin_url``.
+        httpx.HTTPError: nobody answers at ``admin_url``, or no longer.
     """
-    before = _metrics(admin_url)
-    ratios: StepTimeRatios = {}
-    yield ratios
-    ratios.update(ratios_between(before, _metrics(admin_url)))
+    times = StepTimes()
+    has_ended = threading.Event()
+    failures: list[httpx.HTTPError] = []
+
+    def look() -> None:
+        text = client.get(f"{admin_url}/metrics").raise_for_status().text
+        times.looks.append((time.monotonic(), text))
+
+    def watch() -> None:
+        try:
+            while not has_ended.wait(every_s):
+                look()
+        except httpx.HTTPError as error:
+            failures.append(error)
+
+    with httpx.Client(trust_env=False) as client:
+        look()
+        watching = threading.Thread(target=watch, name="step-times")
+        watching.start()
+        try:
+            yield times
+        finally:
+            has_ended.set()
+            watching.join()
+        if failures:
+            raise failures[0]
+        look()
 
 
-def ratios_between(before: str, after: str) -> StepTimeRatios:
-    """Of what two scrapes of the router's metrics count, the second more than the first."""
-    old, new = _seconds(before), _seconds(after)
-    grown = {key: seconds - old.get(key, 0.0) for key, seconds in new.items()}
-    made = [steps for name, steps in grown if name == _PREDICTED and grown[name, steps] > 0]
-    return {steps: grown[_OBSERVED, steps] / grown[_PREDICTED, steps] for steps in made}
+def _made_between(before: str, after: str) -> dict[Steps, _Sums]:
+    """By how much the sums of two looks differ, where steps were made."""
+    old, new = _sums(before), _sums(after)
+    grown = {
+        steps: _Sums(*(now - then for now, then in zip(sums, old.get(steps, (0.0, 0.0)), strict=True)))
+        for steps, sums in new.items()
+    }
+    return {steps: sums for steps, sums in grown.items() if sums.predicted_s > 0}
 
 
-def _seconds(text: str) -> dict[tuple[str, Steps], float]:
-    """Both sums, of all workers of a role."""
+def _sums(text: str) -> dict[Steps, _Sums]:
+    """Of all workers of a role."""
     seconds: defaultdict[tuple[str, Steps], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in (_OBSERVED, _PREDICTED):
                 seconds[sample.name, (WorkerRole(sample.labels["role"]), sample.labels["kind"])] += sample.value
-    return seconds
-
-
-def _metrics(admin_url: str) -> str:
-    return httpx.get(f"{admin_url}/metrics", trust_env=False).raise_for_status().text
+    return {steps: _Sums(seconds[_OBSERVED, steps], seconds[_PREDICTED, steps]) for _, steps in list(seconds)}

@@ -6,7 +6,7 @@ share of blocks and places: while one lane's step is in the second stage, the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -120,7 +120,7 @@ class ClusterBuilder:
     is_sharing: bool
     """Whether prompts may begin alike, so that blocks must be known by content."""
     turn_s: float
-    corrections: Mapping[WorkerRole, StepCorrections]
+    corrections: Mapping[WorkerRole, Sequence[StepCorrections]]
     agenda: Agenda
     listener: WorkerListener
 
@@ -168,7 +168,7 @@ class ClusterBuilder:
             listener=self.listener,
             pipeline_depth=pool.hardware.pipeline_depth,
             turn_s=self.turn_s,
-            corrections=self.corrections.get(pool.role, AS_PREDICTED),
+            corrections=self.corrections.get(pool.role, (AS_PREDICTED,)),
         )
         return Seat(worker, block_pool, pool.max_batch_tokens, max_batch_size, host)
 

@@ -14,7 +14,7 @@ planned it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil, sqrt
 from typing import NamedTuple, Protocol
 
@@ -38,6 +38,8 @@ class StepCorrections(NamedTuple):
     prefill: float = 1.0
     """Those with rows of several new tokens."""
     decode: float = 1.0
+    from_s: float = 0.0
+    """Since when, on the simulation's clock."""
 
 
 AS_PREDICTED = StepCorrections()
@@ -121,19 +123,21 @@ class SimulatedWorker:
         listener: WorkerListener,
         pipeline_depth: int = 2,
         turn_s: float = 0.0,
-        corrections: StepCorrections = AS_PREDICTED,
+        corrections: Sequence[StepCorrections] = (AS_PREDICTED,),
     ) -> None:
         """
         Args:
             pipeline_depth: of the executor: 1 or 2.
             turn_s: seconds that the loop itself takes between two steps, unless the second was submitted before the
                 first had ended.
+            corrections: at least one, in order; a step has the one of the turn that plans it.
         """
         self.worker_id = worker_id
         self.role = role
         self.scheduler = scheduler
         self.cost = cost
-        self.corrections = corrections
+        self.corrections = corrections[0]
+        """As of the last turn."""
         self.busy_s = 0.0
         self.held_block_s = 0.0
         """Seconds that KV blocks were referenced, summed over the blocks: one that is shared counts once."""
@@ -156,6 +160,7 @@ class SimulatedWorker:
         self._num_ahead = pipeline_depth - 1
         """Steps that are planned while one runs."""
         self._turn_s = turn_s
+        self._next_corrections = deque(corrections[1:])
         self._agenda = agenda
         self._listener = listener
         self._inbox: list[Message] = []
@@ -204,6 +209,8 @@ class SimulatedWorker:
         now_s = self._agenda.now_s
         self.held_block_s += self._block_pool.num_referenced * (now_s - self._held_until_s)
         self._held_until_s = now_s
+        while self._next_corrections and self._next_corrections[0].from_s <= now_s:
+            self.corrections = self._next_corrections.popleft()
         had_step = self._run is not None or bool(self._steps)
         if self._run is not None:
             self._end_run(self._run)
@@ -298,6 +305,8 @@ class SimulatedWorker:
         self._run = _Run(quiet, begins_s, first_s, growth_s)
         self._run_length = quiet.num_steps
         self._turn_at(self._run.end_s(quiet.num_steps - self._num_ahead))
+        if self._next_corrections:
+            self._cut_run(max(1, self._run.num_ended(self._next_corrections[0].from_s)))
         return True
 
     def _cut_run(self, num_steps: int) -> None:

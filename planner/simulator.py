@@ -93,7 +93,7 @@ def simulate(
     max_missed: int | None = None,
     sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
-    corrections: Mapping[WorkerRole, StepCorrections] | None = None,
+    corrections: Mapping[WorkerRole, Sequence[StepCorrections]] | None = None,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
 
@@ -108,7 +108,8 @@ def simulate(
             times of those under way are NaN then. ``None`` runs to the end.
         sample_every_s: not 0: fill `Simulation.timelines` at such distances.
         cost_of: predicts a pool's workers; by default `Pool.cost`.
-        corrections: of workers whose steps take longer or less long than that, which the policy knows.
+        corrections: of workers whose steps take longer or less long than that, which the policy knows; of each role at
+            least one, in order of their times.
 
     Raises:
         ValueError: the model does not fit, or does not divide as the layout says.
@@ -136,7 +137,7 @@ class _Run:
         overheads: Overheads,
         bounds: _Bounds,
         cost_of: Callable[[Pool], CostModel] | None,
-        corrections: Mapping[WorkerRole, StepCorrections],
+        corrections: Mapping[WorkerRole, Sequence[StepCorrections]],
     ) -> None:
         self._model = model
         self._slo = slo

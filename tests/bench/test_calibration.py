@@ -57,7 +57,7 @@ def test_turns_cannot_be_told_where_nobody_waits() -> None:
 
 
 def test_saturation_of_slower_workers_is_lower() -> None:
-    slower = dict.fromkeys(WorkerRole, StepCorrections(2.0, 2.0))
+    slower = dict.fromkeys(WorkerRole, (StepCorrections(2.0, 2.0),))
     rate = saturation(MODEL, LAYOUT, LOGNORMAL, SLO)
     assert saturation(MODEL, LAYOUT, LOGNORMAL, SLO, slower) == pytest.approx(rate / 2, rel=0.02)
 

@@ -24,6 +24,7 @@ from pdserve.bench.simulator_vs_cpu import (
     Comparison,
     LoadResult,
     Run,
+    corrections_of,
     deployment,
     foreign_cpu_s,
     found_saturation,
@@ -34,6 +35,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.simulated_worker import StepCorrections
 from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, simulate
 from pdserve.router.metrics import STEP_KINDS
@@ -97,6 +99,7 @@ def test_runs_that_were_disturbed_do_not_count(cluster: tuple[PlannedModel, Layo
             requests=requests,
             times=simulate(*cluster, requests, slo=SLO, overheads=NO_OVERHEADS).times,
             ratios=ratios,
+            ratios_over_time=[(0.0, ratios)],
             generator_cpu_share=0.1,
             foreign_cpu_share=0.0,
             problems=[*problems],
@@ -115,6 +118,39 @@ def test_runs_that_were_disturbed_do_not_count(cluster: tuple[PlannedModel, Layo
     assert disturbed.invalid == ["only 1 of 2 runs count: the machine was busy"]
     assert disturbed.num_requests == 20
     assert disturbed.as_profiled.relative_errors["tpot_p90_s"] == 0.0
+
+
+def test_cores_that_become_slower_are_simulated_so(cluster: tuple[PlannedModel, Layout]) -> None:
+    comparison = Comparison(RunningCluster("", "", os.getpid(), 0.0), *cluster)
+    steps = list(itertools.product(WorkerRole, STEP_KINDS))
+    requests = WORKLOAD.draw(40).at_rate(4.0)
+    run = Run(
+        requests=requests,
+        times=simulate(*cluster, requests, slo=SLO).times,
+        ratios=dict.fromkeys(steps, 2.0),
+        ratios_over_time=[(0.0, dict.fromkeys(steps, 1.0)), (5.0, dict.fromkeys(steps, 3.0))],
+        generator_cpu_share=0.1,
+        foreign_cpu_share=0.0,
+        problems=[],
+    )
+    as_profiled, corrected = (comparison.simulated(run, NO_OVERHEADS, is_corrected=each) for each in (False, True))
+    slower = corrected.tpot_s / as_profiled.tpot_s
+    is_early, is_late = as_profiled.last_token_s < 5.0, as_profiled.arrived_s > 5.0
+    assert slower[is_early] == pytest.approx(1.0)
+    assert (slower[is_late] > 2.5).all()
+    assert is_early.any()
+    assert is_late.any()
+
+
+def test_steps_of_a_kind_that_were_never_made_are_as_slow_as_the_others() -> None:
+    prefilling, decoding = (WorkerRole.PREFILL, "prefill"), (WorkerRole.DECODE, "decode")
+    both = (WorkerRole.DECODE, "prefill")
+    assert corrections_of(
+        [(0.0, {prefilling: 2.0, decoding: 3.0}), (1.0, {prefilling: 1.5, both: 4.0, decoding: 5.0})]
+    ) == {
+        WorkerRole.PREFILL: [StepCorrections(2.0, 2.0, 0.0), StepCorrections(1.5, 1.5, 1.0)],
+        WorkerRole.DECODE: [StepCorrections(3.0, 3.0, 0.0), StepCorrections(4.0, 5.0, 1.0)],
+    }
 
 
 def test_loads_below_saturation_are_kept_up_with(cluster: tuple[PlannedModel, Layout]) -> None:
@@ -169,6 +205,7 @@ def test_saturation_is_told_at_the_speed_of_the_cores(cluster: tuple[PlannedMode
         requests=requests,
         times=simulate(*cluster, requests, slo=SLO).times,
         ratios={},
+        ratios_over_time=[],
         generator_cpu_share=0.1,
         foreign_cpu_share=0.0,
         problems=[],

@@ -209,7 +209,8 @@ def test_a_synchronous_loop_hears_of_a_prompt_one_step_earlier() -> None:
 def test_counting_steps_is_as_good_as_planning_them(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that looks ahead over quiet steps does what one that plans each of them does."""
     requests = poisson(8, 150)
-    corrections = dict.fromkeys(WorkerRole, StepCorrections(prefill=1.1, decode=0.8))
+    of_both = StepCorrections(1.1, 0.8), StepCorrections(1.2, 1.3, from_s=4.0), StepCorrections(0.9, 1.1, from_s=9.0)
+    corrections = dict.fromkeys(WorkerRole, of_both)
     counted = simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=corrections)
     monkeypatch.setattr(CountedDecodeScheduler, "quiet_steps", lambda self, now_s: NO_QUIET_STEPS)
     monkeypatch.setattr(CountedDecodeScheduler, "is_decoding_only", lambda self: False)
@@ -298,7 +299,7 @@ def test_steps_of_each_kind_take_as_much_longer_as_they_are_corrected() -> None:
             [SimulatedRequest(1.0, 1000, 50)],
             slo=slo,
             overheads=NO_OVERHEADS,
-            corrections={WorkerRole(role): correction for role, correction in corrections.items()},
+            corrections={WorkerRole(role): [correction] for role, correction in corrections.items()},
         ).times
         return float(times.ttft_s[0]), float((times.last_token_s - times.second_token_s)[0])
 
@@ -310,11 +311,31 @@ def test_steps_of_each_kind_take_as_much_longer_as_they_are_corrected() -> None:
             assert corrected == pytest.approx((prefilling * ttft_s, decoding * decoding_s))
 
 
+@pytest.mark.parametrize("layout", [disaggregated(), synchronous(disaggregated())], ids=str)
+def test_corrections_change_while_steps_are_made(layout: Layout) -> None:
+    """Of 1,000 steps as many are three times as long as remained when that began."""
+
+    def ended_s(*corrections: StepCorrections) -> float:
+        requests = [SimulatedRequest(0.0, 16, 1000)]
+        of_roles = dict.fromkeys(WorkerRole, corrections)
+        times = simulate(
+            LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS, corrections=of_roles
+        ).times
+        return float(times.last_token_s[0])
+
+    usual_s = ended_s(StepCorrections())
+    for from_s in (0.3 * usual_s, 0.6 * usual_s):
+        expected_s = from_s + 3 * (usual_s - from_s)
+        assert ended_s(StepCorrections(), StepCorrections(3.0, 3.0, from_s)) == pytest.approx(expected_s, rel=0.01)
+    far_s = 10 * usual_s
+    assert ended_s(StepCorrections(), StepCorrections(3.0, 3.0, far_s)) == pytest.approx(usual_s)
+
+
 def test_the_policy_knows_of_corrections() -> None:
     requests = poisson(25, 100)
 
     def num_pulls(correction: float) -> int:
-        corrections = {WorkerRole.DECODE: StepCorrections(correction, correction)}
+        corrections = {WorkerRole.DECODE: [StepCorrections(correction, correction)]}
         workers = simulate(LLAMA_3_8B, disaggregated(), requests, slo=LENIENT, corrections=corrections).workers
         return sum(worker.num_pulls for worker in workers)
 
