@@ -16,7 +16,7 @@ the load. What HTTP, gRPC and the step loops take is measured on other requests 
 gives the simulator's `Overheads`.
 
 The speed of shared cores changes within seconds, which no profile can know: hence the rounds, each of a few seconds. Of
-each the simulator is given what the router learns meanwhile: second by second, by how much steps with prompts in them,
+each the simulator is given what the router learns meanwhile: twice a second, by how much steps with prompts in them,
 and others, took longer than predicted. What it says without that correction is kept beside it. A run during which the
 generator was late, or other programs or the machine's host took more than a twentieth of the machine, does not count
 and is repeated, in as many further rounds at most. Cores are kept awake, or the host would take them away whenever they
@@ -80,6 +80,8 @@ WORKLOAD = Workload(
         )
     ),
 )
+STEP_S = 0.1
+"""About as long as a prompt's step: steps are counted when they end, and the simulator wants to know as they begin."""
 MIN_CLUSTER_CORES = 3
 MAX_FOREIGN_SHARE = 0.05
 """Of all cores together, by programs other than the cluster and the generator, or stolen by the machine's host."""
@@ -153,7 +155,9 @@ class Comparison:
             requests=requests,
             times=measured.times,
             ratios=step_times.ratios(),
-            ratios_over_time=[(from_s - started_s, ratios) for from_s, ratios in step_times.ratios_over_time()],
+            ratios_over_time=[
+                (from_s - started_s - STEP_S, ratios) for from_s, ratios in step_times.ratios_over_time()
+            ],
             generator_cpu_share=measured.health.cpu_share,
             foreign_cpu_share=round(foreign_share, 3),
             problems=problems,

@@ -1,4 +1,4 @@
-"""How much longer the steps of a running cluster take than its cost model predicts, over a while and second by second.
+"""How much longer the steps of a running cluster take than its cost model predicts, over a while and within it.
 
 The router's metrics count both, for each worker and kind of step; what grew between two looks at them is compared.
 Whole sums, because a few long steps are most of what requests wait for, and short ones most of the steps.
@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.contracts import metrics
 from pdserve.contracts.placement import WorkerRole
 
-LOOK_EVERY_S = 1.0
-_USUAL_S = 0.1
+LOOK_EVERY_S = 0.5
+_USUAL_S = 0.01
 """Predicted seconds of steps that took as long as usual, which are counted beside those between two looks: where there
 were few, or none, they say little of how fast the cores were."""
 

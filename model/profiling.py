@@ -28,7 +28,7 @@ from pdserve.kernels.cpu_threads import use_cores
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
-from pdserve.model.step_grid import GridLimits, Step, step_grid
+from pdserve.model.step_grid import GridLimits, Step, StepKind, step_grid
 from pdserve.model.tensor_names import tensor_shapes
 
 MAX_ROUNDS = 25
@@ -39,6 +39,8 @@ _SHORT_SHARE = 0.15
 """Of the budget, for steps of a model of one layer, which tell overhead per layer from overhead per step."""
 _SHORT_EVERY = 4
 _MAX_SHORT_TOKENS = 64
+_WARM_UP_S = 0.02
+"""Of the same decode steps, before one that counts."""
 _COPY_BYTES = 2**27
 """Blocks of so many bytes together are copied, if the pool has them: more than caches hold."""
 _COPY_REPEATS = 5
@@ -222,6 +224,8 @@ def measure_steps(
             if number >= MIN_REPEATS and (spent >= 1 or sum(durations_s[index]) > budget_s / len(kept)):
                 continue
             progress(min(1.0, max(spent, number / MAX_ROUNDS)), f"round {number + 1}: {steps[index]}")
+            if steps[index].kind is StepKind.DECODE:
+                _warm_up(executor, kept[index])
             durations_s[index].append(_run_s(executor, kept[index]))
     measured = [_summary(step, layout, times_s) for step, times_s in zip(steps, durations_s, strict=False)]
     return measured, list(steps[len(kept) :])
@@ -235,6 +239,13 @@ def _probe(executor: Executor, batches: Sequence[StepBatch], budget_s: float) ->
             return
         _run_s(executor, batch)
         yield batch
+
+
+def _warm_up(executor: Executor, batch: StepBatch) -> None:
+    """A worker's decode steps follow each other: they find in caches what those before have read."""
+    until_s = time.perf_counter() + _WARM_UP_S
+    while time.perf_counter() < until_s:
+        _run_s(executor, batch)
 
 
 def _run_s(executor: Executor, batch: StepBatch) -> float:

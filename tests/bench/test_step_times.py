@@ -72,7 +72,7 @@ def test_ratios_change_over_time(metrics: RouterMetrics) -> None:
     ratios = StepTimes(looks).ratios_over_time()
     assert [from_s for from_s, _ in ratios] == [10.0, 11.0, 12.0, 13.0, 14.0]
     assert [each[DECODING] for _, each in ratios] == pytest.approx(
-        [1.0 + (usual - 1.0) / 11, 3.0 + (usual - 3.0) / 11, usual, usual + (20.0 - usual) / 101, usual]
+        [1.0 + (usual - 1.0) / 101, 3.0 + (usual - 3.0) / 101, usual, usual + (20.0 - usual) / 11, usual]
     )
     assert [each[PREFILLING] for _, each in ratios] == pytest.approx([2.0] * 5)
 

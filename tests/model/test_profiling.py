@@ -22,6 +22,10 @@ LAYOUT = KvLayout(
 )
 
 
+def prefill(num_tokens: int) -> Step:
+    return Step((StepRow(num_tokens, 0),))
+
+
 def decode(batch: int) -> Step:
     return Step((StepRow(1, 10),) * batch)
 
@@ -67,15 +71,29 @@ def test_what_the_budget_has_no_time_for_is_left_out() -> None:
 
 def test_rounds_go_through_all_steps_in_changing_order() -> None:
     executor = TimedExecutor(token_s=1e-5)
-    steps = [decode(batch) for batch in range(1, 9)]
+    steps = [prefill(num_tokens) for num_tokens in range(2, 10)]
     measured, left_out = measure_steps(executor, steps, LAYOUT, 0.3, lambda *_: None)
     assert not left_out
     repeats = [entry.num_repeats for entry in measured]
     assert max(repeats) - min(repeats) <= 1
-    sizes = [len(batch.rows) for batch in executor.batches]
+    sizes = [batch.num_new_tokens for batch in executor.batches]
     assert sizes[:8] == sorted(sizes[:8])
     assert sorted(sizes[8:16]) == sorted(sizes[16:24]) == sizes[:8]
     assert sizes[8:16] != sizes[16:24]
+
+
+def test_decode_steps_follow_others_of_the_same_and_prompts_do_not() -> None:
+    class CachingExecutor(TimedExecutor):
+        """Steps like the one before last half as long."""
+
+        def submit(self, batch: StepBatch) -> StepHandle:
+            is_cold = not self.batches or self.batches[-1] is not batch
+            self.batches.append(batch)
+            return TimedStep(0.002 if is_cold else 0.001)
+
+    steps = [decode(1), prefill(8), decode(16), prefill(32)]
+    measured, _ = measure_steps(CachingExecutor(0.0), steps, LAYOUT, 0.1, lambda *_: None)
+    assert [entry.median_s for entry in measured] == [0.001, 0.002, 0.001, 0.002]
 
 
 def test_rows_of_a_step_share_no_block() -> None:
