@@ -51,7 +51,8 @@ def test_every_case_is_one_that_its_layout_can_serve(case: Case) -> None:
     assert result["attainment"] > 0.9
     assert len(result["cpu_s"]) == 2
     assert result["simulated_requests_per_s"] == pytest.approx(60 / min(result["cpu_s"]), rel=0.1)
-    assert 0.3 * min(result["cpu_s"]) < result["cluster_code_s"]
+    assert len(result["cluster_code_s"]) == 2
+    assert min(result["cluster_code_s"]) > 0.3 * min(result["cpu_s"])
 
 
 def test_calls_within_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +65,12 @@ def test_calls_within_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(simulator_speed, "perf_counter", lambda: now_s)
     stopwatch = Stopwatch()
     timed_wait = stopwatch.timed(wait)
-    stopwatch.timed(lambda: (timed_wait(), wait()))()
+
+    def wait_twice() -> None:
+        timed_wait()
+        wait()
+
+    stopwatch.timed(wait_twice)()
     assert stopwatch.elapsed_s == 2.0
     wait()
     timed_wait()
