@@ -250,10 +250,11 @@ def main() -> None:
         peer = Peer(arguments.peer, arguments.peer_python) if arguments.peer and number == 0 else None
         result = measure(case, arguments.runs, peer)
         results.append(result)
+        most = result["num_requests"] / min(result["cluster_code_s"])
         console.print(
             f"{result['name']}: {result['simulated_requests_per_s']:,} requests/s "
             f"({result['simulated_tokens_per_s']:,} tokens/s), attainment {result['attainment']:.3f}; "
-            f"at most {result['num_requests'] / min(result['cluster_code_s']):,.0f} with the time of the cluster's own code"
+            f"at most {most:,.0f} with the time of the cluster's own code"
         )
         if peer is not None:
             loop, whole = (
