@@ -10,10 +10,10 @@ simulated closed loop completes at the speed that the cores have when it begins.
 same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds together, must agree within 10 %.
 
 Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
-does, of which neither profile nor simulator know. The generator has the last core of the machine for itself, and the
-cluster what is left: on a core of both, every token that either handles would wait for the other's, the more the higher
-the load. What HTTP, gRPC and the step loops take is measured on other requests before each run, and all of it together
-gives the simulator's `Overheads`.
+does, of which neither profile nor simulator know. The generator, and what reads the router's metrics, have the last
+core of the machine for themselves, and the cluster what is left: on a core of both, every token that either handles
+would wait for the other's, the more the higher the load. What HTTP, gRPC and the step loops take is measured on other
+requests before each run, and all of it together gives the simulator's `Overheads`.
 
 The speed of shared cores changes within seconds, which no profile can know: hence the rounds, each of a few seconds. Of
 each the simulator is given what the router learns meanwhile: twice a second, by how much steps with prompts in them,
@@ -80,8 +80,8 @@ WORKLOAD = Workload(
         )
     ),
 )
-STEP_S = 0.1
-"""About as long as a prompt's step: steps are counted when they end, and the simulator wants to know as they begin."""
+COUNTED_LATE_S = 0.05
+"""Steps are counted when they end: about half the length of a prompt's after what has made them long."""
 MIN_CLUSTER_CORES = 3
 MAX_FOREIGN_SHARE = 0.05
 """Of all cores together, by programs other than the cluster and the generator, or stolen by the machine's host."""
@@ -110,13 +110,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult(ComparedLoad):
-    """One load, of all runs that count; its agreement is that with step times corrected by `step_time_ratios`."""
+    """One load, of all runs that count; its agreement is that with steps as much longer as they were just then."""
 
     as_profiled: Agreement
     """Without the correction."""
     num_requests: int
     step_time_ratios: list[dict[str, float]]
-    """Of each role's steps of each kind, run by run."""
+    """Of each role's steps of each kind, run by run, over the whole of it."""
     generator_cpu_shares: list[float]
     foreign_cpu_shares: list[float]
     not_counted: list[str]
@@ -156,7 +156,7 @@ class Comparison:
             times=measured.times,
             ratios=step_times.ratios(),
             ratios_over_time=[
-                (from_s - started_s - STEP_S, ratios) for from_s, ratios in step_times.ratios_over_time()
+                (from_s - COUNTED_LATE_S - started_s, ratios) for from_s, ratios in step_times.ratios_over_time()
             ],
             generator_cpu_share=measured.health.cpu_share,
             foreign_cpu_share=round(foreign_share, 3),
@@ -218,10 +218,9 @@ def corrections_of(
     """Steps of a kind that a role never made take as much longer as its others."""
     corrections: dict[WorkerRole, list[StepCorrections]] = {}
     for from_s, ratios in ratios_over_time:
-        for role in dict.fromkeys(role for role, _ in ratios):
-            prefill, decode = ratios.get((role, "prefill")), ratios.get((role, "decode"))
-            correction = StepCorrections(prefill or decode or 1.0, decode or prefill or 1.0, from_s)
-            corrections.setdefault(role, []).append(correction)
+        for role, others in {role: ratio for (role, _), ratio in ratios.items()}.items():
+            prefill, decode = (ratios.get((role, kind), others) for kind in ("prefill", "decode"))
+            corrections.setdefault(role, []).append(StepCorrections(prefill, decode, from_s))
     return corrections
 
 
@@ -248,7 +247,7 @@ def late_between(measured: RequestTimes, simulated: RequestTimes) -> float:
     """Seconds by which steps that follow each other are further apart than simulated, on average."""
     num_gaps = measured.num_output_tokens - 2
     late_s = (measured.last_token_s - measured.second_token_s) - (simulated.last_token_s - simulated.second_token_s)
-    # The mean, as the steps' ratio is one: where the machine was slow for a while, the median request has not seen it.
+    # The mean, as corrections are means: where the machine was slow for a moment, the median request has not seen it.
     return float(late_s[num_gaps > 0].sum() / num_gaps[num_gaps > 0].sum())
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,7 +41,7 @@ class _Sums(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class WatchedStepTimes:
     """What the router's metrics have said."""
 
     looks: list[tuple[float, str]] = field(default_factory=list)
@@ -66,38 +67,31 @@ class StepTimes:
 
 
 @contextmanager
-def watched_step_times(admin_url: str, every_s: float = LOOK_EVERY_S) -> Iterator[StepTimes]:
+def watched_step_times(admin_url: str, every_s: float = LOOK_EVERY_S) -> Iterator[WatchedStepTimes]:
     """What is yielded holds all looks once the context has ended.
 
     Raises:
         httpx.HTTPError: nobody answers at ``admin_url``, or no longer.
     """
-    times = StepTimes()
+    times = WatchedStepTimes()
     has_ended = threading.Event()
-    failures: list[httpx.HTTPError] = []
 
     def look() -> None:
         text = client.get(f"{admin_url}/metrics").raise_for_status().text
         times.looks.append((time.monotonic(), text))
 
     def watch() -> None:
-        try:
-            while not has_ended.wait(every_s):
-                look()
-        except httpx.HTTPError as error:
-            failures.append(error)
+        while not has_ended.wait(every_s):
+            look()
 
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(trust_env=False) as client, ThreadPoolExecutor(1, "step-times") as threads:
         look()
-        watching = threading.Thread(target=watch, name="step-times")
-        watching.start()
+        watching = threads.submit(watch)
         try:
             yield times
         finally:
             has_ended.set()
-            watching.join()
-        if failures:
-            raise failures[0]
+        watching.result()
         look()
 
 

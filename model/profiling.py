@@ -40,7 +40,8 @@ _SHORT_SHARE = 0.15
 _SHORT_EVERY = 4
 _MAX_SHORT_TOKENS = 64
 _WARM_UP_S = 0.02
-"""Of the same decode steps, before one that counts."""
+"""Decode steps that are shorter run so long before one counts: a worker's follow each other, and find in caches what
+those before have read. Longer ones read more than caches hold."""
 _COPY_BYTES = 2**27
 """Blocks of so many bytes together are copied, if the pool has them: more than caches hold."""
 _COPY_REPEATS = 5
@@ -203,7 +204,8 @@ def measure_steps(
 ) -> tuple[list[MeasuredStep], list[Step]]:
     """Run ``steps`` in rounds, each in another order, until the budget is spent or `MAX_ROUNDS` are done.
 
-    Each step runs `MIN_REPEATS` times, and further rounds leave out those that had their share of the budget.
+    Each step runs `MIN_REPEATS` times, and further rounds leave out those that had their share of the budget. A short
+    decode step runs for a while before each time that counts, which is part of its share.
 
     Args:
         steps: the smallest first: where time does not suffice the last ones are left out.
@@ -213,36 +215,37 @@ def measure_steps(
     """
     started_s = time.perf_counter()
     batches = [_batch(step, layout.block_size) for step in steps]
-    kept = list(_probe(executor, batches, budget_s * _PROBE_SHARE))
-    order = list(range(len(kept)))
-    durations_s: list[list[float]] = [[] for _ in kept]
+    probed_s = list(_probe(executor, batches, budget_s * _PROBE_SHARE))
+    order = list(range(len(probed_s)))
+    durations_s: list[list[float]] = [[] for _ in order]
+    spent_s = [0.0 for _ in order]
     shuffle = random.Random(0).shuffle
     for number in range(MAX_ROUNDS):
         shuffle(order)
         for index in order:
-            spent = (time.perf_counter() - started_s) / budget_s
-            if number >= MIN_REPEATS and (spent >= 1 or sum(durations_s[index]) > budget_s / len(kept)):
+            began_s = time.perf_counter()
+            spent = (began_s - started_s) / budget_s
+            if number >= MIN_REPEATS and (spent >= 1 or spent_s[index] > budget_s / len(order)):
                 continue
             progress(min(1.0, max(spent, number / MAX_ROUNDS)), f"round {number + 1}: {steps[index]}")
-            if steps[index].kind is StepKind.DECODE:
-                _warm_up(executor, kept[index])
-            durations_s[index].append(_run_s(executor, kept[index]))
+            if steps[index].kind is StepKind.DECODE and probed_s[index] < _WARM_UP_S:
+                _warm_up(executor, batches[index])
+            durations_s[index].append(_run_s(executor, batches[index]))
+            spent_s[index] += time.perf_counter() - began_s
     measured = [_summary(step, layout, times_s) for step, times_s in zip(steps, durations_s, strict=False)]
-    return measured, list(steps[len(kept) :])
+    return measured, list(steps[len(order) :])
 
 
-def _probe(executor: Executor, batches: Sequence[StepBatch], budget_s: float) -> Iterator[StepBatch]:
-    """Run every batch once, and then give those that there was time for; the first one in any case."""
+def _probe(executor: Executor, batches: Sequence[StepBatch], budget_s: float) -> Iterator[float]:
+    """Run every batch once, and give the durations of those that there was time for; of the first one in any case."""
     started_s = time.perf_counter()
     for index, batch in enumerate(batches):
         if index and time.perf_counter() - started_s > budget_s:
             return
-        _run_s(executor, batch)
-        yield batch
+        yield _run_s(executor, batch)
 
 
 def _warm_up(executor: Executor, batch: StepBatch) -> None:
-    """A worker's decode steps follow each other: they find in caches what those before have read."""
     until_s = time.perf_counter() + _WARM_UP_S
     while time.perf_counter() < until_s:
         _run_s(executor, batch)

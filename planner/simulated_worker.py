@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import ceil, sqrt
 from typing import NamedTuple, Protocol
 
@@ -130,14 +131,15 @@ class SimulatedWorker:
             pipeline_depth: of the executor: 1 or 2.
             turn_s: seconds that the loop itself takes between two steps, unless the second was submitted before the
                 first had ended.
-            corrections: at least one, in order; a step has the one of the turn that plans it.
+            corrections: at least one, in order; the first holds from the beginning.
         """
         self.worker_id = worker_id
         self.role = role
         self.scheduler = scheduler
         self.cost = cost
+        assert all(one.from_s <= next_one.from_s for one, next_one in pairwise(corrections)), "corrections in order"
         self.corrections = corrections[0]
-        """As of the last turn."""
+        """As of the last turn, which the policy goes by."""
         self.busy_s = 0.0
         self.held_block_s = 0.0
         """Seconds that KV blocks were referenced, summed over the blocks: one that is shared counts once."""
@@ -181,8 +183,7 @@ class SimulatedWorker:
         if self._is_idle:
             self._turn_at(now_s)
         elif self._run is not None:
-            # Heard when the step in progress ends, at depth 2 while the one after it runs already.
-            self._cut_run(max(1, self._run.num_ended(now_s) + self._num_ahead))
+            self._cut_run_after(now_s)
 
     def load(self) -> SchedulerLoad:
         """As of now."""
@@ -268,15 +269,28 @@ class SimulatedWorker:
         counted = self._counting.counted_rows if self._counting is not None else NO_COUNTED_ROWS
         rows = [(row.num_new_tokens, row.cached_length) for row in batch.rows]
         num_new_tokens = batch.num_new_tokens
-        correction = self.corrections.prefill if num_new_tokens > len(rows) else self.corrections.decode
-        step_s = cost.step_s(rows, *counted) * correction
+        from_s = max(now_s, self._free_at_s)
+        step_s = self._corrected_s(cost.step_s(rows, *counted), from_s, has_prefill=num_new_tokens > len(rows))
         if num_copied_blocks:
             step_s += cost.swap_s(num_copied_blocks * self._block_size)
-        begins_s = self._stage.enter(max(now_s, self._free_at_s), step_s)
+        begins_s = self._stage.enter(from_s, step_s)
         self._free_at_s = begins_s + step_s
         num_planned = sum([row.cached_length >= row.num_prompt_tokens for row in batch.rows])
         num_prefilled, num_decoded = num_new_tokens - num_planned, num_planned + counted.num_rows
         self._steps.append(_Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s))
+
+    def _corrected_s(self, predicted_s: float, from_s: float, *, has_prefill: bool) -> float:
+        """How long a step lasts from ``from_s`` on; what is left of it when corrections change goes by the new ones."""
+        correction = self.corrections.prefill if has_prefill else self.corrections.decode
+        step_s = predicted_s * correction
+        for corrections in self._next_corrections:
+            until_s = max(0.0, corrections.from_s - from_s)
+            if until_s >= step_s:
+                break
+            next_correction = corrections.prefill if has_prefill else corrections.decode
+            step_s = until_s + (step_s - until_s) * next_correction / correction
+            correction = next_correction
+        return step_s
 
     def _complete(self, step: _Step) -> None:
         sampled = [_TOKEN_0 if row.sample is not None else None for row in step.batch.rows]
@@ -306,8 +320,14 @@ class SimulatedWorker:
         self._run_length = quiet.num_steps
         self._turn_at(self._run.end_s(quiet.num_steps - self._num_ahead))
         if self._next_corrections:
-            self._cut_run(max(1, self._run.num_ended(self._next_corrections[0].from_s)))
+            self._cut_run_after(self._next_corrections[0].from_s)
         return True
+
+    def _cut_run_after(self, instant_s: float) -> None:
+        """End the run so that what happens at ``instant_s`` is heard when the step in progress then ends: at depth 2
+        while the one after it runs already."""
+        assert self._run is not None
+        self._cut_run(max(1, self._run.num_ended(instant_s) + self._num_ahead))
 
     def _cut_run(self, num_steps: int) -> None:
         """End the run after so many steps, if it is longer."""

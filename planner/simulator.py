@@ -108,8 +108,8 @@ def simulate(
             times of those under way are NaN then. ``None`` runs to the end.
         sample_every_s: not 0: fill `Simulation.timelines` at such distances.
         cost_of: predicts a pool's workers; by default `Pool.cost`.
-        corrections: of workers whose steps take longer or less long than that, which the policy knows; of each role at
-            least one, in order of their times.
+        corrections: of workers whose steps take longer or less long than that, which the policy knows; of each role
+            that is named at least one, in order of their times.
 
     Raises:
         ValueError: the model does not fit, or does not divide as the layout says.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from pdserve.bench.step_times import StepTimes, watched_step_times
+from pdserve.bench.step_times import WatchedStepTimes, watched_step_times
 from pdserve.contracts.placement import WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
@@ -23,17 +24,20 @@ def metrics() -> RouterMetrics:
 
 
 @pytest.fixture
-def is_failing() -> threading.Event:
-    return threading.Event()
+def failures() -> queue.SimpleQueue[None]:
+    """As many answers as it holds are errors."""
+    return queue.SimpleQueue()
 
 
 @pytest.fixture
-def admin_url(metrics: RouterMetrics, is_failing: threading.Event) -> Iterator[str]:
+def admin_url(metrics: RouterMetrics, failures: queue.SimpleQueue[None]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(HTTPStatus.INTERNAL_SERVER_ERROR if is_failing.is_set() else HTTPStatus.OK)
+            self.send_response(HTTPStatus.OK if failures.empty() else HTTPStatus.INTERNAL_SERVER_ERROR)
             self.end_headers()
             self.wfile.write(metrics.render())
+            if not failures.empty():
+                failures.get()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -53,9 +57,9 @@ def test_ratios_are_of_what_grew_in_between_and_of_all_workers_of_a_role(metrics
     workers[0].observe(worker_pb2.Load(step_s=1.0, step_tokens=1, predicted_step_s=1.0))
     workers[1].observe(worker_pb2.Load(step_s=5.0, step_tokens=1, predicted_step_s=3.0))
     workers[1].observe(worker_pb2.Load(step_s=5.0, step_tokens=9, predicted_step_s=2.0, step_has_prefill=True))
-    ratios = StepTimes([(0.0, before), (9.0, metrics.render().decode())]).ratios()
+    ratios = WatchedStepTimes([(0.0, before), (9.0, metrics.render().decode())]).ratios()
     assert ratios == {DECODING: pytest.approx(1.5), PREFILLING: pytest.approx(2.5)}
-    assert StepTimes([(0.0, ""), (9.0, before)]).ratios()[WorkerRole.PREFILL, "decode"] == 5.0
+    assert WatchedStepTimes([(0.0, ""), (9.0, before)]).ratios()[WorkerRole.PREFILL, "decode"] == 5.0
 
 
 def test_ratios_change_over_time(metrics: RouterMetrics) -> None:
@@ -69,7 +73,7 @@ def test_ratios_change_over_time(metrics: RouterMetrics) -> None:
     worker.observe(worker_pb2.Load(step_s=4.0, step_tokens=9, predicted_step_s=2.0, step_has_prefill=True))
     looks.append((15.0, metrics.render().decode()))
     usual = 4.02 / 2.001
-    ratios = StepTimes(looks).ratios_over_time()
+    ratios = WatchedStepTimes(looks).ratios_over_time()
     assert [from_s for from_s, _ in ratios] == [10.0, 11.0, 12.0, 13.0, 14.0]
     assert [each[DECODING] for _, each in ratios] == pytest.approx(
         [1.0 + (usual - 1.0) / 101, 3.0 + (usual - 3.0) / 101, usual, usual + (20.0 - usual) / 11, usual]
@@ -81,7 +85,8 @@ def test_the_router_is_looked_at_again_and_again(metrics: RouterMetrics, admin_u
     worker = WorkerMetrics(metrics, "decode-0", WorkerRole.DECODE)
     with watched_step_times(admin_url, every_s=0.01) as times:
         worker.observe(worker_pb2.Load(step_s=1.0, step_tokens=1, predicted_step_s=1.0))
-        while len(times.looks) < 5:
+        num_looks = len(times.looks)
+        while len(times.looks) < num_looks + 2:  # of the second no part was before the step
             time.sleep(0.01)
         worker.observe(worker_pb2.Load(step_s=3.0, step_tokens=1, predicted_step_s=1.0))
     assert times.ratios() == {DECODING: pytest.approx(2.0)}
@@ -98,6 +103,12 @@ def test_a_router_that_is_gone_is_an_error() -> None:
         raise AssertionError("there is nothing to watch")
 
 
-def test_a_router_that_fails_meanwhile_is_an_error(admin_url: str, is_failing: threading.Event) -> None:
-    with pytest.raises(httpx.HTTPStatusError), watched_step_times(admin_url):
-        is_failing.set()
+def test_a_router_that_fails_meanwhile_is_an_error(admin_url: str, failures: queue.SimpleQueue[None]) -> None:
+    def watch_until_it_has_failed() -> None:
+        with watched_step_times(admin_url, every_s=0.01):
+            failures.put(None)
+            while not failures.empty():
+                time.sleep(0.01)
+
+    with pytest.raises(httpx.HTTPStatusError):
+        watch_until_it_has_failed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,18 +83,19 @@ def test_rounds_go_through_all_steps_in_changing_order() -> None:
     assert sizes[8:16] != sizes[16:24]
 
 
-def test_decode_steps_follow_others_of_the_same_and_prompts_do_not() -> None:
+def test_short_decode_steps_follow_others_of_the_same() -> None:
     class CachingExecutor(TimedExecutor):
         """Steps like the one before last half as long."""
 
         def submit(self, batch: StepBatch) -> StepHandle:
             is_cold = not self.batches or self.batches[-1] is not batch
             self.batches.append(batch)
-            return TimedStep(0.002 if is_cold else 0.001)
+            duration_s = 1e-4 * batch.num_new_tokens
+            return TimedStep(duration_s if is_cold else duration_s / 2)
 
-    steps = [decode(1), prefill(8), decode(16), prefill(32)]
-    measured, _ = measure_steps(CachingExecutor(0.0), steps, LAYOUT, 0.1, lambda *_: None)
-    assert [entry.median_s for entry in measured] == [0.001, 0.002, 0.001, 0.002]
+    steps = [decode(1), prefill(8), decode(16), prefill(32), decode(400)]
+    measured, _ = measure_steps(CachingExecutor(0.0), steps, replace(LAYOUT, num_blocks=400), 0.1, lambda *_: None)
+    assert [entry.median_s for entry in measured] == pytest.approx([5e-5, 8e-4, 8e-4, 3.2e-3, 0.04])
 
 
 def test_rows_of_a_step_share_no_block() -> None:

@@ -15,7 +15,7 @@ from pdserve.planner.counted_scheduler import NO_QUIET_STEPS, CountedDecodeSched
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulated_worker import StepCorrections
-from pdserve.planner.simulation import Simulation
+from pdserve.planner.simulation import RequestTimes, Simulation
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
 
@@ -209,13 +209,13 @@ def test_a_synchronous_loop_hears_of_a_prompt_one_step_earlier() -> None:
 def test_counting_steps_is_as_good_as_planning_them(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that looks ahead over quiet steps does what one that plans each of them does."""
     requests = poisson(8, 150)
-    of_both = StepCorrections(1.1, 0.8), StepCorrections(1.2, 1.3, from_s=4.0), StepCorrections(0.9, 1.1, from_s=9.0)
-    corrections = dict.fromkeys(WorkerRole, of_both)
+    changing = StepCorrections(1.1, 0.8), StepCorrections(1.2, 1.3, from_s=4.0), StepCorrections(0.9, 1.1, from_s=9.0)
+    corrections = dict.fromkeys(WorkerRole, changing)
     counted = simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=corrections)
     monkeypatch.setattr(CountedDecodeScheduler, "quiet_steps", lambda self, now_s: NO_QUIET_STEPS)
     monkeypatch.setattr(CountedDecodeScheduler, "is_decoding_only", lambda self: False)
     planned = simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=corrections)
-    step_s = 0.015
+    step_s = 0.02
     np.testing.assert_allclose(counted.times.first_token_s, planned.times.first_token_s, atol=2 * step_s)
     np.testing.assert_allclose(counted.times.second_token_s, planned.times.second_token_s, atol=2 * step_s)
     for percentile in (50, 90, 99):
@@ -290,6 +290,16 @@ def test_each_role_is_predicted_by_a_cost_model_of_its_own() -> None:
     assert np.median(slower.ttft_s) == pytest.approx(np.median(fast.ttft_s), rel=0.2)
 
 
+def handed_off(
+    layout: Layout, requests: Sequence[SimulatedRequest], corrections: Sequence[StepCorrections]
+) -> RequestTimes:
+    """Times of requests that are not prefilled where they decode, all roles corrected alike."""
+    of_roles = dict.fromkeys(WorkerRole, corrections)
+    return simulate(
+        LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS, corrections=of_roles
+    ).times
+
+
 def test_steps_of_each_kind_take_as_much_longer_as_they_are_corrected() -> None:
     def phases(slo: SloConfig, layout: Layout, **corrections: StepCorrections) -> tuple[float, float]:
         """Seconds to the first token, and from the second to the last, of a request that is alone."""
@@ -313,34 +323,47 @@ def test_steps_of_each_kind_take_as_much_longer_as_they_are_corrected() -> None:
 
 @pytest.mark.parametrize("layout", [disaggregated(), synchronous(disaggregated())], ids=str)
 def test_corrections_change_while_steps_are_made(layout: Layout) -> None:
-    """Of 1,000 steps as many are three times as long as remained when that began."""
+    """Of 1,000 decode steps as many are three times as long as remained when that began."""
+    requests = [SimulatedRequest(0.0, 16, 1000)]
 
     def ended_s(*corrections: StepCorrections) -> float:
-        requests = [SimulatedRequest(0.0, 16, 1000)]
-        of_roles = dict.fromkeys(WorkerRole, corrections)
-        times = simulate(
-            LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS, corrections=of_roles
-        ).times
-        return float(times.last_token_s[0])
+        return float(handed_off(layout, requests, corrections).last_token_s[0])
 
     usual_s = ended_s(StepCorrections())
     for from_s in (0.3 * usual_s, 0.6 * usual_s):
         expected_s = from_s + 3 * (usual_s - from_s)
-        assert ended_s(StepCorrections(), StepCorrections(3.0, 3.0, from_s)) == pytest.approx(expected_s, rel=0.01)
-    far_s = 10 * usual_s
-    assert ended_s(StepCorrections(), StepCorrections(3.0, 3.0, far_s)) == pytest.approx(usual_s)
+        changes = [StepCorrections(), StepCorrections(9.0, 9.0, from_s), StepCorrections(3.0, 3.0, from_s)]
+        assert ended_s(*changes) == pytest.approx(expected_s, rel=0.01), "the later of two at once holds"
+    assert ended_s(StepCorrections(), StepCorrections(3.0, 3.0, 10 * usual_s)) == pytest.approx(usual_s)
+
+
+def test_corrections_change_within_a_step_and_between_two() -> None:
+    """What is left of a long step goes by the new ones; a worker that was idle meanwhile knows of the last."""
+    requests = [SimulatedRequest(0.0, 2000, 1), SimulatedRequest(5.0, 2000, 1)]
+    step_s = float(handed_off(disaggregated(), requests, [StepCorrections()]).ttft_s[0])
+    changes = [
+        StepCorrections(),
+        StepCorrections(4.0, 1.0, step_s / 2),
+        StepCorrections(2.0, 1.0, step_s),
+        StepCorrections(7.0, 1.0, 3.0),
+        StepCorrections(0.5, 1.0, 4.0),
+    ]
+    # Half of the step is done by then, another eighth at a fourth of the speed, the rest at half of it.
+    first_s, second_s = handed_off(disaggregated(), requests, changes).ttft_s
+    assert first_s == pytest.approx(step_s * (1 / 2 + 1 / 2 + 3 / 8 * 2))
+    assert second_s == pytest.approx(step_s / 2)
 
 
 def test_the_policy_knows_of_corrections() -> None:
     requests = poisson(25, 100)
 
-    def num_pulls(correction: float) -> int:
-        corrections = {WorkerRole.DECODE: [StepCorrections(correction, correction)]}
-        workers = simulate(LLAMA_3_8B, disaggregated(), requests, slo=LENIENT, corrections=corrections).workers
+    def num_pulls(*corrections: StepCorrections) -> int:
+        of_roles = {WorkerRole.DECODE: corrections}
+        workers = simulate(LLAMA_3_8B, disaggregated(), requests, slo=LENIENT, corrections=of_roles).workers
         return sum(worker.num_pulls for worker in workers)
 
-    assert num_pulls(1.0) < 100
-    assert num_pulls(20.0) == 100
+    usual, slow = StepCorrections(), StepCorrections(20.0, 20.0)
+    assert num_pulls(usual) < num_pulls(usual, slow._replace(from_s=2.0)) < num_pulls(slow) == 100
 
 
 def test_lanes_of_a_pipeline_work_side_by_side() -> None:
