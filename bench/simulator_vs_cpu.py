@@ -6,7 +6,7 @@
 `pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file,
 which `--profile` takes up again. A cluster of one of each then serves the small shape of `pdserve.bench.shapes`, and an
 open loop sends Poisson arrivals at three shares of saturation, in turn, round after round. Saturation is what a
-simulated closed loop completes at the speed that the cores have when it begins. `pdserve.planner.simulator` gets the
+simulated closed loop completes at the speed that the cores have just before. `pdserve.planner.simulator` gets the
 same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds together, must agree within 10 %.
 
 Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
@@ -32,12 +32,13 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -96,6 +97,7 @@ NUM_PROBES = 40
 class Run:
     """Requests that were measured, and what is known of the meantime."""
 
+    rate: float
     requests: list[SimulatedRequest]
     times: RequestTimes
     ratios: StepTimeRatios
@@ -110,8 +112,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult(ComparedLoad):
-    """One load, of all runs that count; its agreement is that with steps as much longer as they were just then."""
+    """One load, of all runs that count: its rate is the mean of theirs, and simulated steps are as much longer than
+    profiled as they were just then."""
 
+    rates: list[float]
+    """Run by run."""
     as_profiled: Agreement
     """Without the correction."""
     num_requests: int
@@ -152,6 +157,7 @@ class Comparison:
         if foreign_share > MAX_FOREIGN_SHARE:
             problems.append(f"other programs used {foreign_share:.0%} of the machine: run it alone")
         return Run(
+            rate=rate,
             requests=requests,
             times=measured.times,
             ratios=step_times.ratios(),
@@ -173,9 +179,7 @@ class Comparison:
         turn_s = found_turn(lambda turn_s: late_between(measured, simulated(turn_s)))
         return replace(overheads_between(measured, simulated(turn_s)), turn_s=turn_s)
 
-    def result(
-        self, rate: float, share: float, runs: Sequence[Run], overheads: Overheads, *, num_wanted: int
-    ) -> LoadResult:
+    def result(self, share: float, runs: Sequence[Run], overheads: Overheads, *, num_wanted: int) -> LoadResult:
         """Hold the runs of one load that count against their simulation; ``num_wanted`` of them have to."""
         compared = valid_of(runs) or runs
         not_counted = [problem for run in runs for problem in run.problems]
@@ -190,8 +194,10 @@ class Comparison:
             )
             for each in (True, False)
         )
+        rates = [round(run.rate, 3) for run in compared]
         return LoadResult(
-            rate=rate,
+            rate=mean(rates),
+            rates=rates,
             share_of_saturation=share,
             agreement=corrected,
             as_profiled=as_profiled,
@@ -323,17 +329,16 @@ def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadR
         with running_cluster(deployment(folder, arguments.dtype, profile)) as cluster, confined_to([own_core]):
             comparison = Comparison(cluster, model, layout)
             saturation_rate = found_saturation(comparison, arguments.seed)
-            loads = {share: share * saturation_rate for share in map(float, arguments.loads.split(","))}
-            probes, runs = measure_in_turn(comparison, loads, PROBE_SHARE * saturation_rate, arguments, console)
+            probes, runs = measure_in_turn(comparison, saturation_rate, arguments, console)
             overheads = comparison.overheads(valid_of(probes) or probes)
             results = [
-                comparison.result(rate, share, runs[share], overheads, num_wanted=arguments.rounds)
-                for share, rate in loads.items()
+                comparison.result(share, of_share, overheads, num_wanted=arguments.rounds)
+                for share, of_share in runs.items()
             ]
     for result in results:
         console.print(_line(result), highlight=False)
     return results, {
-        "saturation_rate": round(saturation_rate, 3),
+        "first_saturation_rate": round(saturation_rate, 3),
         "overheads_s": {name: round(value, 6) for name, value in asdict(overheads).items()},
         "profile_errors": {name: dict(device.measured.errors) for name, device in devices.items() if device.measured},
     }
@@ -348,24 +353,26 @@ def found_saturation(comparison: Comparison, seed: int) -> float:
 
 
 def measure_in_turn(
-    comparison: Comparison,
-    loads: Mapping[float, float],
-    probe_rate: float,
-    arguments: argparse.Namespace,
-    console: Console,
+    comparison: Comparison, saturation_rate: float, arguments: argparse.Namespace, console: Console
 ) -> tuple[list[Run], dict[float, list[Run]]]:
-    """Probes, and the runs of each share of saturation, whose rates are ``loads``."""
+    """Probes, and the runs of each share of saturation, which the probe before each run tells anew.
+
+    Args:
+        saturation_rate: as of now.
+    """
     seeds = count(arguments.seed + 2)
     probes: list[Run] = []
-    runs: dict[float, list[Run]] = {share: [] for share in loads}
+    runs: dict[float, list[Run]] = {share: [] for share in map(float, arguments.loads.split(","))}
     for number in range(2 * arguments.rounds):
-        for share, rate in loads.items():
-            if len(valid_of(runs[share])) == arguments.rounds:
+        for share, of_share in runs.items():
+            if len(valid_of(of_share)) == arguments.rounds:
                 continue
-            probes.append(comparison.measure(probe_rate, NUM_PROBES, next(seeds)))
-            runs[share].append(run := comparison.measure(rate, arguments.requests, next(seeds)))
+            probes.append(probe := comparison.measure(PROBE_SHARE * saturation_rate, NUM_PROBES, next(seeds)))
+            saturation_rate = comparison.saturation(probe.ratios)
+            run = comparison.measure(share * saturation_rate, arguments.requests, next(seeds))
+            of_share.append(run)
             ratios = ", ".join(f"{steps} x {ratio:.2f}" for steps, ratio in _named(run.ratios).items())
-            said = f"round {number + 1}, {share:.2f} of saturation: {ratios}"
+            said = f"round {number + 1}, {share:.2f} of saturation, {run.rate:.1f}/s: {ratios}"
             console.print("; ".join((said, *run.problems)), highlight=False)
     return probes, runs
 

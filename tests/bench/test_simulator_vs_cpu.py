@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
 from pdserve.bench.calibration import found_turn, saturation
 from pdserve.bench.cluster import RunningCluster
@@ -29,6 +31,7 @@ from pdserve.bench.simulator_vs_cpu import (
     foreign_cpu_s,
     found_saturation,
     late_between,
+    measure_in_turn,
     served,
 )
 from pdserve.contracts.placement import WorkerRole
@@ -96,6 +99,7 @@ def test_runs_that_were_disturbed_do_not_count(cluster: tuple[PlannedModel, Layo
         """As if a cluster had served them whose steps take so many times as long, which its workers have seen."""
         ratios = dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), slowness)
         bare = Run(
+            rate=5.0,
             requests=requests,
             times=simulate(*cluster, requests, slo=SLO, overheads=NO_OVERHEADS).times,
             ratios=ratios,
@@ -107,7 +111,7 @@ def test_runs_that_were_disturbed_do_not_count(cluster: tuple[PlannedModel, Layo
         return replace(bare, times=comparison.simulated(bare, NO_OVERHEADS))
 
     def result(*runs: Run, num_wanted: int = 2) -> LoadResult:
-        return comparison.result(5.0, 0.5, runs, NO_OVERHEADS, num_wanted=num_wanted)
+        return comparison.result(0.5, runs, NO_OVERHEADS, num_wanted=num_wanted)
 
     quiet = result(run(1.0), run(3.0))
     assert (quiet.failures, quiet.invalid) == ([], [])
@@ -125,6 +129,7 @@ def test_cores_that_become_slower_are_simulated_so(cluster: tuple[PlannedModel, 
     steps = list(itertools.product(WorkerRole, STEP_KINDS))
     requests = WORKLOAD.draw(40).at_rate(4.0)
     run = Run(
+        rate=1.0,
         requests=requests,
         times=simulate(*cluster, requests, slo=SLO).times,
         ratios=dict.fromkeys(steps, 2.0),
@@ -202,6 +207,7 @@ def test_saturation_is_told_at_the_speed_of_the_cores(cluster: tuple[PlannedMode
 
     requests = WORKLOAD.draw(5).at_rate(1.0)
     a_run = Run(
+        rate=1.0,
         requests=requests,
         times=simulate(*cluster, requests, slo=SLO).times,
         ratios={},
@@ -215,3 +221,32 @@ def test_saturation_is_told_at_the_speed_of_the_cores(cluster: tuple[PlannedMode
     assert found_saturation(comparison, 7) == pytest.approx(as_profiled / 2, rel=0.02)
     assert seeds == [7, 8]
     assert rates == pytest.approx([0.4 * as_profiled, 0.4 * as_profiled / 3], rel=0.02)
+
+
+def test_loads_are_shares_of_what_the_cores_can_do_just_before(cluster: tuple[PlannedModel, Layout]) -> None:
+    rates = []
+
+    class Measured(Comparison):
+        def measure(self, rate: float, num_requests: int, seed: int) -> Run:
+            rates.append(rate)
+            ratio = {1: 2.0, 3: 4.0}.get(len(rates), 9.0)  # of the two probes; what runs tell is not asked
+            return replace(a_run, rate=rate, ratios=dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), ratio))
+
+    requests = WORKLOAD.draw(5).at_rate(1.0)
+    a_run = Run(
+        rate=1.0,
+        requests=requests,
+        times=simulate(*cluster, requests, slo=SLO).times,
+        ratios={},
+        ratios_over_time=[],
+        generator_cpu_share=0.1,
+        foreign_cpu_share=0.0,
+        problems=[],
+    )
+    comparison = Measured(RunningCluster("", "", os.getpid(), 0.0), *cluster)
+    as_profiled = comparison.saturation({})
+    arguments = Namespace(seed=0, rounds=1, requests=5, loads="0.3,0.7")
+    probes, runs = measure_in_turn(comparison, as_profiled, arguments, Console(quiet=True))
+    expected = [0.4, 0.3 / 2, 0.4 / 2, 0.7 / 4]
+    assert rates == pytest.approx([share * as_profiled for share in expected], rel=0.02)
+    assert [len(probes), len(runs[0.3]), len(runs[0.7])] == [2, 1, 1]
