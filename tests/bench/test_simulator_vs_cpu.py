@@ -38,6 +38,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulated_worker import StepCorrections
 from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, simulate
@@ -61,6 +62,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlannedModel, Lay
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return served(folder, "float32", DEVICES)
+
+
+def a_run(cluster: tuple[PlannedModel, Layout], requests: list[SimulatedRequest]) -> Run:
+    """As if a cluster had served them as profiled."""
+    return Run(
+        rate=1.0,
+        requests=requests,
+        times=simulate(*cluster, requests, slo=SLO, overheads=NO_OVERHEADS).times,
+        ratios={},
+        ratios_over_time=[],
+        generator_cpu_share=0.1,
+        foreign_cpu_share=0.0,
+        problems=[],
+    )
 
 
 def test_the_deployment_is_the_layout_that_is_simulated(cluster: tuple[PlannedModel, Layout], tmp_path: Path) -> None:
@@ -98,16 +113,7 @@ def test_runs_that_were_disturbed_do_not_count(cluster: tuple[PlannedModel, Layo
     def run(slowness: float, *problems: str) -> Run:
         """As if a cluster had served them whose steps take so many times as long, which its workers have seen."""
         ratios = dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), slowness)
-        bare = Run(
-            rate=5.0,
-            requests=requests,
-            times=simulate(*cluster, requests, slo=SLO, overheads=NO_OVERHEADS).times,
-            ratios=ratios,
-            ratios_over_time=[(0.0, ratios)],
-            generator_cpu_share=0.1,
-            foreign_cpu_share=0.0,
-            problems=[*problems],
-        )
+        bare = replace(a_run(cluster, requests), ratios=ratios, ratios_over_time=[(0.0, ratios)], problems=[*problems])
         return replace(bare, times=comparison.simulated(bare, NO_OVERHEADS))
 
     def result(*runs: Run, num_wanted: int = 2) -> LoadResult:
@@ -128,16 +134,8 @@ def test_cores_that_become_slower_are_simulated_so(cluster: tuple[PlannedModel, 
     comparison = Comparison(RunningCluster("", "", os.getpid(), 0.0), *cluster)
     steps = list(itertools.product(WorkerRole, STEP_KINDS))
     requests = WORKLOAD.draw(40).at_rate(4.0)
-    run = Run(
-        rate=1.0,
-        requests=requests,
-        times=simulate(*cluster, requests, slo=SLO).times,
-        ratios=dict.fromkeys(steps, 2.0),
-        ratios_over_time=[(0.0, dict.fromkeys(steps, 1.0)), (5.0, dict.fromkeys(steps, 3.0))],
-        generator_cpu_share=0.1,
-        foreign_cpu_share=0.0,
-        problems=[],
-    )
+    changing = [(0.0, dict.fromkeys(steps, 1.0)), (5.0, dict.fromkeys(steps, 3.0))]
+    run = replace(a_run(cluster, requests), ratios=dict.fromkeys(steps, 2.0), ratios_over_time=changing)
     as_profiled, corrected = (comparison.simulated(run, NO_OVERHEADS, is_corrected=each) for each in (False, True))
     slower = corrected.tpot_s / as_profiled.tpot_s
     is_early, is_late = as_profiled.last_token_s < 5.0, as_profiled.arrived_s > 5.0
@@ -203,19 +201,9 @@ def test_saturation_is_told_at_the_speed_of_the_cores(cluster: tuple[PlannedMode
             rates.append(rate)
             seeds.append(seed)
             ratio = 3.0 if len(seeds) == 1 else 2.0
-            return replace(a_run, ratios=dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), ratio))
+            return replace(measured, ratios=dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), ratio))
 
-    requests = WORKLOAD.draw(5).at_rate(1.0)
-    a_run = Run(
-        rate=1.0,
-        requests=requests,
-        times=simulate(*cluster, requests, slo=SLO).times,
-        ratios={},
-        ratios_over_time=[],
-        generator_cpu_share=0.1,
-        foreign_cpu_share=0.0,
-        problems=[],
-    )
+    measured = a_run(cluster, WORKLOAD.draw(5).at_rate(1.0))
     comparison = Measured(RunningCluster("", "", os.getpid(), 0.0), *cluster)
     as_profiled = comparison.saturation({})
     assert found_saturation(comparison, 7) == pytest.approx(as_profiled / 2, rel=0.02)
@@ -230,19 +218,9 @@ def test_loads_are_shares_of_what_the_cores_can_do_just_before(cluster: tuple[Pl
         def measure(self, rate: float, num_requests: int, seed: int) -> Run:
             rates.append(rate)
             ratio = {1: 2.0, 3: 4.0}.get(len(rates), 9.0)  # of the two probes; what runs tell is not asked
-            return replace(a_run, rate=rate, ratios=dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), ratio))
+            return replace(measured, rate=rate, ratios=dict.fromkeys(itertools.product(WorkerRole, STEP_KINDS), ratio))
 
-    requests = WORKLOAD.draw(5).at_rate(1.0)
-    a_run = Run(
-        rate=1.0,
-        requests=requests,
-        times=simulate(*cluster, requests, slo=SLO).times,
-        ratios={},
-        ratios_over_time=[],
-        generator_cpu_share=0.1,
-        foreign_cpu_share=0.0,
-        problems=[],
-    )
+    measured = a_run(cluster, WORKLOAD.draw(5).at_rate(1.0))
     comparison = Measured(RunningCluster("", "", os.getpid(), 0.0), *cluster)
     as_profiled = comparison.saturation({})
     arguments = Namespace(seed=0, rounds=1, requests=5, loads="0.3,0.7")
