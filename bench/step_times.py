@@ -40,6 +40,9 @@ class _Sums(NamedTuple):
     predicted_s: float
 
 
+_NO_STEPS = _Sums(0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class WatchedStepTimes:
     """What the router's metrics have said."""
@@ -49,18 +52,18 @@ class WatchedStepTimes:
 
     def ratios(self) -> StepTimeRatios:
         """From the first look to the last."""
-        made = _made_between(self.looks[0][1], self.looks[-1][1])
+        made = _made_between(_sums(self.looks[0][1]), _sums(self.looks[-1][1]))
         return {steps: sums.observed_s / sums.predicted_s for steps, sums in made.items()}
 
     def ratios_over_time(self) -> list[tuple[float, StepTimeRatios]]:
         """From each look to the next, with the instant of the first; the same steps as in `ratios` everywhere."""
         usual = self.ratios()
         found = []
-        for (began_s, before), (_, after) in pairwise(self.looks):
+        for (began_s, before), (_, after) in pairwise([(looked_s, _sums(text)) for looked_s, text in self.looks]):
             made = _made_between(before, after)
             ratios = {}
             for steps, ratio in usual.items():
-                observed_s, predicted_s = made.get(steps, _Sums(0.0, 0.0))
+                observed_s, predicted_s = made.get(steps, _NO_STEPS)
                 ratios[steps] = (observed_s + _USUAL_S * ratio) / (predicted_s + _USUAL_S)
             found.append((began_s, ratios))
         return found
@@ -95,11 +98,10 @@ def watched_step_times(admin_url: str, every_s: float = LOOK_EVERY_S) -> Iterato
         look()
 
 
-def _made_between(before: str, after: str) -> dict[Steps, _Sums]:
+def _made_between(old: dict[Steps, _Sums], new: dict[Steps, _Sums]) -> dict[Steps, _Sums]:
     """By how much the sums of two looks differ, where steps were made."""
-    old, new = _sums(before), _sums(after)
     grown = {
-        steps: _Sums(*(now - then for now, then in zip(sums, old.get(steps, (0.0, 0.0)), strict=True)))
+        steps: _Sums(*(now - then for now, then in zip(sums, old.get(steps, _NO_STEPS), strict=True)))
         for steps, sums in new.items()
     }
     return {steps: sums for steps, sums in grown.items() if sums.predicted_s > 0}
