@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.mirrored_transfer import Mirror
-from pdserve.engine.pool_size import check_mirror_fits, check_pool_fits, num_kv_blocks, num_swap_slots
+from pdserve.engine.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
@@ -29,11 +28,14 @@ from pdserve.model.model_hash import model_hash
 from pdserve.model.slowed_hardware import slowed
 from pdserve.model.weight_files import check_weights
 
+if TYPE_CHECKING:  # it imports torch
+    from pdserve.kv_transfer.host_staging import HostStaging
+
 
 class BuiltExecutor(NamedTuple):
     executor: Executor
-    mirror: Mirror | None = None
-    """Where the pool lies on a device: what copies blocks between it and the memory that it was built with."""
+    staging: HostStaging | None = None
+    """Of a pool on a GPU: copies blocks between it and the memory that the transfer process maps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     from pdserve.engine.model_device import CPU, build_pool, check_kv_dtype, choose_device, room_for_kv
     from pdserve.kernels.cpu_threads import use_cores
-    from pdserve.kv_transfer.kv_mirror import KvMirror
+    from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model import executor_choice
 
     device = choose_device(config.device)
@@ -83,7 +85,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     num_blocks = num_kv_blocks(config, limits, block_bytes, room.auto_bytes)
     check_pool_fits(num_blocks * block_bytes, room.max_bytes)
     if device != CPU:
-        check_mirror_fits(num_blocks * block_bytes, room.host_bytes)
+        check_staging_fits(num_blocks * block_bytes, room.host_bytes)
     num_slots = num_swap_slots(config, num_blocks, block_bytes, room.host_bytes - num_blocks * block_bytes)
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
 
@@ -104,7 +106,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         )
         if device == CPU:
             return BuiltExecutor(_lending_cores(executor, config) if config.core_board else executor)
-        return BuiltExecutor(executor, KvMirror(pool.blocks, memory))
+        return BuiltExecutor(executor, HostStaging(pool.blocks, memory))
 
     return Backend(limits=limits, layout=layout, cost=cost, num_swap_slots=num_slots, build_executor=build_executor)
 

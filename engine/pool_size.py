@@ -18,8 +18,8 @@ AUTO_SWAP_SHARE = 0.25
 """Host slots for each block of the pool, unless told: preemption is the exception, and only the answers that outgrew
 their expected length are swapped."""
 
-MIRROR_MEMORY_SHARE = 0.5
-"""Share of the host's available memory that the mirror of an automatic pool on a GPU may grow to."""
+STAGING_MEMORY_SHARE = 0.5
+"""Share of the host's available memory that the staging file of an automatic pool on a GPU may grow to."""
 
 
 class PoolRoom(NamedTuple):
@@ -30,7 +30,7 @@ class PoolRoom(NamedTuple):
     auto_bytes: int
     """What an automatic pool takes."""
     host_bytes: int
-    """Of the host, for the pool, or for its mirror where it lies on a GPU, and for swap slots."""
+    """Of the host, for the pool, or for the staging file of a pool on a GPU, and for swap slots."""
 
 
 def room_on_cpu(weight_bytes: int, available_bytes: int) -> PoolRoom:
@@ -72,7 +72,7 @@ def room_on_gpu(
             f"{granted_bytes} of the GPU's memory are granted (gpu_memory_utilization {utilization:g}) and free: raise "
             f"gpu_memory_utilization, end what else runs on the GPU, or serve a smaller model"
         )
-    auto_bytes = min(granted_bytes - used_bytes, int(host_bytes * MIRROR_MEMORY_SHARE))
+    auto_bytes = min(granted_bytes - used_bytes, int(host_bytes * STAGING_MEMORY_SHARE))
     return PoolRoom(free_bytes - used_bytes, auto_bytes, host_bytes)
 
 
@@ -120,12 +120,12 @@ def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:
         )
 
 
-def check_mirror_fits(pool_bytes: int, host_bytes: int) -> None:
-    """Raises ValueError if the mirror of a pool on a GPU may grow larger than what the host has."""
+def check_staging_fits(pool_bytes: int, host_bytes: int) -> None:
+    """Raises ValueError if the staging file of a pool on a GPU may grow larger than what the host has."""
     if pool_bytes > host_bytes:
         raise ValueError(
-            f"the KV pool of {pool_bytes} bytes has a mirror on the host, where {host_bytes} are available: "
-            f"lower kv_memory"
+            f"the KV pool of {pool_bytes} bytes has a staging file on the host, where {host_bytes} bytes are "
+            f"available: lower kv_memory"
         )
 
 

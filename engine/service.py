@@ -33,8 +33,7 @@ from pdserve.engine.loop import (
 from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sessions import Session, SessionTable
 from pdserve.engine.wire import WireError, request_from_proto, source_from_proto
-from pdserve.kv_transfer.auth import TokenInterceptor
-from pdserve.kv_transfer.grpc_options import server_options
+from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
 from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5

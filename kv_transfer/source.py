@@ -24,7 +24,7 @@ from pdserve.kv_transfer.handshake import (
     layout_message,
 )
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import block_data
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 

@@ -17,14 +17,12 @@ import sys
 
 import grpc
 
-from pdserve.kv_transfer.auth import TokenInterceptor
-from pdserve.kv_transfer.grpc_options import server_options
 from pdserve.kv_transfer.parent_death import die_with_parent
-from pdserve.kv_transfer.pipe import MAX_FRAME_BYTES, encode_frame, read_frame, receive_frame
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
+from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
 from pdserve.kv_transfer.source import Source
-from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.kv_transfer.transfer_client import MAX_FRAME_BYTES, TransferConfig, encode_frame, read_frame, receive_frame
 from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 
 MAX_PULL_MESSAGE_BYTES = 64 << 10
