@@ -1,4 +1,4 @@
-"""What a worker computes with: the real model, on a CPU or a GPU, or an emulated GPU. Decided once, at its start.
+"""The executor of a worker: the real model on a CPU or a GPU, or an emulated GPU. Chosen once, at its start.
 
 Called on the step loop's thread, after that thread was pinned. Torch is imported for the real model only, and only once
 the rest of the configuration was found good; nothing heavy is allocated before the executor is built.
@@ -35,12 +35,12 @@ if TYPE_CHECKING:  # it imports torch
 class BuiltExecutor(NamedTuple):
     executor: Executor
     staging: HostStaging | None = None
-    """Of a pool on a GPU: copies blocks between it and the memory that the transfer process maps."""
+    """Copies blocks between a pool on a GPU and the memory that the transfer process maps; ``None`` on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The executor of a worker and what must be known beside it."""
+    """The executor of a worker and the figures of its pool."""
 
     limits: ModelLimits
     layout: KvLayout

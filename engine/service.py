@@ -42,7 +42,7 @@ HEARTBEAT_S = 0.5
 HELLO_TIMEOUT_S = 10.0
 MAX_ROUTER_ID_LENGTH = 128
 MAX_SNAPSHOT_HASHES = 65536
-"""Block hashes that a new session is told of at most: 1.2 MB. The rest is found by hits alone."""
+"""Most block hashes in the first frame of a session: 1.2 MB. The rest is found by hits alone."""
 
 STOP_GRACE_S = 0.5
 """Time for what is queued to leave before the sessions are cut."""
@@ -71,13 +71,13 @@ class WorkerService:
     """Serves `Worker.Session`. ``start``, ``publish`` and ``stop`` may be called from any thread."""
 
     def __init__(self, settings: ServiceSettings, inbox: Inbox, *, is_healthy: Callable[[], bool]) -> None:
-        """``is_healthy`` says whether the step loop turns; heartbeats stop when it does not."""
+        """``is_healthy``: heartbeats stop when the step loop does not turn."""
         self._settings = settings
         self._inbox = inbox
         self._is_healthy = is_healthy
         self._sessions = SessionTable(grace_s=settings.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
         self._load = worker_pb2.Load()
-        """Of the last report, without the step that it reported."""
+        """Load of the last report, without its step."""
         self._cached_hashes: set[bytes] = set()
         """The prefix cache as the reports tell it, for sessions that begin later."""
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, MutableSequence
+from collections.abc import MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -49,7 +49,7 @@ class SchedulerFactory(Protocol):
 
 
 def end_process() -> None:
-    """What a worker does about a loop that died: nothing else notices it as surely as the end of the process."""
+    """End a worker whose loop died: nothing else is noticed as surely as the end of the process."""
     logging.shutdown()
     os._exit(1)
 
@@ -61,16 +61,9 @@ class EngineWorker:
         self,
         config: WorkerConfig,
         scheduler_factory: SchedulerFactory,
-        *,
-        on_fatal: Callable[[], None] = end_process,
     ) -> None:
-        """
-        Args:
-            on_fatal: called on the loop's thread when the loop died and its exception is logged.
-        """
         self._config = config
         self._scheduler_factory = scheduler_factory
-        self._on_fatal = on_fatal
         self._inbox = Inbox()
         self._epoch = secrets.randbits(63)
         self._loop: LiveLoop | None = None
@@ -123,7 +116,7 @@ class EngineWorker:
                 loop.run()
             except BaseException:
                 _log.critical("the step loop of %s died", self._config.worker_id, exc_info=True)
-                self._on_fatal()
+                end_process()
 
     def _build(self, stack: ExitStack) -> tuple[LiveLoop, str]:
         """Assemble the worker on its loop's thread; ``stack`` takes it apart in reverse order.
@@ -140,7 +133,7 @@ class EngineWorker:
         stack.callback(executor.close)
         transfer = self._start_transfer(memory, staging, backend.limits)
         stack.callback(transfer.close)
-        # A view of 64-bit items is all that the pool asks of a mutable sequence; typeshed says otherwise.
+        # typeshed does not count a memoryview as a MutableSequence.
         generations = cast(MutableSequence[int], memory.generations)
         pool = BlockPool(backend.layout.num_blocks, config.block_size, generations)
         service = WorkerService(

@@ -28,7 +28,7 @@ PINNED_BYTES = 32 << 20
 
 
 class HostStaging:
-    """A pool and its staging file. The two directions may run at once, neither beside itself."""
+    """A pool and its staging file. The two directions may run at once, each one copy at a time."""
 
     def __init__(self, pool_blocks: torch.Tensor, memory: PoolMemory) -> None:
         """
@@ -38,13 +38,13 @@ class HostStaging:
         """
         layout = memory.layout
         assert pool_blocks.dtype == torch.uint8
-        assert pool_blocks.shape == (layout.num_blocks, layout.block_bytes), f"{pool_blocks.shape} is no pool {layout}"
+        assert pool_blocks.shape == (layout.num_blocks, layout.block_bytes), f"{pool_blocks.shape} for {layout}"
         self._pool = pool_blocks
         self._host = torch.frombuffer(memory.blocks, dtype=torch.uint8).view(pool_blocks.shape)
         self._d2h = _CopyStream(pool_blocks)
         self._h2d = _CopyStream(pool_blocks)
         self._generations: dict[int, int] = {}
-        """Of each block that was copied to the host, as of that copy."""
+        """Generation of each block when it was last copied to the host."""
 
     def copy_d2h(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
         """Copy blocks from the pool to the host; returns when they are there.

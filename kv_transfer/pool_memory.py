@@ -2,7 +2,7 @@
 
 The file is one page-aligned header with a 64-bit generation per block, then the blocks as `KvLayout` describes them.
 The engine creates it, its transfer process maps the inherited descriptor, and peers map it read-only through ``/proc``.
-Which block belongs to whom is the block pool's business, not known here.
+The owners of blocks are known to the block pool only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PoolMemory:
             OSError: it cannot be opened from here.
         """
         if not _FD_PATH.fullmatch(path):
-            raise ValueError(f"{path!r} is no /proc/<pid>/fd/<n> path")
+            raise ValueError(f"{path!r} is not a /proc/<pid>/fd/<n> path")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
@@ -104,7 +104,7 @@ class PoolMemory:
 
     @property
     def path(self) -> str:
-        """Where other processes of this host find the file while this process keeps it open."""
+        """Path of the file for other processes of this host, while this process keeps it open."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def block(self, block_id: int, head_start: int, head_end: int) -> memoryview[int]:

@@ -1,7 +1,7 @@
 """The fetching side of pulls: one task per pull, from the order of the engine to its `PullDone`.
 
-Owned by the transfer process. Nothing is reported good unless every block is copied and verified, and once a pull is
-reported, well or badly ended, nothing writes to its target blocks any more.
+Owned by the transfer process. A pull succeeds only if every block is copied and verified, and once its end is reported,
+nothing writes to its target blocks any more.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PullStream:
         """
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the read below says why
+                with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the read below raises the reason
                     await self._call.write(kv_pb2.PullMessage(open=opening))
                 message = await self.read("connect")
         except TimeoutError:
@@ -94,7 +94,7 @@ class PullStream:
     async def close(self, *, release: bool) -> None:
         """End the stream, telling the source first that it may free the prompt if ``release``."""
         if release:
-            # Best effort: the blocks are here, and a source that does not hear it frees the prompt after its park time.
+            # Best effort: the blocks are here, and a source that misses it frees the prompt after its park time.
             with suppress(TimeoutError, asyncio.InvalidStateError, grpc.aio.AioRpcError):
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     await self._call.write(kv_pb2.PullMessage(release=kv_pb2.Release()))

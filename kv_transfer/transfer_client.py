@@ -1,4 +1,4 @@
-"""The engine's handle on its transfer process, and what both say over their pipe.
+"""The engine's handle on its transfer process, and the messages on the pipe between them.
 
 The first frame on the pipe is a `TransferConfig` as JSON: not on the command line, where every user of the host could
 read the cluster token. Then messages of `transfer.proto` go both ways. A frame is a 32-bit little-endian length and as
@@ -163,7 +163,7 @@ class TransferProcess:
         process._started.wait(START_TIMEOUT_S)
         if not process.address:
             process.close()
-            raise RuntimeError("the KV transfer process did not start; its log says why")
+            raise RuntimeError("the KV transfer process did not start; its log has the reason")
         return process
 
     @property
@@ -172,7 +172,7 @@ class TransferProcess:
         return self._process.pid
 
     def send(self, message: EngineToTransfer) -> None:
-        """Hand over a message, from any thread. If the process is dead the message is lost, and ``on_death`` says so.
+        """Hand over a message, from any thread. If the process is dead the message is lost, and ``on_death`` follows.
 
         Blocks while the pipe is full, at most `SEND_TIMEOUT_S`, and then kills the process.
         """

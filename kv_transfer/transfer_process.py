@@ -1,6 +1,6 @@
 """The transfer process: ``python -m pdserve.kv_transfer.transfer_process PIPE_FD MEMORY_FD``.
 
-It runs beside an engine and maps the same pool, so that copies, digests and network calls never slow an engine step.
+It runs next to an engine and maps the same pool, so that copies, digests and network calls never slow an engine step.
 Started and owned by `pdserve.kv_transfer.transfer_client.TransferProcess`; its first frame on the pipe is a
 `TransferConfig`. It lives no longer than its engine: the kernel kills it with its parent, and it leaves when the pipe
 closes. It imports no torch and decides nothing about requests.
@@ -42,7 +42,7 @@ class _Process:
         self._puller = Puller(config=config, memory=memory, send=self._send)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Serve until the engine says goodbye or is gone."""
+        """Serve until the engine sends `Shutdown` or is gone."""
         server = grpc.aio.server(
             interceptors=(TokenInterceptor(self._config.cluster_token),),
             options=server_options(MAX_PULL_MESSAGE_BYTES),
@@ -95,7 +95,7 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
 def main() -> None:
     """Run until the engine is gone."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then says goodbye
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then sends Shutdown
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s transfer process: %(message)s")
     pipe_fd, memory_fd = (int(argument) for argument in sys.argv[1:])
     pipe = socket.socket(fileno=pipe_fd)
