@@ -21,9 +21,9 @@ from typing import NamedTuple
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import PullResult, TokenEvent
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_table import PlannedStep
 from pdserve.planner.counted_batch import ARRIVAL, CountedBatch
 
 
@@ -137,8 +137,7 @@ class CountedDecodeScheduler(DecodeScheduler):
         self._table.close(sequence)
 
     def _tell(self, sequence: Sequence, index: int, finish: FinishReason) -> None:
-        ends_request = bool(finish) and self._table.group_of(sequence).finish(sequence.choice)
-        self._table.events.append(TokenEvent(sequence.key, sequence.choice, index, 0, None, finish, ends_request))
+        self._table.events.append(TokenEvent(sequence.key, sequence.request.choice, index, 0, None, finish))
 
     def _stop_counting(self) -> None:
         """Let every sequence know where it is, and build the rows of the steps in flight, before those of prompts."""
@@ -171,7 +170,6 @@ class CountedDecodeScheduler(DecodeScheduler):
     # What the batch knows
 
     def _join(self, sequence: Sequence) -> None:
-        assert sequence.num_choices == 1, "simulated requests have one choice"
         super()._join(sequence)
         if self._batch is not None:
             self._batch.add(sequence)
@@ -180,9 +178,6 @@ class CountedDecodeScheduler(DecodeScheduler):
         self._is_refused = False
         self._stop_counting()
         super()._close(sequence)
-
-    def _num_running_seats(self) -> int:
-        return len(self._running)
 
     def _num_running_blocks_missing(self) -> int:
         return super()._num_running_blocks_missing() if self._batch is None else self._batch.num_blocks_missing()

@@ -277,7 +277,7 @@ class _Run:
         arrives_s = said_s + self._overheads.message_s
         for event in events:
             if isinstance(event, TokenEvent):
-                if event.index < 2 or event.ends_request:
+                if event.index < 2 or event.finish:
                     self._heard_token(worker, event, arrives_s)
             elif isinstance(event, RequestEvent):
                 if event.kind is RequestEventKind.JOINED:
@@ -303,11 +303,11 @@ class _Run:
             flight.emitted = (0,)
             if seen_s - flight.arrived_s > self._slo.ttft_seconds:
                 self._miss(flight)
-            if worker.role is not WorkerRole.PREFILL and not event.ends_request:
+            if worker.role is not WorkerRole.PREFILL and not event.finish:
                 worker.joined.append(partial(self._decoded, flight))
         elif event.index == 1 and isnan(flight.second_token_s):
             flight.second_token_s = seen_s
-        if event.ends_request:
+        if event.finish:
             flight.last_token_s = seen_s
             self._agenda.at(arrives_s, partial(self._finish, flight))
 

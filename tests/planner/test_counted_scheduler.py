@@ -60,7 +60,7 @@ def prepare(scheduler: DecodeScheduler, request: GenerationRequest) -> None:
 
 
 def pulled(scheduler: DecodeScheduler, event: StartPullEvent) -> None:
-    scheduler.pull_done(PullResult(event.pull_id, num_tokens=event.num_tokens, first_tokens=(FirstToken(0),)), 0.0)
+    scheduler.pull_done(PullResult(event.pull_id, num_tokens=event.num_tokens, first_token=FirstToken(0)), 0.0)
 
 
 def join(scheduler: CountedDecodeScheduler, *requests: GenerationRequest) -> None:
@@ -99,7 +99,6 @@ def test_quiet_steps_end_with_an_answer() -> None:
     scheduler.advance(1)
     (event,) = tokens_of(scheduler.take_events())
     assert (event.key.request_id, event.index, event.finish) == (0, 7, FinishReason.LENGTH)
-    assert event.ends_request
     assert scheduler.quiet_steps(0.0) == QuietSteps(num_steps=4, batch_size=1, num_context_tokens=12)
     assert plan(scheduler).rows == []
     assert scheduler.counted_rows == CountedRows(num_rows=1, num_context_tokens=12)
@@ -169,7 +168,7 @@ def test_the_rows_of_a_step_with_a_prompt_are_counted(pool: type[BlockPool]) -> 
     assert scheduler.counted_rows == CountedRows(num_rows=2, num_context_tokens=6 + 7)
     answer(scheduler, first)
     tokens = tokens_of(scheduler.take_events())
-    assert [(event.key.request_id, event.index, event.ends_request) for event in tokens] == [
+    assert [(event.key.request_id, event.index, bool(event.finish)) for event in tokens] == [
         (0, 1, False),
         (1, 1, True),
         (2, 0, False),
