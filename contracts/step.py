@@ -35,8 +35,6 @@ class StepRow:
     """Absolute position of the token to be sampled, prompt included: the random generator's counter."""
     choice: int = 0
     """Index of the choice (n > 1) that the row belongs to; part of the random generator's counter."""
-    num_choices: int = 1
-    """How many tokens to sample after the last new token: for ``choice`` and for the choices after it."""
     history: Sequence[int] = ()
     """Every known token of the sequence, where ``sample.has_penalties``; else empty. Read during `Executor.submit`
     only. The token that ``previous_row`` sampled comes after it."""
@@ -55,7 +53,7 @@ class StepRow:
 
 
 class BlockCopy(NamedTuple):
-    """One KV block to copy: pool block to pool block, pool block to host slot, or host slot to pool block."""
+    """One KV block to copy: pool block to host slot, or host slot to pool block."""
 
     source: int
     target: int
@@ -74,8 +72,6 @@ class StepBatch:
     """From the pool to host slots, which are numbered from 0."""
     swap_ins: list[BlockCopy] = field(default_factory=list)
     """From host slots to the pool."""
-    block_copies: list[BlockCopy] = field(default_factory=list)
-    """Within the pool: the last, partly filled block of a prompt whose choices go separate ways."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -105,8 +101,6 @@ class StepOutput:
     step_id: int
     sampled: list[SampledToken | None]
     """As many as the batch had rows; ``None`` where the row asked for no sample."""
-    forks: dict[int, list[SampledToken]] = field(default_factory=dict)
-    """By row with ``num_choices > 1``: the tokens of its further choices, in order."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By row with ``prompt_targets``: one entry for each of them."""
     duration_s: float

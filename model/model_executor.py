@@ -15,7 +15,7 @@ Shape suffixes: R rows that a captured step may sample, B rows that a step sampl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
@@ -49,7 +49,6 @@ class _LaunchedStep:
         self._fetched_B2: torch.Tensor | None = None
         self._tokens: list[int] = []
         self.outputs = OutputRows.of(rows)
-        self._num_choices = [rows[row].num_choices for row in self.outputs.sampling]
         self._indices = {row: index for index, row in enumerate(self.outputs.sampling)}
         self.logprobs: dict[int, TokenLogprobs] = {}
         """By index in the sampled tokens."""
@@ -73,21 +72,16 @@ class _LaunchedStep:
     def token(self, row: int) -> int:
         """The token of a row; waits for it."""
         self._wait()
-        return self._tokens[sum(self._num_choices[: self.index(row)])]
+        return self._tokens[self.index(row)]
 
     def result(self) -> StepOutput:
         self._wait()
         sampled: list[SampledToken | None] = [None] * self._num_rows
-        forks: dict[int, list[SampledToken]] = {}
-        tokens = iter(SampledToken(token, self.logprobs.get(index)) for index, token in enumerate(self._tokens))
-        for row, num_choices in zip(self.outputs.sampling, self._num_choices, strict=True):
-            sampled[row] = next(tokens)
-            if num_choices > 1:
-                forks[row] = [next(tokens) for _ in range(num_choices - 1)]
+        for index, (row, token) in enumerate(zip(self.outputs.sampling, self._tokens, strict=True)):
+            sampled[row] = SampledToken(token, self.logprobs.get(index))
         return StepOutput(
             step_id=self._step_id,
             sampled=sampled,
-            forks=forks,
             prompt_logprobs=self.prompt_logprobs,
             duration_s=self._ended.seconds_since(self._started),
         )
@@ -98,7 +92,7 @@ class _LaunchedStep:
             return
         best = self._fetched_B2[:, 1].view(torch.float32).tolist()
         if not all(map(isfinite, best)):
-            rows = np.repeat(self.outputs.sampling, self._num_choices)
+            rows = self.outputs.sampling
             raise RuntimeError(
                 f"step {self._step_id} failed: logits cannot be sampled where their maximum is not finite "
                 f"({', '.join(f'row {row}: {value}' for row, value in zip(rows, best, strict=True))})"
@@ -206,36 +200,23 @@ class ModelExecutor:
     def _launch(self, rows: list[StepRow], step: _LaunchedStep, previous: _LaunchedStep | None) -> torch.Tensor | None:
         """Launch everything; returns the tokens and highest logits on their way to the host."""
         sampling = [rows[index] for index in step.outputs.sampling]
-        choices = [
-            replace(row, choice=row.choice + choice, num_choices=1) if row.num_choices > 1 else row
-            for row in sampling
-            for choice in range(row.num_choices)
-        ]
         previous_indices = [_previous_index(row, previous) for row in rows]
-        draws = plan_draws(choices, self._vocab_size)
-        if self._graphs is not None and self._is_captured(rows, step.outputs) and len(choices) == len(rows):
+        draws = plan_draws(sampling, self._vocab_size)
+        if self._graphs is not None and self._is_captured(rows, step.outputs):
             forward = self._replay(self._graphs, rows, previous_indices, draws.words)
         else:
             forward = self._forward(rows, step, previous_indices, draws.words)
         if not sampling:
             return None
         logits_BV, best_B, token_B = forward.logits, forward.best, self._sampled_R[: len(sampling)]
-        is_forking = len(choices) > len(sampling)
-        if is_forking:
-            num_choices_B = torch.tensor([row.num_choices for row in sampling], device=best_B.device)
-            logits_BV, best_B, token_B = (
-                tensor.repeat_interleave(num_choices_B, dim=0) for tensor in (logits_BV, best_B, token_B)
-            )
 
         def previous_token(row: int) -> int:
             assert previous is not None
             return previous.token(row)
 
         words = forward.inputs[len(forward.inputs) - len(draws.words) :]
-        found = self._sampler.sample(logits_BV, best_B, token_B, choices, draws, words, previous_token)
+        found = self._sampler.sample(logits_BV, best_B, token_B, sampling, draws, words, previous_token)
         step.logprobs = found.logprobs
-        if is_forking:
-            self._sampled_R[: len(sampling)] = token_B[num_choices_B.cumsum(0) - num_choices_B]
         return self._queue.fetch(torch.stack((token_B.int(), found.best.view(torch.int32)), dim=1))
 
     def _replay(

@@ -138,9 +138,8 @@ def test_blocks_go_to_slots_and_back() -> None:
     batch = StepBatch(step_id=0, rows=[])
     batch.swap_outs = [BlockCopy(1, 0), BlockCopy(2, 1)]
     batch.swap_ins = [BlockCopy(1, 1), BlockCopy(0, 3)]
-    batch.block_copies = [BlockCopy(3, 0)]
     copier.run(batch)
-    assert pool.tolist() == [[1] * 16, [2] * 16, [2] * 16, [1] * 16]
+    assert pool.tolist() == [[0] * 16, [2] * 16, [2] * 16, [1] * 16]
 
 
 def test_there_may_be_no_slots() -> None:
