@@ -23,10 +23,9 @@ from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
-from pdserve.model.hardware import Hardware, hardware
+from pdserve.model.hardware import Hardware, hardware, slowed
 from pdserve.model.hardware_json import hardware_from_json
 from pdserve.model.model_hash import model_hash
-from pdserve.model.slowed_hardware import slowed
 from pdserve.model.weight_files import check_weights
 
 
