@@ -1,4 +1,4 @@
-"""What a scheduler asks of an executor, and what it gets back: one ragged batch per step.
+"""The batch that a scheduler submits to an executor, and its output: one ragged batch per step.
 
 A `StepBatch` mixes prefill chunks and decode rows, so that a mixed step is one forward pass. Executors take the KV
 tensor and block tables, never a block pool. Schedulers plan step N + 1 before the results of step N are known when the
@@ -30,7 +30,7 @@ class StepRow:
     """Pool block ids in sequence order, covering ``cached_length + num_new_tokens`` tokens at least. Read during
     `Executor.submit` only."""
     sample: SamplingParams | None
-    """How to sample after the last new token; ``None`` for a chunk that does not end the prompt."""
+    """Parameters to sample with after the last new token; ``None`` for a chunk that does not end the prompt."""
     sample_position: int = 0
     """Absolute position of the token to be sampled, prompt included: the random generator's counter."""
     choice: int = 0
@@ -45,7 +45,7 @@ class StepRow:
     prompt_targets: Sequence[int] = ()
     """Prompt logprobs: the tokens that follow each new token in the prompt, as far as there are any; else empty."""
     num_prompt_logprobs: int = -1
-    """How many likely tokens to name beside each of ``prompt_targets``."""
+    """Likely tokens to report with each of ``prompt_targets``."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -82,13 +82,13 @@ class TokenLogprobs(NamedTuple):
     """Log probabilities at one position, of the model's distribution before temperature and truncation."""
 
     logprob: float
-    """Of the sampled token."""
+    """Log probability of the sampled token."""
     top: tuple[tuple[int, float], ...]
     """(token id, log probability), most likely first; as many as were asked for."""
 
 
 class SampledToken(NamedTuple):
-    """What a row with ``sample`` produced."""
+    """Output of a row with ``sample``."""
 
     token: int
     logprobs: TokenLogprobs | None
@@ -139,7 +139,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a scheduler must know of the model to decide when a sequence ends."""
+    """Limits of a model by which a scheduler decides when a sequence ends."""
 
     max_model_len: int
     """Prompt and answer tokens together, at most."""

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Which tokens belong to which row, and where each row's KV lies. All tensors are int32, on one device.
+    """The tokens of each row and the location of its KV. All tensors are int32, on one device.
 
     Row r's new tokens are ``query_starts[r] .. query_starts[r + 1]`` of the flat batch, at positions
     ``kv_lengths[r] - num_new .. kv_lengths[r]`` of its sequence; token at position p has its KV in block
@@ -43,9 +43,9 @@ class AttentionMetadata:
     positions: torch.Tensor
     """``[num_tokens]``: of every new token in its sequence; 0 in padding."""
     min_new_tokens: int
-    """Of the row that has the fewest; padding does not count."""
+    """New tokens of the row that has the fewest; padding does not count."""
     max_new_tokens: int
-    """Of the row that has the most."""
+    """New tokens of the row that has the most."""
 
     @property
     def num_tokens(self) -> int:

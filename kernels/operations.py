@@ -1,6 +1,6 @@
-"""What a decoder computes with: the signatures that every implementation of the kernels has.
+"""Signatures of the operations that a decoder and sampling compute with; every implementation of the kernels has them.
 
-The model is written against these; `pdserve.kernels.selection` chooses who implements them. Nothing here computes.
+`pdserve.kernels.selection` chooses the implementation. Nothing here computes.
 
 Shape suffixes: T new tokens, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2, E input features, F output
 features, I = F / 2.
@@ -102,7 +102,7 @@ class RopeAndWriteKv(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """How a layer attends."""
+    """Scale, window and softcap of a layer's attention."""
 
     scale: float
     """Scores are ``scale * q . k``."""
@@ -130,14 +130,14 @@ class DecoderKernels(NamedTuple):
 
     name: str
     activation_dtype: torch.dtype | None
-    """Of everything between the operations; ``None`` is the model's own dtype."""
+    """Dtype between the operations; ``None`` is the model's own."""
     pack_linear: PackLinear
     rms_normalise: RmsNormalise
     gate: Gate
     rope_and_write_kv: RopeAndWriteKv
     paged_attention: PagedAttention
     is_capturable: bool = False
-    """What is launched follows from shapes and from `AttentionMetadata`'s numbers of new tokens alone, and waits for
+    """Launches follow from shapes and from `AttentionMetadata`'s numbers of new tokens alone, and waits for
     nothing: a step can be captured in a CUDA graph."""
     device: torch.device = torch.device("cpu")
     """Where weights and activations lie, and what is told of a batch."""

@@ -320,7 +320,7 @@ def _weight_up_to(
     num_candidates: tl.tensor,
     TILE: tl.constexpr,
 ):
-    """Of all tokens above an order, and of those of it up to an id: float64."""
+    """Weight of all tokens above an order, and of its own tokens up to an id: float64."""
     total = tl.zeros([], tl.float64)
     for start in tl.range(0, num_candidates, TILE):
         place_V, is_one_V, logit_V = _candidates(logit_ptr, start, num_candidates, TILE)

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepLogits(NamedTuple):
-    """What a forward leaves of the rows that sample. Of a replay it is valid until the next one."""
+    """Results of a forward for the rows that sample. Those of a replay are valid until the next one."""
 
     logits: torch.Tensor
     """float32 ``[B, V]``."""

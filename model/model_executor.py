@@ -255,13 +255,13 @@ class ModelExecutor:
         return StepLogits(logits_BV, best_B, inputs)
 
     def _is_captured(self, rows: Sequence[StepRow], outputs: OutputRows) -> bool:
-        """Whether the step decodes, and nothing else."""
+        """True for a decode step that a captured size holds."""
         has_room = len(rows) <= len(self._captured_R) and self._sampled_R is self._captured_R
         return has_room and outputs.is_decode
 
 
 def can_capture(kernels: DecoderKernels) -> bool:
-    """Whether decode steps may be captured: on a CPU, where a replay is the computation itself, always."""
+    """True if decode steps may be captured: on a CPU, where a replay is the computation itself, always."""
     return kernels.is_capturable or kernels.device.type == "cpu"
 
 

@@ -90,7 +90,7 @@ _NO_DRAWS = DrawPlan(np.zeros(0, np.int32), 0, 0, 0, False)
 
 
 class SampledRows(NamedTuple):
-    """What `Sampler.sample` found beside the tokens."""
+    """Results of `Sampler.sample` other than the tokens."""
 
     best: torch.Tensor
     """float32 ``[B]``: each row's highest logit; not finite where the row cannot be sampled, whose token is any one."""

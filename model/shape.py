@@ -119,11 +119,6 @@ class ModelShape:
         return self.common_layer_parameters + self.num_experts * self.expert_parameters
 
     @property
-    def active_layer_parameters(self) -> int:
-        """Weights of one layer's matrices that one token is multiplied with."""
-        return self.common_layer_parameters + self.experts_per_token * self.expert_parameters
-
-    @property
     def layer_outputs(self) -> int:
         """Outputs of one layer's matrices: in int8, each has a scale."""
         return sum(matrices.number * matrices.num_outputs for matrices in self._layer_matrices())

@@ -1,4 +1,4 @@
-"""Which tokens a sequence has seen, and how often it generated each: what penalties are computed from.
+"""Tokens that each sequence has seen and how often it generated them, for penalties.
 
 Owned by an executor, which asks `TokenCountCache.counts` for each row with penalties at each step. A sequence's counts
 are kept from one step to the next and grow by its new tokens, so that a long history is read once. They are a cache and
@@ -23,7 +23,7 @@ MAX_COUNTED_SEQUENCES = 1024
 
 _TAIL_LENGTH = 32
 _MAX_NEW_TOKENS = 16
-"""Of more new tokens than this, counting all of the history again is faster."""
+"""With more new tokens than this, counting all of the history again is faster."""
 
 
 class TokenCounts(NamedTuple):
@@ -31,7 +31,7 @@ class TokenCounts(NamedTuple):
 
     tokens: npt.NDArray[np.int64]
     in_answer: npt.NDArray[np.int64]
-    """How many times each of them is in the answer; 0 for those of the prompt only."""
+    """Occurrences of each token in the answer; 0 for tokens of the prompt only."""
 
     @classmethod
     def of(cls, history: Sequence[int], num_prompt_tokens: int) -> TokenCounts:
@@ -58,7 +58,7 @@ class _Counted(NamedTuple):
     """The last tokens counted, by which the sequence is recognised."""
 
     def starts(self, history: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Whether what was counted is the start of ``history``, as far as its last tokens tell."""
+        """True if ``history`` starts with the counted tokens, as far as the last of them tell."""
         start, end = self.num_tokens - len(self.tail), self.num_tokens
         return num_prompt_tokens == self.num_prompt_tokens and list(history[start:end]) == self.tail
 

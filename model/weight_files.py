@@ -17,7 +17,7 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _MAX_PROBLEMS = 8
 """Tensors that one message names."""
 _MAX_HEADER_BYTES = 100 * 10**6
-"""What the safetensors library reads at most."""
+"""The most that the safetensors library reads."""
 
 
 class StoredTensor(NamedTuple):
@@ -203,5 +203,5 @@ def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def is_ignored(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor may be in a checkpoint of ``shape`` and is not needed."""
+    """True if a tensor may be in a checkpoint of ``shape`` and is not needed."""
     return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == "lm_head.weight")
