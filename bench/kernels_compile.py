@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, KvPoolShape, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.operations import ALL_KEPT, AttentionRule, Draw, Nucleus, QkNorm
+from pdserve.kernels.operations import AttentionRule, DrawTensors, QkNorm, TopPTensors
 from pdserve.kernels.triton_block_copy import gather_blocks, scatter_blocks
 from pdserve.kernels.triton_decode_attention import decode_attention
 from pdserve.kernels.triton_gate import gate
@@ -35,7 +35,7 @@ from pdserve.kernels.triton_norm import rms_normalise
 from pdserve.kernels.triton_prefill_attention import prefill_attention
 from pdserve.kernels.triton_quantized_matmul import quantized_matmul
 from pdserve.kernels.triton_rope import rope_and_write_kv
-from pdserve.kernels.triton_sampling import draw_tokens, find_nuclei
+from pdserve.kernels.triton_sampling import draw_tokens, find_top_p
 from pdserve.kernels.weight_quantisation import Int4Weight, QuantisedWeight, quantise_int4, quantise_int8
 
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -256,12 +256,13 @@ def _weight(num_outputs: int, num_inputs: int, is_int4: bool) -> QuantisedWeight
 
 
 def _sampling_launch(vocab_size: int) -> Launch:
-    """A draw and a nucleus."""
+    """A draw and top-p."""
 
     def run() -> None:
         logits_BV = torch.zeros(1, vocab_size)
-        draw_tokens(logits_BV, [Draw(0, 0, 0, 0, 0.0, 1.0, ALL_KEPT)])
-        find_nuclei(logits_BV, [Nucleus(0, 0.9, 0.0, 1.0, 0.0)])
+        one, half = torch.zeros(1, dtype=torch.int32), torch.full((1,), 0.5)
+        draw_tokens(logits_BV, DrawTensors(one, one.long(), one, one, half, half, half, one))
+        find_top_p(logits_BV, TopPTensors(one, half.double(), half, half, half))
 
     return Launch(f"sampling V{vocab_size}", run)
 

@@ -1,4 +1,4 @@
-"""What a scheduler asks of an executor, and what it gets back: one ragged batch per step.
+"""The batch that a scheduler submits to an executor, and its output: one ragged batch per step.
 
 A `StepBatch` mixes prefill chunks and decode rows, so that a mixed step is one forward pass. Executors take the KV
 tensor and block tables, never a block pool. Schedulers plan step N + 1 before the results of step N are known when the
@@ -30,13 +30,11 @@ class StepRow:
     """Pool block ids in sequence order, covering ``cached_length + num_new_tokens`` tokens at least. Read during
     `Executor.submit` only."""
     sample: SamplingParams | None
-    """How to sample after the last new token; ``None`` for a chunk that does not end the prompt."""
+    """Parameters to sample with after the last new token; ``None`` for a chunk that does not end the prompt."""
     sample_position: int = 0
     """Absolute position of the token to be sampled, prompt included: the random generator's counter."""
     choice: int = 0
     """Index of the choice (n > 1) that the row belongs to; part of the random generator's counter."""
-    num_choices: int = 1
-    """How many tokens to sample after the last new token: for ``choice`` and for the choices after it."""
     history: Sequence[int] = ()
     """Every known token of the sequence, where ``sample.has_penalties``; else empty. Read during `Executor.submit`
     only. The token that ``previous_row`` sampled comes after it."""
@@ -47,7 +45,7 @@ class StepRow:
     prompt_targets: Sequence[int] = ()
     """Prompt logprobs: the tokens that follow each new token in the prompt, as far as there are any; else empty."""
     num_prompt_logprobs: int = -1
-    """How many likely tokens to name beside each of ``prompt_targets``."""
+    """Likely tokens to report with each of ``prompt_targets``."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -55,7 +53,7 @@ class StepRow:
 
 
 class BlockCopy(NamedTuple):
-    """One KV block to copy: pool block to pool block, pool block to host slot, or host slot to pool block."""
+    """One KV block to copy: pool block to host slot, or host slot to pool block."""
 
     source: int
     target: int
@@ -74,8 +72,6 @@ class StepBatch:
     """From the pool to host slots, which are numbered from 0."""
     swap_ins: list[BlockCopy] = field(default_factory=list)
     """From host slots to the pool."""
-    block_copies: list[BlockCopy] = field(default_factory=list)
-    """Within the pool: the last, partly filled block of a prompt whose choices go separate ways."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -86,13 +82,13 @@ class TokenLogprobs(NamedTuple):
     """Log probabilities at one position, of the model's distribution before temperature and truncation."""
 
     logprob: float
-    """Of the sampled token."""
+    """Log probability of the sampled token."""
     top: tuple[tuple[int, float], ...]
     """(token id, log probability), most likely first; as many as were asked for."""
 
 
 class SampledToken(NamedTuple):
-    """What a row with ``sample`` produced."""
+    """Output of a row with ``sample``."""
 
     token: int
     logprobs: TokenLogprobs | None
@@ -105,8 +101,6 @@ class StepOutput:
     step_id: int
     sampled: list[SampledToken | None]
     """As many as the batch had rows; ``None`` where the row asked for no sample."""
-    forks: dict[int, list[SampledToken]] = field(default_factory=dict)
-    """By row with ``num_choices > 1``: the tokens of its further choices, in order."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By row with ``prompt_targets``: one entry for each of them."""
     duration_s: float
@@ -145,7 +139,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a scheduler must know of the model to decide when a sequence ends."""
+    """Limits of a model by which a scheduler decides when a sequence ends."""
 
     max_model_len: int
     """Prompt and answer tokens together, at most."""

@@ -22,10 +22,9 @@ from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
-from pdserve.model.hardware import Hardware, hardware
+from pdserve.model.hardware import Hardware, hardware, slowed
 from pdserve.model.hardware_json import hardware_from_json
 from pdserve.model.model_hash import model_hash
-from pdserve.model.slowed_hardware import slowed
 from pdserve.model.weight_files import check_weights
 
 if TYPE_CHECKING:  # it imports torch
@@ -76,7 +75,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     from pdserve.engine.model_device import CPU, build_pool, check_kv_dtype, choose_device, room_for_kv
     from pdserve.kernels.cpu_threads import use_cores
     from pdserve.kv_transfer.host_staging import HostStaging
-    from pdserve.model import executor_choice
+    from pdserve.model.model_executor import ModelExecutor
 
     device = choose_device(config.device)
     check_kv_dtype(device, cost.kv_dtype)
@@ -93,7 +92,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         if device == CPU:
             use_cores(config.cpu_cores or sorted(os.sched_getaffinity(0)))
         pool = build_pool(device, memory)
-        executor = executor_choice.build_executor(
+        executor = ModelExecutor(
             folder=folder,
             config=model,
             layout=layout,
@@ -101,8 +100,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
             dtype=config.dtype,
             quantization=config.quantization,
             num_swap_slots=num_slots,
-            # A prefill worker has no use for them.
-            max_captured_rows=0 if config.role is WorkerRole.PREFILL else config.max_batch_size,
+            # Of no use to a prefill worker, and on a CPU.
+            max_captured_rows=0 if config.role is WorkerRole.PREFILL or device == CPU else config.max_batch_size,
         )
         if device == CPU:
             return BuiltExecutor(_lending_cores(executor, config) if config.core_board else executor)

@@ -1,12 +1,11 @@
-// Sampling from rows of logits, for CPUs: the draws of torch_gumbel.py and the nuclei of torch_nucleus.py, without their
-// temporaries.
+// Sampling from rows of logits, for CPUs: the draws and the top-p thresholds of torch_sampling.py, without temporaries.
 //
 // Compiled by cpu_build.py on first use and called by cpu_sampling.py, which checks every shape and id: nothing is
 // checked here.
 //
 // Noise costs two logarithms a token. Few tokens need them: a vectorised upper bound of a token's noise, out of its
-// random word, tells nearly always that the token cannot beat the best one so far. A nucleus needs its tokens in order,
-// but only around its end: a histogram of the weight by logit finds the bucket that the end is in, and that is sorted.
+// random word, tells nearly always that the token cannot beat the best one so far. Top-p needs a row's tokens in order,
+// but only around its threshold: a histogram of the weight by logit finds the bucket of the threshold, and that is sorted.
 
 #include <algorithm>
 #include <cmath>
@@ -19,9 +18,7 @@
 
 namespace {
 
-// Mirrored by cpu_sampling._DRAW.
 struct Draw {
-  int64_t row;
   uint64_t seed;
   uint32_t position;
   uint32_t choice;
@@ -31,17 +28,14 @@ struct Draw {
   int32_t last_equal; // and of those equal to it the ones up to this id only.
 };
 
-// Mirrored by cpu_sampling._NUCLEUS.
-struct Nucleus {
-  int64_t row;
-  double top_p;
+struct TopP {
+  double share;
   float best;         // The row's highest logit.
   float temperature;
   float lowest;       // Logits below it are left out.
 };
 
-// Mirrored by cpu_sampling._KEPT.
-struct Kept {
+struct Threshold {
   float lowest;
   int32_t last_equal;
 };
@@ -147,8 +141,8 @@ inline float exp_of(float x) {
 }
 
 // The weights of up to kTokens tokens, 0 for those left out, and their buckets: the higher the logit, the lower.
-void weigh(const float* logits, int64_t count, const Nucleus& nucleus, float* weights, int32_t* buckets) {
-  const float best = nucleus.best, temperature = nucleus.temperature, lowest = nucleus.lowest;
+void weigh(const float* logits, int64_t count, const TopP& top_p, float* weights, int32_t* buckets) {
+  const float best = top_p.best, temperature = top_p.temperature, lowest = top_p.lowest;
   for (int64_t i = 0; i < count; i++) {
     const float scaled = (logits[i] - best) / temperature;
     const float clamped = std::max(scaled, kLeast);
@@ -167,18 +161,19 @@ struct Candidate {
   }
 };
 
-Kept find_nucleus(const float* logits, int64_t vocab_size, const Nucleus& nucleus) {
+Threshold find_threshold(const float* logits, int64_t vocab_size, const TopP& top_p) {
+  if (!std::isfinite(top_p.best)) return {top_p.lowest, std::numeric_limits<int32_t>::max()};
   float weights[kTokens];
   int32_t buckets[kTokens];
   double bucket_weights[kBuckets] = {};
   for (int64_t start = 0; start < vocab_size; start += kTokens) {
     const int64_t count = std::min<int64_t>(kTokens, vocab_size - start);
-    weigh(logits + start, count, nucleus, weights, buckets);
+    weigh(logits + start, count, top_p, weights, buckets);
     for (int64_t i = 0; i < count; i++) bucket_weights[buckets[i]] += weights[i];
   }
   double total = 0, before = 0;
   for (double weight : bucket_weights) total += weight;
-  const double wanted = nucleus.top_p * total;
+  const double wanted = top_p.share * total;
   int last = 0;  // Where rounding lets no sum reach the share, the last bucket with any weight.
   double sum = 0;
   for (int bucket = 0; bucket < kBuckets && (bucket == 0 || sum < wanted); bucket++) {
@@ -190,7 +185,7 @@ Kept find_nucleus(const float* logits, int64_t vocab_size, const Nucleus& nucleu
   std::vector<Candidate> candidates;
   for (int64_t start = 0; start < vocab_size; start += kTokens) {
     const int64_t count = std::min<int64_t>(kTokens, vocab_size - start);
-    weigh(logits + start, count, nucleus, weights, buckets);
+    weigh(logits + start, count, top_p, weights, buckets);
     for (int64_t i = 0; i < count; i++)
       if (buckets[i] == last && weights[i] > 0)
         candidates.push_back({logits[start + i], static_cast<int32_t>(start + i), weights[i]});
@@ -204,18 +199,25 @@ Kept find_nucleus(const float* logits, int64_t vocab_size, const Nucleus& nucleu
 
 }  // namespace
 
-// logits: rows of vocab_size floats, row_stride floats apart. tokens: [num_draws].
-extern "C" void draw_tokens(const float* logits, int64_t row_stride, int64_t vocab_size, const Draw* draws,
-                            int64_t num_draws, int64_t* tokens) {
+// logits: rows of vocab_size floats, row_stride floats apart. All else: [num_draws].
+extern "C" void draw_tokens(const float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_draws,
+                            const int32_t* row, const uint64_t* seed, const uint32_t* position, const uint32_t* choice,
+                            const float* best, const float* temperature, const float* lowest,
+                            const int32_t* last_equal, int64_t* token) {
   pdserve::Team::get().run(num_draws, num_draws * vocab_size >= 1 << 15, [&](int64_t i) {
-    tokens[i] = draw_token(logits + draws[i].row * row_stride, vocab_size, draws[i]);
+    const Draw draw = {seed[i], position[i], choice[i], best[i], temperature[i], lowest[i], last_equal[i]};
+    token[i] = draw_token(logits + row[i] * row_stride, vocab_size, draw);
   });
 }
 
-// kept: [num_nuclei].
-extern "C" void find_nuclei(const float* logits, int64_t row_stride, int64_t vocab_size, const Nucleus* nuclei,
-                            int64_t num_nuclei, Kept* kept) {
-  pdserve::Team::get().run(num_nuclei, num_nuclei * vocab_size >= 1 << 15, [&](int64_t i) {
-    kept[i] = find_nucleus(logits + nuclei[i].row * row_stride, vocab_size, nuclei[i]);
+// All but the logits: [num_rows].
+extern "C" void find_top_p(const float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows,
+                           const int32_t* row, const double* share, const float* best, const float* temperature,
+                           const float* lowest, float* found_lowest, int32_t* found_last_equal) {
+  pdserve::Team::get().run(num_rows, num_rows * vocab_size >= 1 << 15, [&](int64_t i) {
+    const TopP top_p = {share[i], best[i], temperature[i], lowest[i]};
+    const Threshold found = find_threshold(logits + row[i] * row_stride, vocab_size, top_p);
+    found_lowest[i] = found.lowest;
+    found_last_equal[i] = found.last_equal;
   });
 }

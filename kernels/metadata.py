@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Which tokens belong to which row, and where each row's KV lies. All tensors are int32, on one device.
+    """The tokens of each row and the location of its KV. All tensors are int32, on one device.
 
     Row r's new tokens are ``query_starts[r] .. query_starts[r + 1]`` of the flat batch, at positions
     ``kv_lengths[r] - num_new .. kv_lengths[r]`` of its sequence; token at position p has its KV in block
@@ -43,9 +43,9 @@ class AttentionMetadata:
     positions: torch.Tensor
     """``[num_tokens]``: of every new token in its sequence; 0 in padding."""
     min_new_tokens: int
-    """Of the row that has the fewest; padding does not count."""
+    """New tokens of the row that has the fewest; padding does not count."""
     max_new_tokens: int
-    """Of the row that has the most."""
+    """New tokens of the row that has the most."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,23 +137,30 @@ def attention_words(
     num_padding: int = 0,
 ) -> npt.NDArray[np.int32]:
     """``AttentionMetadata.words`` on the host, for `AttentionMetadata.of_words`; see `AttentionMetadata.build`."""
-    num_rows = len(num_new_tokens)
-    new_tokens = np.fromiter(num_new_tokens, np.int64, num_rows)
-    kv_lengths = np.fromiter(cached_lengths, np.int64, num_rows) + new_tokens
-    table_lengths = np.fromiter(map(len, block_tables), np.int64, num_rows)
-    block_ids = np.fromiter(chain.from_iterable(block_tables), np.int64, table_lengths.sum())
+    # Plain lists but for what may be long: a decode step of few rows is packed in some microseconds.
+    num_rows, num_tokens = len(num_new_tokens), sum(num_new_tokens)
+    kv_lengths = [new + cached for new, cached in zip(num_new_tokens, cached_lengths, strict=True)]
+    table_lengths = [len(table) for table in block_tables]
     assert num_rows > 0, "a step has at least one row"
-    assert (new_tokens > 0).all(), f"a row without a new token: {num_new_tokens}"
-    assert (kv_lengths >= new_tokens).all(), f"a negative cached length: {cached_lengths}"
-    assert (table_lengths * block_size >= kv_lengths).all(), f"a block table is short of its tokens: {kv_lengths}"
+    assert min(num_new_tokens) > 0, f"a row without a new token: {num_new_tokens}"
+    assert min(cached_lengths) >= 0, f"a negative cached length: {cached_lengths}"
+    for kv_length, table_length in zip(kv_lengths, table_lengths, strict=True):
+        assert table_length * block_size >= kv_length, f"a block table is short of its tokens: {kv_lengths}"
+    num_block_ids = sum(table_lengths)
+    block_ids = np.fromiter(chain.from_iterable(block_tables), np.int64, num_block_ids)
     assert block_ids.min() >= 0, f"block id {block_ids.min()} is negative"
     assert block_ids.max() < num_blocks, f"block id {block_ids.max()} is outside a pool of {num_blocks} blocks"
-    ends = new_tokens.cumsum()
-    positions = np.arange(ends[-1]) + np.repeat(kv_lengths - ends, new_tokens)
-    zeros = np.zeros(num_padding, np.int64)
-    starts = ([0], ends, zeros + ends[-1]), ([0], table_lengths.cumsum(), zeros + len(block_ids))
-    words = np.concatenate(
-        (positions, zeros, [num_rows + num_padding], *starts[0], kv_lengths, zeros, *starts[1], block_ids)
-    )
-    assert words.max() < 2**31, "a step's tokens and blocks are counted in 32 bits"
-    return words.astype(np.int32)
+    assert max(*kv_lengths, num_tokens, num_block_ids, num_blocks) < 2**31, "a step is counted in 32 bits"
+    if num_tokens == num_rows:
+        positions: Sequence[int] | npt.NDArray[np.int64] = cached_lengths
+    else:
+        ends = np.cumsum(num_new_tokens)
+        positions = np.arange(num_tokens) + np.repeat(np.array(kv_lengths) - ends, num_new_tokens)
+    zeros = [0] * num_padding
+    packed = [num_rows + num_padding, 0, *accumulate(num_new_tokens), *[num_tokens] * num_padding]
+    packed += [*kv_lengths, *zeros, 0, *accumulate(table_lengths), *[num_block_ids] * num_padding]
+    words = np.zeros(num_tokens + num_padding + len(packed) + num_block_ids, np.int32)
+    words[:num_tokens] = positions
+    words[num_tokens + num_padding : len(words) - num_block_ids] = packed
+    words[len(words) - num_block_ids :] = block_ids
+    return words

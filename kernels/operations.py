@@ -1,6 +1,6 @@
-"""What a decoder computes with: the signatures that every implementation of the kernels has.
+"""Signatures of the operations that a decoder and sampling compute with; every implementation of the kernels has them.
 
-The model is written against these; `pdserve.kernels.selection` chooses who implements them. Nothing here computes.
+`pdserve.kernels.selection` chooses the implementation. Nothing here computes.
 
 Shape suffixes: T new tokens, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2, E input features, F output
 features, I = F / 2.
@@ -8,9 +8,7 @@ features, I = F / 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple, Protocol
 
 import torch
@@ -104,7 +102,7 @@ class RopeAndWriteKv(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """How a layer attends."""
+    """Scale, window and softcap of a layer's attention."""
 
     scale: float
     """Scores are ``scale * q . k``."""
@@ -132,14 +130,14 @@ class DecoderKernels(NamedTuple):
 
     name: str
     activation_dtype: torch.dtype | None
-    """Of everything between the operations; ``None`` is the model's own dtype."""
+    """Dtype between the operations; ``None`` is the model's own."""
     pack_linear: PackLinear
     rms_normalise: RmsNormalise
     gate: Gate
     rope_and_write_kv: RopeAndWriteKv
     paged_attention: PagedAttention
     is_capturable: bool = False
-    """What is launched follows from shapes and from `AttentionMetadata`'s numbers of new tokens alone, and waits for
+    """Launches follow from shapes and from `AttentionMetadata`'s numbers of new tokens alone, and waits for
     nothing: a step can be captured in a CUDA graph."""
     device: torch.device = torch.device("cpu")
     """Where weights and activations lie, and what is told of a batch."""
@@ -147,130 +145,76 @@ class DecoderKernels(NamedTuple):
     """Tokens that the MLP takes at a time, for what lies between its products is by far the largest; ``None``: all."""
 
 
-class Kept(NamedTuple):
-    """The tokens of a row of logits that may be drawn."""
-
-    lowest: float
-    """Those of a higher logit than this,"""
-    last_equal: int
-    """and those of just this one up to this id."""
+LAST_ID = 2**31 - 1
+"""At least every token id: `Thresholds.last_equal` where no token is cut off by its id."""
 
 
-ALL_KEPT = Kept(-inf, 2**31 - 1)
+class Thresholds(NamedTuple):
+    """The tokens of some rows of logits that may be drawn, ``[R]`` each, on the device of the logits."""
+
+    lowest: torch.Tensor
+    """float32: tokens of a higher logit,"""
+    last_equal: torch.Tensor
+    """int32: and tokens of exactly this logit up to this id."""
 
 
-class Draw(NamedTuple):
-    """One token to be drawn from a row of logits."""
+class DrawTensors(NamedTuple):
+    """Tokens to draw, ``[D]`` each, on the device of the logits."""
 
-    row: int
-    seed: int
-    """64 bits."""
-    position: int
+    row: torch.Tensor
+    """int32, and so are ``position``, ``choice`` and ``last_equal``."""
+    seed: torch.Tensor
+    """int64: the bits of the seed."""
+    position: torch.Tensor
     """Absolute position of the token in its sequence."""
-    choice: int
-    best: float
-    """The row's highest logit."""
-    temperature: float
+    choice: torch.Tensor
+    best: torch.Tensor
+    """float32, and so are ``temperature`` and ``lowest``: the row's highest logit."""
+    temperature: torch.Tensor
     """Over 0."""
-    kept: Kept
+    lowest: torch.Tensor
+    """See `Thresholds`, and so is ``last_equal``."""
+    last_equal: torch.Tensor
 
 
 class DrawTokens(Protocol):
-    def __call__(self, logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        """A token id for each draw, as `pdserve.kernels.torch_gumbel` defines it.
+    def __call__(self, logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
+        """A token id for each draw, as `pdserve.kernels.torch_sampling` defines it: integers ``[D]`` on the device.
+
+        The host does not wait. Rows are not checked, and where the best logit is not finite the token is any number.
 
         Args:
-            logits_BV: float32; a draw's row has a finite highest logit.
+            logits_BV: float32, contiguous rows.
         """
         ...
 
 
-class Nucleus(NamedTuple):
-    """The smallest set of the most likely tokens of a row with a share of its probability."""
+class TopPTensors(NamedTuple):
+    """Rows to apply top-p to, ``[R]`` each, on the device of the logits."""
 
-    row: int
-    top_p: float
-    """The share, in (0, 1)."""
-    best: float
-    """The row's highest logit."""
-    temperature: float
+    row: torch.Tensor
+    """int32."""
+    top_p: torch.Tensor
+    """float64: share of the probability, in (0, 1)."""
+    best: torch.Tensor
+    """float32, and so are ``temperature`` and ``lowest``: the row's highest logit."""
+    temperature: torch.Tensor
     """Over 0."""
-    lowest: float
-    """Logits below it are left out beforehand: they have no probability."""
+    lowest: torch.Tensor
+    """Logits below it have no probability."""
 
 
-class FindNuclei(Protocol):
-    def __call__(self, logits_BV: torch.Tensor, nuclei: Sequence[Nucleus]) -> list[Kept]:
-        """What each nucleus keeps: a prefix of its tokens in order of (logit descending, id ascending).
+class FindTopP(Protocol):
+    def __call__(self, logits_BV: torch.Tensor, rows: TopPTensors) -> Thresholds:
+        """The smallest prefix of each row's tokens, in order of (logit descending, id ascending), with the share.
 
-        Args:
-            logits_BV: float32; a nucleus' row has a finite highest logit.
+        The host does not wait, and nothing is checked, as in `DrawTokens`.
         """
         ...
 
 
 class SamplingKernels(NamedTuple):
-    """One implementation of both."""
+    """One implementation of sampling."""
 
     draw_tokens: DrawTokens
-    find_nuclei: FindNuclei
-
-
-class DrawTensors(NamedTuple):
-    """Draws as the device knows them, field by field as `Draw`: ``[D]`` each, on the device of the logits."""
-
-    row: torch.Tensor
-    """int32, and so are ``position``, ``choice`` and ``last_equal``."""
-    seed: torch.Tensor
-    """int64, the bits of the seed."""
-    position: torch.Tensor
-    choice: torch.Tensor
-    best: torch.Tensor
-    """float32, and so are ``temperature`` and ``lowest``."""
-    temperature: torch.Tensor
-    lowest: torch.Tensor
-    last_equal: torch.Tensor
-
-
-class NucleusTensors(NamedTuple):
-    """Nuclei as the device knows them, field by field as `Nucleus`: ``[R]`` each, on the device of the logits."""
-
-    row: torch.Tensor
-    """int32."""
-    top_p: torch.Tensor
-    """float64."""
-    best: torch.Tensor
-    """float32, and so are ``temperature`` and ``lowest``."""
-    temperature: torch.Tensor
-    lowest: torch.Tensor
-
-
-class KeptTensors(NamedTuple):
-    """What truncation leaves, field by field as `Kept`."""
-
-    lowest: torch.Tensor
-    """float32."""
-    last_equal: torch.Tensor
-    """int32."""
-
-
-class DrawOnDevice(Protocol):
-    def __call__(self, logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
-        """What `DrawTokens` returns, as integers ``[D]`` on the device: the host waits for nothing.
-
-        Nothing is checked: rows are in range, and where the best logit is not finite any token may come.
-        """
-        ...
-
-
-class FindNucleiOnDevice(Protocol):
-    def __call__(self, logits_BV: torch.Tensor, nuclei: NucleusTensors) -> KeptTensors:
-        """What `FindNuclei` returns, on the device: the host waits for nothing, and nothing is checked."""
-        ...
-
-
-class DeviceSamplingKernels(NamedTuple):
-    """One implementation of both."""
-
-    draw: DrawOnDevice
-    find_nuclei: FindNucleiOnDevice
+    find_top_p: FindTopP

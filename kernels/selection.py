@@ -15,12 +15,11 @@ from pdserve.kernels import (
     cpu_sampling,
     torch_attention,
     torch_dense,
-    torch_gumbel,
-    torch_nucleus,
+    torch_sampling,
 )
 from pdserve.kernels.cpu_build import load_library
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.operations import DecoderKernels, DeviceSamplingKernels, SamplingKernels
+from pdserve.kernels.operations import DecoderKernels, SamplingKernels
 
 TORCH_KERNELS = DecoderKernels(
     name="torch",
@@ -48,27 +47,19 @@ _CPU_KERNELS_BUT_ATTENTION = CPU_KERNELS._replace(
     rope_and_write_kv=torch_attention.rope_and_write_kv,
     paged_attention=torch_attention.paged_attention,
 )
-TORCH_SAMPLING = SamplingKernels(torch_gumbel.draw_tokens, torch_nucleus.find_nuclei)
-CPU_SAMPLING = SamplingKernels(cpu_sampling.draw_tokens, cpu_sampling.find_nuclei)
-TORCH_DEVICE_SAMPLING = DeviceSamplingKernels(torch_gumbel.draw_on_device, torch_nucleus.find_nuclei_on_device)
+TORCH_SAMPLING = SamplingKernels(torch_sampling.draw_tokens, torch_sampling.find_top_p)
+CPU_SAMPLING = SamplingKernels(cpu_sampling.draw_tokens, cpu_sampling.find_top_p)
 
 
-def select_sampling_kernels(logits_BV: torch.Tensor) -> SamplingKernels:
-    """The fastest implementation that runs on ``logits_BV`` here, in the same manner."""
-    if logits_BV.device.type != "cpu" and find_spec("triton") is not None:
-        from pdserve.kernels.triton_kernels import TRITON_SAMPLING
+def select_sampling_kernels(device: torch.device) -> SamplingKernels:
+    """The fastest implementation for logits on ``device``, chosen as by `select_kernels`."""
+    if device.type == "cpu":
+        return TORCH_SAMPLING if load_library() is None else CPU_SAMPLING
+    if find_spec("triton") is None:
+        return TORCH_SAMPLING
+    from pdserve.kernels.triton_kernels import TRITON_SAMPLING
 
-        return TRITON_SAMPLING
-    return CPU_SAMPLING if cpu_sampling.supports(logits_BV) else TORCH_SAMPLING
-
-
-def select_device_sampling_kernels(device: torch.device) -> DeviceSamplingKernels:
-    """The fastest implementation of sampling that leaves its results on ``device``, in the same manner."""
-    if device.type != "cpu" and find_spec("triton") is not None:
-        from pdserve.kernels.triton_kernels import TRITON_DEVICE_SAMPLING
-
-        return TRITON_DEVICE_SAMPLING
-    return TORCH_DEVICE_SAMPLING
+    return TRITON_SAMPLING
 
 
 def select_kernels(kv_pool: KvPool) -> DecoderKernels:

@@ -11,7 +11,7 @@ from pdserve.kernels import (
     triton_rope,
     triton_sampling,
 )
-from pdserve.kernels.operations import DecoderKernels, DeviceSamplingKernels, SamplingKernels
+from pdserve.kernels.operations import DecoderKernels, SamplingKernels
 
 TRITON_KERNELS = DecoderKernels(
     name="triton",
@@ -23,5 +23,4 @@ TRITON_KERNELS = DecoderKernels(
     paged_attention=triton_attention.paged_attention,
     is_capturable=True,
 )
-TRITON_SAMPLING = SamplingKernels(triton_sampling.draw_tokens, triton_sampling.find_nuclei)
-TRITON_DEVICE_SAMPLING = DeviceSamplingKernels(triton_sampling.draw_on_device, triton_sampling.find_nuclei_on_device)
+TRITON_SAMPLING = SamplingKernels(triton_sampling.draw_tokens, triton_sampling.find_top_p)

@@ -1,80 +1,40 @@
-"""Draws and nuclei on a GPU: the draws of `pdserve.kernels.torch_gumbel` and the nuclei of `torch_nucleus`, in few
-passes over the logits and without a copy of them.
+"""Draws and top-p on a GPU: what `pdserve.kernels.torch_sampling` defines, in few passes over the logits and without a
+copy of them.
 
-Chosen by `pdserve.kernels.selection`. What is to be done goes to the device in one copy, and the host waits once, for
-the answers; or both are on the device, and it waits for nothing.
+Chosen by `pdserve.kernels.selection`. A draw is one pass: each program finds the best score of a tile of the
+vocabulary, and one more program the best of those. Top-p is two: tokens too light to matter, even if all others were
+like them, are left out; the others are put one behind the other, in order of their ids, and one program per row finds
+by bisection the logit and the id that the prefix ends with. Nothing is sorted.
 
-A draw is one pass: programs find the best score of a tile of the vocabulary each, and one more the best of those. A
-nucleus is two: tokens too light to matter, even if all others were like them, are left out; the others are put one
-behind the other, in order of their ids, and one program per row finds by bisection the logit and the id that the prefix
-ends with. Nothing is sorted.
+Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = 4 D V`` of draws and ``8 R V`` of top-p.
 
-Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = 4 D V`` of draws and ``8 R V`` of nuclei.
-
-Shape suffixes: B rows of logits, V vocabulary or a tile of it, D draws, R nuclei, N tiles, G = V / 4 counters of
-Philox.
+Shape suffixes: B rows of logits, V vocabulary or a tile of it, D draws, R rows with top-p, N tiles, G = V / 4 counters
+of Philox.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.operations import ALL_KEPT, Draw, DrawTensors, Kept, KeptTensors, Nucleus, NucleusTensors
-from pdserve.kernels.torch_gumbel import NOISE_RANGE, TOKEN_STREAM
+from pdserve.kernels.operations import LAST_ID, DrawTensors, Thresholds, TopPTensors
+from pdserve.kernels.torch_sampling import NOISE_RANGE, TOKEN_STREAM
 
-_DRAW = np.dtype(
-    [
-        ("row", np.int32),
-        ("seed", np.uint64),
-        ("position", np.uint32),
-        ("choice", np.uint32),
-        ("best", np.float32),
-        ("temperature", np.float32),
-        ("lowest", np.float32),
-        ("last_equal", np.int32),
-    ]
-)
-_NUCLEUS = np.dtype(
-    [
-        ("row", np.int32),
-        ("top_p", np.float64),
-        ("best", np.float32),
-        ("temperature", np.float32),
-        ("lowest", np.float32),
-        ("least_weight", np.float32),
-    ]
-)
-_DRAW_WORDS = tl.constexpr(_DRAW.itemsize // 4)
-_NUCLEUS_WORDS = tl.constexpr(_NUCLEUS.itemsize // 4)
-"""Both are read as words of 32 bits."""
+_DRAW_WORDS = tl.constexpr(9)
+_TOP_P_WORDS = tl.constexpr(7)
+"""Words of 32 bits: the fields of `DrawTensors`; those of `TopPTensors` and the least weight."""
 
 _TILE = 1024
 _STREAM = tl.constexpr(TOKEN_STREAM)
 _NOISE_RANGE = tl.constexpr(NOISE_RANGE)
-_LAST_ID = tl.constexpr(ALL_KEPT.last_equal)
+_LAST_ID = tl.constexpr(LAST_ID)
 
 
-def draw_tokens(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """See `pdserve.kernels.operations.DrawTokens`."""
-    _check(logits_BV, draws)
-    flat = [(*draw[:-1], *draw.kept) for draw in draws]
-    tokens: list[int] = _draw(logits_BV, _words(np.array(flat, _DRAW), logits_BV.device)).tolist()
-    return tokens
-
-
-def draw_on_device(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
-    """See `pdserve.kernels.operations.DrawOnDevice`."""
-    return _draw(logits_BV, _columns(*draws))
-
-
-def _draw(logits_BV: torch.Tensor, draws_DW: torch.Tensor) -> torch.Tensor:
-    """A token for each of `_DRAW`: int32 ``[D]``."""
+def draw_tokens(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
+    """See `pdserve.kernels.operations.DrawTokens`: int32 ``[D]``."""
+    _check(logits_BV)
+    draws_DW = _columns(*draws)
     num_draws, vocab_size = len(draws_DW), logits_BV.shape[1]
     num_tiles = triton.cdiv(vocab_size, _TILE)
     score_DN = logits_BV.new_empty((num_draws, num_tiles), dtype=torch.float64)
@@ -89,72 +49,44 @@ def _draw(logits_BV: torch.Tensor, draws_DW: torch.Tensor) -> torch.Tensor:
     return token_D
 
 
-def find_nuclei(logits_BV: torch.Tensor, nuclei: Sequence[Nucleus]) -> list[Kept]:
-    """See `pdserve.kernels.operations.FindNuclei`."""
-    _check(logits_BV, nuclei)
-    flat = [(*nucleus, _least_weight(nucleus.top_p, logits_BV.shape[1])) for nucleus in nuclei]
-    kept_R2 = _find(logits_BV, _words(np.array(flat, _NUCLEUS), logits_BV.device)).cpu()
-    lowest, last_equal = kept_R2.view(torch.float32)[:, 0].tolist(), kept_R2[:, 1].tolist()
-    return [Kept(*limits) for limits in zip(lowest, last_equal, strict=True)]
-
-
-def find_nuclei_on_device(logits_BV: torch.Tensor, nuclei: NucleusTensors) -> KeptTensors:
-    """See `pdserve.kernels.operations.FindNucleiOnDevice`."""
-    least_weight_R = _least_weight(nuclei.top_p, logits_BV.shape[1]).float()
-    kept_R2 = _find(logits_BV, _columns(*nuclei, least_weight_R))
-    return KeptTensors(kept_R2.view(torch.float32)[:, 0], kept_R2[:, 1])
-
-
-_Share = TypeVar("_Share", float, torch.Tensor)
-
-
-def _least_weight(top_p: _Share, vocab_size: int) -> _Share:
-    """The best token weighs 1: what all lighter tokens weigh together is less than what a nucleus may leave."""
-    return (1 - top_p) * (0.5 / vocab_size)
-
-
-def _find(logits_BV: torch.Tensor, nuclei_RW: torch.Tensor) -> torch.Tensor:
-    """What each of `_NUCLEUS` keeps: int32 ``[R, 2]``, the bits of the lowest logit and the last id that equals it."""
-    num_nuclei, vocab_size = len(nuclei_RW), logits_BV.shape[1]
+def find_top_p(logits_BV: torch.Tensor, rows: TopPTensors) -> Thresholds:
+    """See `pdserve.kernels.operations.FindTopP`."""
+    _check(logits_BV)
+    # The best token weighs 1: what all lighter tokens weigh together is less than what top-p may leave out.
+    least_weight_R = ((1 - rows.top_p) * (0.5 / logits_BV.shape[1])).float()
+    rows_RW = _columns(*rows, least_weight_R)
+    num_rows, vocab_size = len(rows_RW), logits_BV.shape[1]
     num_tiles = triton.cdiv(vocab_size, _TILE)
-    sum_RN = logits_BV.new_empty((num_nuclei, num_tiles), dtype=torch.float64)
-    count_RN = logits_BV.new_empty((num_nuclei, num_tiles), dtype=torch.int32)
-    logit_RV = logits_BV.new_empty((num_nuclei, vocab_size))
+    sum_RN = logits_BV.new_empty((num_rows, num_tiles), dtype=torch.float64)
+    count_RN = logits_BV.new_empty((num_rows, num_tiles), dtype=torch.int32)
+    logit_RV = logits_BV.new_empty((num_rows, vocab_size))
     weight_RV = torch.empty_like(logit_RV)
     token_RV = torch.empty_like(logit_RV, dtype=torch.int32)
-    kept_R2 = logits_BV.new_empty((num_nuclei, 2), dtype=torch.int32)
+    found_R2 = logits_BV.new_empty((num_rows, 2), dtype=torch.int32)
     padded = triton.next_power_of_2(num_tiles)
-    grid = num_nuclei, num_tiles
+    grid = num_rows, num_tiles
     _weigh_kernel[grid](
-        logits_BV, nuclei_RW, sum_RN, count_RN, logits_BV.stride(0), VOCAB_SIZE=vocab_size, TILE=_TILE, num_warps=4
+        logits_BV, rows_RW, sum_RN, count_RN, logits_BV.stride(0), VOCAB_SIZE=vocab_size, TILE=_TILE, num_warps=4
     )
     _pack_kernel[grid](
-        logits_BV, nuclei_RW, count_RN, logit_RV, weight_RV, token_RV, logits_BV.stride(0),
+        logits_BV, rows_RW, count_RN, logit_RV, weight_RV, token_RV, logits_BV.stride(0),
         VOCAB_SIZE=vocab_size, NUM_TILES=num_tiles, PADDED=padded, TILE=_TILE, num_warps=4,
     )  # fmt: skip
-    _end_kernel[num_nuclei,](
-        nuclei_RW, sum_RN, count_RN, logit_RV, weight_RV, token_RV, kept_R2,
+    _end_kernel[num_rows,](
+        rows_RW, sum_RN, count_RN, logit_RV, weight_RV, token_RV, found_R2,
         VOCAB_SIZE=vocab_size, NUM_TILES=num_tiles, PADDED=padded, TILE=_TILE, num_warps=4,
     )  # fmt: skip
-    return kept_R2
+    return Thresholds(found_R2.view(torch.float32)[:, 0], found_R2[:, 1])
 
 
-def _check(logits_BV: torch.Tensor, tasks: Sequence[Draw] | Sequence[Nucleus]) -> None:
-    """The vocabulary's size, once what the kernels take for granted is asserted."""
-    num_rows, vocab_size = logits_BV.shape
+def _check(logits_BV: torch.Tensor) -> None:
     assert logits_BV.dtype == torch.float32
     assert logits_BV.stride(1) == 1
-    assert vocab_size < 2**31
-    assert all(0 <= task.row < num_rows for task in tasks)
-
-
-def _words(tasks: np.ndarray, device: torch.device) -> torch.Tensor:
-    """int32, ``[tasks, words]``."""
-    return torch.from_numpy(tasks.view(np.int32).reshape(len(tasks), -1)).to(device)
+    assert logits_BV.shape[1] < 2**31
 
 
 def _columns(*fields: torch.Tensor) -> torch.Tensor:
-    """The same of fields on the device, in order."""
+    """int32 ``[N, words]``: the fields of N draws or rows, in words of 32 bits."""
     return torch.cat([field[:, None].view(torch.int32) for field in fields], dim=1)
 
 
@@ -173,7 +105,7 @@ def _score_kernel(
     VOCAB_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid ``(D, N)``. Pointers: logits ``[B, V]`` of row stride ``row_stride``; draws ``[D]`` of `_DRAW`; score
+    """Grid ``(D, N)``. Pointers: logits ``[B, V]`` of row stride ``row_stride``; draws ``[D, 9]``; score
     ``[D, N]``, float64, and token ``[D, N]``, int32: the best of each tile, -inf where none can win."""
     draw = tl.program_id(0)
     draws_ptr += draw * _DRAW_WORDS
@@ -224,34 +156,34 @@ def _best_kernel(
 
 @triton.jit
 def _tile_of_weights(
-    logits_ptr: tl.tensor, nuclei_ptr: tl.tensor, row_stride: tl.tensor, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr
+    logits_ptr: tl.tensor, rows_ptr: tl.tensor, row_stride: tl.tensor, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Ids and logits of this program's tile; their weights, of the best token 1; which may be in the nucleus."""
+    """Ids and logits of this program's tile; their weights, of the best token 1; which may be kept by top-p."""
     token_V = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_token_V = token_V < VOCAB_SIZE
-    row_ptr = logits_ptr + tl.load(nuclei_ptr).to(tl.int64) * row_stride
+    row_ptr = logits_ptr + tl.load(rows_ptr).to(tl.int64) * row_stride
     logit_V = tl.load(row_ptr + token_V, mask=is_token_V, other=float("-inf"))
-    best, temperature, lowest = _float(nuclei_ptr + 3), _float(nuclei_ptr + 4), _float(nuclei_ptr + 5)
+    best, temperature, lowest = _float(rows_ptr + 3), _float(rows_ptr + 4), _float(rows_ptr + 5)
     scaled_V = tl.div_rn(logit_V - best, tl.zeros_like(logit_V) + temperature)
     weight_V = tl.where(is_token_V & (logit_V >= lowest), tl.exp(scaled_V), 0.0)
-    is_candidate_V = (weight_V > 0.0) & (weight_V >= _float(nuclei_ptr + 6))
+    is_candidate_V = (weight_V > 0.0) & (weight_V >= _float(rows_ptr + 6))
     return token_V, logit_V, weight_V, is_candidate_V
 
 
 @triton.jit
 def _weigh_kernel(
     logits_ptr: tl.tensor,
-    nuclei_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     count_ptr: tl.tensor,
     row_stride: tl.tensor,
     VOCAB_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid ``(R, N)``. Pointers: logits ``[B, V]`` of row stride ``row_stride``; nuclei ``[R]`` of `_NUCLEUS`; sum
+    """Grid ``(R, N)``. Pointers: logits ``[B, V]`` of row stride ``row_stride``; rows ``[R, 7]``; sum
     ``[R, N]``, float64, of all weights of a tile; count ``[R, N]``, int32, of its candidates."""
-    nuclei_ptr += tl.program_id(0) * _NUCLEUS_WORDS
-    _, _, weight_V, is_candidate_V = _tile_of_weights(logits_ptr, nuclei_ptr, row_stride, VOCAB_SIZE, TILE)
+    rows_ptr += tl.program_id(0) * _TOP_P_WORDS
+    _, _, weight_V, is_candidate_V = _tile_of_weights(logits_ptr, rows_ptr, row_stride, VOCAB_SIZE, TILE)
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(sum_ptr + place, tl.sum(weight_V.to(tl.float64), 0))
     tl.store(count_ptr + place, tl.sum(is_candidate_V.to(tl.int32), 0))
@@ -260,7 +192,7 @@ def _weigh_kernel(
 @triton.jit
 def _pack_kernel(
     logits_ptr: tl.tensor,
-    nuclei_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     count_ptr: tl.tensor,
     logit_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -273,8 +205,8 @@ def _pack_kernel(
 ):
     """Grid ``(R, N)``. Pointers: as `_weigh_kernel`; logit, weight and token ``[R, V]``: the candidates, by id."""
     row = tl.program_id(0)
-    nuclei_ptr += row * _NUCLEUS_WORDS
-    token_V, logit_V, weight_V, is_candidate_V = _tile_of_weights(logits_ptr, nuclei_ptr, row_stride, VOCAB_SIZE, TILE)
+    rows_ptr += row * _TOP_P_WORDS
+    token_V, logit_V, weight_V, is_candidate_V = _tile_of_weights(logits_ptr, rows_ptr, row_stride, VOCAB_SIZE, TILE)
     tile_N = tl.arange(0, PADDED)
     count_N = tl.load(count_ptr + row * NUM_TILES + tile_N, mask=tile_N < tl.program_id(1), other=0)
     place_V = tl.sum(count_N, 0) + tl.cumsum(is_candidate_V.to(tl.int32), 0) - 1
@@ -286,22 +218,22 @@ def _pack_kernel(
 
 @triton.jit
 def _end_kernel(
-    nuclei_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     count_ptr: tl.tensor,
     logit_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     token_ptr: tl.tensor,
-    kept_ptr: tl.tensor,
+    found_ptr: tl.tensor,
     VOCAB_SIZE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid ``(R,)``. Pointers: as `_pack_kernel`; kept ``[R, 2]``, int32: the bits of the lowest logit, and
+    """Grid ``(R,)``. Pointers: as `_pack_kernel`; found ``[R, 2]``, int32: the bits of the lowest logit, and
     the last id that equals it."""
     row = tl.program_id(0)
-    nuclei_ptr += row * _NUCLEUS_WORDS
+    rows_ptr += row * _TOP_P_WORDS
     first_place = row.to(tl.int64) * VOCAB_SIZE
     logit_ptr += first_place
     weight_ptr += first_place
@@ -310,13 +242,13 @@ def _end_kernel(
     is_tile_N = tile_N < NUM_TILES
     num_candidates = tl.sum(tl.load(count_ptr + row * NUM_TILES + tile_N, mask=is_tile_N, other=0), 0)
     total = tl.sum(tl.load(sum_ptr + row * NUM_TILES + tile_N, mask=is_tile_N, other=0.0), 0)
-    low_bits = tl.load(nuclei_ptr + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high_bits = tl.load(nuclei_ptr + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
+    low_bits = tl.load(rows_ptr + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high_bits = tl.load(rows_ptr + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
     wanted = total * (low_bits | (high_bits << 32)).to(tl.float64, bitcast=True)
 
     last_id = tl.full([], _LAST_ID, tl.int32)
     # The highest order whose tokens, with all above, weigh enough; where rounding lets none do so, the lowest.
-    order, highest = _lowest_order(logit_ptr, num_candidates, TILE), _order(_float(nuclei_ptr + 3))
+    order, highest = _lowest_order(logit_ptr, num_candidates, TILE), _order(_float(rows_ptr + 3))
     while order < highest:
         middle = (order + highest + 1) >> 1
         if _weight_up_to(middle, last_id, logit_ptr, weight_ptr, token_ptr, num_candidates, TILE) >= wanted:
@@ -337,8 +269,8 @@ def _end_kernel(
             else:
                 first = middle_id + 1
     bits = tl.where(order >= 0, order, order ^ 0x7FFFFFFF).to(tl.int32)
-    tl.store(kept_ptr + row * 2, bits)
-    tl.store(kept_ptr + row * 2 + 1, last_equal)
+    tl.store(found_ptr + row * 2, bits)
+    tl.store(found_ptr + row * 2 + 1, last_equal)
 
 
 @triton.jit
@@ -388,7 +320,7 @@ def _weight_up_to(
     num_candidates: tl.tensor,
     TILE: tl.constexpr,
 ):
-    """Of all tokens above an order, and of those of it up to an id: float64."""
+    """Weight of all tokens above an order, and of its own tokens up to an id: float64."""
     total = tl.zeros([], tl.float64)
     for start in tl.range(0, num_candidates, TILE):
         place_V, is_one_V, logit_V = _candidates(logit_ptr, start, num_candidates, TILE)

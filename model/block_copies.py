@@ -1,6 +1,6 @@
-"""Copies of whole KV blocks: within the pool, and between the pool and numbered slots of host memory.
+"""Copies of whole KV blocks between the pool and numbered slots of host memory, as runs of bytes.
 
-Used by the executors, ahead of a step's rows. A block is a run of bytes here; what they mean is not known.
+Used by the executors, ahead of a step's rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Blocks(Protocol):
 
 
 class BlockCopier:
-    """A pool, and the host slots beside it."""
+    """A pool and its host slots."""
 
     def __init__(self, pool: Blocks, slots: Blocks) -> None:
         """
@@ -37,7 +37,6 @@ class BlockCopier:
         """Make the batch's copies, in the order that it promises."""
         _copy(batch.swap_outs, self._pool, self._slots)
         _copy(batch.swap_ins, self._slots, self._pool)
-        _copy(batch.block_copies, self._pool, self._pool)
 
 
 def _copy(copies: Iterable[BlockCopy], sources: Blocks, targets: Blocks) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import ModelLimits
-from pdserve.model.config_values import positive_float, positive_int
 from pdserve.model.families import FAMILIES, FULL, SLIDING, Family, find_family
 from pdserve.model.rope_config import RopeConfig, parse_ropes
-from pdserve.model.shape import ModelShape
+from pdserve.model.shape import ModelShape, positive_float, positive_int
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Of transformers, and as `pdserve.kernels.operations.Gate` names them."""

@@ -85,7 +85,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, x_BE: torch.Tensor, out_BV: torch.Tensor | None = None) -> torch.Tensor:
-        """What `forward` returned, or part of it, as logits: float32 ``[B, V]``.
+        """Logits of hidden states that `forward` returned: float32 ``[B, V]``.
 
         Args:
             out_BV: takes them, and is returned.

@@ -1,7 +1,8 @@
 """A decoder's weights: read from a checkpoint, and how they are held.
 
 Hands each matrix to the kernels as it is read, and they may hold it in a form of their own: the peak of memory is the
-weights and some matrices, of which the weights alone stay. Called by `pdserve.model.decoder`; computes nothing.
+weights and some matrices, of which the weights alone stay. Files are memory-mapped, so that only the tensor being read
+takes memory; `pdserve.model.weight_files` has checked them before. Called by `pdserve.model.decoder`; computes nothing.
 
 Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads, H KV heads, M = N + 2 H, D head dim.
 """
@@ -9,21 +10,21 @@ Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads,
 from __future__ import annotations
 
 import ctypes
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from pdserve.kernels.cpu_build import load_library
 from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
 from pdserve.kernels.torch_dense import matrix_dtype
 from pdserve.model.config import DecoderConfig
 from pdserve.model.shape import ModelShape
-from pdserve.model.tensor_names import norm_names
 from pdserve.model.weight_bytes import weight_bytes
-from pdserve.model.weight_files import check_weights
-from pdserve.model.weights import Checkpoint
+from pdserve.model.weight_files import check_weights, norm_names, shard_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +151,41 @@ def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:
     if load_library() is not None:
         return weight_bytes(shape, dtype, quantization).total
     return shape.num_parameters * matrix_dtype(getattr(torch, dtype), quantization).itemsize
+
+
+class Checkpoint:
+    """The tensors of the checkpoint in a folder, readable while this context manager is entered."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Open model.safetensors, or the shards that their index names.
+
+        Args:
+            dtype: what is read is rounded to this.
+
+        Raises:
+            ValueError: no safetensors, or a missing or damaged file.
+        """
+        self._dtype = dtype
+        with ExitStack() as stack:
+            shards = [stack.enter_context(_open(path)) for path in shard_paths(folder)]
+            self._shard_of = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118
+            self._open_shards = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open_shards.close()
+
+    def read(self, *names: str) -> torch.Tensor:
+        """The tensors of these names, one below the other along their first dimension, in memory of their own."""
+        parts = [self._shard_of[name].get_tensor(name) for name in names]
+        whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=self._dtype)
+        return torch.cat(parts, out=whole)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}); download it again") from error

@@ -102,11 +102,10 @@ class EmulatedExecutor:
         except RuntimeError as error:
             self._previous = []
             return _FailedStep(error, self._free_at_s)
-        self._previous = [tokens[0] if tokens else None for tokens in sampled]
+        self._previous = sampled
         output = StepOutput(
             step_id=batch.step_id,
-            sampled=self._previous,
-            forks={row: tokens[1:] for row, tokens in enumerate(sampled) if len(tokens) > 1},
+            sampled=sampled,
             prompt_logprobs={
                 index: [_LOGPROBS] * len(row.prompt_targets)
                 for index, row in enumerate(batch.rows)
@@ -128,15 +127,15 @@ class EmulatedExecutor:
         step_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
         return self._time_scale * (swap_s + step_s)
 
-    def _compute(self, rows: Sequence[StepRow]) -> list[list[SampledToken]]:
+    def _compute(self, rows: Sequence[StepRow]) -> list[SampledToken | None]:
         for row in rows:
             self._check_row(row)
         if self._check_context:
             self._check_contexts([row for row in rows if row.cached_length > 0])
         return [self._compute_row(row) for row in rows]
 
-    def _compute_row(self, row: StepRow) -> list[SampledToken]:
-        """Write the KV of a row's new tokens and choose the token after them, for each of the row's choices."""
+    def _compute_row(self, row: StepRow) -> SampledToken | None:
+        """Write the KV of a row's new tokens and choose the token after them."""
         tokens = row.tokens if row.previous_row < 0 else (self._token_of(row.previous_row),)
         states, block_size, block_table = self._states, self._block_size, row.block_table
         state = self._cached_state(row)
@@ -145,10 +144,10 @@ class EmulatedExecutor:
             states[slot + block_size] = value = link(state, token)
             states[slot] = state = mix64(value)
         if row.sample is None:
-            return []
+            return None
         logprobs = _LOGPROBS if row.sample.num_logprobs >= 0 else None
-        salts = [sampling_salt(row.sample, choice) for choice in range(row.choice, row.choice + row.num_choices)]
-        return [SampledToken(self._vocabulary.next_token(state, salt, row.banned_tokens), logprobs) for salt in salts]
+        salt = sampling_salt(row.sample, row.choice)
+        return SampledToken(self._vocabulary.next_token(state, salt, row.banned_tokens), logprobs)
 
     def _token_of(self, previous_row: int) -> int:
         sampled = self._previous[previous_row] if previous_row < len(self._previous) else None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from pdserve.model.curve import Curve
 from pdserve.model.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, Gpu
@@ -254,3 +255,20 @@ def _likeness(name: str, device: str) -> float:
     """How like the name of a device, or an alias of it, ``name`` is."""
     labels = [device, *(alias for alias, aliased in ALIASES.items() if aliased == device)]
     return max(difflib.SequenceMatcher(None, name, label).ratio() for label in labels)
+
+
+def slowed(device: Hardware, time_scale: float) -> Hardware:
+    """``device`` with every step and every transfer ``time_scale`` times as long, as emulation with a time scale runs.
+
+    Workers and the router then predict what steps really take, so that the policy, which holds predictions against
+    objectives in real seconds, decides as it would at full speed with objectives as many times shorter.
+    """
+    assert time_scale > 0
+    changes: dict[str, Any] = {"peak_flops": {dtype: flops / time_scale for dtype, flops in device.peak_flops.items()}}
+    for figure in fields(device):
+        # Fields carry their unit in their name; what is neither a duration nor a rate is not changed by time.
+        if figure.name.endswith("_s"):
+            changes[figure.name] = getattr(device, figure.name) * time_scale
+        elif figure.name.endswith("_bandwidth"):
+            changes[figure.name] = getattr(device, figure.name) / time_scale
+    return replace(device, **changes)

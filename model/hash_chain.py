@@ -33,7 +33,7 @@ def mix64(value: int) -> int:
 
 
 def link(state: int, token: int) -> int:
-    """What leads from the state before ``token`` to the state after it."""
+    """The link from the state before ``token`` to the state after it."""
     return state + STRIDE * (token + 1) & MASK
 
 
@@ -43,7 +43,7 @@ def linked_token(state: int, link: int) -> int:
 
 
 def sampling_salt(sampling: SamplingParams, choice: int) -> int:
-    """What a draw depends on beside the tokens: nothing when greedy, else seed and choice. Seed 0, choice 0 gives 0."""
+    """Salt of a draw: 0 when greedy, else a hash of seed and choice. Seed 0, choice 0 gives 0."""
     if sampling.temperature == 0:
         return 0
     return mix64(sampling.seed + STRIDE * choice & MASK)

@@ -1,4 +1,4 @@
-"""Log probabilities of sampled and of prompt tokens: those of the model's own distribution, whatever sampling does.
+"""Log probabilities of sampled and of prompt tokens under the model's own distribution, whatever sampling does.
 
 Called by `pdserve.model.sampling` and the executors. Keeps no state.
 
@@ -23,7 +23,7 @@ class RawLogprobs(NamedTuple):
     values: torch.Tensor
     """float32 ``[R, V]``."""
     top_ids: list[list[int]]
-    """Of each row, most likely first."""
+    """By row, most likely first."""
     top_logprobs: list[list[float]]
 
     def of(self, rows: Sequence[int], tokens: Sequence[int]) -> list[TokenLogprobs]:

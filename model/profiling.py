@@ -29,7 +29,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config import DecoderConfig
 from pdserve.model.model_executor import ModelExecutor
 from pdserve.model.step_grid import GridLimits, Step, StepKind, step_grid
-from pdserve.model.tensor_names import tensor_shapes
+from pdserve.model.weight_files import tensor_shapes
 
 MAX_ROUNDS = 25
 MIN_REPEATS = 3

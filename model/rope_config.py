@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pdserve.model.config_values import positive_float, positive_int
 from pdserve.model.families import FULL, SLIDING
+from pdserve.model.shape import positive_float, positive_int
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 

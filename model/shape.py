@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdserve.model.config_values import positive_int
 from pdserve.model.families import Family, find_planned_family
 
 
@@ -120,11 +119,6 @@ class ModelShape:
         return self.common_layer_parameters + self.num_experts * self.expert_parameters
 
     @property
-    def active_layer_parameters(self) -> int:
-        """Weights of one layer's matrices that one token is multiplied with."""
-        return self.common_layer_parameters + self.experts_per_token * self.expert_parameters
-
-    @property
     def layer_outputs(self) -> int:
         """Outputs of one layer's matrices: in int8, each has a scale."""
         return sum(matrices.number * matrices.num_outputs for matrices in self._layer_matrices())
@@ -220,3 +214,31 @@ def _refuse_others(values: Mapping[str, object]) -> None:
             f"config.json: word_embed_proj_dim {projection} is not hidden_size {hidden_size}: its embeddings are "
             "projected; plan for a model of another architecture"
         )
+
+
+def positive_int(values: Mapping[str, object], key: str, default: int | None = None) -> int:
+    """The integer at ``key``; ``default`` where it is missing or null.
+
+    Raises:
+        ValueError: it is no positive integer, or is missing and there is no default.
+    """
+    value = values.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}; download it again")
+    return value
+
+
+def positive_float(values: Mapping[str, object], key: str, default: float | None = None) -> float:
+    """The number at ``key``; ``default`` where it is missing or null.
+
+    Raises:
+        ValueError: it is no positive number, or is missing and there is no default.
+    """
+    value = values.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"config.json: {key} must be a positive number, not {value!r}; download it again")
+    return float(value)

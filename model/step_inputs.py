@@ -1,15 +1,16 @@
-"""A step's numbers as one run of 32-bit words, so that one copy takes them to the device.
+"""Packed inputs: everything that a step is computed from as one run of 32-bit words, so that one copy takes it to the
+device.
 
-Packed by the executors on the host, which checks them there; viewed on the device, where the places of all parts follow
+Packed by the executor on the host, which checks it there; viewed on the device, where the offsets of all parts follow
 from counts alone. Copies nothing itself.
 
-Shape suffixes: T new tokens, W tokens whose hidden states are wanted, R tokens that the step before sampled.
+Shape suffixes: T new tokens, O tokens whose hidden states are output, P tokens that the previous step sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -21,65 +22,74 @@ from pdserve.contracts.step import StepRow
 from pdserve.kernels.metadata import AttentionMetadata, attention_words
 
 
-class Wanted(NamedTuple):
-    """Whose hidden states a step has to return."""
+class OutputRows(NamedTuple):
+    """Rows whose hidden states a step returns."""
 
     sampling: list[int]
     """Rows that sample."""
     asking: list[int]
-    """Rows of which log probabilities of the prompt are wanted."""
+    """Rows with prompt log probabilities to compute."""
+    is_decode: bool
+    """Every row has one new token and samples after it, and that is all: every hidden state is returned."""
 
     @classmethod
-    def by(cls, rows: Sequence[StepRow]) -> Wanted:
-        return cls(
-            [index for index, row in enumerate(rows) if row.sample is not None],
-            [index for index, row in enumerate(rows) if row.prompt_targets],
-        )
+    def of(cls, rows: Sequence[StepRow]) -> OutputRows:
+        sampling = [index for index, row in enumerate(rows) if row.sample is not None]
+        asking = [index for index, row in enumerate(rows) if row.prompt_targets]
+        is_decode = len(sampling) == len(rows) and not asking and all(row.num_new_tokens == 1 for row in rows)
+        return cls(sampling, asking, is_decode)
 
-    def tokens(self, rows: Sequence[StepRow]) -> npt.NDArray[np.int64]:
-        """Indices into the new tokens: the last ones of rows that sample, then the runs of those that ask."""
-        ends = np.cumsum([row.num_new_tokens for row in rows])
+    def tokens(self, rows: Sequence[StepRow]) -> Sequence[int]:
+        """Indices into the new tokens: the last ones of rows that sample, then the runs of rows that ask; none where
+        every token is returned."""
+        if self.is_decode:
+            return ()
+        ends = [*accumulate(row.num_new_tokens for row in rows)]
         starts = [ends[index] - rows[index].num_new_tokens for index in self.asking]
         runs = [
-            start + np.arange(len(rows[index].prompt_targets)) for start, index in zip(starts, self.asking, strict=True)
+            range(start, start + len(rows[index].prompt_targets))
+            for start, index in zip(starts, self.asking, strict=True)
         ]
-        return np.concatenate((ends[self.sampling] - 1, *runs))
+        return [*(ends[index] - 1 for index in self.sampling), *chain.from_iterable(runs)]
 
-    def split(self, hidden_WE: torch.Tensor, rows: Sequence[StepRow]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What `tokens` asked for: of the rows that sample, and of each row that asks."""
+    def split(self, hidden_OE: torch.Tensor, rows: Sequence[StepRow]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The hidden states of `tokens`: those of rows that sample, and those of each row that asks."""
+        if not self.asking:
+            return hidden_OE, []
         lengths = [len(rows[index].prompt_targets) for index in self.asking]
-        hidden_BE, *prompts = torch.split(hidden_WE, [len(self.sampling), *lengths])
+        hidden_BE, *prompts = torch.split(hidden_OE, [len(self.sampling), *lengths])
         return hidden_BE, prompts
 
 
 class StepShape(NamedTuple):
-    """What the places in a packed step follow from."""
+    """The counts that the offsets in packed inputs follow from."""
 
     num_rows: int
     num_tokens: int
-    num_wanted: int
+    num_outputs: int
+    """0 where every new token is one, or none is."""
     min_new_tokens: int
     max_new_tokens: int
 
 
 class StepTensors(NamedTuple):
-    """A packed step, viewed on the device. All are int32."""
+    """Packed inputs, viewed on the device. All are int32."""
 
     tokens: torch.Tensor
-    """``[T]``: the new tokens, as far as the host knows them."""
-    late: torch.Tensor
-    """``[T]``: of a token that it does not know, its place among those that the step before sampled; else -1."""
-    wanted: torch.Tensor
-    """``[W]``: indices into the new tokens."""
+    """``[T]``: the new tokens; 0 where the host does not know them."""
+    previous: torch.Tensor
+    """``[T]``: of a token that the host does not know, its index in the tokens of the previous step; else -1."""
+    outputs: torch.Tensor
+    """``[O]``: indices into the new tokens."""
     metadata: AttentionMetadata
 
     @classmethod
-    def of(cls, words: torch.Tensor, shape: StepShape) -> StepTensors:
-        """View what `pack_step` returned; what lies behind it is room for ids of blocks."""
+    def of(cls, inputs: torch.Tensor, shape: StepShape) -> StepTensors:
+        """View the inputs of `pack_step`; words behind them are room for block ids."""
         num_tokens = shape.num_tokens
-        num_ahead = 2 * num_tokens + shape.num_wanted
-        tokens_T, late_T, wanted_W, rest = words.split_with_sizes(
-            [num_tokens, num_tokens, shape.num_wanted, len(words) - num_ahead]
+        num_ahead = 2 * num_tokens + shape.num_outputs
+        tokens_T, previous_T, outputs_O, rest = inputs.split_with_sizes(
+            [num_tokens, num_tokens, shape.num_outputs, len(inputs) - num_ahead]
         )
         metadata = AttentionMetadata.of_words(
             rest,
@@ -88,54 +98,54 @@ class StepTensors(NamedTuple):
             min_new_tokens=shape.min_new_tokens,
             max_new_tokens=shape.max_new_tokens,
         )
-        return cls(tokens_T, late_T, wanted_W, metadata)
+        return cls(tokens_T, previous_T, outputs_O, metadata)
 
-    def known_tokens(self, late_R: torch.Tensor) -> torch.Tensor:
-        """int64 ``[T]``: the new tokens, those among them that the step before sampled.
+    def known_tokens(self, sampled_P: torch.Tensor) -> torch.Tensor:
+        """int64 ``[T]``: the new tokens, with those that the previous step sampled.
 
         Args:
-            late_R: int64, what it sampled.
+            sampled_P: int64: the tokens of the previous step.
         """
-        return torch.where(self.late < 0, self.tokens, late_R.index_select(0, self.late.clamp(min=0)))
+        return torch.where(self.previous < 0, self.tokens, sampled_P.index_select(0, self.previous.clamp(min=0)))
 
 
 def decode_shape(num_rows: int) -> StepShape:
-    """Of rows with one new token each: no wanted ones are named, because all are."""
+    """Rows with one new token each, all of which sample."""
     return StepShape(num_rows, num_rows, 0, 1, 1)
 
 
-def num_step_words(shape: StepShape, num_block_ids: int) -> int:
-    """Words of a packed step."""
-    return 3 * shape.num_tokens + shape.num_wanted + 1 + 2 * (shape.num_rows + 1) + shape.num_rows + num_block_ids
+def num_input_words(shape: StepShape, num_block_ids: int) -> int:
+    return 3 * shape.num_tokens + shape.num_outputs + 1 + 2 * (shape.num_rows + 1) + shape.num_rows + num_block_ids
 
 
 def pack_step(
     rows: Sequence[StepRow],
-    late_places: Sequence[int],
-    wanted: npt.NDArray[np.int64],
+    previous_indices: Sequence[int],
+    outputs: Sequence[int],
     layout: KvLayout,
     vocab_size: int,
+    *,
     num_padding: int = 0,
+    draws: npt.NDArray[np.int32] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """A step for `StepTensors.of`.
+    """Inputs for `StepTensors.of`, and draws behind them, which begin at a multiple of 8 bytes.
 
     Asserts what kernels rely on: tokens and blocks that exist, tables that cover their rows.
 
     Args:
-        late_places: of each row, ``StepTensors.late`` of its last token.
-        wanted: indices into the new tokens.
+        previous_indices: of each row, ``StepTensors.previous`` of its last token.
+        outputs: ``StepTensors.outputs``.
         num_padding: as of `AttentionMetadata.build`.
     """
     num_new = [row.num_new_tokens for row in rows]
     for row in rows:
         assert row.previous_row < 0 or not row.tokens, "a row has tokens of its own or the previous step's, not both"
+    num_tokens = sum(num_new)
     tokens = np.fromiter(
-        chain.from_iterable((0,) if row.previous_row >= 0 else row.tokens for row in rows), np.int64, sum(num_new)
+        chain.from_iterable((0,) if row.previous_row >= 0 else row.tokens for row in rows), np.int64, num_tokens
     )
     assert tokens.min() >= 0, f"token id {tokens.min()} is negative"
     assert tokens.max() < vocab_size, f"token id {tokens.max()} is outside a vocabulary of {vocab_size}"
-    late = np.full(len(tokens) + num_padding, -1, np.int64)
-    late[np.cumsum(num_new) - 1] = late_places
     attention = attention_words(
         num_new,
         [row.cached_length for row in rows],
@@ -144,4 +154,17 @@ def pack_step(
         block_size=layout.block_size,
         num_padding=num_padding,
     )
-    return np.concatenate((tokens, np.zeros(num_padding), late, wanted, attention), dtype=np.int32, casting="unsafe")
+    ahead = 2 * (num_tokens + num_padding) + len(outputs)
+    num_inputs = ahead + len(attention)
+    num_draw_words = 0 if draws is None else num_inputs % 2 + len(draws)
+    words = np.zeros(num_inputs + num_draw_words, np.int32)
+    words[:num_tokens] = tokens
+    previous = words[num_tokens + num_padding : 2 * (num_tokens + num_padding)]
+    previous[:] = -1
+    if max(previous_indices) >= 0:
+        previous[np.cumsum(num_new) - 1] = previous_indices
+    words[ahead - len(outputs) : ahead] = outputs
+    words[ahead:num_inputs] = attention
+    if draws is not None:
+        words[len(words) - len(draws) :] = draws
+    return words

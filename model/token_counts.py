@@ -1,4 +1,4 @@
-"""Which tokens a sequence has seen, and how often it generated each: what penalties are computed from.
+"""Tokens that each sequence has seen and how often it generated them, for penalties.
 
 Owned by an executor, which asks `TokenCountCache.counts` for each row with penalties at each step. A sequence's counts
 are kept from one step to the next and grow by its new tokens, so that a long history is read once. They are a cache and
@@ -23,7 +23,7 @@ MAX_COUNTED_SEQUENCES = 1024
 
 _TAIL_LENGTH = 32
 _MAX_NEW_TOKENS = 16
-"""Of more new tokens than this, counting all of the history again is faster."""
+"""With more new tokens than this, counting all of the history again is faster."""
 
 
 class TokenCounts(NamedTuple):
@@ -31,7 +31,7 @@ class TokenCounts(NamedTuple):
 
     tokens: npt.NDArray[np.int64]
     in_answer: npt.NDArray[np.int64]
-    """How many times each of them is in the answer; 0 for those of the prompt only."""
+    """Occurrences of each token in the answer; 0 for tokens of the prompt only."""
 
     @classmethod
     def of(cls, history: Sequence[int], num_prompt_tokens: int) -> TokenCounts:
@@ -41,11 +41,11 @@ class TokenCounts(NamedTuple):
 
     def with_answered(self, token: int) -> TokenCounts:
         """These and one more token of the answer. The arrays may be the same ones, changed."""
-        place = int(self.tokens.searchsorted(token))
-        if place < len(self.tokens) and self.tokens[place] == token:
-            self.in_answer[place] += 1
+        index = int(self.tokens.searchsorted(token))
+        if index < len(self.tokens) and self.tokens[index] == token:
+            self.in_answer[index] += 1
             return self
-        return TokenCounts(np.insert(self.tokens, place, token), np.insert(self.in_answer, place, 1))
+        return TokenCounts(np.insert(self.tokens, index, token), np.insert(self.in_answer, index, 1))
 
 
 class _Counted(NamedTuple):
@@ -58,7 +58,7 @@ class _Counted(NamedTuple):
     """The last tokens counted, by which the sequence is recognised."""
 
     def starts(self, history: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Whether what was counted is the start of ``history``, as far as its last tokens tell."""
+        """True if ``history`` starts with the counted tokens, as far as the last of them tell."""
         start, end = self.num_tokens - len(self.tail), self.num_tokens
         return num_prompt_tokens == self.num_prompt_tokens and list(history[start:end]) == self.tail
 
@@ -78,28 +78,28 @@ class TokenCountCache:
         return self._num_tokens
 
     def counts(
-        self, sequence_id: int, history: Sequence[int], num_prompt_tokens: int, late_token: int | None = None
+        self, sequence_id: int, history: Sequence[int], num_prompt_tokens: int, newest_token: int | None = None
     ) -> TokenCounts:
         """The counts of a sequence; valid until it is asked for again.
 
         Args:
             history: prompt and answer, as far as the scheduler knows them.
             num_prompt_tokens: how many of ``history`` are the prompt.
-            late_token: the answer's token after ``history``, if there is one.
+            newest_token: the answer's token after ``history``, if there is one.
         """
-        late = [] if late_token is None else [late_token]
+        newest = [] if newest_token is None else [newest_token]
         before = self._by_sequence.pop(sequence_id, None)
         if before is not None:
             self._num_tokens -= len(before.counts.tokens)
         is_known = before is not None and before.starts(history, num_prompt_tokens)
         if before is not None and is_known and len(history) - before.num_tokens <= _MAX_NEW_TOKENS:
             counts = before.counts
-            for token in (*history[before.num_tokens :], *late):
+            for token in (*history[before.num_tokens :], *newest):
                 counts = counts.with_answered(token)
         else:
-            counts = TokenCounts.of([*history, *late], num_prompt_tokens)
-        tail = [*history[-_TAIL_LENGTH:], *late]
-        self._by_sequence[sequence_id] = _Counted(counts, num_prompt_tokens, len(history) + len(late), tail)
+            counts = TokenCounts.of([*history, *newest], num_prompt_tokens)
+        tail = [*history[-_TAIL_LENGTH:], *newest]
+        self._by_sequence[sequence_id] = _Counted(counts, num_prompt_tokens, len(history) + len(newest), tail)
         self._num_tokens += len(counts.tokens)
         self._forget_oldest()
         return counts

@@ -9,8 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from pdserve.model.config_values import positive_int
-from pdserve.model.shape import ModelShape
+from pdserve.model.shape import ModelShape, positive_int
 from pdserve.planner.layout import PlannedModel
 
 MAX_DEFAULT_LENGTH = 8192

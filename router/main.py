@@ -28,9 +28,8 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
-from pdserve.model.hardware import hardware
+from pdserve.model.hardware import hardware, slowed
 from pdserve.model.hardware_json import hardware_from_json
-from pdserve.model.slowed_hardware import slowed
 from pdserve.router.admin import ServedCluster, create_admin_app
 from pdserve.router.app import create_app
 from pdserve.router.dispatch import Dispatcher, DispatchSettings

@@ -1,7 +1,7 @@
 """A worker process as where the pool lies on a GPU: ``python -m tests.staged_worker --config JSON``.
 
-Its executor, for a real model that of a GPU, computes in memory of its own; the transfer process maps a staging file.
-"""
+Its executor computes in memory of its own, for a real model with two steps in flight; the transfer process maps a
+staging file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,11 +22,23 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.model.gpu_executor import GpuExecutor
+from pdserve.model.device_queue import HostQueue
+from pdserve.model.model_executor import ModelExecutor
 from pdserve.prefill_worker import worker as prefill_worker
 
 COPY_S = 0.02
 """Longer than an order takes to the other worker and back: one that leaves before its copy is found out."""
+
+
+class PipelinedQueue(HostQueue):
+    @property
+    def pipeline_depth(self) -> int:
+        return 2
+
+
+class CapturingExecutor(ModelExecutor):
+    def __init__(self, *, max_captured_rows: int, **options: Any) -> None:
+        super().__init__(max_captured_rows=8, **options)
 
 
 class LateStaging(HostStaging):
@@ -60,6 +72,7 @@ def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) 
 if __name__ == "__main__":
     with (
         patch("pdserve.engine.worker.choose_backend", staged_backend),
-        patch("pdserve.model.executor_choice.ModelExecutor", partial(GpuExecutor, max_captured_rows=8)),
+        patch("pdserve.model.model_executor.select_queue", lambda device: PipelinedQueue()),
+        patch("pdserve.model.model_executor.ModelExecutor", CapturingExecutor),
     ):
         sys.exit(main(build_scheduler, "staged_worker"))

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve.model.shape import ModelShape
-from pdserve.model.tensor_names import tensor_shapes
+from pdserve.model.weight_files import tensor_shapes
 
 LLAMA_8B: Mapping[str, Any] = {
     "hidden_size": 4096,

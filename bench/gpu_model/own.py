@@ -1,4 +1,4 @@
-"""Steps of our executor of GPUs, as the step loop would submit them: two in flight, each timed.
+"""Steps of our executor, as the step loop would submit them: on a GPU two in flight, each timed.
 
 Called by `pdserve.bench.gpu_model.measure`. Plans as a scheduler would, but keeps no sequences: decode steps that are
 timed find noise in the pool, and prompts overwrite each other.
@@ -23,7 +23,7 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool
 from pdserve.model.config import DecoderConfig
-from pdserve.model.gpu_executor import GpuExecutor
+from pdserve.model.model_executor import ModelExecutor
 
 BLOCK_SIZE = 16
 _WARM_STEPS = 4
@@ -52,7 +52,7 @@ class OwnModel:
         config = DecoderConfig.from_folder(folder)
         self.shape = config.shape
         self.layout = config.kv_layout(num_blocks, BLOCK_SIZE, variant.held_kv_dtype, "random")
-        self._executor = GpuExecutor(
+        self._executor = ModelExecutor(
             folder=folder,
             config=config,
             layout=self.layout,

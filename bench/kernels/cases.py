@@ -12,7 +12,7 @@ import torch
 from pdserve.bench.kernels.attention import AttentionCase, Row
 from pdserve.bench.kernels.contest import Case
 from pdserve.bench.kernels.copies import CopyCase
-from pdserve.bench.kernels.draws import DrawCase, NucleusCase
+from pdserve.bench.kernels.draws import DrawCase, TopPCase
 from pdserve.bench.kernels.pointwise import GateCase, NormCase, RopeCase
 from pdserve.bench.kernels.products import ProductCase
 
@@ -121,8 +121,8 @@ def draw_cases(*, quick: bool) -> Sequence[Case]:
     return [DrawCase(num_rows=num_rows) for num_rows in ((64,) if quick else (1, 16, 64, 256))]
 
 
-def nucleus_cases(*, quick: bool) -> Sequence[Case]:
-    return [NucleusCase(num_rows=num_rows) for num_rows in ((64,) if quick else (1, 16, 64, 256))]
+def top_p_cases(*, quick: bool) -> Sequence[Case]:
+    return [TopPCase(num_rows=num_rows) for num_rows in ((64,) if quick else (1, 16, 64, 256))]
 
 
 KERNELS: Mapping[str, Callable[..., Sequence[Case]]] = {
@@ -134,7 +134,7 @@ KERNELS: Mapping[str, Callable[..., Sequence[Case]]] = {
     "quantized_matmul": product_cases,
     "block_copy": copy_cases,
     "draw_tokens": draw_cases,
-    "find_nuclei": nucleus_cases,
+    "find_top_p": top_p_cases,
 }
 """Cases by kernel; each takes ``quick``."""
 

@@ -1,9 +1,9 @@
-"""Sampling as it is benchmarked: a draw, and the nucleus of top-p, for every row of a batch of logits.
+"""Sampling as it is benchmarked: a draw, and top-p, for every row of a batch of logits.
 
 The cases of `pdserve.kernels.triton_sampling`, whose answers stay on the device, as in a captured step. Peers that draw
 with random numbers of their own are left out, for there would be nothing to compare.
 
-Shape suffixes: B rows, V vocabulary, R nuclei, of every row one.
+Shape suffixes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from math import inf
 import torch
 
 from pdserve.bench.kernels.contest import Contender, Contest, Work
-from pdserve.kernels import torch_gumbel, torch_nucleus, triton_sampling
-from pdserve.kernels.operations import ALL_KEPT, Draw, KeptTensors, NucleusTensors
+from pdserve.kernels import torch_sampling, triton_sampling
+from pdserve.kernels.operations import LAST_ID, DrawTensors, Thresholds, TopPTensors
 
 _LOGIT_BYTES = 4
 
@@ -42,15 +42,24 @@ class DrawCase:
 
     def contest(self, device: torch.device) -> Contest:
         logits_BV = _logits(self.num_rows, self.vocab_size, device)
-        best = logits_BV.amax(dim=1).tolist()
-        draws = [Draw(row, row + 1, 7, 0, best[row], 1.0, ALL_KEPT) for row in range(self.num_rows)]
-        tensors = torch_gumbel.draw_tensors(draws, device)
-        peers = {"torch gumbel": lambda: Contender(partial(torch_gumbel.draw_on_device, logits_BV, tensors))}
-        return Contest(Contender(partial(triton_sampling.draw_on_device, logits_BV, tensors)), peers, tolerance=0.0)
+        best_B = logits_BV.amax(dim=1)
+        row_B = torch.arange(self.num_rows, dtype=torch.int32, device=device)
+        draws = DrawTensors(
+            row=row_B,
+            seed=row_B.long() + 1,
+            position=torch.full_like(row_B, 7),
+            choice=torch.zeros_like(row_B),
+            best=best_B,
+            temperature=torch.ones_like(best_B),
+            lowest=torch.full_like(best_B, -inf),
+            last_equal=torch.full_like(row_B, LAST_ID),
+        )
+        peers = {"torch gumbel": lambda: Contender(partial(torch_sampling.draw_tokens, logits_BV, draws))}
+        return Contest(Contender(partial(triton_sampling.draw_tokens, logits_BV, draws)), peers, tolerance=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NucleusCase:
+class TopPCase:
     """Top-p of every row."""
 
     num_rows: int
@@ -59,7 +68,7 @@ class NucleusCase:
 
     @property
     def kernel(self) -> str:
-        return "find_nuclei"
+        return "find_top_p"
 
     @property
     def shape(self) -> str:
@@ -71,19 +80,19 @@ class NucleusCase:
 
     def contest(self, device: torch.device) -> Contest:
         logits_BV = _logits(self.num_rows, self.vocab_size, device)
-        best_R = logits_BV.amax(dim=1)
-        nuclei = NucleusTensors(
+        best_B = logits_BV.amax(dim=1)
+        rows = TopPTensors(
             row=torch.arange(self.num_rows, dtype=torch.int32, device=device),
-            top_p=torch.full_like(best_R, self.top_p, dtype=torch.float64),
-            best=best_R,
-            temperature=torch.ones_like(best_R),
-            lowest=torch.full_like(best_R, -inf),
+            top_p=torch.full_like(best_B, self.top_p, dtype=torch.float64),
+            best=best_B,
+            temperature=torch.ones_like(best_B),
+            lowest=torch.full_like(best_B, -inf),
         )
         peers = {
             "sort": lambda: Contender(partial(_lowest_by_sorting, logits_BV, self.top_p)),
-            "torch": lambda: Contender(partial(torch_nucleus.find_nuclei_on_device, logits_BV, nuclei), _lowest),
+            "torch": lambda: Contender(partial(torch_sampling.find_top_p, logits_BV, rows), _lowest),
         }
-        own = Contender(partial(triton_sampling.find_nuclei_on_device, logits_BV, nuclei), _lowest)
+        own = Contender(partial(triton_sampling.find_top_p, logits_BV, rows), _lowest)
         # A sum in another order may end one token sooner or later, whose logit is the next one.
         return Contest(own, peers, tolerance=0.001)
 
@@ -92,12 +101,12 @@ def _logits(num_rows: int, vocab_size: int, device: torch.device) -> torch.Tenso
     return 3 * torch.randn(num_rows, vocab_size, device=device)
 
 
-def _lowest(kept: KeptTensors) -> torch.Tensor:
+def _lowest(kept: Thresholds) -> torch.Tensor:
     return kept.lowest
 
 
 def _lowest_by_sorting(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The lowest logit of every nucleus, as most samplers find it."""
+    """The lowest logit that top-p keeps of every row, as most samplers find it."""
     sorted_BV = logits_BV.sort(dim=-1, descending=True).values
     ends_B1 = (sorted_BV.softmax(dim=-1).cumsum(dim=-1) < top_p).sum(dim=-1, keepdim=True)
     return sorted_BV.gather(1, ends_B1)[:, 0]

@@ -1,4 +1,4 @@
-"""The executor of a GPU beside that of a CPU: the same tokens in float32, and in bfloat16 logits as good as others'."""
+"""The executor on a GPU and on a CPU: the same tokens in float32, and in bfloat16 logits as good as others'."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pdserve.kernels.selection import select_kernels
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.demo_model import DEMO_MODEL
-from pdserve.model.gpu_executor import GpuExecutor
 from pdserve.model.model_executor import ModelExecutor
 from tests.gpu.device import DEVICE, sized, some
 from tests.kernels.paged_batch import nan_pool
@@ -33,7 +32,7 @@ def checkpoint(family: str, folder: Path) -> Path:
 
 def executors(
     folder: Path, *, max_captured_rows: int, kv_dtype: str = "float32", **options: Any
-) -> tuple[ModelExecutor, GpuExecutor]:
+) -> tuple[ModelExecutor, ModelExecutor]:
     """Over pools of NaN, in float32."""
     config = DecoderConfig.from_folder(folder)
     config = config.at_length(config.limits(512).max_model_len)
@@ -44,7 +43,7 @@ def executors(
     near = nan_pool(layout.shape, getattr(torch, kv_dtype))
     there = KvPool(near.blocks.flatten().to(DEVICE, copy=True), near.shape, near.dtype)
     expected = ModelExecutor(**shared, pool=near)
-    return expected, GpuExecutor(**shared, pool=there, max_captured_rows=max_captured_rows)
+    return expected, ModelExecutor(**shared, pool=there, max_captured_rows=max_captured_rows)
 
 
 def assert_same_tokens(served: Served, wanted: Served) -> None:

@@ -18,10 +18,8 @@ _FILES = pytest.StashKey[InterpretedFiles]()
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _LAUNCHERS = {
     "decode_attention",
-    "draw_on_device",
     "draw_tokens",
-    "find_nuclei",
-    "find_nuclei_on_device",
+    "find_top_p",
     "gate",
     "gather_blocks",
     "paged_attention",

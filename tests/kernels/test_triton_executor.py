@@ -1,4 +1,4 @@
-"""The executor of a GPU on its own kernels, in Triton's interpreter: tokens, and what a CUDA graph would be made of."""
+"""The executor on the kernels of a GPU, in Triton's interpreter: tokens, and what a CUDA graph would be made of."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
-from pdserve.kernels.triton_kernels import TRITON_DEVICE_SAMPLING, TRITON_KERNELS
-from pdserve.model import gpu_executor, warmup
+from pdserve.kernels.triton_kernels import TRITON_KERNELS, TRITON_SAMPLING
+from pdserve.model import decode_graphs, model_executor
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.device_queue import HostQueue
-from pdserve.model.device_sampling import plan_draws, sample_on_device
-from pdserve.model.gpu_executor import GpuExecutor
 from pdserve.model.model_executor import ModelExecutor
+from pdserve.model.sampling import draw_into, plan_draws
 from pdserve.model.step_inputs import StepShape
 from tests.kernels.launch_recorder import WAITING_OPERATIONS, Launches, recorded_launches
 from tests.kernels.paged_batch import nan_pool
@@ -73,16 +72,18 @@ def steps() -> list[list[StepRow]]:
     ]
 
 
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> RecordingQueue:
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> RecordingQueue:
+    """Executors that are built from here on run the kernels of a GPU, and share the queue."""
     queue = RecordingQueue()
-    monkeypatch.setattr(gpu_executor, "select_queue", lambda device: queue)
-    monkeypatch.setattr(gpu_executor, "select_kernels", lambda pool: TRITON_KERNELS)
-    monkeypatch.setattr(gpu_executor, "select_device_sampling_kernels", lambda device: TRITON_DEVICE_SAMPLING)
+    monkeypatch.setattr(model_executor, "select_queue", lambda device: queue)
+    monkeypatch.setattr(model_executor, "select_kernels", lambda pool: TRITON_KERNELS)
+    monkeypatch.setattr(model_executor, "select_sampling_kernels", lambda device: TRITON_SAMPLING)
     return queue
 
 
-def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(tmp_path: Path, queue: RecordingQueue) -> None:
+def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_family(tmp_path, "qwen3", num_hidden_layers=1)
     config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
@@ -90,7 +91,8 @@ def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(tmp_path: Pat
     expected = ModelExecutor(
         folder=folder, config=config, layout=layout, pool=pools[0], dtype="float32", quantization="int8"
     )
-    executor = GpuExecutor(
+    queue = pretend_gpu(monkeypatch)
+    executor = ModelExecutor(
         folder=folder,
         config=config,
         layout=layout,
@@ -122,15 +124,15 @@ def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(tmp_path: Pat
 def test_a_warm_up_launches_every_kernel_and_leaves_the_pool_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "warmup_shapes", lambda max_rows: [StepShape(16, 36, 1, 1, 20)])
+    monkeypatch.setattr(decode_graphs, "warmup_shapes", lambda max_rows: [StepShape(16, 36, 1, 1, 20)])
     folder = write_family(tmp_path, "qwen3", num_hidden_layers=1)
     config = DecoderConfig.from_folder(folder)
     pool = nan_pool(config.kv_layout(2, BLOCK_SIZE, "float32", "hash").shape)
     before = pool.blocks.clone()
     decoder = Decoder(folder, config, torch.float32, TRITON_KERNELS, "int8")
     with recorded_launches() as recorded:
-        warmup.warm_up(
-            decoder, pool, HostQueue(), TRITON_DEVICE_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=1
+        decode_graphs.warm_up(
+            decoder, pool, HostQueue(), TRITON_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=1
         )
     assert torch.equal(pool.blocks, before)
     launched = {getattr(operation, "__name__", operation) for operation in recorded.operations()}
@@ -146,6 +148,6 @@ def test_of_logits_that_are_not_finite_some_token_comes() -> None:
     token_B = torch.zeros(2, dtype=torch.int64)
     # Fills what `torch.empty` gives with the largest of numbers.
     torch.use_deterministic_algorithms(True)
-    sample_on_device(logits_BV, logits_BV[:, 0], token_B, plan, torch.from_numpy(plan.words), TRITON_DEVICE_SAMPLING)
+    draw_into(token_B, logits_BV, logits_BV[:, 0], plan, torch.from_numpy(plan.words), TRITON_SAMPLING)
     torch.use_deterministic_algorithms(False)
     assert ((token_B >= 0) & (token_B < 97)).all()

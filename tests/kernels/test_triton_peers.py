@@ -12,7 +12,7 @@ from pdserve.bench.kernels.attention import AttentionCase, Row
 from pdserve.bench.kernels.attention_peers import FA3_LIBRARY
 from pdserve.bench.kernels.contest import Case
 from pdserve.bench.kernels.copies import CopyCase
-from pdserve.bench.kernels.draws import DrawCase, NucleusCase
+from pdserve.bench.kernels.draws import DrawCase, TopPCase
 from pdserve.bench.kernels.measure import Result, measure
 from pdserve.bench.kernels.pointwise import GateCase, NormCase, RopeCase
 from pdserve.bench.kernels.products import ProductCase
@@ -62,7 +62,7 @@ CASES: list[tuple[Case, list[str]]] = [
     ),
     (copy(is_gather=True, to_host=True), ["torch index", "copy per block"]),
     (DrawCase(num_rows=2, vocab_size=1500), ["torch gumbel"]),
-    (NucleusCase(num_rows=2, vocab_size=1500), ["sort", "torch"]),
+    (TopPCase(num_rows=2, vocab_size=1500), ["sort", "torch"]),
 ]
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve.model.device_queue import HostQueue, Mark
+from pdserve.model.device_queue import Event, HostQueue
 
 NOT_YET = -12345
 
 
 @dataclass
 class LateQueue(HostQueue):
-    """Counts what it is asked for. Until a later mark is waited for, what was fetched is not what it will be."""
+    """Counts what it is asked for. Until a later event is waited for, what was fetched is not what it will be."""
 
     num_puts: int = 0
     num_fetches: int = 0
@@ -26,9 +26,13 @@ class LateQueue(HostQueue):
     """Whether the logits of the step that is fetched are to be NaN."""
     _pending: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def put(self, words: npt.NDArray[np.int32], into: torch.Tensor | None = None) -> torch.Tensor:
+    @property
+    def pipeline_depth(self) -> int:
+        return 2
+
+    def put(self, inputs: npt.NDArray[np.int32], into: torch.Tensor | None = None) -> torch.Tensor:
         self.num_puts += 1
-        return super().put(words, into)
+        return super().put(inputs, into)
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         self.num_fetches += 1
@@ -38,8 +42,8 @@ class LateQueue(HostQueue):
         self._pending.append((fetched, values))
         return fetched
 
-    def mark(self) -> Mark:
-        return _LateMark(super().mark(), self, len(self._pending))
+    def event(self) -> Event:
+        return _LateEvent(super().event(), self, len(self._pending))
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         self.num_captured += 1
@@ -58,14 +62,14 @@ class LateQueue(HostQueue):
 
 
 @dataclass
-class _LateMark:
-    inner: Mark
+class _LateEvent:
+    inner: Event
     queue: LateQueue
     num_fetched: int
 
     def wait(self) -> None:
         self.queue.arrive(self.num_fetched)
 
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _LateMark)
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _LateEvent)
         return self.inner.seconds_since(earlier.inner)

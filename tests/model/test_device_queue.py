@@ -4,39 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
 
-from pdserve.model.device_queue import HostQueue, select_queue
+from pdserve.contracts.step import BlockCopy, StepBatch
+from pdserve.model.block_copies import BlockCopier
+from pdserve.model.device_queue import DeviceBlocks, HostQueue, select_queue, swap_slots
 
 
-def test_words_may_change_once_they_were_put() -> None:
-    queue, words = HostQueue(), np.arange(3, dtype=np.int32)
+def test_inputs_go_to_a_new_tensor_or_to_the_beginning_of_another() -> None:
+    queue, inputs = HostQueue(), np.arange(3, dtype=np.int32)
     room = torch.full((5,), 9, dtype=torch.int32)
-    new, there = queue.put(words), queue.put(words, room)
-    words[:] = 7
-    assert new.tolist() == there.tolist() == [0, 1, 2]
+    assert queue.put(inputs).tolist() == queue.put(inputs, room).tolist() == [0, 1, 2]
     assert room.tolist() == [0, 1, 2, 9, 9]
-
-
-def test_what_was_fetched_stays() -> None:
-    values = torch.tensor([1, 2])
-    fetched = HostQueue().fetch(values)
-    values += 1
-    assert fetched.tolist() == [1, 2]
 
 
 def test_a_replay_is_the_computation() -> None:
     queue, calls = HostQueue(), []
-    started = queue.mark()
+    started = queue.event()
     replay = queue.capture(lambda: calls.append(1))
     assert not calls
     replay()
     replay()
-    ended = queue.mark()
+    ended = queue.event()
     ended.wait()
     assert len(calls) == 2
     assert ended.seconds_since(started) > 0
@@ -129,10 +123,53 @@ def test_a_gpu_computes_once_aside_before_it_captures(monkeypatch: pytest.Monkey
     assert cuda.asked[-1] == "replay"
 
 
-def test_a_gpus_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_times_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = _FakeCuda(monkeypatch)
     queue = select_queue(torch.device("cuda", 0))
-    started, ended = queue.mark(), queue.mark()
+    started, ended = queue.event(), queue.event()
     ended.wait()
     assert cuda.asked == ["record", "record", "synchronize"]
     assert ended.seconds_since(started) == 0.25
+
+
+def test_blocks_go_to_slots_and_back() -> None:
+    pool = torch.arange(4, dtype=torch.uint8)[:, None].repeat(1, 16)
+    copier = BlockCopier(DeviceBlocks(pool), swap_slots(2, pool))
+    batch = StepBatch(step_id=0, rows=[])
+    batch.swap_outs = [BlockCopy(1, 0), BlockCopy(2, 1)]
+    batch.swap_ins = [BlockCopy(1, 1), BlockCopy(0, 3)]
+    copier.run(batch)
+    assert pool.tolist() == [[0] * 16, [2] * 16, [2] * 16, [1] * 16]
+
+
+def test_there_may_be_no_slots() -> None:
+    assert len(swap_slots(0, torch.zeros((4, 16), dtype=torch.uint8))) == 0
+
+
+class _FakeCudart:
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert address not in self.pinned
+        self.pinned[address] = num_bytes
+        return flags
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def test_slots_beside_a_gpus_pool_are_pinned_for_as_long_as_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = _FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    errors: list[int] = []
+    monkeypatch.setattr(torch.cuda, "check_error", errors.append)
+    pool = cast(torch.Tensor, SimpleNamespace(is_cuda=True, shape=(4, 16)))
+    slots = swap_slots(2, pool)
+    assert list(cudart.pinned.values()) == [2 * 16]
+    assert errors == [0]
+    del slots
+    assert not cudart.pinned
+    assert not len(swap_slots(0, pool))
+    assert not cudart.pinned

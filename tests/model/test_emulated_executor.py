@@ -142,18 +142,13 @@ def test_the_next_step_may_be_submitted_before_the_result_is_taken() -> None:
     assert tokens == expected_tokens(PROMPT, 6, VOCAB_SIZE)
 
 
-def test_a_row_with_several_choices_samples_each() -> None:
-    engine = Engine()
+def test_choices_of_a_prompt_are_drawn_apart() -> None:
     sampling = SamplingParams(seed=9, num_logprobs=0)
-    many = row(PROMPT, sampling=sampling, choice=2)
-    many.num_choices = 3
-    output = engine.executor.submit(StepBatch(step_id=0, rows=[row([4], table=[40]), many])).result()
-    first = output.sampled[1]
-    assert first is not None
-    assert list(output.forks) == [1]
+    rows = [row(PROMPT, sampling=sampling, choice=choice) for choice in (2, 3, 4)]
+    sampled = Engine().executor.submit(StepBatch(step_id=0, rows=rows)).result().sampled
     expected = [expected_tokens(PROMPT, 1, VOCAB_SIZE, sampling=sampling, choice=choice)[0] for choice in (2, 3, 4)]
-    assert [first.token, *(sampled.token for sampled in output.forks[1])] == expected
-    assert {sampled.logprobs for sampled in (first, *output.forks[1])} == {TokenLogprobs(0.0, ())}
+    assert [one and one.token for one in sampled] == expected
+    assert {one and one.logprobs for one in sampled} == {TokenLogprobs(0.0, ())}
 
 
 def test_prompt_tokens_are_certain() -> None:

@@ -210,23 +210,6 @@ def test_draws_depend_on_position_and_choice(folder: Path) -> None:
     assert tokens == [token_of(run(executor, only).sampled[0]) for only in rows]
 
 
-def test_a_row_with_several_choices_samples_what_a_row_for_each_would(folder: Path) -> None:
-    executor = make_executor(folder)
-    drawn = SamplingParams(temperature=3.0, seed=11, num_logprobs=1)
-    many = row(0, PROMPTS[0], 0, sample=drawn)
-    many.choice, many.num_choices = 1, 4
-    singles = [row(0, PROMPTS[0], 0, sample=drawn) for _ in range(4)]
-    for choice, single in enumerate(singles, 1):
-        single.choice = choice
-    output = run(executor, row(1, PROMPTS[1], 0), many)
-    alone = run(executor, row(1, PROMPTS[1], 0), *singles)
-    assert list(output.forks) == [1]
-    assert [token_of(sampled) for sampled in [*output.sampled[1:], *output.forks[1]]] == [
-        token_of(sampled) for sampled in alone.sampled[1:]
-    ]
-    assert len({sampled.token for sampled in output.forks[1]}) > 1
-
-
 def test_penalties_count_the_token_that_the_scheduler_does_not_know_yet(folder: Path) -> None:
     """The same answer, whether each token is known to the scheduler or comes one step late."""
     params = SamplingParams(temperature=0, frequency_penalty=2, repetition_penalty=1.5)

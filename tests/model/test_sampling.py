@@ -1,4 +1,5 @@
-"""Sampling: greedy, truncation sets against a sort, draws against the softmax, and independence of the batch."""
+"""Sampling: greedy, truncation sets against a sort, edits against their formulas, draws against the softmax, and
+independence of the batch."""
 
 from __future__ import annotations
 
@@ -7,20 +8,26 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken
-from pdserve.model.sampling import SamplingRow, sample
-from tests.model.test_truncation import kept_by_sort
+from pdserve.kernels.operations import SamplingKernels
+from pdserve.kernels.selection import CPU_SAMPLING, TORCH_SAMPLING
+from pdserve.model.sampling import Sampler, likeliest, plan_draws
+from tests.model.sampling_rows import drawn_sets, sample, sampling_row
 
 GREEDY = SamplingParams(temperature=0)
+VOCAB_SIZE = 97
+EDITED_SIZE = 12
+EITHER = pytest.mark.parametrize("kernels", [CPU_SAMPLING, TORCH_SAMPLING], ids=["cpu", "torch"])
 
 
 def sample_each(
     logits_BV: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int], choices: Sequence[int]
 ) -> list[SampledToken]:
-    rows = [SamplingRow(*row) for row in zip(params, positions, choices, strict=True)]
-    return [tokens[0] for tokens in sample(logits_BV.clone(), rows)]
+    return sample(logits_BV.clone(), [sampling_row(*row) for row in zip(params, positions, choices, strict=True)])
 
 
 def draw(logits_BV: torch.Tensor, params: SamplingParams, positions: Sequence[int], choice: int = 0) -> list[int]:
@@ -66,21 +73,12 @@ def test_draws_follow_the_softmax_of_what_is_kept(params: SamplingParams) -> Non
     assert chi_square < CHI_SQUARE_POINTS[len(kept) - 2]
 
 
-def test_choices_of_a_row_are_drawn_independently() -> None:
+def test_choices_are_drawn_independently() -> None:
     num_choices, logits_1V = 8000, torch.tensor([[0.0, 1.0, 2.0]])
-    [tokens] = sample(logits_1V, [SamplingRow(SamplingParams(seed=3), 5, 0, num_choices)])
-    drawn = torch.tensor([sampled.token for sampled in tokens])
+    rows = [sampling_row(SamplingParams(seed=3), 5, choice) for choice in range(num_choices)]
+    drawn = torch.tensor([sampled.token for sampled in sample(logits_1V.repeat(num_choices, 1), rows)])
     expected_V = num_choices * torch.softmax(logits_1V[0], dim=-1)
     assert ((torch.bincount(drawn) - expected_V) ** 2 / expected_V).sum() < CHI_SQUARE_POINTS[1]
-    [last] = sample(logits_1V, [SamplingRow(SamplingParams(seed=3), 5, num_choices - 1)])
-    assert last == tokens[-1:]
-
-
-def test_greedy_choices_are_the_same() -> None:
-    params = SamplingParams(temperature=0, num_logprobs=0)
-    [tokens] = sample(torch.tensor([[0.0, 2.0, 1.0]]), [SamplingRow(params, 0, 2, 3)])
-    assert [sampled.token for sampled in tokens] == [1, 1, 1]
-    assert len({sampled.logprobs for sampled in tokens}) == 1
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -161,15 +159,203 @@ def test_logprobs_of_equals_come_lowest_id_first_and_end_with_the_vocabulary() -
         assert [token for token, _ in sampled[0].logprobs.top] == expected
 
 
-def test_half_precision_logits_are_taken() -> None:
-    logits_1V = torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.bfloat16)
-    assert sample_each(logits_1V, [SamplingParams(temperature=0, num_logprobs=1)], [0], [0])[0].token == 1
+@EITHER
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_of_logits_that_are_not_finite_some_token_comes_and_the_rows_are_named(
+    kernels: SamplingKernels, value: float
+) -> None:
+    logits_BV = torch.full((4, VOCAB_SIZE), value)
+    logits_BV[3] = 0
+    edited = SamplingParams(logit_bias=((2, 1.0),))
+    rows = [
+        *(sampling_row(params) for params in (SamplingParams(), SamplingParams(top_p=0.5, top_k=3), edited)),
+        sampling_row(GREEDY),
+    ]
+    draws = plan_draws(rows, VOCAB_SIZE)
+    best_B, token_B = likeliest(logits_BV)
+    words = torch.from_numpy(draws.words)
+    sampled = Sampler(kernels).sample(logits_BV, best_B, token_B, rows, draws, words, lambda row: 0)
+    assert sampled.best.isfinite().tolist() == [False, False, False, True]
+    assert ((token_B >= 0) & (token_B < VOCAB_SIZE)).all()
 
 
-@pytest.mark.parametrize(("value", "name"), [(torch.nan, "nan"), (torch.inf, "inf"), (-torch.inf, "-inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_unusable_logits_are_refused_by_row_and_value(value: float, name: str, temperature: float) -> None:
-    logits_BV = torch.zeros(3, 8)
-    logits_BV[1, : 8 if value == -torch.inf else 1] = value
-    with pytest.raises(RuntimeError, match=rf"row 1: {name}"):
-        sample_each(logits_BV, [SamplingParams(temperature=temperature)] * 3, [0] * 3, [0] * 3)
+def test_a_banned_token_does_not_hide_a_logit_that_is_not_finite() -> None:
+    logits_BV = torch.zeros(1, 8)
+    logits_BV[0, 3] = math.nan
+    with pytest.raises(AssertionError):
+        sample(logits_BV, [sampling_row(GREEDY, banned=[3])])
+
+
+def test_rows_of_all_kinds_are_drawn_together() -> None:
+    """Of hundreds of rows many would differ if one parameter of any went to another."""
+    logits_BV = torch.randn(400, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    rows = []
+    for index in range(400):
+        options = {"top_k": (0, 3, 20)[index % 3], "top_p": (1.0, 0.7)[index % 2], "min_p": (0.0, 0.1)[index // 3 % 2]}
+        temperature = (0.0, 0.7, 1.5)[index // 2 % 3]
+        params = SamplingParams(temperature=temperature, seed=index * 2**55, **options)  # type: ignore[arg-type]
+        rows.append(sampling_row(params, index))
+    alone = [sample(logits_BV[index : index + 1], [row])[0] for index, row in enumerate(rows)]
+    assert sample(logits_BV, rows) == alone
+    assert sample(logits_BV, rows, TORCH_SAMPLING) == alone
+
+
+kinds = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-9, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 5, VOCAB_SIZE, 10**9]),
+    top_p=st.sampled_from([1.0, 0.999, 0.8, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@given(
+    st.lists(st.tuples(kinds, st.integers(0, 2**31 - 1), st.integers(0, 127)), min_size=1, max_size=12),
+    st.sampled_from([0.3, 3.0, 30.0]),
+    st.integers(0, 1000),
+)
+@settings(max_examples=100)
+def test_compiled_kernels_and_torch_sample_the_same(
+    drawn: list[tuple[SamplingParams, int, int]], scale: float, seed: int
+) -> None:
+    logits_BV = torch.randn(len(drawn), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+    logits_BV = (logits_BV * scale).round(decimals=1)
+    logits_BV[:, ::5] = -torch.inf
+    rows = [sampling_row(*row) for row in drawn]
+    assert sample(logits_BV, rows) == sample(logits_BV, rows, TORCH_SAMPLING)
+
+
+def kept_by_sort(logits: Sequence[float], params: SamplingParams) -> set[int]:
+    """The definition, literally: order by (logit descending, id ascending), cut."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    best = logits[order[0]]
+    order = [token for token in order if math.exp((logits[token] - best) / params.temperature) >= params.min_p]
+    if params.top_k:
+        threshold = logits[order[min(params.top_k, len(order)) - 1]]
+        order = [token for token in order if logits[token] >= threshold]
+    weights = [math.exp((logits[token] - logits[order[0]]) / params.temperature) for token in order]
+    mass, kept = 0.0, set()
+    for token, weight in zip(order, weights, strict=True):
+        kept.add(token)
+        mass += weight
+        if mass >= params.top_p * sum(weights):
+            break
+    return kept
+
+
+@settings(max_examples=60)
+@given(
+    # Few distinct values, so that ties straddle the cuts; powers of two, so that sums are exact.
+    logits=st.lists(st.sampled_from([-3.0, -1.5, 0.0, 0.5, 2.0]), min_size=2, max_size=40),
+    top_k=st.integers(0, 45),
+    top_p=st.sampled_from([0.01, 0.25, 0.5, 0.8, 0.95, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-4, 0.1, 0.55, 1.0]),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+)
+def test_truncation_keeps_what_a_sort_keeps(
+    logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert drawn_sets(torch.tensor([logits]), [params]) == [kept_by_sort(logits, params)]
+
+
+def test_truncation_of_a_large_vocabulary_keeps_what_a_sort_keeps() -> None:
+    """Prefixes shorter and longer than what is sorted at first, beside rows that are cut in other ways."""
+    logits_BV = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)) * 3
+    logits_BV[5] = logits_BV[5].round()  # ties everywhere
+    params = [
+        SamplingParams(top_p=0.9, temperature=4.0),
+        SamplingParams(top_k=50, top_p=0.7, temperature=0.8),
+        SamplingParams(top_k=50),
+        SamplingParams(min_p=0.01, top_p=0.99),
+        SamplingParams(top_p=0.9, temperature=0.1),
+        SamplingParams(top_p=0.9),
+    ]
+    answer = drawn_sets(logits_BV, params)
+    for row, tokens in enumerate(answer):
+        assert tokens == kept_by_sort(logits_BV[row].tolist(), params[row])
+    assert len(answer[4]) < 64 < 1024 < len(answer[0])
+
+
+@pytest.mark.parametrize("top_p", [5e-324, math.nextafter(1.0, 0.0)])
+def test_a_share_next_to_none_or_all_keeps_something(top_p: float) -> None:
+    logits_BV = torch.randn(20, 1003, generator=torch.Generator().manual_seed(0))
+    sizes = {len(tokens) for tokens in drawn_sets(logits_BV, [SamplingParams(top_p=top_p)] * 20)}
+    assert sizes == {1} if top_p < 0.5 else min(sizes) >= 1000
+
+
+tokens = st.lists(st.integers(0, EDITED_SIZE - 1), max_size=8)
+
+
+def edited_by_hand(
+    logits: Sequence[float], params: SamplingParams, prompt: list[int], answer: list[int], banned: list[int]
+) -> list[float]:
+    edited = []
+    for token, logit in enumerate(logits):
+        logit = -torch.inf if token in banned else logit + dict(params.logit_bias).get(token, 0)
+        if token in prompt or token in answer:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        logit -= params.frequency_penalty * answer.count(token)
+        logit -= params.presence_penalty * (token in answer)
+        edited.append(logit)
+    return edited
+
+
+@settings(max_examples=80)
+@given(
+    # Multiples of powers of two, so that every operation is exact and ties are real.
+    logits=st.lists(st.integers(-16, 16).map(lambda n: n / 4), min_size=EDITED_SIZE, max_size=EDITED_SIZE),
+    prompt=tokens,
+    answer=tokens,
+    banned=tokens,
+    bias=st.dictionaries(st.integers(0, EDITED_SIZE - 1), st.sampled_from([-100.0, -1.5, 0.25, 3.0]), max_size=4),
+    repetition=st.sampled_from([0.5, 1.0, 2.0]),
+    presence=st.sampled_from([-2.0, 0.0, 0.5]),
+    frequency=st.sampled_from([-0.25, 0.0, 1.0]),
+)
+def test_the_best_token_is_that_of_the_formulas(
+    logits: list[float],
+    prompt: list[int],
+    answer: list[int],
+    banned: list[int],
+    bias: dict[int, float],
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> None:
+    params = SamplingParams(
+        temperature=0,
+        logit_bias=tuple(bias.items()),
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        num_logprobs=EDITED_SIZE,
+    )
+    logits_BV = torch.tensor([logits, logits])
+    plain = sampling_row(SamplingParams(temperature=0, num_logprobs=EDITED_SIZE))
+    row = sampling_row(params, banned=banned, prompt=prompt, answer=answer)
+    best_B, token_B = likeliest(logits_BV)
+    sampled = Sampler(CPU_SAMPLING).sample(
+        logits_BV, best_B, token_B, [row, plain], plan_draws([], 1), torch.zeros(0), lambda row: 0
+    )
+    expected = edited_by_hand(logits, params, prompt, answer, banned)
+    assert logits_BV[0].tolist() == expected
+    assert sampled.best[0] == max(expected)
+    assert token_B[0] == expected.index(max(expected))
+    # Log probabilities are those of the logits as they came.
+    assert sampled.logprobs[0].top == sampled.logprobs[1].top
+    assert sampled.logprobs[0].logprob == dict(sampled.logprobs[1].top)[int(token_B[0])]
+
+
+def test_extreme_penalties_leave_logits_that_can_be_sampled() -> None:
+    logits_BV = torch.tensor([[3e38, -3e38, 0.0, -torch.inf]])
+    params = SamplingParams(repetition_penalty=0.01, presence_penalty=-2, frequency_penalty=-2, seed=1)
+    [sampled] = sample(logits_BV, [sampling_row(params, prompt=[0, 1], answer=[2, 3])])
+    assert sampled.token == 0
+    assert not logits_BV.isnan().any()
+
+
+def test_a_row_in_which_everything_is_banned_has_no_finite_logit() -> None:
+    with pytest.raises(AssertionError):
+        sample(torch.zeros(1, 3), [sampling_row(SamplingParams(), banned=[0, 1, 2])])

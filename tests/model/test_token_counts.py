@@ -33,10 +33,10 @@ def test_counts_that_grow_are_those_of_the_whole(
 ) -> None:
     cache, tokens = TokenCountCache(), [*prompt, *answer]
     end = len(prompt)
-    for num_new, is_late in steps:
-        late = tokens[end] if is_late and end < len(tokens) else None
-        counts = cache.counts(7, tokens[:end], len(prompt), late)
-        assert as_dict(counts) == expected(tokens[: end + (late is not None)], len(prompt))
+    for num_new, is_ahead in steps:
+        newest = tokens[end] if is_ahead and end < len(tokens) else None
+        counts = cache.counts(7, tokens[:end], len(prompt), newest)
+        assert as_dict(counts) == expected(tokens[: end + (newest is not None)], len(prompt))
         end = min(end + num_new, len(tokens))
 
 

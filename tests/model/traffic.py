@@ -43,9 +43,9 @@ def random_request(request_id: int, vocab_size: int, *, is_plain: bool) -> Gener
         "top_p": random.choice((1.0, 1.0, 0.9, 0.5)),
         "min_p": random.choice((0.0, 0.0, 0.05)),
     }
-    num_choices = 1
+    choice = 0
     if not is_plain and random.random() < 0.6:
-        num_choices = random.choice((1, 1, 3))
+        choice = random.choice((0, 0, 2))
         options |= random.choice(
             (
                 {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
@@ -59,7 +59,7 @@ def random_request(request_id: int, vocab_size: int, *, is_plain: bool) -> Gener
     return GenerationRequest(
         request_id=request_id,
         prompt_tokens=tuple(random.randrange(vocab_size) for _ in range(random.randint(1, 40))),
-        num_choices=num_choices,
+        choice=choice,
         sampling=SamplingParams(
             temperature=temperature,
             seed=random.getrandbits(64),

@@ -7,9 +7,8 @@ import pytest
 
 from pdserve.contracts.deployment import ModelConfig, SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import Hardware, hardware
+from pdserve.model.hardware import Hardware, hardware, slowed
 from pdserve.model.hardware_json import hardware_to_json
-from pdserve.model.slowed_hardware import slowed
 from pdserve.planner.live import LengthHistogram, LiveError, ObservedTraffic
 from pdserve.planner.running import (
     RunningWorker,

@@ -11,7 +11,6 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepHandle, StepRow
 from pdserve.model.config import DecoderConfig
-from pdserve.model.gpu_executor import GpuExecutor
 from pdserve.model.model_executor import ModelExecutor
 
 CPU = torch.device("cpu")
@@ -51,13 +50,13 @@ def test_steps_are_timed_as_the_step_loop_submits_them(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
 ) -> None:
     batches: list[StepBatch] = []
-    submit = GpuExecutor.submit
+    submit = ModelExecutor.submit
 
-    def listen(executor: GpuExecutor, batch: StepBatch) -> StepHandle:
+    def listen(executor: ModelExecutor, batch: StepBatch) -> StepHandle:
         batches.append(batch)
         return submit(executor, batch)
 
-    monkeypatch.setattr(GpuExecutor, "submit", listen)
+    monkeypatch.setattr(ModelExecutor, "submit", listen)
     model = OwnModel(tiny, Variant(dtype="float32", kv_dtype=kv_dtype), CPU, num_blocks=15, max_rows=3)
     seconds = model.decode(3, 80, 5)
     assert min(seconds) > 0

@@ -8,7 +8,7 @@ import torch
 from pdserve.bench.kernels.attention import AttentionCase, Row
 from pdserve.bench.kernels.contest import Case, Limits, PeerAbsentError, Work, import_peer
 from pdserve.bench.kernels.copies import CopyCase
-from pdserve.bench.kernels.draws import DrawCase, NucleusCase
+from pdserve.bench.kernels.draws import DrawCase, TopPCase
 from pdserve.bench.kernels.pointwise import GateCase, NormCase, RopeCase
 from pdserve.bench.kernels.products import ProductCase
 
@@ -51,7 +51,7 @@ def attention(kernel: str, *rows: Row, kv_dtype: torch.dtype = torch.bfloat16) -
         (CopyCase(num_blocks=3, moved_heads=4), 2 * 3 * 2**20, 0),
         (CopyCase(num_blocks=3, to_host=True), 3 * 2**21, 0),
         (DrawCase(num_rows=3, vocab_size=1000), 4 * 3 * 1000, 0),
-        (NucleusCase(num_rows=3, vocab_size=1000), 8 * 3 * 1000, 0),
+        (TopPCase(num_rows=3, vocab_size=1000), 8 * 3 * 1000, 0),
     ],
     ids=lambda value: value.shape if hasattr(value, "shape") else "",
 )

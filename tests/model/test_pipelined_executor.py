@@ -1,4 +1,5 @@
-"""The executor of a GPU, on a CPU: the tokens, the KV and the failures of the one that does one step at a time."""
+"""The executor with two steps in flight and captured decode steps, as on a GPU: the tokens, the KV and the failures of
+one step at a time."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, Executor, SampledToken, StepBatch, StepHandle, StepRow
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.model import gpu_executor
+from pdserve.model import model_executor
 from pdserve.model.config import DecoderConfig
-from pdserve.model.gpu_executor import GpuExecutor
+from pdserve.model.device_queue import HostQueue
 from pdserve.model.model_executor import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import write_checkpoint
@@ -39,12 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def queue(monkeypatch: pytest.MonkeyPatch) -> LateQueue:
     """Of the executors that the test builds; they have it one after the other."""
     queue = LateQueue()
-    monkeypatch.setattr(gpu_executor, "select_queue", lambda device: queue)
+    monkeypatch.setattr(model_executor, "select_queue", lambda device: queue)
     return queue
 
 
 class Worlds:
-    """Both executors of one checkpoint, each over a pool of NaN."""
+    """Executors of one checkpoint, one step at a time and two, each over a pool of NaN."""
 
     def __init__(self, folder: Path, dtype: str = "float32", kv_dtype: str | None = None) -> None:
         self.config = DecoderConfig.from_folder(folder)
@@ -53,10 +55,11 @@ class Worlds:
         self._options: dict[str, Any] = {"folder": folder, "config": self.config, "layout": self.layout, "dtype": dtype}
 
     def plain(self) -> ModelExecutor:
-        return ModelExecutor(**self._options, pool=self.pools[0], num_swap_slots=4)
+        with patch.object(model_executor, "select_queue", lambda device: HostQueue()):
+            return ModelExecutor(**self._options, pool=self.pools[0], num_swap_slots=4)
 
-    def gpu(self, max_captured_rows: int = 6) -> GpuExecutor:
-        return GpuExecutor(**self._options, pool=self.pools[1], num_swap_slots=4, max_captured_rows=max_captured_rows)
+    def ahead(self, max_captured_rows: int = 6) -> ModelExecutor:
+        return ModelExecutor(**self._options, pool=self.pools[1], num_swap_slots=4, max_captured_rows=max_captured_rows)
 
 
 def row(
@@ -91,8 +94,8 @@ def test_requests_get_the_tokens_that_one_step_at_a_time_gives(
     limits = worlds.config.limits(0)
     requests = [random_request(number, VOCAB_SIZE, is_plain=is_plain) for number in range(60)]
     expected = serve(worlds.plain(), requests, limits, NUM_BLOCKS, BLOCK_SIZE)
-    executor = worlds.gpu(max_captured)
-    assert executor.pipeline_depth == 2
+    executor = worlds.ahead(max_captured)
+    assert (worlds.plain().pipeline_depth, executor.pipeline_depth) == (1, 2)
     served = serve(executor, requests, limits, NUM_BLOCKS, BLOCK_SIZE)
     assert served == expected
     assert len(served.tokens) >= 60
@@ -108,7 +111,7 @@ def test_cancelled_requests_disturb_nobody(folder: Path, queue: LateQueue) -> No
     requests = [random_request(number, VOCAB_SIZE, is_plain=number % 2 == 0) for number in range(40)]
     cancelled = frozenset(range(0, 40, 3))
     expected = serve(worlds.plain(), requests, limits, NUM_BLOCKS, BLOCK_SIZE)
-    served = serve(worlds.gpu(), requests, limits, NUM_BLOCKS, BLOCK_SIZE, cancelled=cancelled)
+    served = serve(worlds.ahead(), requests, limits, NUM_BLOCKS, BLOCK_SIZE, cancelled=cancelled)
     assert len(served.ends) > 5
     assert set(served.ends.values()) == {RequestEventKind.CANCELLED}
     for (request_id, choice), tokens in served.tokens.items():
@@ -120,7 +123,7 @@ def test_cancelled_requests_disturb_nobody(folder: Path, queue: LateQueue) -> No
 class Failing:
     """An executor some of whose steps cannot be launched."""
 
-    def __init__(self, inner: GpuExecutor, fails: Callable[[], bool]) -> None:
+    def __init__(self, inner: ModelExecutor, fails: Callable[[], bool]) -> None:
         self._inner = inner
         self._fails = fails
 
@@ -147,9 +150,9 @@ def test_steps_that_fail_cost_their_own_requests_only(folder: Path, queue: LateQ
     def fails() -> bool:
         return random.random() < 0.1
 
-    executor: Executor = worlds.gpu()
+    executor: Executor = worlds.ahead()
     if where == "launch":
-        executor = Failing(worlds.gpu(), fails)
+        executor = Failing(worlds.ahead(), fails)
     else:
         queue.spoils = fails
     served = serve(executor, requests, limits, NUM_BLOCKS, BLOCK_SIZE)
@@ -171,12 +174,12 @@ def test_steps_write_the_new_tokens_kv_and_nothing_else(
 ) -> None:
     """Decode steps of fewer and fewer rows, whose padding finds what larger ones left; the pools agree byte by byte."""
     worlds = Worlds(folder, dtype, kv_dtype)
-    plain, gpu = worlds.plain(), worlds.gpu(max_captured_rows=8)
+    plain, ahead = worlds.plain(), worlds.ahead(max_captured_rows=8)
     steps = [[row(index, [3 + index] * (20 + index), 0, sample=None) for index in range(7)]]
     for step, num_rows in enumerate((7, 6, 5, 3, 2, 1)):
         steps.append([row(index, [index + step], 20 + index + step) for index in range(num_rows)])
     for step_id, rows in enumerate(steps):
-        outputs = [executor.submit(batch(*rows, step_id=step_id)).result() for executor in (plain, gpu)]
+        outputs = [executor.submit(batch(*rows, step_id=step_id)).result() for executor in (plain, ahead)]
         assert outputs[0].sampled == outputs[1].sampled
         assert torch.equal(worlds.pools[0].blocks, worlds.pools[1].blocks)
     assert queue.num_replays == 6
@@ -185,16 +188,16 @@ def test_steps_write_the_new_tokens_kv_and_nothing_else(
 def test_a_step_is_submitted_before_the_tokens_of_the_last_are_known(folder: Path, queue: LateQueue) -> None:
     """In another order, with a row that leaves and one whose token is known."""
     worlds = Worlds(folder)
-    plain, gpu = worlds.plain(), worlds.gpu()
+    plain, ahead = worlds.plain(), worlds.ahead()
     prefill = batch(row(0, [5] * 9, 0), row(1, [6] * 4, 0, sample=None), row(2, [7] * 3, 0, sample=DRAWN))
     decode = batch(
         row(2, [], 3, sample=DRAWN, previous_row=2), row(0, [], 9, previous_row=0), row(1, [8], 4), step_id=1
     )
     again = batch(row(1, [], 5, previous_row=2), row(0, [], 10, previous_row=1), step_id=2)
     outputs = [plain.submit(step).result() for step in (prefill, decode, again)]
-    first, second = gpu.submit(prefill), gpu.submit(decode)
+    first, second = ahead.submit(prefill), ahead.submit(decode)
     assert first.result().sampled == outputs[0].sampled
-    third = gpu.submit(again)
+    third = ahead.submit(again)
     assert second.result().sampled == outputs[1].sampled
     assert third.result() == replace(outputs[2], duration_s=third.result().duration_s)
     assert first.result().duration_s > 0
@@ -205,7 +208,7 @@ def test_penalties_wait_for_the_token_that_they_count(folder: Path, queue: LateQ
     params = SamplingParams(temperature=0, frequency_penalty=2, repetition_penalty=1.5)
     prompt = [44] * 16
     answers = []
-    for executor in (Worlds(folder).plain(), Worlds(folder).gpu()):
+    for executor in (Worlds(folder).plain(), Worlds(folder).ahead()):
         handle = executor.submit(batch(replace(row(0, prompt, 0), history=prompt, num_prompt_tokens=16, sample=GREEDY)))
         handles = [handle]
         for position in range(16, 24):
@@ -222,7 +225,7 @@ def test_logits_that_are_not_finite_fail_their_step_when_it_is_waited_for(
     folder: Path, queue: LateQueue, sample: SamplingParams
 ) -> None:
     worlds = Worlds(folder)
-    executor = worlds.gpu()
+    executor = worlds.ahead()
     prefill = batch(row(0, [5] * 9, 0, sample=sample), row(1, [6] * 4, 0))
     tokens = tokens_of(executor.submit(prefill).result().sampled)
     worlds.pools[1].values[row(0, [], 0).block_table[0]] = math.nan
@@ -266,7 +269,7 @@ def _change(**changes: object) -> Callable[[StepRow], None]:
 def test_a_step_that_cannot_be_launched_is_told_by_its_handle(
     folder: Path, change: Callable[[StepRow], None], message: str
 ) -> None:
-    executor = Worlds(folder).gpu()
+    executor = Worlds(folder).ahead()
     executor.submit(batch(row(1, [200, 3], 0), row(2, [44] * 4, 0, sample=None)))
     bad = row(0, [5] * 9, 0)
     change(bad)
@@ -282,7 +285,7 @@ def test_a_step_that_cannot_be_launched_is_told_by_its_handle(
 def test_a_step_that_cannot_be_launched_is_over_before_its_blocks_are_given_away(
     folder: Path, queue: LateQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = Worlds(folder).gpu()
+    executor = Worlds(folder).ahead()
     arrived: list[int] = []
     monkeypatch.setattr(queue, "arrive", arrived.append)
     executor.submit(batch(row(0, [VOCAB_SIZE], 0)))
@@ -292,7 +295,7 @@ def test_a_step_that_cannot_be_launched_is_over_before_its_blocks_are_given_away
 def test_kv_that_went_to_the_host_comes_back_elsewhere(folder: Path) -> None:
     outputs = []
     worlds = Worlds(folder, "bfloat16")
-    for executor in (worlds.plain(), worlds.gpu()):
+    for executor in (worlds.plain(), worlds.ahead()):
         executor.submit(batch(row(0, [5] * 9, 0, sample=None)))
         there = row(3, [7], 9)
         outs = [BlockCopy(row(0, [], 0).block_table[index], index) for index in (0, 1)]
@@ -306,13 +309,13 @@ def test_kv_that_went_to_the_host_comes_back_elsewhere(folder: Path) -> None:
 def test_a_token_of_a_prompt_whose_log_probability_is_wanted_is_no_decode_step(folder: Path, queue: LateQueue) -> None:
     worlds = Worlds(folder)
     wanted = replace(row(0, [5], 0), prompt_targets=[7], num_prompt_logprobs=1)
-    outputs = [executor.submit(batch(wanted)).result() for executor in (worlds.plain(), worlds.gpu())]
+    outputs = [executor.submit(batch(wanted)).result() for executor in (worlds.plain(), worlds.ahead())]
     assert len(outputs[0].prompt_logprobs[0]) == 1
     assert outputs[1] == replace(outputs[0], duration_s=outputs[1].duration_s)
 
 
 def test_the_batch_may_change_once_submitted(folder: Path, queue: LateQueue) -> None:
-    executor = Worlds(folder).gpu()
+    executor = Worlds(folder).ahead()
     step = batch(row(0, [5] * 9, 0))
     handle = executor.submit(step)
     step.rows.clear()
@@ -322,8 +325,8 @@ def test_the_batch_may_change_once_submitted(folder: Path, queue: LateQueue) -> 
 def test_kernels_that_cannot_be_captured_are_launched_one_by_one(
     folder: Path, queue: LateQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_executor, "can_capture", lambda kernels: False)
-    executor = Worlds(folder).gpu()
+    monkeypatch.setattr(model_executor, "can_capture", lambda kernels: False)
+    executor = Worlds(folder).ahead()
     executor.submit(batch(row(0, [5] * 9, 0)))
     assert executor.submit(batch(row(0, [], 9, previous_row=0))).result().sampled[0] is not None
     assert (queue.num_captured, queue.num_replays) == (0, 0)
@@ -336,7 +339,7 @@ def test_a_pool_of_another_shape_or_dtype_is_refused(folder: Path) -> None:
             _executor_over(worlds, folder, pool)
 
 
-def _executor_over(worlds: Worlds, folder: Path, pool: KvPool) -> GpuExecutor:
-    return GpuExecutor(
+def _executor_over(worlds: Worlds, folder: Path, pool: KvPool) -> ModelExecutor:
+    return ModelExecutor(
         folder=folder, config=worlds.config, layout=worlds.layout, pool=pool, dtype="float32", max_captured_rows=6
     )
