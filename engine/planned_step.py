@@ -25,12 +25,10 @@ class PlannedStep:
     """Tokens of its chunks of prompts."""
     num_forking: int = 0
     """Rows that sample for several choices."""
-    num_counted_rows: int = 0
-    """Decode rows that a simulation counts and does not build."""
 
     @property
     def num_rows(self) -> int:
-        return len(self.sequences) + self.num_counted_rows
+        return len(self.sequences)
 
     @property
     def is_empty(self) -> bool:
@@ -84,6 +82,14 @@ class PlannedStep:
                 choice=sequence.choice,
             )
         )
+        self._account(sequence, start + 1, True)
+
+    def move_decode(self, sequence: Sequence, row: StepRow) -> None:
+        """Add the sequence's row of an earlier step, moved on to the token that the step before this one samples."""
+        start = sequence.num_computed
+        row.tokens, row.previous_row = (), sequence.last_row
+        row.cached_length, row.sample_position = start, start + 1
+        self.batch.rows.append(row)
         self._account(sequence, start + 1, True)
 
     def _add_block_copy(self, sequence: Sequence) -> None:

@@ -209,6 +209,10 @@ class SequenceTable:
         """Whether a step in flight samples for several choices, whose sequences begin when it is completed."""
         return any(step.num_forking for step in self._steps)
 
+    def skip_steps(self, num_steps: int) -> None:
+        """Leave out the numbers of steps that were taken unplanned."""
+        self._num_steps += num_steps
+
     def begin_step(self) -> PlannedStep:
         assert len(self._steps) <= 1, "two steps are in flight already"
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
@@ -224,7 +228,7 @@ class SequenceTable:
     def complete(self, output: StepOutput) -> list[RowResult]:
         """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished or
         forked, and all rows of sequences with a handle."""
-        step = self._take_step(output.step_id)
+        step = self.take_step(output.step_id)
         self.must_drain = False
         results = []
         for index, (sequence, row, sampled) in enumerate(
@@ -243,7 +247,7 @@ class SequenceTable:
             if row.num_choices > 1 and sampled is not None:
                 results.append(self._take_first_tokens(sequence, [sampled, *output.forks[index]]))
             elif sampled is not None:
-                finish = self._take_token(sequence, sampled)
+                finish = self.take_token(sequence, sampled)
                 if finish or sequence.handle:
                     results.append(RowResult(sequence, bool(finish), (FirstToken(sampled.token, finish),)))
             elif sequence.handle:
@@ -255,7 +259,7 @@ class SequenceTable:
             self.settle(sequence)
         return results
 
-    def _take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
+    def take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
         sequence.num_pending -= 1
         index = len(sequence.tokens) - sequence.num_prompt_tokens
         token, logprobs = sampled
@@ -306,7 +310,7 @@ class SequenceTable:
     def fail_step(self, step_id: int) -> list[SequenceGroup]:
         """A step raised: returns the live requests that it computed or copied for, for their scheduler to end. The
         prefix cache forgets their blocks."""
-        step = self._take_step(step_id)
+        step = self.take_step(step_id)
         self.must_drain = bool(self._steps)
         sequences = step.sequences + step.swapped_out
         for sequence in sequences:
@@ -315,7 +319,7 @@ class SequenceTable:
             self._leave_step(sequence)
         return list(dict.fromkeys(self._live[sequence.key] for sequence in sequences if not sequence.is_over))
 
-    def _take_step(self, step_id: int) -> PlannedStep:
+    def take_step(self, step_id: int) -> PlannedStep:
         step = self._steps.popleft()
         assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
         self.pool.release(step.borrowed_blocks)

@@ -12,14 +12,13 @@ from itertools import count
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import ModelLimits
+from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.pool_size import AUTO_SWAP_SHARE
 from pdserve.engine.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
-from pdserve.planner.counted_pool import CountedBlockPool
-from pdserve.planner.counted_scheduler import CountedDecodeScheduler
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerListener
 from pdserve.planner.simulation import WorkerUse
@@ -154,7 +153,7 @@ class ClusterBuilder:
     def _seat(
         self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
     ) -> Seat:
-        block_pool = (BlockPool if self.is_sharing else CountedBlockPool)(num_blocks, self.model.block_size)
+        block_pool = BlockPool(num_blocks, self.model.block_size, caches_content=self.is_sharing)
         max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
         worker = SimulatedWorker(
             worker_id,
@@ -184,7 +183,7 @@ class ClusterBuilder:
                 max_batch_tokens=pool.max_batch_tokens,
                 max_batch_size=max_batch_size,
             )
-        return CountedDecodeScheduler(
+        return DecodeScheduler(
             block_pool,
             limits,
             mint_handle=mint_handle,

@@ -5,10 +5,9 @@ runs, and what arrives meanwhile is heard when step N ends, in time for step N +
 there was nothing to plan yet, step N + 1 is planned when step N has ended: a turn of the loop lies between the two. A
 step lasts as long as the cost model says.
 
-Most steps of a decode worker change nothing but lengths. As long as `CountedDecodeScheduler.quiet_steps` says so, they
-are not planned: the worker looks ahead to the end of such a *run* and, if something arrives before, cuts it after the
-step that the live loop would have submitted by then. Its scheduler is then one step ahead of the clock, as if it had
-planned it.
+Most steps of a decode worker change nothing but lengths (`DecodeScheduler.steady_steps`). They are not planned: the
+worker looks ahead to the last turn of such a *run*, or to the first one at which it hears of something that arrived
+meanwhile, and takes them at once there (`DecodeScheduler.fast_forward`).
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from typing import NamedTuple, Protocol
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
+from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.scheduler import Event, Scheduler, SchedulerLoad
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
 from pdserve.planner.agenda import Agenda
-from pdserve.planner.counted_scheduler import NO_COUNTED_ROWS, NO_QUIET_STEPS, CountedDecodeScheduler, QuietSteps
 
 Message = Callable[[Scheduler, float], None]
 """What a worker is told: a call on its scheduler, with the time at which it hears of it."""
@@ -63,32 +62,40 @@ class _Step(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Decode steps 1, 2, ... of one batch, each a little longer than the one before."""
+    """Turns that each end with a step of one batch, of which each is a little longer than the one before."""
 
-    steps: QuietSteps
+    batch_size: int
+    num_ahead: int
+    """Turns that end with steps planned before the run: 1 with a step in flight, else 0."""
+    ahead_ends_s: float
+    """When the step in flight ends."""
     begins_s: float
+    """When the first planned step begins."""
     first_s: float
-    """Length of the first step."""
+    """Length of the first planned step."""
     growth_s: float
     """By how much each step is longer than the one before."""
 
-    def end_s(self, num_steps: int) -> float:
-        """When step ``num_steps`` ends."""
+    def end_s(self, num_turns: int) -> float:
+        """When the turn ends."""
+        num_steps = num_turns - self.num_ahead
+        if num_steps <= 0:
+            return self.ahead_ends_s
         return self.begins_s + num_steps * (self.first_s + self.growth_s * (num_steps - 1) / 2)
 
-    def num_ended(self, now_s: float) -> int:
-        """Steps that have ended by ``now_s``, rounded up to the one in progress."""
-        waited_s = now_s - self.begins_s
-        if waited_s <= 0:
-            return 0
-        half_growth_s = self.growth_s / 2
-        linear_s = self.first_s - half_growth_s
-        root = 2 * waited_s / (linear_s + sqrt(linear_s * linear_s + 4 * half_growth_s * waited_s))
-        num_steps = ceil(root)
+    def first_turn(self, instant_s: float) -> int:
+        """The first turn that ends at ``instant_s`` or later."""
+        waited_s = instant_s - self.begins_s
+        num_steps = 0
+        if waited_s > 0:
+            half_growth_s = self.growth_s / 2
+            linear_s = self.first_s - half_growth_s
+            num_steps = ceil(2 * waited_s / (linear_s + sqrt(linear_s * linear_s + 4 * half_growth_s * waited_s)))
         # The root is exact but for rounding.
-        if num_steps and self.end_s(num_steps - 1) >= now_s:
-            return num_steps - 1
-        return num_steps if self.end_s(num_steps) >= now_s else num_steps + 1
+        num_turns = max(1, num_steps + self.num_ahead - 1)
+        while self.end_s(num_turns) < instant_s:
+            num_turns += 1
+        return num_turns
 
 
 class Stage:
@@ -150,9 +157,7 @@ class SimulatedWorker:
         self.num_decode_tokens = 0
         self.gaps_us: dict[int, int] = {}
         """Lengths of decode steps in microseconds, and how many tokens were decoded in steps that long."""
-        self.joined: list[Callable[[float], None]] = []
-        """To be told when the next step that decodes ends: whose second token comes with it."""
-        self._counting = scheduler if isinstance(scheduler, CountedDecodeScheduler) else None
+        self._decoding = scheduler if isinstance(scheduler, DecodeScheduler) else None
         """The scheduler, if it decodes."""
         self._block_pool = block_pool
         self._held_until_s = 0.0
@@ -173,8 +178,6 @@ class SimulatedWorker:
         self._run_length = 0
         self._num_turns_due = 0
         self._is_idle = True
-        self._is_behind = False
-        """A step is in flight, and the one after it, which the live loop has planned, is not."""
 
     def tell(self, message: Message) -> None:
         """Put ``message`` into the inbox, now."""
@@ -190,11 +193,10 @@ class SimulatedWorker:
         return self.scheduler.load()
 
     def num_run_tokens(self) -> int:
-        """Context tokens that the run in progress has added and the scheduler does not know of yet."""
+        """Context tokens that the run in progress has added and the scheduler has not been told of yet."""
         if self._run is None:
             return 0
-        num_ended = min(self._run.num_ended(self._agenda.now_s), self._run_length)
-        return num_ended * self._run.steps.batch_size
+        return min(self._run.first_turn(self._agenda.now_s), self._run_length) * self._run.batch_size
 
     # The loop
 
@@ -217,23 +219,12 @@ class SimulatedWorker:
             self._end_run(self._run)
         while self._steps and self._steps[0].ends_s <= now_s:
             self._complete(self._steps.popleft())
-        if had_step and self._free_at_s <= now_s and not self._is_behind:
+        if had_step and self._free_at_s <= now_s and not self._steps:
             self._free_at_s = now_s + self._turn_s
-        if self._is_behind:
-            # The live loop planned the next step when the one that has just ended began.
-            self._is_behind = False
-            if self._try_run(now_s):
-                if self._inbox:
-                    self._cut_run(1)
-                return
         inbox, self._inbox = self._inbox, []
         for message in inbox:
             message(self.scheduler, now_s)
-        is_decoding_only = self._counting is not None and self._counting.is_decoding_only()
-        if is_decoding_only and self._steps:
-            self._is_behind = True  # a run may begin once the steps in flight are over
-            self._turn_at(self._steps[0].ends_s)
-        elif not (is_decoding_only and self._try_run(now_s)):
+        if not self._try_run(now_s):
             self._plan(now_s)
 
     def _plan(self, now_s: float) -> None:
@@ -266,18 +257,16 @@ class SimulatedWorker:
     def _submit(self, batch: StepBatch, now_s: float) -> None:
         cost = self.cost
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
-        counted = self._counting.counted_rows if self._counting is not None else NO_COUNTED_ROWS
         rows = [(row.num_new_tokens, row.cached_length) for row in batch.rows]
         num_new_tokens = batch.num_new_tokens
         from_s = max(now_s, self._free_at_s)
-        step_s = self._corrected_s(cost.step_s(rows, *counted), from_s, has_prefill=num_new_tokens > len(rows))
+        step_s = self._corrected_s(cost.step_s(rows), from_s, has_prefill=num_new_tokens > len(rows))
         if num_copied_blocks:
             step_s += cost.swap_s(num_copied_blocks * self._block_size)
         begins_s = self._stage.enter(from_s, step_s)
         self._free_at_s = begins_s + step_s
-        num_planned = sum([row.cached_length >= row.num_prompt_tokens for row in batch.rows])
-        num_prefilled, num_decoded = num_new_tokens - num_planned, num_planned + counted.num_rows
-        self._steps.append(_Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s))
+        num_decoded = sum([row.cached_length >= row.num_prompt_tokens for row in batch.rows])
+        self._steps.append(_Step(batch, num_new_tokens - num_decoded, num_decoded, begins_s, self._free_at_s))
 
     def _corrected_s(self, predicted_s: float, from_s: float, *, has_prefill: bool) -> float:
         """How long a step lasts from ``from_s`` on; what is left of it when corrections change goes by the new ones."""
@@ -305,51 +294,58 @@ class SimulatedWorker:
 
     def _try_run(self, now_s: float) -> bool:
         """Begin a run if what comes next is one."""
-        quiet = self._counting.quiet_steps(now_s) if self._counting is not None else NO_QUIET_STEPS
+        if self._decoding is None or len(self._steps) != self._num_ahead:
+            return False
+        steady = self._decoding.steady_steps(now_s)
         self._say(now_s)
-        if not quiet.num_steps:
+        if not steady.num_steps:
             return False
         correction = self.corrections.decode
-        first_s, growth_s = self.cost.decode_run_s(quiet.batch_size, quiet.num_context_tokens)
+        first_s, growth_s = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
         first_s, growth_s = first_s * correction, growth_s * correction
-        begins_s = self._stage.enter(max(self._agenda.now_s, self._free_at_s), first_s)
+        begins_s = max(now_s, self._free_at_s)
+        if steady.num_steps > self._num_ahead:
+            begins_s = self._stage.enter(begins_s, first_s)
         if not self._num_ahead:  # A turn comes before every step; before the first it is over.
             first_s += self._turn_s
             begins_s -= self._turn_s
-        self._run = _Run(quiet, begins_s, first_s, growth_s)
-        self._run_length = quiet.num_steps
-        self._turn_at(self._run.end_s(quiet.num_steps - self._num_ahead))
+        self._run = _Run(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
+        self._run_length = steady.num_steps
+        self._turn_at(self._run.end_s(steady.num_steps))
         if self._next_corrections:
             self._cut_run_after(self._next_corrections[0].from_s)
+        deadline_s = self._decoding.next_deadline_s()
+        if deadline_s is not None:
+            self._cut_run_after(deadline_s)
         return True
 
     def _cut_run_after(self, instant_s: float) -> None:
-        """End the run so that what happens at ``instant_s`` is heard when the step in progress then ends: at depth 2
-        while the one after it runs already."""
+        """End the run with the turn that hears of what happens at ``instant_s``, if it is longer."""
         assert self._run is not None
-        self._cut_run(max(1, self._run.num_ended(instant_s) + self._num_ahead))
-
-    def _cut_run(self, num_steps: int) -> None:
-        """End the run after so many steps, if it is longer."""
-        assert self._run is not None
-        if num_steps < self._run_length:
-            self._run_length = num_steps
-            self._turn_at(self._run.end_s(num_steps - self._num_ahead))
+        if instant_s >= self._run.end_s(self._run_length):
+            return
+        num_turns = self._run.first_turn(instant_s)
+        if num_turns < self._run_length:
+            self._run_length = num_turns
+            self._turn_at(self._run.end_s(num_turns))
 
     def _end_run(self, run: _Run) -> None:
-        num_steps = self._run_length
-        self._run = None
-        assert self._counting is not None
-        self._counting.advance(num_steps)
-        self._free_at_s = run.end_s(num_steps)
-        duration_s, num_decoded = self._free_at_s - run.begins_s, num_steps * run.steps.batch_size
-        self._count(duration_s, num_steps, num_decoded)
-        self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # that the run took one by one
-        if self.joined:
-            joined, self.joined = self.joined, []
-            for call in joined:
-                call(run.end_s(1))
-        self._say(self._free_at_s)
+        num_turns, self._run = self._run_length, None
+        assert self._decoding is not None
+        num_steps = num_turns - run.num_ahead
+        for step in self._steps:
+            self._count(step.ends_s - step.begins_s, 1, step.num_decoded)
+        self._steps.clear()
+        if num_steps:
+            duration_s = run.end_s(num_turns) - run.begins_s
+            num_decoded = num_steps * run.batch_size
+            self._count(duration_s, num_steps, num_decoded)
+            self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # that the run took one by one
+            self._free_at_s = run.end_s(num_turns)
+        in_flight = self._decoding.fast_forward(num_turns)
+        self._say(self._agenda.now_s)
+        if in_flight is not None:
+            self._submit(in_flight, self._agenda.now_s)
 
     def _count(self, duration_s: float, num_steps: int, num_decoded: int) -> None:
         self.busy_s += duration_s

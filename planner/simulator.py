@@ -76,7 +76,7 @@ _KINDS_OF_CONSEQUENCE = (
     RequestEventKind.REJECTED,
     RequestEventKind.FAILED,
 )
-"""Events that the router, or the record, takes note of, beside JOINED."""
+"""Events that the router, or the record, takes note of."""
 
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)
 
@@ -280,9 +280,7 @@ class _Run:
                 if event.index < 2 or event.ends_request:
                     self._heard_token(worker, event, arrives_s)
             elif isinstance(event, RequestEvent):
-                if event.kind is RequestEventKind.JOINED:
-                    worker.joined.append(partial(self._decoded, self._flight(event.key)))
-                elif event.kind in _KINDS_OF_CONSEQUENCE:
+                if event.kind in _KINDS_OF_CONSEQUENCE:
                     at(arrives_s, partial(self._request_event, worker, event))
             elif isinstance(event, StartPullEvent):
                 source, target = self._seats[event.source.address], self._seats[worker.worker_id]
@@ -303,18 +301,11 @@ class _Run:
             flight.emitted = (0,)
             if seen_s - flight.arrived_s > self._slo.ttft_seconds:
                 self._miss(flight)
-            if worker.role is not WorkerRole.PREFILL and not event.ends_request:
-                worker.joined.append(partial(self._decoded, flight))
         elif event.index == 1 and isnan(flight.second_token_s):
             flight.second_token_s = seen_s
         if event.ends_request:
             flight.last_token_s = seen_s
             self._agenda.at(arrives_s, partial(self._finish, flight))
-
-    def _decoded(self, flight: SimulatedFlight, said_s: float) -> None:
-        """The first token that a worker decoded for the flight is out."""
-        if isnan(flight.second_token_s):
-            flight.second_token_s = said_s + self._overheads.message_s + self._overheads.answer_s
 
     def _finish(self, flight: SimulatedFlight) -> None:
         self._live.pop(flight.request_id, None)

@@ -1,0 +1,131 @@
+"""Decode steps that change nothing but lengths, taken many at once: for a simulation, which knows how long answers are.
+
+A *turn* plans a step and completes the oldest one in flight: with an executor of pipeline depth 1 the step just
+planned, with one of depth 2 the step before it. `fast_forward` leaves sequences, blocks and the step in flight as so
+many turns would, in one pass over the batch. Every token is 0, and only its length ends an answer.
+
+Used by `pdserve.decode_worker.scheduler`, which decides when steps are steady.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Sized
+from typing import NamedTuple
+
+from pdserve.contracts.step import SampledToken, StepRow
+from pdserve.engine.planned_step import PlannedStep
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_table import SequenceTable
+
+_TOKEN = SampledToken(0, None)
+
+
+class SteadySteps(NamedTuple):
+    """Turns in which the same sequences decode, up to the first that gives one its second or its last token."""
+
+    num_steps: int
+    """0: only `Scheduler.plan` knows what comes next."""
+    batch_size: int
+    """Rows of each planned step, but for the last one, which lacks sequences that end."""
+    num_context_tokens: int
+    """Cached tokens of all rows of the first planned step; each step adds ``batch_size``."""
+
+
+NO_STEADY_STEPS = SteadySteps(0, 0, 0)
+
+
+def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
+    """Steady steps from here on, as far as there are blocks for them.
+
+    Args:
+        running: every sequence with a row in the step in flight, and those that have joined since it was planned.
+    """
+    if not running:
+        return NO_STEADY_STEPS
+    num_in_flight = len(table.steps_in_flight)
+    num_steps, num_context_tokens = running[0].max_length, 0
+    for sequence in running:
+        num_context_tokens += sequence.num_computed
+        num_known = len(sequence.tokens)
+        num_to_next = num_in_flight - sequence.num_pending + 1
+        num_to_last = num_to_next + sequence.max_length - num_known - 1
+        if num_to_last < num_steps:
+            num_steps = num_to_last
+        if num_to_next < num_steps and num_known - sequence.num_prompt_tokens == 1:
+            num_steps = num_to_next
+    pool = table.pool
+    if not pool.can_allocate((num_steps // pool.block_size + 1) * len(running)):
+        lacks_blocks = lambda n: not pool.can_allocate(_num_blocks_missing(running, n))  # noqa: E731
+        if lacks_blocks(num_steps):
+            num_steps = bisect_left(range(1, num_steps), True, key=lacks_blocks)
+    return SteadySteps(num_steps, len(running), num_context_tokens)
+
+
+def _num_blocks_missing(running: Sized[Sequence], num_steps: int) -> int:
+    """Blocks that the rows of ``num_steps`` more steps need."""
+    missing = (s.num_blocks_for(s.num_computed + _num_rows(s, num_steps)) - len(s.block_table) for s in running)
+    return sum(num_blocks for num_blocks in missing if num_blocks > 0)
+
+
+def _num_rows(sequence: Sequence, num_steps: int) -> int:
+    """Rows of the sequence in ``num_steps`` more steps: none after that of its last token."""
+    return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
+
+
+def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> list[Sequence]:
+    """Take as many turns, `count_steady_steps` at most, and emit the tokens that those end with. Returns the sequences
+    that are finished, for their scheduler to close."""
+    pool, block_size = table.pool, table.pool.block_size
+    old_rows, step = _begin_last_step(table, num_steps)
+    zeros = [0] * (num_steps - 1)
+    finished = []
+    for index, sequence in enumerate(running):
+        tokens, was_pending = sequence.tokens, sequence.num_pending
+        has_token = True
+        num_rows = min(num_steps, sequence.max_length - len(tokens) - was_pending)
+        num_computed = sequence.num_computed + num_rows
+        num_missing = -(-num_computed // block_size) - len(sequence.block_table)
+        if num_missing > 0:
+            sequence.block_table += pool.allocate(num_missing)
+        tokens += zeros
+        if step is not None:
+            if not was_pending:  # its first row is in the first of the steps, and its token a turn later
+                has_token = num_steps > 1
+                del tokens[len(tokens) - has_token :]
+            old_row = old_rows[sequence.last_row] if was_pending else None
+            if num_steps > 1:
+                sequence.last_row = index
+            sequence.num_in_flight = sequence.num_pending = 0
+            sequence.num_computed = num_computed - 1
+            if num_rows == num_steps and old_row is not None:
+                step.move_decode(sequence, old_row)
+            elif num_rows == num_steps:
+                step.add_decode(sequence)
+        sequence.num_computed = num_computed
+        sequence.num_written = num_computed - sequence.num_pending
+        if sequence.num_written >= (sequence.num_registered_blocks + 1) * block_size:
+            table.register_written(sequence)
+        if not has_token:
+            continue
+        num_answered = len(tokens) + 1 - sequence.num_prompt_tokens
+        if num_answered == 2 or len(tokens) + 1 == sequence.max_length:
+            sequence.num_pending += 1
+            if table.take_token(sequence, _TOKEN):
+                finished.append(sequence)
+        else:
+            tokens.append(0)
+    if step is not None:
+        table.commit(step)
+    return finished
+
+
+def _begin_last_step(table: SequenceTable, num_steps: int) -> tuple[list[StepRow], PlannedStep | None]:
+    """The rows of the step in flight, and the step that will be in flight in its place; neither if none is."""
+    if not table.steps_in_flight:
+        table.skip_steps(num_steps)
+        return [], None
+    (step,) = table.steps_in_flight
+    table.take_step(step.batch.step_id)
+    table.skip_steps(num_steps - 1)
+    return step.batch.rows, table.begin_step()
