@@ -308,18 +308,14 @@ class DecodeScheduler:
         """Expire and reserve as `plan` does, and count the steps that `fast_forward` may take instead of `plan` and
         `complete`: while nothing arrives, and nothing is past its deadline."""
         self._expire(now_s)
-        if not self._is_steady() or not count_steady_steps(self._table, self._running).num_steps:
+        if not self._prefill.is_idle or self._swapping.num_waiting or self._table.must_drain:
             return NO_STEADY_STEPS
-        if self._reservations.num_waiting:
-            self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: it reserves, and adds no row
+        steady = count_steady_steps(self._table, self._running)
+        if not steady.num_steps or not self._reservations.num_waiting:
+            return steady
+        self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: it reserves, and adds no row
+        # A reservation that is refused stays so: sequences that go on leave ever less to others.
         return count_steady_steps(self._table, self._running)
-
-    def _is_steady(self) -> bool:
-        """Whether nothing goes on but decoding and pulls: a reservation that was refused stays so until a sequence
-        ends, because sequences that go on leave ever less to others."""
-        steps = self._table.steps_in_flight
-        has_others = self._swapping.num_waiting or self._table.num_retiring or self._table.must_drain
-        return self._prefill.is_idle and not has_others and all(not step.num_chunk_tokens for step in steps)
 
     def fast_forward(self, num_steps: int) -> StepBatch | None:
         """Take so many of the steady steps at once. Returns the step in flight, if one was."""

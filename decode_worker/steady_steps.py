@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as Sized
 from typing import NamedTuple
 
+from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import SampledToken, StepRow
 from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.sequence import Sequence
@@ -22,7 +23,7 @@ _TOKEN = SampledToken(0, None)
 
 
 class SteadySteps(NamedTuple):
-    """Turns in which the same sequences decode, up to the first that gives one its second or its last token."""
+    """Turns in which the same sequences decode, up to the first that gives one its first, second or last token."""
 
     num_steps: int
     """0: only `Scheduler.plan` knows what comes next."""
@@ -36,24 +37,25 @@ NO_STEADY_STEPS = SteadySteps(0, 0, 0)
 
 
 def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
-    """Steady steps from here on, as far as there are blocks for them.
-
-    Args:
-        running: every sequence with a row in the step in flight, and those that have joined since it was planned.
-    """
+    """Steady steps of ``running`` from here on, as far as there are blocks for them; none if anybody else has a row in
+    the step in flight."""
     if not running:
         return NO_STEADY_STEPS
     num_in_flight = len(table.steps_in_flight)
-    num_steps, num_context_tokens = running[0].max_length, 0
+    num_steps = running[0].max_length
+    num_context_tokens = num_pending = 0
     for sequence in running:
         num_context_tokens += sequence.num_computed
+        num_pending += sequence.num_pending
         num_known = len(sequence.tokens)
         num_to_next = num_in_flight - sequence.num_pending + 1
         num_to_last = num_to_next + sequence.max_length - num_known - 1
         if num_to_last < num_steps:
             num_steps = num_to_last
-        if num_to_next < num_steps and num_known - sequence.num_prompt_tokens == 1:
+        if num_to_next < num_steps and num_known - sequence.num_prompt_tokens <= 1:
             num_steps = num_to_next
+    if num_pending != sum([step.num_rows + len(step.swapped_out) for step in table.steps_in_flight]):
+        return NO_STEADY_STEPS
     pool = table.pool
     if not pool.can_allocate((num_steps // pool.block_size + 1) * len(running)):
         lacks_blocks = lambda n: not pool.can_allocate(_num_blocks_missing(running, n))  # noqa: E731
@@ -76,52 +78,70 @@ def _num_rows(sequence: Sequence, num_steps: int) -> int:
 def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> list[Sequence]:
     """Take as many turns, `count_steady_steps` at most, and emit the tokens that those end with. Returns the sequences
     that are finished, for their scheduler to close."""
-    pool, block_size = table.pool, table.pool.block_size
     old_rows, step = _begin_last_step(table, num_steps)
-    zeros = [0] * (num_steps - 1)
+    rows, sequences = (step.batch.rows, step.sequences) if step is not None else ([], [])
+    pool, block_size, caches_content = table.pool, table.pool.block_size, table.pool.caches_content
+    zeros = [0] * num_steps
     finished = []
     for index, sequence in enumerate(running):
-        tokens, was_pending = sequence.tokens, sequence.num_pending
-        has_token = True
-        num_rows = min(num_steps, sequence.max_length - len(tokens) - was_pending)
+        tokens = sequence.tokens
+        num_known = len(tokens)
+        num_pending = sequence.num_pending
+        num_rows = sequence.max_length - num_known - num_pending
+        if num_rows > num_steps:
+            num_rows = num_steps
         num_computed = sequence.num_computed + num_rows
         num_missing = -(-num_computed // block_size) - len(sequence.block_table)
         if num_missing > 0:
             sequence.block_table += pool.allocate(num_missing)
-        tokens += zeros
-        if step is not None:
-            if not was_pending:  # its first row is in the first of the steps, and its token a turn later
-                has_token = num_steps > 1
-                del tokens[len(tokens) - has_token :]
-            old_row = old_rows[sequence.last_row] if was_pending else None
-            if num_steps > 1:
-                sequence.last_row = index
-            sequence.num_in_flight = sequence.num_pending = 0
-            sequence.num_computed = num_computed - 1
-            if num_rows == num_steps and old_row is not None:
-                step.move_decode(sequence, old_row)
-            elif num_rows == num_steps:
-                step.add_decode(sequence)
-        sequence.num_computed = num_computed
-        sequence.num_written = num_computed - sequence.num_pending
-        if sequence.num_written >= (sequence.num_registered_blocks + 1) * block_size:
-            table.register_written(sequence)
-        if not has_token:
+        previous_row = index if num_steps > 1 else sequence.last_row
+        if num_pending and num_rows == num_steps and num_known - sequence.num_prompt_tokens > 1:
+            row = old_rows[sequence.last_row]
+            row.tokens, row.previous_row = (), previous_row
+            row.cached_length, row.sample_position = num_computed - 1, num_computed
+            tokens += zeros
+            sequence.last_row = len(rows)
+            sequence.num_computed = num_computed
+            sequence.num_written = num_computed - 1
+            rows.append(row)
+            sequences.append(sequence)
+            if caches_content:
+                table.register_written(sequence)
             continue
-        num_answered = len(tokens) + 1 - sequence.num_prompt_tokens
-        if num_answered == 2 or len(tokens) + 1 == sequence.max_length:
-            sequence.num_pending += 1
-            if table.take_token(sequence, _TOKEN):
-                finished.append(sequence)
-        else:
-            tokens.append(0)
+        sequence.last_row = previous_row
+        if _move(table, sequence, step, num_steps, num_rows):
+            finished.append(sequence)
     if step is not None:
         table.commit(step)
     return finished
 
 
+def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, num_steps: int, num_rows: int) -> bool:
+    """Take turns with a sequence that joined since the step in flight was planned, gets a token that is emitted, or is
+    alone with its step in flight. Returns whether it is finished."""
+    tokens = sequence.tokens
+    num_tokens = num_steps + sequence.num_pending - (step is not None)
+    sequence.num_computed += num_rows
+    sequence.num_pending = sequence.num_in_flight = 0
+    tokens += [0] * (num_tokens - 1)
+    if step is not None and num_rows == num_steps:
+        sequence.num_computed -= 1
+        step.add_decode(sequence)
+    sequence.num_written = sequence.num_computed - sequence.num_pending
+    if table.pool.caches_content:
+        table.register_written(sequence)
+    if not num_tokens:
+        return False
+    num_answered = len(tokens) + 1 - sequence.num_prompt_tokens
+    if num_answered > 2 and len(tokens) + 1 < sequence.max_length:
+        tokens.append(0)
+        return False
+    sequence.num_pending += 1
+    return table.take_token(sequence, _TOKEN) is not FinishReason.NONE
+
+
 def _begin_last_step(table: SequenceTable, num_steps: int) -> tuple[list[StepRow], PlannedStep | None]:
-    """The rows of the step in flight, and the step that will be in flight in its place; neither if none is."""
+    """The rows of the step in flight, and the step that will be in flight in its place; nothing if none is."""
     if not table.steps_in_flight:
         table.skip_steps(num_steps)
         return [], None

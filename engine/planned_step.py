@@ -84,14 +84,6 @@ class PlannedStep:
         )
         self._account(sequence, start + 1, True)
 
-    def move_decode(self, sequence: Sequence, row: StepRow) -> None:
-        """Add the sequence's row of an earlier step, moved on to the token that the step before this one samples."""
-        start = sequence.num_computed
-        row.tokens, row.previous_row = (), sequence.last_row
-        row.cached_length, row.sample_position = start, start + 1
-        self.batch.rows.append(row)
-        self._account(sequence, start + 1, True)
-
     def _add_block_copy(self, sequence: Sequence) -> None:
         """Before its first row, a fork gets what its root has in the last block of the prompt."""
         target = sequence.block_table[sequence.num_computed // sequence.block_size]

@@ -255,18 +255,23 @@ class SimulatedWorker:
     # Steps that were planned
 
     def _submit(self, batch: StepBatch, now_s: float) -> None:
-        cost = self.cost
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
-        rows = [(row.num_new_tokens, row.cached_length) for row in batch.rows]
-        num_new_tokens = batch.num_new_tokens
+        chunks, num_decoded, num_context_tokens = [], 0, 0
+        for row in batch.rows:
+            if len(row.tokens) < 2 and row.cached_length >= row.num_prompt_tokens:
+                num_decoded += 1
+                num_context_tokens += row.cached_length
+            else:
+                chunks.append((len(row.tokens), row.cached_length))
         from_s = max(now_s, self._free_at_s)
-        step_s = self._corrected_s(cost.step_s(rows), from_s, has_prefill=num_new_tokens > len(rows))
+        step_s = self.cost.step_s(chunks, num_decoded, num_context_tokens)
+        step_s = self._corrected_s(step_s, from_s, has_prefill=any(num_new > 1 for num_new, _ in chunks))
         if num_copied_blocks:
-            step_s += cost.swap_s(num_copied_blocks * self._block_size)
+            step_s += self.cost.swap_s(num_copied_blocks * self._block_size)
         begins_s = self._stage.enter(from_s, step_s)
         self._free_at_s = begins_s + step_s
-        num_decoded = sum([row.cached_length >= row.num_prompt_tokens for row in batch.rows])
-        self._steps.append(_Step(batch, num_new_tokens - num_decoded, num_decoded, begins_s, self._free_at_s))
+        num_prefilled = sum([num_new for num_new, _ in chunks])
+        self._steps.append(_Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s))
 
     def _corrected_s(self, predicted_s: float, from_s: float, *, has_prefill: bool) -> float:
         """How long a step lasts from ``from_s`` on; what is left of it when corrections change goes by the new ones."""
