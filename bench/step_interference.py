@@ -76,7 +76,7 @@ class PullLoad:
         blocks = list(range(BLOCKS_PER_PULL))
         grant = kv_pb2.Grant(
             block_ids=blocks, generations=[0] * BLOCKS_PER_PULL, final=True,
-            num_tokens=BLOCKS_PER_PULL * self._layout.block_size, first_tokens=[kv_pb2.FirstToken(token=1)],
+            num_tokens=BLOCKS_PER_PULL * self._layout.block_size, first_token=kv_pb2.FirstToken(token=1),
         )  # fmt: skip
         self._source.send(transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=handle)))
         self._source.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))

@@ -1,6 +1,6 @@
 """Requests whose prompt is computed elsewhere: first in line for blocks, then being pulled.
 
-Blocks are taken for the whole prompt and head-room of every choice in one step, first come first served, and only then
+Blocks are taken for the whole prompt and head-room in one step, first come first served, and only then
 does a pull start: nobody holds some blocks while waiting for others. Owned by `pdserve.decode_worker.scheduler`, which
 says how many blocks may be taken; this class never preempts anything.
 """
@@ -70,7 +70,7 @@ class Reservations:
         self._waiting.popleft()
         self._table.pool.share(cached)
         new_blocks = self._table.pool.allocate(sequence.num_blocks_with_headroom() - len(cached))
-        sequence.start_at(cached, new_blocks, self._table.pool.allocate(sequence.num_fork_blocks()))
+        sequence.start_at(cached, new_blocks)
         self._start_pull(sequence, source, len(cached), now_s)
         return num_taken
 

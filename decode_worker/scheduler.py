@@ -25,7 +25,6 @@ from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, SteadySteps, count_steady_steps, fast_forward
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
-from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import (
     Event,
     PullResult,
@@ -35,7 +34,7 @@ from pdserve.engine.scheduler import (
     SchedulerLoad,
 )
 from pdserve.engine.sequence import Sequence, sum_blocks_missing
-from pdserve.engine.sequence_group import SequenceGroup
+from pdserve.engine.sequence_table import PlannedStep
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
 
@@ -53,11 +52,9 @@ class _Room:
     num_spare_blocks: int
     """Blocks that they may be expected to need in all."""
 
-    def has_places(self, sequence: Sequence) -> bool:
-        return sequence.num_seats <= self.num_places
-
-    def take(self, num_blocks: int, num_places: int) -> None:
-        self.num_places -= num_places
+    def take(self, num_blocks: int) -> None:
+        """One sequence starts."""
+        self.num_places -= 1
         self.num_spare_blocks -= num_blocks
 
 
@@ -110,39 +107,24 @@ class DecodeScheduler:
     # Requests
 
     def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
-        sequence = self._open(key, request, now_s, is_handoff=request.handoff)
+        sequence = self._table.open(key, request, now_s, is_handoff=request.handoff)
         if sequence is not None:
             self._prefill.enqueue(sequence)
 
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
-        sequence = self._open(key, request, now_s, is_handoff=False)
+        sequence = self._table.open(key, request, now_s, is_handoff=False)
         if sequence is not None:
             self._reservations.push(sequence, source)
 
-    def _open(self, key: RequestKey, request: GenerationRequest, now_s: float, *, is_handoff: bool) -> Sequence | None:
-        if not is_handoff and request.num_choices > self._max_batch_size:
-            refusal = (
-                f"{request.num_choices} choices and the worker decodes at most {self._max_batch_size} sequences: "
-                "ask for fewer (n), or raise max_batch_size and max_batch_tokens"
-            )
-            self._table.reject(key, refusal)
-            return None
-        return self._table.open(key, request, now_s, is_handoff=is_handoff)
+    def cancel(self, key: RequestKey, now_s: float) -> None:
+        sequence = self._table.get(key)
+        if sequence is not None:
+            self._end(sequence, RequestEventKind.CANCELLED)
 
-    def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
-        group = self._table.get(key)
-        if group is None:
-            return
-        for sequence in group.drop(choices or group.open_choices.copy()):
-            self._close(sequence)
-        if not group.sequences:
-            self._table.emit(key, RequestEventKind.CANCELLED)
-
-    def _end(self, group: SequenceGroup, kind: RequestEventKind, message: str = "") -> None:
-        """A request is over, with all of its choices."""
-        for sequence in group.sequences.copy():
-            self._close(sequence)
-        self._table.emit(group.key, kind, message)
+    def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
+        """A request is over."""
+        self._close(sequence)
+        self._table.emit(sequence.key, kind, message)
 
     def _close(self, sequence: Sequence) -> None:
         self._remove_running(sequence)
@@ -173,8 +155,8 @@ class DecodeScheduler:
 
     def _expire(self, now_s: float) -> None:
         """End what is past its deadline, and prompts that nobody pulled in time."""
-        while (group := self._table.past_deadline(now_s)) is not None:
-            self._end(group, RequestEventKind.FAILED, deadline_message(group))
+        while (sequence := self._table.past_deadline(now_s)) is not None:
+            self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
         self._prefill.expire_parked(now_s)
 
     def _has_waiting_work(self) -> bool:
@@ -195,8 +177,6 @@ class DecodeScheduler:
         while not self._pool.can_allocate(1):
             if self._table.num_retiring:
                 return False  # blocks come back with the steps in flight: nobody else must suffer for this
-            if self._table.is_forking:
-                return False  # who arrived last is known when the step in flight is completed
             victim = self._latest()
             if victim is sequence:
                 return False
@@ -232,11 +212,11 @@ class DecodeScheduler:
         if local is not None or reserving is not None or self._swapping.num_waiting:
             room = self._room()
         self._resume_swapped(step, room)
-        while reserving is not None and room.has_places(reserving) and not self._must_wait(reserving, local):
+        while reserving is not None and room.num_places > 0 and not self._must_wait(reserving, local):
             num_taken = self._reservations.reserve(spare_blocks=room.num_spare_blocks, now_s=now_s)
             if num_taken is None:
                 break
-            room.take(num_taken, reserving.num_seats)
+            room.take(num_taken)
             reserving = self._reservations.first_waiting()
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
             room.num_places = 0
@@ -259,7 +239,7 @@ class DecodeScheduler:
             if num_taken is None:
                 room.num_places = 0
                 return
-            room.take(num_taken, sequence.num_seats)
+            room.take(num_taken)
             self._table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
 
@@ -277,9 +257,9 @@ class DecodeScheduler:
         """Free places, and available blocks that no sequence that holds blocks and decodes, now or soon, is expected to
         need."""
         soon = [*self._local_prefills(), *self._reservations.pulling()]
-        num_seats = sum([sequence.num_choices for sequence in (*self._running, *soon)])
         num_blocks_missing = sum_blocks_missing(self._running) + sum_blocks_missing(soon)
-        return _Room(self._max_batch_size - num_seats, self._pool.num_available - num_blocks_missing)
+        num_places = self._max_batch_size - len(self._running) - len(soon)
+        return _Room(num_places, self._pool.num_available - num_blocks_missing)
 
     def _join(self, sequence: Sequence) -> None:
         sequence.state = RequestState.DECODING
@@ -291,15 +271,13 @@ class DecodeScheduler:
         results = self._table.complete(output)
         for result in results:
             self._prefill.take_result(result, now_s)
-            for sequence in result.forks:
-                self._join(sequence)
         self._swapping.step_ended(output.step_id)
         if results:
             self._running = [sequence for sequence in self._running if not sequence.is_over]
 
     def fail_step(self, step_id: int, message: str, now_s: float) -> None:
-        for group in self._table.fail_step(step_id):
-            self._end(group, RequestEventKind.FAILED, message)
+        for sequence in self._table.fail_step(step_id):
+            self._end(sequence, RequestEventKind.FAILED, message)
         self._swapping.step_ended(step_id)
 
     # Steady decode steps
@@ -334,23 +312,19 @@ class DecodeScheduler:
         sequence = self._reservations.finish(result)
         if sequence is None:
             return
+        first = result.first_token
         failure = result.failure or _mismatch(result, sequence)
-        if failure:
+        if failure or first is None:
             self._table.emit(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure)
             self._table.close(sequence)
-            return
-        received = self._table.receive(sequence, result.num_tokens, result.first_tokens)
-        joining = [*received.forks] if received.is_finished else [sequence, *received.forks]
-        if received.is_finished:
+        elif self._table.receive(sequence, result.num_tokens, first):
+            # It ended with token 0, which the prefill worker has emitted.
+            self._table.emit(sequence.key, RequestEventKind.RELEASED)
             self._table.close(sequence)
-        for joining_sequence in joining:
-            self._join(joining_sequence)
-        if joining:
+        else:
+            self._join(sequence)
             waited_s = now_s - sequence.arrived_s
             self._table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.JOINED, waited_s=waited_s))
-        else:
-            # It ended with its first tokens, and the prefill worker said so: nothing is left to say here but this.
-            self._table.emit(sequence.key, RequestEventKind.RELEASED)
 
     def lease_opened(self, handle: bytes, now_s: float) -> None:
         self._prefill.lease_opened(handle, now_s)
@@ -399,10 +373,9 @@ class DecodeScheduler:
 
 def _mismatch(result: PullResult, sequence: Sequence) -> str:
     """Why what was pulled is not what the sequence needs; empty when it is."""
-    if len(result.first_tokens) != sequence.num_choices:
-        return f"verify: {len(result.first_tokens)} first tokens for {sequence.num_choices} choices"
-    is_needed = not all(first.finish for first in result.first_tokens)
-    if is_needed and result.num_tokens != len(sequence.tokens):
+    if result.first_token is None:
+        return "verify: the source granted no first token"
+    if not result.first_token.finish and result.num_tokens != len(sequence.tokens):
         return f"verify: KV of {result.num_tokens} tokens for a prompt of {len(sequence.tokens)}"
     return ""
 

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import SampledToken, StepRow
-from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_table import SequenceTable
+from pdserve.engine.sequence_table import PlannedStep, SequenceTable
 
 _TOKEN = SampledToken(0, None)
 

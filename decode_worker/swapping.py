@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_table import SequenceTable
+from pdserve.engine.sequence_table import PlannedStep, SequenceTable
 from pdserve.model.cost import CostModel
 
 
@@ -84,10 +83,7 @@ class Swapping:
         return self._swapped[min(self._swapped)].sequence if self._swapped else None
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Whether its KV is in its own blocks, there are slots for all of it, and copying it is cheaper than computing
-        it again."""
-        if sequence.copy_source >= 0:
-            return False
+        """Whether there are slots for all of its KV, and copying it is cheaper than computing it again."""
         num_tokens = sequence.num_computed
         blocks = sequence.block_table[: sequence.num_blocks_for(num_tokens)]
         if len(blocks) > len(self._free):

@@ -40,8 +40,6 @@ class PrepareRequest:
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
     key: RequestKey
-    choices: tuple[int, ...] = ()
-    """Only these; empty is all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class StepLoop:
         """Send the scheduler's orders to the transfer process, and keep its other events for the next report."""
         for event in self._scheduler.take_events():
             if isinstance(event, TokenEvent):
-                if event.ends_request:
+                if event.finish:
                     self._live.discard(event.key)
                 self._events.append(event)
             elif isinstance(event, RequestEvent):
@@ -263,8 +263,8 @@ class StepLoop:
             case PrepareRequest(key, request, source, received_s):
                 if self._accept(key):
                     self._scheduler.prepare(key, request, source, received_s)
-            case CancelRequest(key, choices):
-                self._scheduler.cancel(key, now_s, choices)
+            case CancelRequest(key):
+                self._scheduler.cancel(key, now_s)
             case SessionEnded(session):
                 for key in self._live.of_session(session):
                     self._scheduler.cancel(key, now_s)

@@ -61,8 +61,9 @@ def _grant_to_proto(event: GrantEvent) -> kv_pb2.Grant:
         final=event.final,
         num_tokens=event.num_tokens,
     )
-    for first in event.first_tokens:
-        grant.first_tokens.add(token=first.token, finish=finish_to_proto(first.finish))
+    if event.first_token is not None:
+        grant.first_token.token = event.first_token.token
+        grant.first_token.finish = finish_to_proto(event.first_token.finish)
     return grant
 
 
@@ -81,14 +82,14 @@ def pull_result(done: transfer_pb2.PullDone, limits: ModelLimits) -> PullResult:
     """What the scheduler is told of a pull's end. The peer's words are checked: a token that cannot be is a failure."""
     if done.failure_stage:
         return PullResult(pull_id=done.pull_id, failure=f"{done.failure_stage}: {done.message}")
-    is_possible = all(first.token < limits.vocab_size for first in done.first_tokens)
-    if not is_possible or done.num_tokens > limits.max_model_len:
+    if done.first_token.token >= limits.vocab_size or done.num_tokens > limits.max_model_len:
         return PullResult(pull_id=done.pull_id, failure="verify: the source's answer is outside the model's limits")
     try:
-        first_tokens = tuple(FirstToken(first.token, finish_from_proto(first.finish)) for first in done.first_tokens)
+        finish = finish_from_proto(done.first_token.finish)
     except WireError as error:
         return PullResult(pull_id=done.pull_id, failure=f"verify: {error}")
-    return PullResult(pull_id=done.pull_id, num_tokens=done.num_tokens, first_tokens=first_tokens)
+    first_token = FirstToken(done.first_token.token, finish) if done.HasField("first_token") else None
+    return PullResult(pull_id=done.pull_id, num_tokens=done.num_tokens, first_token=first_token)
 
 
 def transfer_report(done: transfer_pb2.PullDone) -> worker_pb2.TransferReport:

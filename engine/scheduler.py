@@ -5,8 +5,8 @@ drives it with real time and the planner's simulator drives the same class with 
 one step late: `Scheduler.plan` may be called once more before `Scheduler.complete` of the step before.
 
 Everything that must leave the scheduler (tokens for the router, orders for the transfer process) is an event, taken in
-order with `Scheduler.take_events`. Every attempt that it took ends with one: a token that ends the last choice, or a
-terminal `RequestEvent`. By it the step loop knows which attempts are alive.
+order with `Scheduler.take_events`. Every attempt ends with one: a token with a finish reason, or a terminal
+`RequestEvent`.
 """
 
 from __future__ import annotations
@@ -65,16 +65,15 @@ class TokenEvent:
     token: int
     logprobs: TokenLogprobs | None
     finish: FinishReason
-    ends_request: bool = False
-    """It is the last token of the last choice: the attempt is over on this worker."""
+    """Not NONE: the attempt is over on this worker."""
 
 
 class FirstToken(NamedTuple):
-    """Token 0 of a choice, as the worker that sampled it tells the one that goes on with it."""
+    """Token 0 of a prompt that is handed off."""
 
     token: int
     finish: FinishReason = FinishReason.NONE
-    """Not NONE: the choice is over."""
+    """Not NONE: the answer is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,14 @@ class GrantEvent(NamedTuple):
     """Position in the prompt of the first of ``block_ids``."""
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
-    final: bool
     num_tokens: int = 0
     """Final: tokens whose KV the prompt's blocks hold."""
-    first_tokens: tuple[FirstToken, ...] = ()
-    """Final: the token sampled after the prompt, of each choice in order."""
+    first_token: FirstToken | None = None
+    """The token sampled after the prompt, in the final grant only."""
+
+    @property
+    def final(self) -> bool:
+        return self.first_token is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,8 @@ class PullResult(NamedTuple):
     failure: str = ""
     """Empty on success."""
     num_tokens: int = 0
-    first_tokens: tuple[FirstToken, ...] = ()
-    """Of each choice in order."""
+    first_token: FirstToken | None = None
+    """Of a pull that succeeded."""
 
 
 class SchedulerLoad(NamedTuple):
@@ -206,13 +208,8 @@ class Scheduler(Protocol):
         """Take a request whose prompt is being prefilled elsewhere: reserve, pull, decode."""
         ...
 
-    def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
-        """Drop a request in any state, or only some of its choices; unknown ones are ignored. Emits CANCELLED if that
-        ended the request.
-
-        Args:
-            choices: indices of the choices to drop; empty drops all.
-        """
+    def cancel(self, key: RequestKey, now_s: float) -> None:
+        """Drop a request in any state and emit CANCELLED; unknown keys are ignored."""
         ...
 
     def plan(self, now_s: float) -> StepBatch | None:

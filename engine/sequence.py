@@ -1,4 +1,4 @@
-"""One choice of a request while a worker computes it: its tokens, its block table, and how far both have come.
+"""One request while a worker computes it: its tokens, its block table, and how far both have come.
 
 Owned by a phase's scheduler through `pdserve.engine.sequence_table`. A sequence decides nothing and owns no block: it
 records what the scheduler did, and answers questions about its own length.
@@ -23,10 +23,10 @@ LOOKAHEAD_TOKENS = 64
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A choice's tokens and the KV blocks that they have. Until the first token it stands for all choices."""
+    """A request's tokens and the KV blocks that they have."""
 
     sequence_id: int
-    """Unique on the worker, in order of arrival and of choices."""
+    """Unique on the worker, in order of arrival."""
     key: RequestKey
     request: GenerationRequest
     arrived_s: float
@@ -38,15 +38,11 @@ class Sequence:
     stop_token_ids: frozenset[int]
     early_end_ids: tuple[int, ...]
     """Tokens that must not be sampled while fewer than ``min_tokens`` are answered."""
-    choice: int = 0
-    """Index of the choice: its own, or the first one that it stands for."""
-    num_choices: int = 1
-    """Choices that it stands for: all of the request's until their first tokens are known, then one."""
 
     # Set by the schedulers.
     state: RequestState = RequestState.QUEUED
     is_over: bool = False
-    """Its choices are over here; results of its planned rows are ignored."""
+    """The request is over here; results of its planned rows are ignored."""
     is_retiring: bool = False
     """Its blocks go back as soon as nothing in flight needs them."""
     is_pulling: bool = False
@@ -60,16 +56,12 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     sampling: SamplingParams = field(init=False)
     block_table: list[int] = field(init=False, default_factory=list)
-    fork_blocks: list[int] = field(init=False, default_factory=list)
-    """Blocks reserved for the further choices, an equal number each."""
-    copy_source: int = field(init=False, default=-1)
-    """A block to which it has a reference, to be copied to its first private block with its next row; -1 for none."""
     num_computed: int = field(init=False, default=0)
     num_written: int = field(init=False, default=0)
     num_registered_blocks: int = field(init=False, default=0)
     """Leading blocks whose content the prefix cache was told."""
     num_in_flight: int = field(init=False, default=0)
-    """Planned, not completed steps with a row of this sequence or copies of its blocks."""
+    """Planned, not completed steps with a row of this sequence or with swap copies of its blocks."""
     num_pending: int = field(init=False, default=0)
     last_row: int = field(init=False, default=-1)
     """Its row in the step it was planned in last."""
@@ -96,20 +88,6 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
-    def choices(self) -> range:
-        """Indices of the choices that it stands for."""
-        return range(self.choice, self.choice + self.num_choices)
-
-    @property
-    def num_seats(self) -> int:
-        """Rows that it will take in a step."""
-        return 1 if self.is_handoff else self.num_choices
-
-    @property
-    def num_blocks_held(self) -> int:
-        return len(self.block_table) + len(self.fork_blocks)
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing in flight writes or copies its blocks."""
         return not self.num_in_flight and not self.is_pulling
@@ -123,32 +101,20 @@ class Sequence:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_with_headroom(self) -> int:
-        """Blocks to start decoding one choice with: all known tokens and one more block, as far as it can ever need."""
+        """Blocks to start decoding with: all known tokens and one more block, as far as it can ever need."""
         return self.num_blocks_for(min(len(self.tokens) + self.block_size, self.num_kv_tokens_max))
 
     def num_blocks_expected(self) -> int:
         """Blocks that decoding is expected to need before it ends.
 
         An answer of n tokens is expected to go on for n more, for `LOOKAHEAD_TOKENS` at least and to its limit at most.
-        Never fewer than `num_blocks_with_headroom` and `num_fork_blocks`, which are taken at the start.
+        Never fewer than `num_blocks_with_headroom`, which are taken at the start.
         """
         num_known, block_size = len(self.tokens), self.block_size
         num_tokens = num_known + max(LOOKAHEAD_TOKENS, block_size, num_known - self.num_prompt_tokens)
         if num_tokens >= self.max_length:
             num_tokens = self.max_length - 1
-        num_blocks = (num_tokens + block_size - 1) // block_size
-        if self.num_choices == 1:
-            return num_blocks
-        return num_blocks + (self.num_choices - 1) * (num_blocks - self._num_shared_blocks)
-
-    def num_fork_blocks(self) -> int:
-        """Blocks that its further choices start decoding with, beside those that all of them share."""
-        return (self.num_choices - 1) * (self.num_blocks_with_headroom() - self._num_shared_blocks)
-
-    @property
-    def _num_shared_blocks(self) -> int:
-        """The full ones of the known tokens: what choices have in common, if it stands for several."""
-        return len(self.tokens) // self.block_size
+        return (num_tokens + block_size - 1) // block_size
 
     def block_hashes(self, num_blocks: int, first: int = 0) -> list[bytes]:
         """Hashes of the full blocks of the known tokens from ``first`` up to ``num_blocks``; each is computed once."""
@@ -198,24 +164,12 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) + 1 >= self.max_length else FinishReason.NONE
 
-    def start_at(
-        self, shared_blocks: Iterable[int], new_blocks: Iterable[int], fork_blocks: Iterable[int] = ()
-    ) -> None:
-        """Take blocks: leading ones whose KV is complete, found in the prefix cache, then ones yet to be written, and
-        those reserved for further choices."""
+    def start_at(self, shared_blocks: Iterable[int], new_blocks: Iterable[int]) -> None:
+        """Take blocks: leading ones whose KV is complete, found in the prefix cache, then ones yet to be written."""
         assert not self.block_table, "a sequence takes its first blocks once"
         self.block_table.extend(shared_blocks)
         self.num_registered_blocks = len(self.block_table)
         self.num_computed = self.num_written = self.num_registered_blocks * self.block_size
-        self.block_table.extend(new_blocks)
-        self.fork_blocks.extend(fork_blocks)
-
-    def start_as_fork(self, root: Sequence, shared_blocks: Iterable[int], new_blocks: Iterable[int]) -> None:
-        """Go on where ``root`` is with the prompt, on the blocks that it shares and new ones."""
-        self.block_table.extend(shared_blocks)
-        self.num_registered_blocks = min(root.num_registered_blocks, len(self.block_table))
-        self.num_computed = self.num_written = len(self.tokens)
-        self._hashes = root.block_hashes(len(self.block_table))
         self.block_table.extend(new_blocks)
 
     def receive(self, num_tokens: int) -> None:
@@ -223,16 +177,10 @@ class Sequence:
         assert num_tokens == len(self.tokens), f"KV of {num_tokens} tokens for a prompt of {len(self.tokens)}"
         self.num_computed = self.num_written = num_tokens
 
-    def take_copy_source(self) -> list[int]:
-        """The block that is to be copied, with the reference to it, if there is one."""
-        source, self.copy_source = self.copy_source, -1
-        return [source] if source >= 0 else []
-
     def lose_blocks(self) -> list[int]:
         """Give up all blocks, in order; all KV must be computed again."""
         assert self.is_idle, "blocks that are being written cannot be given up"
-        blocks = [*self.block_table, *self.fork_blocks, *self.take_copy_source()]
-        self.block_table, self.fork_blocks = [], []
+        blocks, self.block_table = self.block_table, []
         self.num_computed = self.num_written = self.num_registered_blocks = 0
         self.is_retiring = False
         return blocks
@@ -245,9 +193,9 @@ def sum_blocks_missing(sequences: Iterable[Sequence]) -> int:
     """
     total = 0
     for sequence in sequences:
-        num_held = len(sequence.block_table) + len(sequence.fork_blocks)
-        if num_held * sequence.block_size < sequence.max_length - 1 or sequence.num_choices > 1:
-            num_missing = sequence.num_blocks_expected() - num_held
+        num_taken = len(sequence.block_table)
+        if num_taken * sequence.block_size < sequence.max_length - 1:
+            num_missing = sequence.num_blocks_expected() - num_taken
             if num_missing > 0:
                 total += num_missing
     return total

@@ -1,8 +1,7 @@
 """The sequences of one worker, the steps planned for them, and the events that they caused.
 
 What every phase's scheduler does alike: open and close sequences, take a step's results one step late, apply the stop
-rules, part the choices of a request, tell the prefix cache of complete blocks. Which sequence runs is the schedulers'
-business, and `pdserve.engine.planned_step` builds the rows.
+rules, report complete blocks to the prefix cache. Which sequence runs is the schedulers' business.
 
 The rule of retiring blocks: a sequence that is over, or preempted, keeps its blocks until no planned step and no pull
 writes to them, because both write whether or not anybody still wants the result; and until no planned step copies them
@@ -12,12 +11,12 @@ to the host, because a pull into their next owner would not wait for that step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason, GenerationRequest
-from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
-from pdserve.engine.planned_step import PlannedStep
+from pdserve.contracts.step import BlockCopy, ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
 from pdserve.engine.scheduler import (
     Event,
     FirstToken,
@@ -28,7 +27,6 @@ from pdserve.engine.scheduler import (
     TokenEvent,
 )
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_group import SequenceGroup, fork
 from pdserve.engine.sequence_queue import SequenceQueue
 from pdserve.kv_transfer.block_pool import BlockPool
 
@@ -38,11 +36,94 @@ class RowResult(NamedTuple):
 
     sequence: Sequence
     is_finished: bool
-    """To be closed: no choice that it stands for goes on."""
-    first_tokens: tuple[FirstToken, ...] = ()
-    """Of a handoff: of each choice in order, if the row sampled."""
-    forks: Iterable[Sequence] = ()
-    """Sequences of the further choices, which go on from here."""
+    """It has its last token and must be closed."""
+    first_token: FirstToken | None = None
+    """Of a handoff, if the row sampled."""
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step while its scheduler decides it, and the sequence of each of its rows."""
+
+    batch: StepBatch
+    sequences: list[Sequence] = field(default_factory=list)
+    swapped_out: list[Sequence] = field(default_factory=list)
+    num_chunk_tokens: int = 0
+    """Tokens of its chunks of prompts."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has neither rows nor copies."""
+        return not self.num_rows and not self.swapped_out
+
+    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add a row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""
+        start = sequence.num_computed
+        end = start + num_tokens
+        self.num_chunk_tokens += num_tokens
+        samples = end == len(sequence.tokens)
+        self.batch.rows.append(
+            StepRow(
+                sequence_id=sequence.sequence_id,
+                tokens=sequence.tokens[start:end],
+                cached_length=start,
+                block_table=sequence.block_table,
+                sample=sequence.sampling if samples else None,
+                sample_position=end,
+                history=sequence.history if samples else (),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                banned_tokens=sequence.banned_at(end) if samples else (),
+                prompt_targets=sequence.tokens[start + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
+                num_prompt_logprobs=sequence.sampling.num_prompt_logprobs,
+                choice=sequence.request.choice,
+            )
+        )
+        self._account(sequence, end, samples)
+
+    def add_decode(self, sequence: Sequence) -> None:
+        """Add a row that computes the newest token, known or not yet, and samples the one after it."""
+        start, tokens = sequence.num_computed, sequence.tokens
+        is_pending = start == len(tokens)
+        self.batch.rows.append(
+            StepRow(
+                sequence_id=sequence.sequence_id,
+                tokens=() if is_pending else (tokens[start],),
+                previous_row=sequence.last_row if is_pending else -1,
+                cached_length=start,
+                block_table=sequence.block_table,
+                sample=sequence.sampling,
+                sample_position=start + 1,
+                history=sequence.history,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                banned_tokens=sequence.early_end_ids and sequence.banned_at(start + 1),
+                choice=sequence.request.choice,
+            )
+        )
+        self._account(sequence, start + 1, True)
+
+    def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
+        """Copy the sequence's leading blocks to host slots, as they are when the steps before have run."""
+        self.batch.swap_outs += map(BlockCopy, sequence.block_table, slots)
+        sequence.num_in_flight += 1
+        self.swapped_out.append(sequence)
+
+    def add_swap_in(self, sequence: Sequence, slots: list[int], num_skipped: int) -> None:
+        """Copy host slots back to the sequence's blocks, all but the first ``num_skipped``; then decode."""
+        blocks = sequence.block_table[num_skipped : len(slots)]
+        self.batch.swap_ins += map(BlockCopy, slots[num_skipped:], blocks)
+        sequence.num_computed = len(sequence.tokens) - 1
+        self.add_decode(sequence)
+
+    def _account(self, sequence: Sequence, num_computed: int, samples: bool) -> None:
+        sequence.num_computed = num_computed
+        sequence.num_in_flight += 1
+        sequence.num_pending += samples
+        sequence.last_row = len(self.sequences)
+        self.sequences.append(sequence)
 
 
 class SequenceTable:
@@ -57,7 +138,7 @@ class SequenceTable:
         self.must_drain = False
         """Nothing may be planned: the step in flight builds on one that failed and may fail with it. What is planned on
         top of it would fail in turn, and so on for as long as new sequences arrive."""
-        self._live: dict[RequestKey, SequenceGroup] = {}
+        self._live: dict[RequestKey, Sequence] = {}
         self._deadlines = SequenceQueue()
         self._steps: deque[PlannedStep] = deque()
         self._num_opened = 0
@@ -86,15 +167,13 @@ class SequenceTable:
             max_length=len(request.prompt_tokens) + sampling.max_tokens,
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
             early_end_ids=tuple(token for token in ends if token < self.limits.vocab_size),
-            choice=request.choice,
-            num_choices=request.num_choices,
         )
         refusal = self._refusal(sequence)
         if refusal:
             self.reject(key, refusal)
             return None
-        self._num_opened += request.num_choices
-        self._live[key] = SequenceGroup(sequence)
+        self._num_opened += 1
+        self._live[key] = sequence
         self._deadlines.push(sequence, now_s + request.deadline_s)
         return sequence
 
@@ -110,8 +189,6 @@ class SequenceTable:
             )
         if not num_prompt or len(request.emitted_tokens) >= max_tokens:
             return f"nothing to generate: {num_prompt} prompt tokens, all of max_tokens {max_tokens} emitted already"
-        if request.num_choices < 1 or (request.num_choices > 1 and request.emitted_tokens):
-            return f"{request.num_choices} choices after {len(request.emitted_tokens)} emitted tokens: ask for one each"
         num_kv_tokens = request.num_known_tokens if sequence.is_handoff else sequence.num_kv_tokens_max
         num_blocks = self.pool.num_blocks_for(num_kv_tokens)
         if num_blocks > self.pool.num_blocks:
@@ -119,19 +196,10 @@ class SequenceTable:
                 f"{num_kv_tokens} tokens need {num_blocks} KV blocks of {self.pool.block_size} and the worker has "
                 f"{self.pool.num_blocks}: shorten the prompt, lower max_tokens, or raise kv_memory"
             )
-        if not sequence.is_handoff and sequence.num_blocks_expected() > self.pool.num_blocks:
-            return (
-                f"{request.num_choices} choices need {sequence.num_blocks_expected()} KV blocks to start with and the "
-                f"worker has {self.pool.num_blocks}: ask for fewer (n), shorten the prompt, or raise kv_memory"
-            )
         return ""
 
-    def get(self, key: RequestKey) -> SequenceGroup | None:
+    def get(self, key: RequestKey) -> Sequence | None:
         return self._live.get(key)
-
-    def group_of(self, sequence: Sequence) -> SequenceGroup:
-        """The request that a sequence belongs to, which is not over."""
-        return self._live[sequence.key]
 
     def reject(self, key: RequestKey, message: str) -> None:
         self.events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message))
@@ -144,21 +212,16 @@ class SequenceTable:
         return events
 
     def close(self, sequence: Sequence) -> None:
-        """The choices of the sequence are over on this worker: retire its blocks. With its last sequence a request is
-        forgotten."""
+        """The request is over on this worker: forget it and retire its blocks."""
         assert not sequence.is_over, f"{sequence.key} is closed twice"
         sequence.is_over = True
-        group = self._live[sequence.key]
-        group.remove(sequence)
-        if not group.sequences:
-            del self._live[sequence.key]
-            self._deadlines.discard(group.root)
+        del self._live[sequence.key]
+        self._deadlines.discard(sequence)
         self.retire(sequence)
 
-    def past_deadline(self, now_s: float) -> SequenceGroup | None:
+    def past_deadline(self, now_s: float) -> Sequence | None:
         """A request whose deadline has come, for its scheduler to end."""
-        root = self._deadlines.first_due(now_s)
-        return self._live[root.key] if root is not None else None
+        return self._deadlines.first_due(now_s)
 
     def next_deadline_s(self) -> float | None:
         return self._deadlines.first_instant_s()
@@ -179,7 +242,7 @@ class SequenceTable:
             self.pool.release(sequence.lose_blocks())
 
     def register_written(self, sequence: Sequence) -> None:
-        """Tell the prefix cache of every block that is full by now."""
+        """Report every block that is full by now to the prefix cache."""
         num_full = sequence.num_written // sequence.block_size
         if num_full == sequence.num_registered_blocks or not self.pool.caches_content:
             return
@@ -204,11 +267,6 @@ class SequenceTable:
         """Prompt tokens that the steps in flight compute."""
         return sum([step.num_chunk_tokens for step in self._steps])
 
-    @property
-    def is_forking(self) -> bool:
-        """Whether a step in flight samples for several choices, whose sequences begin when it is completed."""
-        return any(step.num_forking for step in self._steps)
-
     def skip_steps(self, num_steps: int) -> None:
         """Leave out the numbers of steps that were taken unplanned."""
         self._num_steps += num_steps
@@ -226,8 +284,8 @@ class SequenceTable:
         return step.batch
 
     def complete(self, output: StepOutput) -> list[RowResult]:
-        """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished or
-        forked, and all rows of sequences with a handle."""
+        """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished, and
+        all rows of sequences with a handle."""
         step = self.take_step(output.step_id)
         self.must_drain = False
         results = []
@@ -244,12 +302,10 @@ class SequenceTable:
                 entries = output.prompt_logprobs[index]
                 assert len(entries) == len(row.prompt_targets), f"{len(entries)} prompt logprobs of row {index}"
                 self.events.append(PromptLogprobsEvent(sequence.key, row.cached_length + 1, entries))
-            if row.num_choices > 1 and sampled is not None:
-                results.append(self._take_first_tokens(sequence, [sampled, *output.forks[index]]))
-            elif sampled is not None:
+            if sampled is not None:
                 finish = self.take_token(sequence, sampled)
                 if finish or sequence.handle:
-                    results.append(RowResult(sequence, bool(finish), (FirstToken(sampled.token, finish),)))
+                    results.append(RowResult(sequence, bool(finish), FirstToken(sampled.token, finish)))
             elif sequence.handle:
                 results.append(RowResult(sequence, False))
             if sequence.is_retiring:
@@ -264,52 +320,22 @@ class SequenceTable:
         index = len(sequence.tokens) - sequence.num_prompt_tokens
         token, logprobs = sampled
         finish = sequence.append(token)
-        ends_request = bool(finish) and self._live[sequence.key].finish(sequence.choice)
-        self.events.append(TokenEvent(sequence.key, sequence.choice, index, token, logprobs, finish, ends_request))
+        self.events.append(TokenEvent(sequence.key, sequence.request.choice, index, token, logprobs, finish))
         return finish
 
-    def _take_first_tokens(self, sequence: Sequence, sampled: list[SampledToken]) -> RowResult:
-        """Token 0 of all the choices that a sequence stands for, each with a token of its own from here on."""
-        group = self._live[sequence.key]
-        sequence.num_pending -= 1
-        index = sequence.num_answered
-        first_tokens = []
-        for choice, (token, logprobs) in zip(sequence.choices, sampled, strict=True):
-            if choice not in group.open_choices:  # nobody wants it: nobody is to go on with it
-                first_tokens.append(FirstToken(token, FinishReason.STOP))
-                continue
-            finish = sequence.finish_with(token)
-            ends_request = bool(finish) and group.finish(choice)
-            self.events.append(TokenEvent(sequence.key, choice, index, token, logprobs, finish, ends_request))
-            first_tokens.append(FirstToken(token, finish))
-        if sequence.is_handoff:
-            return RowResult(sequence, not group.open_choices, tuple(first_tokens))
-        return self._part(group, first_tokens)
+    def receive(self, sequence: Sequence, num_tokens: int, first: FirstToken) -> FinishReason:
+        """The KV of a prompt was pulled, and with it token 0, which the worker that sampled it has emitted. Returns
+        whether that token ends the answer."""
+        finish = first.finish or sequence.finish_with(first.token)
+        if not finish:
+            sequence.receive(num_tokens)
+            self.register_written(sequence)
+            sequence.append(first.token)
+        return finish
 
-    def receive(self, sequence: Sequence, num_tokens: int, first_tokens: Iterable[FirstToken]) -> RowResult:
-        """The KV of a prompt was pulled and every choice's token 0 with it, which the worker that sampled it has
-        emitted."""
-        group = self._live[sequence.key]
-        first_tokens = [
-            FirstToken(first.token, first.finish or sequence.finish_with(first.token)) for first in first_tokens
-        ]
-        group.drop(choice for choice, first in zip(sequence.choices, first_tokens, strict=True) if first.finish)
-        if not group.open_choices:
-            return RowResult(sequence, True)
-        sequence.receive(num_tokens)
-        self.register_written(sequence)
-        return self._part(group, first_tokens)
-
-    def _part(self, group: SequenceGroup, first_tokens: list[FirstToken]) -> RowResult:
-        """The choices of a request, whose prompt is computed, go on with their first tokens."""
-        root = group.root
-        forks = fork(group, self.pool, first_tokens) if root.num_choices > 1 else []
-        root.append(first_tokens[0].token)
-        return RowResult(root, root.choice not in group.open_choices, (), forks)
-
-    def fail_step(self, step_id: int) -> list[SequenceGroup]:
-        """A step raised: returns the live requests that it computed or copied for, for their scheduler to end. The
-        prefix cache forgets their blocks."""
+    def fail_step(self, step_id: int) -> list[Sequence]:
+        """A step raised: returns the live sequences that it computed or copied, for their scheduler to end. The prefix
+        cache forgets their blocks."""
         step = self.take_step(step_id)
         self.must_drain = bool(self._steps)
         sequences = step.sequences + step.swapped_out
@@ -317,12 +343,11 @@ class SequenceTable:
             if not sequence.is_over:
                 self.pool.forget(sequence.block_table)
             self._leave_step(sequence)
-        return list(dict.fromkeys(self._live[sequence.key] for sequence in sequences if not sequence.is_over))
+        return [sequence for sequence in dict.fromkeys(sequences) if not sequence.is_over]
 
     def take_step(self, step_id: int) -> PlannedStep:
         step = self._steps.popleft()
         assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
-        self.pool.release(step.borrowed_blocks)
         return step
 
     def _leave_step(self, sequence: Sequence) -> None:

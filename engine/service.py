@@ -33,7 +33,7 @@ from pdserve.engine.inbox import (
 from pdserve.engine.loop import StepReport
 from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sessions import Session, SessionTable
-from pdserve.engine.wire import WireError, choices_from_proto, request_from_proto, source_from_proto
+from pdserve.engine.wire import WireError, request_from_proto, source_from_proto
 from pdserve.kv_transfer.auth import TokenInterceptor
 from pdserve.kv_transfer.grpc_options import server_options
 from pdserve.proto.v1 import worker_pb2
@@ -191,7 +191,7 @@ class WorkerService:
                 self._read_request(session, message)
             elif body == "cancel":
                 key = RequestKey(session.number, message.cancel.request_id, message.cancel.attempt)
-                self._inbox.put(CancelRequest(key, choices_from_proto(message.cancel)))
+                self._inbox.put(CancelRequest(key))
             elif body == "drain":
                 self._inbox.put(StartDrain())
             else:

@@ -29,7 +29,7 @@ class StepTimes:
     def predict(self, batch: StepBatch) -> Prediction:
         """What the cost model says of a step that is about to be submitted."""
         num_rows = len(batch.rows)
-        has_copies = bool(batch.swap_outs or batch.swap_ins or batch.block_copies)
+        has_copies = bool(batch.swap_outs or batch.swap_ins)
         is_typical = not has_copies and not any(row.prompt_targets for row in batch.rows)
         if batch.num_new_tokens == num_rows:
             predicted_s = self._cost.decode_s(num_rows, sum(row.cached_length for row in batch.rows))

@@ -90,15 +90,15 @@ def check_grant(grant: kv_pb2.Grant, *, first_index: int, layout: KvLayout) -> N
         raise ValueError(f"grants of {first_index + num_blocks} blocks from a pool of {layout.num_blocks}")
     if any(block_id >= layout.num_blocks for block_id in grant.block_ids):
         raise ValueError(f"grant of block {max(grant.block_ids)} from a pool of {layout.num_blocks}")
-    if grant.final and not grant.first_tokens:
+    if grant.final and not grant.HasField("first_token"):
         raise ValueError("final grant without a first token")
     if grant.final and not ends_request(grant) and layout.num_blocks_for(grant.num_tokens) != first_index + num_blocks:
         raise ValueError(f"{first_index + num_blocks} blocks granted for {grant.num_tokens} tokens")
 
 
 def ends_request(grant: kv_pb2.Grant) -> bool:
-    """Whether every choice of the request ended with its first token, so that no block is needed."""
-    return grant.final and all(first.finish for first in grant.first_tokens)
+    """Whether the request ended with its first token, so that no block is needed."""
+    return grant.final and bool(grant.first_token.finish)
 
 
 def choose_transport(ours: str, theirs: str, *, is_same_host: bool) -> str:

@@ -179,7 +179,7 @@ async def _receive_prompt(
             break
     return transfer_pb2.PullDone(
         pull_id=order.pull_id,
-        first_tokens=grant.first_tokens,
+        first_token=grant.first_token,
         num_tokens=grant.num_tokens,
         transport=transport,
         bytes=num_received * layout.block_bytes,

@@ -76,7 +76,7 @@ class SimulatedTransfers:
         egress, ingress = offer.seat.egress, pull.seat.ingress
         ends_s = max(begins_s, egress.free_at_s, ingress.free_at_s) + whole_s
         egress.free_at_s = ingress.free_at_s = ends_s
-        result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_tokens=grant.first_tokens)
+        result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_token=grant.first_token)
         self._agenda.at(ends_s + self._pull_s, partial(self._pulled, offer.seat, pull.seat, handle, result))
 
     def _transfer_s(self, source: Seat, pull: _Pull, num_blocks: int) -> float:

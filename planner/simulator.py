@@ -277,7 +277,7 @@ class _Run:
         arrives_s = said_s + self._overheads.message_s
         for event in events:
             if isinstance(event, TokenEvent):
-                if event.index < 2 or event.ends_request:
+                if event.index < 2 or event.finish:
                     self._heard_token(worker, event, arrives_s)
             elif isinstance(event, RequestEvent):
                 if event.kind in _KINDS_OF_CONSEQUENCE:
@@ -303,7 +303,7 @@ class _Run:
                 self._miss(flight)
         elif event.index == 1 and isnan(flight.second_token_s):
             flight.second_token_s = seen_s
-        if event.ends_request:
+        if event.finish:
             flight.last_token_s = seen_s
             self._agenda.at(arrives_s, partial(self._finish, flight))
 

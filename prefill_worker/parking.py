@@ -66,18 +66,16 @@ class Parking:
         if num_full > offer.num_granted_blocks:
             self._table.events.append(self._grant(offer, num_full))
 
-    def park(self, sequence: Sequence, first_tokens: tuple[FirstToken, ...], now_s: float) -> None:
-        """Token 0 of every choice is known: grant the rest. Of a request that ended with it there is nothing left to
-        pull, but its puller is told."""
+    def park(self, sequence: Sequence, first_token: FirstToken, now_s: float) -> None:
+        """Token 0 is known: grant the rest. A request that ended with it leaves nothing to pull, but its puller must
+        learn that."""
         offer = self._offers[sequence.handle]
-        is_finished = all(first.finish for first in first_tokens)
-        num_blocks = offer.num_granted_blocks if is_finished else len(sequence.block_table)
+        num_blocks = offer.num_granted_blocks if first_token.finish else len(sequence.block_table)
         offer.expires_s = now_s + self._park_timeout_s
-        self._table.events.append(self._grant(offer, num_blocks, first_tokens))
+        self._table.events.append(self._grant(offer, num_blocks, first_token))
 
-    def _grant(self, offer: _Offer, num_blocks: int, first_tokens: tuple[FirstToken, ...] = ()) -> GrantEvent:
-        """The blocks up to ``num_blocks`` that are not granted yet; the final grant with ``first_tokens``."""
-        final = bool(first_tokens)
+    def _grant(self, offer: _Offer, num_blocks: int, first_token: FirstToken | None = None) -> GrantEvent:
+        """The blocks up to ``num_blocks`` that are not granted yet; with ``first_token``, the final grant."""
         sequence = offer.sequence
         first_index, offer.num_granted_blocks = offer.num_granted_blocks, num_blocks
         block_ids = tuple(sequence.block_table[first_index:num_blocks])
@@ -86,9 +84,8 @@ class Parking:
             first_index=first_index,
             block_ids=block_ids,
             generations=self._table.pool.generations(block_ids),
-            final=final,
-            num_tokens=sequence.num_written if final else 0,
-            first_tokens=first_tokens,
+            num_tokens=0 if first_token is None else sequence.num_written,
+            first_token=first_token,
         )
 
     def set_leased(self, handle: bytes, is_leased: bool) -> None:

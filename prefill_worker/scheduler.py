@@ -20,7 +20,6 @@ from math import inf
 
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
-from pdserve.engine.planned_step import PlannedStep
 from pdserve.engine.scheduler import (
     Event,
     PullResult,
@@ -30,9 +29,8 @@ from pdserve.engine.scheduler import (
     SchedulerLoad,
 )
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_group import SequenceGroup
 from pdserve.engine.sequence_queue import SequenceQueue
-from pdserve.engine.sequence_table import RowResult, SequenceTable
+from pdserve.engine.sequence_table import PlannedStep, RowResult, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.parking import Parking
 
@@ -93,10 +91,10 @@ class PrefillScheduler:
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
         self.table.reject(key, "this worker only prefills: prepare the request on a decode worker")
 
-    def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
-        group = self.table.get(key)
-        if group is not None and group.drop(choices or group.root.choices):
-            self._end(group, RequestEventKind.CANCELLED)
+    def cancel(self, key: RequestKey, now_s: float) -> None:
+        sequence = self.table.get(key)
+        if sequence is not None:
+            self._end(sequence, RequestEventKind.CANCELLED)
 
     def enqueue(self, sequence: Sequence) -> None:
         """A new sequence waits for its turn."""
@@ -114,17 +112,17 @@ class PrefillScheduler:
             self._admitted.remove(sequence)
         self._parking.withdraw(sequence)
 
-    def _end(self, group: SequenceGroup, kind: RequestEventKind, message: str = "") -> None:
-        """A request is over. On a worker that only prefills it is one sequence."""
-        self.drop(group.root)
-        self.table.emit(group.key, kind, message)
-        self.table.close(group.root)
+    def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
+        """A request is over, on a worker that only prefills."""
+        self.drop(sequence)
+        self.table.emit(sequence.key, kind, message)
+        self.table.close(sequence)
 
     # Planning
 
     def plan(self, now_s: float) -> StepBatch | None:
-        while (group := self.table.past_deadline(now_s)) is not None:
-            self._end(group, RequestEventKind.FAILED, deadline_message(group))
+        while (sequence := self.table.past_deadline(now_s)) is not None:
+            self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
         self.expire_parked(now_s)
         if self.table.must_drain or self.is_idle:
             return None
@@ -141,8 +139,7 @@ class PrefillScheduler:
     def expire_parked(self, now_s: float) -> None:
         """Give up the parked prompts that nobody pulled in time."""
         for sequence in self._parking.take_expired(now_s):
-            group = self.table.group_of(sequence)
-            self._end(group, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
+            self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
 
     def plan_chunks(
         self, step: PlannedStep, *, max_tokens: int, max_admissions: int, spare_blocks: int, now_s: float
@@ -151,7 +148,7 @@ class PrefillScheduler:
 
         Args:
             max_tokens: new tokens to add at most.
-            max_admissions: prompts to admit at most; one that decodes here counts once for each of its choices.
+            max_admissions: prompts to admit at most.
             spare_blocks: blocks that admitted prompts may be expected to need in all.
         """
         self.is_held_up = False
@@ -159,13 +156,13 @@ class PrefillScheduler:
         while max_tokens > 0:
             head = self._waiting.first()
             if head is not None and not self.is_held_up and self._goes_before(head, index):
-                cost = self._admission_cost(head, spare_blocks) if head.num_seats <= max_admissions else None
+                cost = self._admission_cost(head, spare_blocks) if max_admissions > 0 else None
                 if cost is None:
                     self.is_held_up = True
                 else:
                     self._admit(head, index, now_s)
                     spare_blocks -= cost
-                    max_admissions -= head.num_seats
+                    max_admissions -= 1
             if index == len(self._admitted):
                 break
             sequence = self._admitted[index]
@@ -211,11 +208,10 @@ class PrefillScheduler:
         cached = self._match(sequence)
         self._pool.share(cached)
         if sequence.is_handoff:
-            num_blocks, num_fork_blocks = self._pool.num_blocks_for(len(sequence.tokens)), 0
+            num_blocks = self._pool.num_blocks_for(len(sequence.tokens))
         else:
-            num_blocks, num_fork_blocks = sequence.num_blocks_with_headroom(), sequence.num_fork_blocks()
-        new_blocks = self._pool.allocate(num_blocks - len(cached))
-        sequence.start_at(cached, new_blocks, self._pool.allocate(num_fork_blocks))
+            num_blocks = sequence.num_blocks_with_headroom()
+        sequence.start_at(cached, self._pool.allocate(num_blocks - len(cached)))
         if sequence.state is RequestState.QUEUED:
             sequence.state = RequestState.PREFILLING
             self.table.events.append(
@@ -255,8 +251,8 @@ class PrefillScheduler:
     def take_result(self, result: RowResult, now_s: float) -> None:
         """Grant what a handoff has written, park it with token 0; close what has finished."""
         sequence = result.sequence
-        if sequence.handle and result.first_tokens:
-            self._parking.park(sequence, result.first_tokens, now_s)
+        if sequence.handle and result.first_token is not None:
+            self._parking.park(sequence, result.first_token, now_s)
         elif sequence.handle:
             self._parking.grant_written(sequence)
         if result.is_finished:
@@ -264,8 +260,8 @@ class PrefillScheduler:
             self.table.close(sequence)
 
     def fail_step(self, step_id: int, message: str, now_s: float) -> None:
-        for group in self.table.fail_step(step_id):
-            self._end(group, RequestEventKind.FAILED, message)
+        for sequence in self.table.fail_step(step_id):
+            self._end(sequence, RequestEventKind.FAILED, message)
 
     # Transfers
 
@@ -321,8 +317,8 @@ class PrefillScheduler:
         )
 
 
-def deadline_message(group: SequenceGroup) -> str:
-    return f"deadline: {group.root.request.deadline_s:g} s have passed since the worker received the request"
+def deadline_message(sequence: Sequence) -> str:
+    return f"deadline: {sequence.request.deadline_s:g} s have passed since the worker received the request"
 
 
 def _wanted_s(sequence: Sequence) -> float:

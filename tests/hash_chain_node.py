@@ -52,15 +52,8 @@ class WorldConfig:
     """Share of requests whose client leaves at some time."""
     cancel_preempted: float = 0.0
     """Share of preemptions soon after which the client leaves."""
-    drop: float = 0.0
-    """Share of choices of which the client has enough at some time."""
     is_mirrored: bool = False
     """Pulls read and write a mirror of the pool, and what is told to and by transfer processes waits for copies."""
-
-    @property
-    def num_seats(self) -> int:
-        """Sequences that a decode worker takes at most."""
-        return min(self.max_batch_size, self.max_batch_tokens - 1)
 
 
 class LateExecutor:

@@ -2,10 +2,10 @@
 
 Workers run the hash-chain executor over in-memory pools, so that one wrong, lost or repeated token, or a block reused
 too early, shows in the next token. The world plays the transfer processes (pulls copy bytes between pools, or between
-mirrors of them, late, in parts, and sometimes not to the end), the clients (who leave, or drop one of their choices, at
-any time) and the router (which has a parked prompt pulled again, or sends a failed request again, keeping the tokens it
-has, then each choice alone). After every turn each pool's integrity is checked, and in every step what sampling is
-told.
+mirrors of them, late, in parts, and sometimes not to the end), the clients (who leave at any time) and the router
+(which sends the further choices of a prompt once the first has a token or is over, has a parked prompt pulled again, or
+sends a failed request again, keeping the tokens it has). After every turn each pool's integrity is checked, and in
+every step the inputs of sampling.
 """
 
 from __future__ import annotations
@@ -38,23 +38,20 @@ STOP_TOKEN_IDS = (100,)
 
 @dataclass
 class Client:
-    """A request as its client sees it."""
+    """A request as its client sees it: one choice of a prompt."""
 
     request: GenerationRequest
-    expected: list[list[int]]
-    """By choice."""
-    received: list[list[int]]
-    open_choices: set[int]
-    """Those that the client waits for."""
+    expected: list[int]
+    received: list[int] = field(default_factory=list)
+    further: list[Client] = field(default_factory=list)
+    """The other choices of the prompt, until they are dispatched."""
     outcome: Outcome | None = None
     leaves_at_turn: int = -1
-    drops: list[tuple[int, int]] = field(default_factory=list)
-    """(turn, choice): when the client has enough of a choice."""
 
 
 @dataclass(eq=False)
 class Dispatch:
-    """An attempt at some choices of a request, as the router sees it."""
+    """An attempt at a request, as the router sees it."""
 
     client: Client
     request: GenerationRequest
@@ -66,10 +63,6 @@ class Dispatch:
     @property
     def key(self) -> RequestKey:
         return RequestKey(0, self.request.request_id, self.request.attempt)
-
-    @property
-    def choices(self) -> set[int]:
-        return set(range(self.request.choice, self.request.choice + self.request.num_choices))
 
 
 @dataclass
@@ -119,9 +112,20 @@ class World:
         *,
         deadline_s: float = 600.0,
         num_choices: int = 1,
-    ) -> Client:
-        expected = [
-            expected_tokens(
+    ) -> None:
+        """Send the first choice; the others follow when that one has a token."""
+        ttft_slo_s = self.random.choice((0.0, 0.1, 1.0))
+        choices = []
+        for choice in range(num_choices):
+            request = GenerationRequest(
+                request_id=len(self.clients),
+                prompt_tokens=prompt,
+                choice=choice,
+                sampling=sampling,
+                deadline_s=deadline_s,
+                ttft_slo_s=ttft_slo_s,
+            )
+            expected = expected_tokens(
                 prompt,
                 sampling.max_tokens,
                 VOCAB_SIZE,
@@ -130,25 +134,19 @@ class World:
                 eos_token_ids=(EOS,),
                 eos_period=self.config.eos_period,
             )
-            for choice in range(num_choices)
-        ]
-        request = GenerationRequest(
-            request_id=len(self.clients),
-            prompt_tokens=prompt,
-            num_choices=num_choices,
-            sampling=sampling,
-            deadline_s=deadline_s,
-            ttft_slo_s=self.random.choice((0.0, 0.1, 1.0)),
-        )
-        client = Client(request, expected, [[] for _ in expected], set(range(num_choices)))
-        if self.random.random() < self.config.cancel:
-            client.leaves_at_turn = self.num_turns + self.random.randrange(60)
-        for choice in range(num_choices):
-            if self.random.random() < self.config.drop:
-                client.drops.append((self.num_turns + self.random.randrange(60), choice))
-        self.clients.append(client)
-        self._dispatch(client, request)
-        return client
+            client = Client(request, expected)
+            if self.random.random() < self.config.cancel:
+                client.leaves_at_turn = self.num_turns + self.random.randrange(60)
+            self.clients.append(client)
+            choices.append(client)
+        choices[0].further = choices[1:]
+        self._dispatch(choices[0], choices[0].request)
+
+    def _dispatch_further(self, client: Client) -> None:
+        further, client.further = client.further, []
+        for other in further:
+            if other.outcome is None:
+                self._dispatch(other, other.request)
 
     def _dispatch(self, client: Client, request: GenerationRequest) -> None:
         is_handoff = bool(self.prefill) and self.random.random() >= self.config.local_share
@@ -159,23 +157,11 @@ class World:
         node.scheduler.add(dispatch.key, dispatch.request, self.now_s)
 
     def _redispatch(self, dispatch: Dispatch, reason: str) -> None:
-        """Send what is open of an attempt again: as it was, or each choice alone if it has tokens already."""
+        """Send an attempt again, with the tokens that the client has."""
         self.counts[f"redispatched: {reason}"] += 1
         self._withdraw(dispatch)
-        client = dispatch.client
-        open_choices = dispatch.choices & client.open_choices
-        request = replace(dispatch.request, attempt=dispatch.request.attempt + 1)
-        if open_choices == dispatch.choices and not any(client.received[choice] for choice in open_choices):
-            self._dispatch(client, request)
-            return
-        self.counts["redispatched alone"] += len(client.expected) > 1
-        for choice in open_choices:
-            # Attempts at choices of one request run side by side: each choice counts its own.
-            attempt = request.attempt + 100 * (choice + 1) * (dispatch.request.num_choices > 1)
-            emitted = tuple(client.received[choice])
-            self._dispatch(
-                client, replace(request, attempt=attempt, choice=choice, num_choices=1, emitted_tokens=emitted)
-            )
+        attempt, emitted = dispatch.request.attempt + 1, tuple(dispatch.client.received)
+        self._dispatch(dispatch.client, replace(dispatch.request, attempt=attempt, emitted_tokens=emitted))
 
     def _withdraw(self, dispatch: Dispatch) -> None:
         del self._dispatches[dispatch.key]
@@ -183,53 +169,38 @@ class World:
             node.scheduler.cancel(dispatch.key, self.now_s)
 
     def _end(self, client: Client, outcome: Outcome) -> None:
-        """Workers know by themselves when every choice has finished; of any other end they are told."""
+        """Workers know by themselves when a request has finished; any other end is a cancel."""
         client.outcome = outcome
         for dispatch in [dispatch for dispatch in self._dispatches.values() if dispatch.client is client]:
             if outcome is Outcome.FINISHED:
                 del self._dispatches[dispatch.key]
             else:
                 self._withdraw(dispatch)
-
-    def _drop(self, client: Client, choice: int) -> None:
-        """The client has enough of a choice."""
-        if client.outcome is not None or choice not in client.open_choices:
-            return
-        self.counts["dropped"] += 1
-        client.open_choices.remove(choice)
-        for dispatch in [dispatch for dispatch in self._dispatches.values() if dispatch.client is client]:
-            for node in dispatch.nodes:
-                node.scheduler.cancel(dispatch.key, self.now_s, (choice,))
-        if not client.open_choices:
-            self._end(client, Outcome.FINISHED)
+        self._dispatch_further(client)
 
     def _on_token(self, node: Node, event: TokenEvent) -> None:
-        if event.ends_request:
-            assert event.finish
+        if event.finish:
             self._alive.remove((node.name, event.key))
         dispatch = self._dispatches.get(event.key)
         if dispatch is None:
             return
         client = dispatch.client
+        assert event.choice == client.request.choice
         if event.index == 0 and client.request.sampling.num_prompt_logprobs >= 0:
             num_sent = self._num_prompt_logprobs[node.name, event.key]
             assert num_sent == len(client.request.prompt_tokens) - 1, f"{event.key}: {num_sent} prompt logprobs"
-        expected, received = client.expected[event.choice], client.received[event.choice]
-        assert len(received) < len(expected), f"{event.key}: a token after the last one of choice {event.choice}"
-        if event.choice not in client.open_choices:
-            return  # it was dropped while the step was computed
+        expected, received = client.expected, client.received
         assert event.index == len(received), f"{event.key}: token {event.index} came, {len(received)} is next"
         assert event.token == expected[event.index], f"{event.key}: token {event.index} is wrong"
         received.append(event.token)
+        self._dispatch_further(client)
         is_last = len(received) == len(expected)
         assert (event.finish is not FinishReason.NONE) == is_last
         if is_last:
             sampling = client.request.sampling
             is_stop = event.token in (*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids)
             assert event.finish is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
-            client.open_choices.remove(event.choice)
-            if not client.open_choices:
-                self._end(client, Outcome.FINISHED)
+            self._end(client, Outcome.FINISHED)
 
     def _on_prompt_logprobs(self, node: Node, event: PromptLogprobsEvent) -> None:
         """They come in order; a prompt that was preempted begins anew."""
@@ -247,6 +218,8 @@ class World:
         if dispatch is None:
             return
         match event.kind:
+            case RequestEventKind.STARTED if dispatch.request.choice and event.num_cached_tokens:
+                self.counts["choice over cached blocks"] += 1
             case RequestEventKind.LAST_CHUNK:
                 self._bind(dispatch, event.handle)
             case RequestEventKind.PREEMPTED if self.random.random() < self.config.cancel_preempted:
@@ -273,8 +246,6 @@ class World:
         source = KvSource(address="", worker_epoch=1, handle=handle)
         self._alive.add((node.name, dispatch.key))
         node.scheduler.prepare(dispatch.key, dispatch.request, source, self.now_s)
-        for choice in dispatch.choices - dispatch.client.open_choices:
-            node.scheduler.cancel(dispatch.key, self.now_s, (choice,))
 
     # Transfer processes
 
@@ -353,7 +324,7 @@ class World:
 
     def _copy(self, pull: _Pull, offer: _Offer, grant: GrantEvent) -> None:
         pull.num_grants += 1
-        if grant.final and all(first.finish for first in grant.first_tokens):
+        if grant.first_token is not None and grant.first_token.finish:
             self._finish_pull(pull, offer, grant)
             return
         for index, block, generation in zip(
@@ -366,8 +337,8 @@ class World:
             if target >= 0:
                 pull.node.transferred[pull.order.block_ids[target]] = offer.node.transferred[block]
                 if offer.node.generations[block] != generation:
-                    is_over = all(first.finish for first in offer.grants[-1].first_tokens)
-                    assert is_over or offer.node.orders, "a parked block was reused"
+                    last = offer.grants[-1].first_token
+                    assert (last is not None and last.finish) or offer.node.orders, "a parked block was reused"
                     self.counts["reused"] += 1
                     self._end_pull(pull, "verify")
                     return
@@ -378,9 +349,9 @@ class World:
         self._pulls.remove(pull)
         del self._offers[grant.handle]
         self.counts["pulled"] += 1
-        self.counts["ended at token 0"] += all(first.finish for first in grant.first_tokens)
+        self.counts["ended at token 0"] += bool(grant.first_token and grant.first_token.finish)
         self._tell(offer.node, lambda: offer.node.scheduler.released(grant.handle, self.now_s))
-        result = PullResult(pull_id=pull.order.pull_id, num_tokens=grant.num_tokens, first_tokens=grant.first_tokens)
+        result = PullResult(pull_id=pull.order.pull_id, num_tokens=grant.num_tokens, first_token=grant.first_token)
         self._tell(pull.node, lambda: self._pull_done(pull, result))
 
     def _pull_done(self, pull: _Pull, result: PullResult) -> None:
@@ -420,9 +391,6 @@ class World:
             if pull in self._pulls and self.random.random() < 0.7:
                 self._move_pull(pull)
         for client in self.clients:
-            for turn, choice in client.drops:
-                if turn == self.num_turns:
-                    self._drop(client, choice)
             if client.leaves_at_turn == self.num_turns and client.outcome is None:
                 self._end(client, Outcome.CANCELLED)
         self._take_events()

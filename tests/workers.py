@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -83,9 +83,8 @@ class RouterClient:
         prepare = worker_pb2.Prepare(request=request_to_proto(request), source=source_to_proto(source))
         self.send(worker_pb2.RouterMessage(prepare=prepare))
 
-    def cancel(self, request_id: int, attempt: int = 0, choices: Sequence[int] = ()) -> None:
-        """Cancel a request, or only some of its choices."""
-        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt, choices=choices)
+    def cancel(self, request_id: int, attempt: int = 0) -> None:
+        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt)
         self.send(worker_pb2.RouterMessage(cancel=cancel))
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
@@ -126,19 +125,6 @@ class RouterClient:
         first = entries[0].index
         assert [entry.index for entry in entries] == list(range(first, first + len(entries)))
         return [entry.token for entry in entries]
-
-    def wait_for_choices(self, request_id: int, num_choices: int) -> list[list[int]]:
-        """All tokens of every choice of a request, once all have ended; indices without gaps."""
-        entries = self.tokens[request_id]
-        self.wait_for(
-            lambda: sum(entry.finish != 0 for entry in entries) == num_choices, f"{num_choices} ends of {request_id}"
-        )
-        answers = []
-        for choice in range(num_choices):
-            own = [entry for entry in entries if entry.choice == choice]
-            assert [entry.index for entry in own] == list(range(own[0].index, own[0].index + len(own)))
-            answers.append([entry.token for entry in own])
-        return answers
 
     def wait_until_free(self, timeout_s: float = DEADLINE_S) -> None:
         """Wait for a load that says that no block is referenced and nothing runs, waits or is parked."""

@@ -98,7 +98,7 @@ def _hand_off(number: int, layout: KvLayout, source: _Side, target: _Side, said:
         generations=[number] * len(blocks),
         final=True,
         num_tokens=len(blocks) * layout.block_size,
-        first_tokens=[kv_pb2.FirstToken(token=1)],
+        first_token=kv_pb2.FirstToken(token=1),
     )
     pull = transfer_pb2.StartPull(
         pull_id=number,

@@ -235,7 +235,7 @@ class Grant(_message.Message):
     GENERATIONS_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """position in the prompt of the first block below"""
     final: _builtins.bool
@@ -246,8 +246,8 @@ class Grant(_message.Message):
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]:
-        """final: one of each choice, in order"""
+    def first_token(self) -> Global___FirstToken:
+        """final"""
 
     def __init__(
         self,
@@ -257,11 +257,11 @@ class Grant(_message.Message):
         generations: _abc.Iterable[_builtins.int] | None = ...,
         final: _builtins.bool = ...,
         num_tokens: _builtins.int = ...,
-        first_tokens: _abc.Iterable[Global___FirstToken] | None = ...,
+        first_token: Global___FirstToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "final", b"final", "first_index", b"first_index", "first_tokens", b"first_tokens", "generations", b"generations", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "final", b"final", "first_index", b"first_index", "first_token", b"first_token", "generations", b"generations", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,7 +275,7 @@ class FirstToken(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     finish: _worker_pb2.FinishReason.ValueType
-    """not NONE: the choice is over; where all are, there is nothing to pull"""
+    """not NONE: the request is over, and there is nothing to pull"""
     def __init__(
         self,
         *,

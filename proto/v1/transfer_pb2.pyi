@@ -324,7 +324,7 @@ class PullDone(_message.Message):
     PULL_ID_FIELD_NUMBER: _builtins.int
     FAILURE_STAGE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
@@ -339,22 +339,22 @@ class PullDone(_message.Message):
     seconds: _builtins.float
     """final grant received to verified"""
     @_builtins.property
-    def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.FirstToken]: ...
+    def first_token(self) -> _kv_pb2.FirstToken: ...
     def __init__(
         self,
         *,
         pull_id: _builtins.int = ...,
         failure_stage: _builtins.str = ...,
         message: _builtins.str = ...,
-        first_tokens: _abc.Iterable[_kv_pb2.FirstToken] | None = ...,
+        first_token: _kv_pb2.FirstToken | None = ...,
         num_tokens: _builtins.int = ...,
         transport: _builtins.str = ...,
         bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure_stage", b"failure_stage", "first_tokens", b"first_tokens", "message", b"message", "num_tokens", b"num_tokens", "pull_id", b"pull_id", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure_stage", b"failure_stage", "first_token", b"first_token", "message", b"message", "num_tokens", b"num_tokens", "pull_id", b"pull_id", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

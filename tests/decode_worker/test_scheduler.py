@@ -109,7 +109,7 @@ def join(scheduler: DecodeScheduler, *requests: GenerationRequest) -> list[Start
     assert len(pulls) == len(requests)
     for pull in pulls:
         scheduler.pull_done(
-            PullResult(pull_id=pull.pull_id, num_tokens=pull.num_tokens, first_tokens=(FirstToken(40),)), 0.0
+            PullResult(pull_id=pull.pull_id, num_tokens=pull.num_tokens, first_token=FirstToken(40)), 0.0
         )
     scheduler.take_events()
     return pulls
@@ -136,12 +136,39 @@ def test_a_pull_reserves_the_whole_prompt_and_head_room_at_once() -> None:
     assert 0 < pull.deadline_s <= 598
 
 
+@pytest.mark.parametrize("num_tokens", [10, 8])
+def test_a_further_choice_pulls_only_the_partly_filled_block(num_tokens: int) -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    first = a_request(0, num_tokens)
+    join(scheduler, first)
+    [pull] = start_pulls(scheduler, replace(first, request_id=1, choice=1))
+    assert (pull.num_cached_blocks, len(pull.block_ids)) == (2, num_tokens // 10)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=num_tokens, first_token=FirstToken(41)), 0.0)
+    batch = step(scheduler)
+    assert [(row.choice, list(row.tokens), row.cached_length) for row in batch.rows] == [
+        (0, [], num_tokens + 1),
+        (1, [41], num_tokens),
+    ]
+    tables = [row.block_table for row in batch.rows]
+    assert tables[0][:2] == tables[1][:2]
+    assert not {*tables[0][2:]} & {*tables[1][2:]}
+
+
+def test_a_source_must_have_a_first_token() -> None:
+    scheduler = a_scheduler()
+    [pull] = start_pulls(scheduler, a_request(0, 10))
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=10), 0.0)
+    [event] = only(scheduler.take_events(), RequestEvent)
+    assert (event.kind, event.message) == (RequestEventKind.KV_UNAVAILABLE, "verify: the source granted no first token")
+
+
 def test_a_pulled_sequence_decodes_from_the_first_token_without_repeating_it() -> None:
     pool = BlockPool(64, BLOCK_SIZE)
     scheduler = a_scheduler(pool)
     request = a_request(0, 10, emitted=(30, 31))
     [pull] = start_pulls(scheduler, request)
-    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=12, first_tokens=(FirstToken(40),)), 5.0)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=12, first_token=FirstToken(40)), 5.0)
     assert scheduler.take_events() == [RequestEvent(key=key_of(request), kind=RequestEventKind.JOINED, waited_s=5.0)]
     [row] = step(scheduler).rows
     assert (list(row.tokens), row.cached_length, row.sample_position) == ([40], 12, 13)
@@ -164,7 +191,7 @@ def test_a_request_that_ended_with_its_first_token_is_released() -> None:
     pool = BlockPool(64, BLOCK_SIZE)
     scheduler = a_scheduler(pool)
     [pull] = start_pulls(scheduler, a_request(0, 10))
-    scheduler.pull_done(PullResult(pull_id=pull.pull_id, first_tokens=(FirstToken(EOS, FinishReason.STOP),)), 0.0)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, first_token=FirstToken(EOS, FinishReason.STOP)), 0.0)
     assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
     assert scheduler.plan(0.0) is None
     assert (pool.num_referenced, pool.num_cached) == (0, 0)
@@ -176,7 +203,7 @@ def test_a_failed_pull_caches_nothing(failure: str) -> None:
     scheduler = a_scheduler(pool)
     [pull] = start_pulls(scheduler, a_request(0, 10))
     scheduler.pull_done(
-        PullResult(pull_id=pull.pull_id, failure=failure, num_tokens=9, first_tokens=(FirstToken(40),)), 0.0
+        PullResult(pull_id=pull.pull_id, failure=failure, num_tokens=9, first_token=FirstToken(40)), 0.0
     )
     [event] = scheduler.take_events()
     assert kinds([event]) == [RequestEventKind.KV_UNAVAILABLE]
@@ -287,7 +314,7 @@ def test_a_failed_step_fails_its_sequences_only() -> None:
     prepare(scheduler, a_request(1, 5))
     late = step(scheduler)
     [pull] = only(scheduler.take_events(), StartPullEvent)
-    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=5, first_tokens=(FirstToken(40),)), 0.0)
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=5, first_token=FirstToken(40)), 0.0)
     scheduler.take_events()
     scheduler.fail_step(failing.step_id, "broken", 0.0)
     [event] = only(scheduler.take_events(), RequestEvent)
@@ -306,7 +333,7 @@ def test_a_deadline_ends_a_pull_and_a_running_sequence(is_running: bool) -> None
     [pull] = start_pulls(scheduler, request)
     assert pull.deadline_s == 9.0
     if is_running:
-        scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=10, first_tokens=(FirstToken(40),)), 0.0)
+        scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=10, first_token=FirstToken(40)), 0.0)
         scheduler.take_events()
     assert scheduler.next_deadline_s() == 9.0
     assert scheduler.plan(9.0) is None

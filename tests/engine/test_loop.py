@@ -78,10 +78,8 @@ class CountingScheduler:
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
         self.calls.append((key, source, now_s))
 
-    def cancel(self, key: RequestKey, now_s: float, choices: tuple[int, ...] = ()) -> None:
-        if choices:
-            self.calls.append((key, choices))
-        elif self.left.pop(key, None) is not None:
+    def cancel(self, key: RequestKey, now_s: float) -> None:
+        if self.left.pop(key, None) is not None:
             self.events.append(RequestEvent(key=key, kind=RequestEventKind.CANCELLED))
 
     def plan(self, now_s: float) -> StepBatch | None:
@@ -102,7 +100,7 @@ class CountingScheduler:
                 continue
             self.left[key] -= 1
             finish = FinishReason.NONE if self.left[key] else FinishReason.LENGTH
-            self.events.append(TokenEvent(key, 0, output.step_id, sampled.token, None, finish, not self.left[key]))
+            self.events.append(TokenEvent(key, 0, output.step_id, sampled.token, None, finish))
             if not self.left[key]:
                 del self.left[key]
 
@@ -333,23 +331,6 @@ def test_the_end_of_a_session_cancels_its_requests_only() -> None:
         wait_until(lambda: (2, RequestEventKind.CANCELLED) in rig.kinds, "CANCELLED")
 
 
-def test_a_cancel_of_choices_reaches_the_scheduler_and_the_request_lives_until_its_last_token() -> None:
-    rig = Rig()
-    key = RequestKey(1, 1, 0)
-    with rig.running():
-        rig.inbox.put(
-            PrepareRequest(key, GenerationRequest(request_id=1, prompt_tokens=(1,), num_choices=3), SOURCE, 0.0)
-        )
-        rig.inbox.put(CancelRequest(key, (0, 2)))
-        wait_until(lambda: rig.scheduler.calls == [(key, SOURCE, 0.0), (key, (0, 2))], "the calls")
-        rig.scheduler.events.append(TokenEvent(key, 1, 0, 5, None, FinishReason.STOP))
-        rig.inbox.put(StartDrain())
-        wait_until(lambda: rig.reports[-1].load.draining, "a drain")
-        assert not rig.loop.drained.is_set(), "one of its choices has ended, and another runs"
-        rig.scheduler.events.append(TokenEvent(key, 0, 9, 5, None, FinishReason.STOP, ends_request=True))
-        assert rig.loop.drained.wait(30)
-
-
 def test_a_second_request_under_the_same_key_is_rejected() -> None:
     rig = Rig()
     with rig.running():
@@ -383,9 +364,8 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
             first_index=2,
             block_ids=(7, 8),
             generations=(1, 2**63),
-            final=True,
             num_tokens=60,
-            first_tokens=(FirstToken(9, FinishReason.STOP), FirstToken(8)),
+            first_token=FirstToken(9, FinishReason.STOP),
         ),
         WithdrawEvent(b"h" * 16),
         StartPullEvent(pull_id=4, source=SOURCE, num_cached_blocks=1, block_ids=(3, 5), num_tokens=40, deadline_s=2.0),
@@ -397,10 +377,8 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
     assert offer.offer.handle == grant.grant.handle == withdraw.withdraw.handle == b"h" * 16
     assert list(grant.grant.grant.block_ids) == [7, 8]
     assert list(grant.grant.grant.generations) == [1, 2**63]
-    assert list(grant.grant.grant.first_tokens) == [
-        kv_pb2.FirstToken(token=9, finish=worker_pb2.FINISH_REASON_STOP),
-        kv_pb2.FirstToken(token=8),
-    ]
+    assert grant.grant.grant.final
+    assert grant.grant.grant.first_token == kv_pb2.FirstToken(token=9, finish=worker_pb2.FINISH_REASON_STOP)
     assert (start.start_pull.pull_id, list(start.start_pull.block_ids)) == (4, [3, 5])
     assert start.start_pull.min_duration_s == 1.0
     assert abort.abort_pull.pull_id == 4
@@ -409,11 +387,8 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
 def test_words_of_the_transfer_process_reach_the_scheduler_and_the_routers() -> None:
     rig = Rig()
     done = transfer_pb2.PullDone(pull_id=4, num_tokens=40, transport="memfd", bytes=99, seconds=0.5)
-    done.first_tokens.add(token=11)
-    done.first_tokens.add(token=12, finish=worker_pb2.FINISH_REASON_LENGTH)
-    beyond = transfer_pb2.PullDone(pull_id=5)
-    beyond.first_tokens.add(token=11)
-    beyond.first_tokens.add(token=LIMITS.vocab_size)
+    done.first_token.CopyFrom(kv_pb2.FirstToken(token=12, finish=worker_pb2.FINISH_REASON_LENGTH))
+    beyond = transfer_pb2.PullDone(pull_id=5, first_token=kv_pb2.FirstToken(token=LIMITS.vocab_size))
     with rig.running():
         for said in (
             transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=b"a")),
@@ -429,9 +404,7 @@ def test_words_of_the_transfer_process_reach_the_scheduler_and_the_routers() -> 
         wait_until(lambda: len(rig.scheduler.calls) == 6, "six calls")
     *leases, good, bad, failed = rig.scheduler.calls
     assert leases == [("opened", b"a"), ("lost", b"b"), ("released", b"c")]
-    assert good == PullResult(
-        pull_id=4, num_tokens=40, first_tokens=(FirstToken(11), FirstToken(12, FinishReason.LENGTH))
-    )
+    assert good == PullResult(pull_id=4, num_tokens=40, first_token=FirstToken(12, FinishReason.LENGTH))
     assert isinstance(bad, PullResult)
     assert "limits" in bad.failure
     assert failed == PullResult(pull_id=6, failure="copy: stale")

@@ -31,7 +31,6 @@ configs = st.builds(
     cancel=st.sampled_from([0.0, 0.3]),
     num_swap_slots=st.sampled_from([0, 5, 40]),
     recompute_share=st.sampled_from([0.0, 0.3]),
-    drop=st.sampled_from([0.0, 0.2]),
     is_mirrored=st.booleans(),
 )
 
@@ -42,12 +41,10 @@ def test_every_client_gets_its_tokens_and_every_block_comes_back(
     config: WorldConfig, seed: int, max_choices: int
 ) -> None:
     world = World(config, seed)
-    submit_many(world, 25, max_prompt=30, max_answer=40, max_choices=min(max_choices, config.num_seats))
+    submit_many(world, 25, max_prompt=30, max_answer=40, max_choices=max_choices)
     world.run(MAX_TURNS)
     outcomes = {Outcome.FINISHED, Outcome.CANCELLED} if config.cancel else {Outcome.FINISHED}
-    for client in world.clients:
-        # What several choices are expected to need at first may be more than a small pool; one always fits.
-        assert client.outcome in outcomes or (client.outcome is Outcome.REJECTED and client.request.num_choices > 1)
+    assert {client.outcome for client in world.clients} <= outcomes
 
 
 LONG_ANSWERS = WorldConfig(num_decode_blocks=104, max_model_len=400)
@@ -102,7 +99,6 @@ def test_every_kind_of_trouble_is_met() -> None:
         pull_failure=0.05,
         step_failure=0.01,
         cancel=0.3,
-        drop=0.1,
         park_timeout_s=0.1,
     )
     world = World(config, seed=1)
@@ -117,9 +113,8 @@ def test_every_kind_of_trouble_is_met() -> None:
         "redispatched: injected",
         "redispatched: copy",
         "redispatched: parked",
-        "redispatched alone",
         "rebound",
-        "dropped",
+        "choice over cached blocks",
     ):
         assert world.counts[count] > 0, f"no {count!r}"
 

@@ -69,7 +69,7 @@ class Peer:
         )
         if final:
             grant.num_tokens = (first_index + len(block_ids)) * self.layout.block_size - 1
-            grant.first_tokens.add(token=token, finish=finish)
+            grant.first_token.CopyFrom(kv_pb2.FirstToken(token=token, finish=finish))
         self.process.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
 
     def withdraw(self, handle: bytes) -> None:

@@ -58,7 +58,7 @@ def test_head_ranges_outside_the_rank_are_refused(head_start: int, head_end: int
 def _grant() -> kv_pb2.Grant:
     first = kv_pb2.FirstToken(token=5)
     return kv_pb2.Grant(
-        first_index=3, block_ids=[63, 0], generations=[1, 2], final=True, num_tokens=17, first_tokens=[first]
+        first_index=3, block_ids=[63, 0], generations=[1, 2], final=True, num_tokens=17, first_token=first
     )
 
 
@@ -76,7 +76,7 @@ def test_a_grant_that_follows_is_accepted(num_tokens: int) -> None:
         (lambda grant: grant.generations.append(3), "3 generations"),
         (lambda grant: grant.block_ids.__setitem__(1, 64), "block 64"),
         (lambda grant: setattr(grant, "num_tokens", 16), "16 tokens"),
-        (lambda grant: grant.ClearField("first_tokens"), "first token"),
+        (lambda grant: grant.ClearField("first_token"), "first token"),
         (lambda grant: setattr(grant, "num_tokens", 21), "21 tokens"),
         (lambda grant: (grant.block_ids.extend([1] * 60), grant.generations.extend([1] * 60)), "65 blocks"),
     ],
@@ -89,12 +89,10 @@ def test_a_malformed_grant_is_refused(change: Callable[[kv_pb2.Grant], None], re
 
 
 def test_a_request_that_ended_needs_no_blocks() -> None:
-    grant = kv_pb2.Grant(final=True, first_tokens=[kv_pb2.FirstToken(finish=worker_pb2.FINISH_REASON_STOP)] * 2)
+    grant = kv_pb2.Grant(final=True, first_token=kv_pb2.FirstToken(finish=worker_pb2.FINISH_REASON_STOP))
     grant.num_tokens = 100
     handshake.check_grant(grant, first_index=0, layout=LAYOUT)
     assert handshake.ends_request(grant)
-    grant.first_tokens[1].finish = worker_pb2.FINISH_REASON_NONE
-    assert not handshake.ends_request(grant), "a choice goes on"
     assert not handshake.ends_request(_grant())
 
 

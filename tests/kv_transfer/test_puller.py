@@ -66,7 +66,7 @@ def _grant() -> kv_pb2.SourceMessage:
         generations=[0] * NUM_BLOCKS,
         final=True,
         num_tokens=NUM_BLOCKS * LAYOUT.block_size,
-        first_tokens=[kv_pb2.FirstToken(token=1)],
+        first_token=kv_pb2.FirstToken(token=1),
     )
     return kv_pb2.SourceMessage(grant=grant)
 

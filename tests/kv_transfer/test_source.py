@@ -91,7 +91,7 @@ def test_grants_and_their_blocks_in_order(source: Peer) -> None:
         assert list(client.read().grant.block_ids) == [5, 6]
         data = client.read().data
         assert (data.index, data.data) == (1, bytes(source.memory.block(6, 1, 2)))
-        assert client.read().grant.first_tokens[0].token == 11
+        assert client.read().grant.first_token.token == 11
         assert client.read().data.index == 2
         client.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
         assert client.expect_end()[0] is grpc.StatusCode.OK

@@ -59,7 +59,7 @@ def test_blocks_arrive_and_nothing_else_changes(source: Peer, target: Peer, requ
     target.pull(source.process.address, handle, [5, 62, 6])
     done = target.expect_done()
     assert [target.block(block_id) for block_id in range(LAYOUT.num_blocks)] == expected
-    assert (done.first_tokens[0].token, done.num_tokens, done.bytes) == (99, 11, 3 * LAYOUT.block_bytes)
+    assert (done.first_token.token, done.num_tokens, done.bytes) == (99, 11, 3 * LAYOUT.block_bytes)
     assert f"target[{done.transport}]" in request.node.name or done.transport in request.node.name
     _expect_released(source, handle)
 
@@ -126,7 +126,7 @@ def test_everything_cached(source: Peer, target: Peer) -> None:
     source.grant(handle, [30, 31], token=5)
     target.pull(source.process.address, handle, [], num_cached_blocks=2)
     done = target.expect_done()
-    assert (done.bytes, done.first_tokens[0].token) == (0, 5)
+    assert (done.bytes, done.first_token.token) == (0, 5)
     _expect_released(source, handle)
 
 
@@ -136,7 +136,7 @@ def test_a_request_that_ends_with_its_first_token_moves_no_blocks(source: Peer, 
     before = bytes(target.memory.blocks)
     target.pull(source.process.address, handle, [11, 12])
     done = target.expect_done()
-    assert done.first_tokens[0].finish == worker_pb2.FINISH_REASON_STOP
+    assert done.first_token.finish == worker_pb2.FINISH_REASON_STOP
     assert bytes(target.memory.blocks) == before
     _expect_released(source, handle)
 

@@ -219,9 +219,7 @@ def test_token_0_and_the_grants_of_a_handoff() -> None:
     assert offer == OfferEvent(b"handle-0")
     blocks = tuple(last.rows[0].block_table)
     generations = pool.generations(blocks)
-    assert early == GrantEvent(
-        handle=b"handle-0", first_index=0, block_ids=blocks[:1], generations=generations[:1], final=False
-    )
+    assert early == GrantEvent(handle=b"handle-0", first_index=0, block_ids=blocks[:1], generations=generations[:1])
     answer(scheduler, last, token=42)
     token, final = scheduler.take_events()
     assert token == TokenEvent(key_of(request), 0, 0, 42, TokenLogprobs(-1.0, ()), FinishReason.NONE)
@@ -230,9 +228,8 @@ def test_token_0_and_the_grants_of_a_handoff() -> None:
         first_index=1,
         block_ids=blocks[1:],
         generations=generations[1:],
-        final=True,
         num_tokens=10,
-        first_tokens=(FirstToken(42),),
+        first_token=FirstToken(42),
     )
     assert scheduler.load().num_parked == 1
 
@@ -280,6 +277,32 @@ def test_a_cached_prefix_is_not_computed_again_and_is_granted_first() -> None:
     assert (grant.first_index, grant.block_ids) == (0, (batch.rows[0].block_table[0],))
 
 
+@pytest.mark.parametrize("num_tokens", [10, 8])
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_further_choice_computes_only_the_last_block_of_a_prompt_parked_or_released(
+    num_tokens: int, is_released: bool
+) -> None:
+    pool = BlockPool(16, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    first = a_request(0, num_tokens)
+    handle = park(scheduler, first)
+    if is_released:
+        scheduler.released(handle, 0.0)
+        scheduler.take_events()
+    num_full = (num_tokens - 1) // BLOCK_SIZE
+    add(scheduler, replace(first, request_id=1, choice=1))
+    batch = step(scheduler)
+    assert [(row.choice, row.cached_length, row.num_new_tokens) for row in batch.rows] == [
+        (1, num_full * BLOCK_SIZE, num_tokens - num_full * BLOCK_SIZE)
+    ]
+    answer(scheduler, batch, token=51)
+    events = scheduler.take_events()
+    assert only(events, RequestEvent)[0].num_cached_tokens == num_full * BLOCK_SIZE
+    assert [(event.choice, event.token) for event in only(events, TokenEvent)] == [(1, 51)]
+    num_blocks = pool.num_blocks_for(num_tokens)
+    assert pool.num_referenced == (num_blocks if is_released else num_blocks + 1)
+
+
 def test_a_replay_computes_what_was_emitted_too_and_counts_on() -> None:
     scheduler = a_scheduler()
     add(scheduler, a_request(0, 5, emitted=(60, 61, 62), max_tokens=4))
@@ -316,7 +339,8 @@ def test_an_answer_of_one_token_frees_everything_but_tells_its_puller() -> None:
     answer(scheduler, step(scheduler))
     events = scheduler.take_events()
     [grant] = only(events, GrantEvent)
-    assert (grant.final, grant.first_tokens[0].finish, grant.block_ids) == (True, FinishReason.LENGTH, ())
+    assert grant.first_token is not None
+    assert (grant.first_token.finish, grant.block_ids) == (FinishReason.LENGTH, ())
     assert pool.num_referenced == 0
     assert scheduler.load().num_parked == 0
     assert scheduler.plan(PARK_TIMEOUT_S) is None
