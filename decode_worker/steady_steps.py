@@ -17,6 +17,7 @@ from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import SampledToken, StepRow
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_table import PlannedStep, SequenceTable
+from pdserve.kv_transfer.block_pool import BlockPool
 
 _TOKEN = SampledToken(0, None)
 
@@ -55,12 +56,17 @@ def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> Steady
             num_steps = num_to_next
     if num_pending != sum([step.num_rows + len(step.swapped_out) for step in table.steps_in_flight]):
         return NO_STEADY_STEPS
-    pool = table.pool
-    if not pool.can_allocate((num_steps // pool.block_size + 1) * len(running)):
-        lacks_blocks = lambda n: not pool.can_allocate(_num_blocks_missing(running, n))  # noqa: E731
-        if lacks_blocks(num_steps):
-            num_steps = bisect_left(range(1, num_steps), True, key=lacks_blocks)
+    num_steps = min(num_steps, _num_steps_with_blocks(table.pool, running, num_steps))
     return SteadySteps(num_steps, len(running), num_context_tokens)
+
+
+def _num_steps_with_blocks(pool: BlockPool, running: Sized[Sequence], num_steps: int) -> int:
+    """Steps up to ``num_steps`` for which there are blocks; fewer, if that is easily told and enough to go on with."""
+    num_blocks_each = pool.num_available // len(running)
+    if num_blocks_each > 1:
+        return num_blocks_each * pool.block_size - 1
+    lacks_blocks = lambda n: not pool.can_allocate(_num_blocks_missing(running, n))  # noqa: E731
+    return bisect_left(range(1, num_steps + 1), True, key=lacks_blocks)
 
 
 def _num_blocks_missing(running: Sized[Sequence], num_steps: int) -> int:
@@ -78,10 +84,11 @@ def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int)
     """Take as many turns, `count_steady_steps` at most, and emit the tokens that those end with. Returns the sequences
     that are finished, for their scheduler to close."""
     old_rows, step = _begin_last_step(table, num_steps)
-    rows, sequences = (step.batch.rows, step.sequences) if step is not None else ([], [])
-    pool, block_size, caches_content = table.pool, table.pool.block_size, table.pool.caches_content
+    rows, sequences = ([], []) if step is None else (step.batch.rows, step.sequences)
+    block_size = table.pool.block_size
     zeros = [0] * num_steps
-    finished = []
+    finished: list[Sequence] = []
+    growing: list[Sequence] = []
     for index, sequence in enumerate(running):
         tokens = sequence.tokens
         num_known = len(tokens)
@@ -90,9 +97,8 @@ def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int)
         if num_rows > num_steps:
             num_rows = num_steps
         num_computed = sequence.num_computed + num_rows
-        num_missing = -(-num_computed // block_size) - len(sequence.block_table)
-        if num_missing > 0:
-            sequence.block_table += pool.allocate(num_missing)
+        if num_computed > len(sequence.block_table) * block_size:
+            growing.append(sequence)
         previous_row = index if num_steps > 1 else sequence.last_row
         if num_pending and num_rows == num_steps and num_known - sequence.num_prompt_tokens > 1:
             row = old_rows[sequence.last_row]
@@ -104,12 +110,14 @@ def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int)
             sequence.num_written = num_computed - 1
             rows.append(row)
             sequences.append(sequence)
-            if caches_content:
-                table.register_written(sequence)
             continue
         sequence.last_row = previous_row
         if _move(table, sequence, step, num_steps, num_rows):
             finished.append(sequence)
+    _grow(table, growing)
+    if table.pool.caches_content:
+        for sequence in running:
+            table.register_written(sequence)
     if step is not None:
         table.commit(step)
     return finished
@@ -127,8 +135,6 @@ def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, nu
         sequence.num_computed -= 1
         step.add_decode(sequence)
     sequence.num_written = sequence.num_computed - sequence.num_pending
-    if table.pool.caches_content:
-        table.register_written(sequence)
     if not num_tokens:
         return False
     num_answered = len(tokens) + 1 - sequence.num_prompt_tokens
@@ -137,6 +143,15 @@ def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, nu
         return False
     sequence.num_pending += 1
     return table.take_token(sequence, _TOKEN) is not FinishReason.NONE
+
+
+def _grow(table: SequenceTable, sequences: Sized[Sequence]) -> None:
+    """Get blocks for all that is computed."""
+    missing = [s.num_blocks_for(s.num_computed) - len(s.block_table) for s in sequences]
+    blocks = table.pool.allocate(sum(missing))
+    for sequence, num_missing in zip(sequences, missing, strict=True):
+        sequence.block_table += blocks[-num_missing:]
+        del blocks[-num_missing:]
 
 
 def _begin_last_step(table: SequenceTable, num_steps: int) -> tuple[list[StepRow], PlannedStep | None]:

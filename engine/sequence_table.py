@@ -288,15 +288,19 @@ class SequenceTable:
         all rows of sequences with a handle."""
         step = self.take_step(output.step_id)
         self.must_drain = False
+        caches_content = self.pool.caches_content
         results = []
         for index, (sequence, row, sampled) in enumerate(
             zip(step.sequences, step.batch.rows, output.sampled, strict=True)
         ):
-            self._leave_step(sequence)
-            if sequence.is_over:
-                continue
-            sequence.num_written = row.cached_length + row.num_new_tokens
-            if sequence.num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
+            if sequence.is_retiring:
+                self._leave_step(sequence)
+                if sequence.is_over:
+                    continue
+            else:
+                sequence.num_in_flight -= 1
+            sequence.num_written = num_written = row.cached_length + (len(row.tokens) or 1)
+            if caches_content and num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
                 self.register_written(sequence)
             if row.prompt_targets:
                 entries = output.prompt_logprobs[index]
