@@ -1,101 +1,226 @@
-"""The step loop: one thread that owns a worker's scheduler and its executor.
+"""The step loop: owns a worker's scheduler, the order of its steps, and which requests are alive.
 
-Each turn empties the inbox, plans a step, submits it, takes the result of the oldest step in flight, and hands the
-scheduler's events on: tokens and request events to the sink (the gRPC service), orders to the transfer process. With an
-executor of pipeline depth 2, step N + 1 is planned and submitted before the result of step N is taken. The loop sleeps
-on the inbox when nothing can run. It never waits for a router.
+It knows no clock, thread, socket or protobuf, so that two drivers run the same class: the live one
+(`pdserve.engine.live_loop`) with a thread and real time, the planner's simulator with virtual time. A driver passes
+messages with `StepLoop.handle`, turns the loop with `StepLoop.turn`, and ends steps with `StepLoop.step_ended`. Events
+leave as a `StepReport` through one `ReportSink`.
 
-A step that fails costs its own requests only; where the next one was submitted behind it, with rows of the same
-sequences, it costs those of that one too. Anything else that goes wrong ends `StepLoop.run` with an exception, and
-the owner ends the process with it: a worker without its loop must not look healthy.
+With an executor of pipeline depth 2, step N + 1 is planned and submitted before the result of step N is taken.
+
+A failed step costs its own requests only, and those of the step behind it, if that one was submitted by then with rows
+of the same sequences.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from threading import Event
+from enum import Enum
 from typing import NamedTuple, Protocol
 
-from pdserve.contracts.step import Executor, ModelLimits, StepBatch, StepHandle, StepOutput
-from pdserve.engine.frames import load_to_proto
-from pdserve.engine.inbox import (
-    AddRequest,
-    CancelRequest,
-    Inbox,
-    Message,
-    PartDied,
-    PrepareRequest,
-    SessionEnded,
-    StartDrain,
-    StopLoop,
-    TransferSaid,
-)
-from pdserve.engine.live_requests import LiveRequests
-from pdserve.engine.orders import TransferLink, order_to_proto, pull_result, transfer_report
+from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.step import Executor, StepBatch, StepHandle, StepOutput
 from pdserve.engine.scheduler import (
     ClientEvent,
     PromptLogprobsEvent,
+    PullResult,
     RequestEvent,
     RequestEventKind,
     RequestKey,
     Scheduler,
-    StartPullEvent,
     TokenEvent,
+    TransferEvent,
 )
-from pdserve.engine.step_times import Prediction, StepTimes
-from pdserve.kv_transfer.block_pool import BlockPool, CacheEvents
-from pdserve.proto.v1 import transfer_pb2, worker_pb2
+from pdserve.model.cost import CostModel, OnlineCorrection
 
-PULSE_S = 0.5
-"""An idle loop turns at least this often, so that `StepLoop.is_healthy` means something."""
-
-MIN_WAIT_S = 0.001
-"""Shortest sleep of an idle loop: a deadline that is due but not yet expired must not make it spin."""
-
-STALL_LIMIT_S = 60.0
-STALL_FACTOR = 10.0
-"""A turn that lasts longer than the limit and this many times its step's predicted time is a hang."""
+MAX_LIVE_REQUESTS = 16384
+"""Requests on a worker, waiting ones included, before it refuses more."""
 
 MAX_FAILED_STEPS_IN_A_ROW = 16
-"""After so many failures in a row the executor is beyond repair and the process ends."""
-
-_log = logging.getLogger(__name__)
+"""After so many failures in a row the executor is beyond repair and the loop raises."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What one turn of the loop has to tell the routers."""
+# Messages to the loop
 
-    load: worker_pb2.Load
-    events: list[ClientEvent] = field(default_factory=list)
-    transfers: list[worker_pb2.TransferReport] = field(default_factory=list)
-    cache: CacheEvents = field(default_factory=lambda: CacheEvents([], []))
+
+class AddRequest(NamedTuple):
+    """Prefill here."""
+
+    key: RequestKey
+    request: GenerationRequest
+    received_s: float
+    """On the driver's clock: objectives run from here, not from when the loop has time to look."""
+
+
+class PrepareRequest(NamedTuple):
+    """Decode here what another worker prefills."""
+
+    key: RequestKey
+    request: GenerationRequest
+    source: KvSource
+    received_s: float
+
+
+class CancelRequest(NamedTuple):
+    key: RequestKey
+
+
+class SessionEnded(NamedTuple):
+    """A session is gone for good: cancel all its requests."""
+
+    session: int
+
+
+class LeaseOpened(NamedTuple):
+    """A decode worker pulls a parked prompt."""
+
+    handle: bytes
+
+
+class LeaseLost(NamedTuple):
+    """The puller went away without release."""
+
+    handle: bytes
+
+
+class PromptReleased(NamedTuple):
+    """The puller has every block of a parked prompt."""
+
+    handle: bytes
+
+
+class TransferReport(NamedTuple):
+    """A pull's end, for the routers' metrics."""
+
+    transport: str
+    seconds: float
+    num_bytes: int
+    failure_stage: str
+    """Empty on success."""
+
+
+class PullEnded(NamedTuple):
+    result: PullResult
+    report: TransferReport
+
+
+class StartDrain(NamedTuple):
+    """Refuse new work; finish what runs."""
+
+
+Message = (
+    AddRequest
+    | PrepareRequest
+    | CancelRequest
+    | SessionEnded
+    | LeaseOpened
+    | LeaseLost
+    | PromptReleased
+    | PullEnded
+    | StartDrain
+)
+
+
+# Step times
+
+
+class Prediction(NamedTuple):
+    has_prefill: bool
+    predicted_s: float
+    """Before correction."""
+    is_typical: bool
+    """Only computes and samples its rows' tokens, so that its duration predicts that of others."""
+
+
+class StepTimes:
+    """Predicted and observed step times, and the two corrections between them: steps with prefill rows and pure decode
+    steps err differently."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._prefill = OnlineCorrection()
+        self._decode = OnlineCorrection()
+
+    def predict(self, batch: StepBatch) -> Prediction:
+        num_rows = len(batch.rows)
+        is_typical = not (batch.swap_outs or batch.swap_ins or any(row.prompt_targets for row in batch.rows))
+        if batch.num_new_tokens == num_rows:
+            predicted_s = self._cost.decode_s(num_rows, sum([row.cached_length for row in batch.rows]))
+            return Prediction(False, predicted_s, is_typical)
+        predicted_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
+        return Prediction(True, predicted_s, is_typical)
+
+    def corrected_s(self, prediction: Prediction) -> float:
+        """Expected seconds of a step, by the durations observed so far."""
+        return prediction.predicted_s * self._correction(prediction).factor
+
+    def observe(self, prediction: Prediction, duration_s: float) -> None:
+        """Correct later predictions by the duration of a step that is typical."""
+        if prediction.is_typical:
+            self._correction(prediction).observe(prediction.predicted_s, duration_s)
 
     @property
-    def is_for_all(self) -> bool:
-        """Whether every session hears of it, not only those that an event names."""
-        return self.load.step_tokens > 0 or bool(self.transfers or self.cache.stored or self.cache.evicted)
+    def prefill_correction(self) -> float:
+        return self._prefill.factor
+
+    @property
+    def decode_correction(self) -> float:
+        return self._decode.factor
+
+    def _correction(self, prediction: Prediction) -> OnlineCorrection:
+        return self._prefill if prediction.has_prefill else self._decode
 
 
-class StepSink(Protocol):
-    """Takes the reports of a loop, on the loop's thread; must return at once."""
+# Reports of the loop
+
+
+class FinishedStep(NamedTuple):
+    """A completed step, for the routers' metrics."""
+
+    duration_s: float
+    num_new_tokens: int
+    prediction: Prediction | None
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Everything that happened since the last report, in order within each list."""
+
+    orders: list[TransferEvent] = field(default_factory=list)
+    """For the transfer process."""
+    events: list[ClientEvent] = field(default_factory=list)
+    """For the routers."""
+    transfers: list[TransferReport] = field(default_factory=list)
+    """Pulls that ended."""
+    step: FinishedStep | None = None
+
+
+class ReportSink(Protocol):
+    """Receives the reports of a loop, on the driver's thread; must return at once."""
 
     def publish(self, report: StepReport) -> None: ...
 
 
-class _InFlight(NamedTuple):
+class Wait(Enum):
+    """What a driver waits for before the next turn."""
+
+    NOTHING = "nothing"
+    STEP = "step"
+    """The end of the oldest step in flight."""
+    MESSAGE = "message"
+    """A message, or the instant `StepLoop.next_deadline_s`: the loop is idle."""
+
+
+class StepInFlight(NamedTuple):
     step_id: int
     num_new_tokens: int
-    prediction: Prediction
+    prediction: Prediction | None
     handle: StepHandle
 
 
-class _FailedStep:
-    """Stands in for the handle of a step whose submission raised, so that it fails in its turn."""
+class _FailedSubmission:
+    """Handle of a step whose submission raised, so that it fails in its turn."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -104,198 +229,191 @@ class _FailedStep:
         raise self._error
 
 
+class _LiveRequests:
+    """Requests that have not ended, by session."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, set[RequestKey]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def refusal(self, key: RequestKey) -> str:
+        """Why the key cannot be added; empty when it can."""
+        if key in self._sessions.get(key.session, ()):
+            return "the worker already runs this attempt"
+        if self._count >= MAX_LIVE_REQUESTS:
+            return f"the worker holds {MAX_LIVE_REQUESTS} requests already"
+        return ""
+
+    def add(self, key: RequestKey) -> None:
+        self._sessions.setdefault(key.session, set()).add(key)
+        self._count += 1
+
+    def discard(self, key: RequestKey) -> None:
+        """Forget a request that ended; unknown keys are ignored."""
+        keys = self._sessions.get(key.session)
+        if keys is None or key not in keys:
+            return
+        keys.remove(key)
+        self._count -= 1
+        if not keys:
+            del self._sessions[key.session]
+
+    def of_session(self, session: int) -> list[RequestKey]:
+        return sorted(self._sessions.get(session, ()))
+
+
 class StepLoop:
-    """Runs one scheduler over one executor. Everything but `run` may be called from any thread."""
+    """Runs one scheduler over one executor. Not thread-safe: one driver owns it."""
 
     def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        pool: BlockPool,
-        executor: Executor,
-        inbox: Inbox,
-        sink: StepSink,
-        transfer: TransferLink,
-        limits: ModelLimits,
-        times: StepTimes,
-        emulated_pull_s: Callable[[int], float] | None = None,
+        self, *, scheduler: Scheduler, executor: Executor, sink: ReportSink, times: StepTimes | None = None
     ) -> None:
         """
         Args:
-            pool: the scheduler's; read here for the changes of its prefix cache only.
-            emulated_pull_s: seconds that pulling this many blocks lasts at least; ``None`` when nothing is emulated.
+            times: predicts and corrects step times; ``None`` where the driver knows them, as a simulator does.
         """
-        self._scheduler = scheduler
-        self._pool = pool
+        self.scheduler = scheduler
         self._executor = executor
-        self._inbox = inbox
         self._sink = sink
-        self._transfer = transfer
-        self._limits = limits
         self._times = times
-        self._emulated_pull_s = emulated_pull_s
-        self._live = LiveRequests()
-        self._in_flight: deque[_InFlight] = deque()
-        self._events: list[ClientEvent] = []
-        self._transfers: list[worker_pb2.TransferReport] = []
+        self._live = _LiveRequests()
+        self._in_flight: deque[StepInFlight] = deque()
+        self._report = StepReport()
         self._num_failed_in_a_row = 0
-        self._draining = False
-        self._stopping = False
-        self._turned_s = time.monotonic()
-        self._expected_s = 0.0
-        self.drained = Event()
-        """Set once a drain was asked for and nothing is left."""
+        self.is_draining = False
+        self.expected_step_s = 0.0
+        """Expected seconds of the step submitted last; 0 without ``times``."""
 
-    def is_healthy(self) -> bool:
-        """Whether the loop turned lately."""
-        return time.monotonic() - self._turned_s < STALL_LIMIT_S + STALL_FACTOR * self._expected_s
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
 
-    def run(self) -> None:
-        """Turn until a `StopLoop` message.
+    @property
+    def oldest_step(self) -> StepInFlight:
+        """The step that must end first; there must be one."""
+        return self._in_flight[0]
 
-        Raises:
-            RuntimeError: the transfer process or the service died, or the executor fails every step.
-        """
-        is_idle = True
-        while not self._stopping:
-            for message in self._inbox.take_all(self._wait_s() if is_idle else 0.0):
-                self._handle(message)
-            is_idle = not self._turn()
-        while self._in_flight:
-            self._complete_oldest()
+    @property
+    def is_drained(self) -> bool:
+        """Whether a drain was asked for and nothing is left."""
+        return self.is_draining and not self._in_flight and not self._live
 
-    def _wait_s(self) -> float:
-        deadline_s = self._scheduler.next_deadline_s()
-        if deadline_s is None:
-            return PULSE_S
-        return min(max(deadline_s - time.monotonic(), MIN_WAIT_S), PULSE_S)
+    def next_deadline_s(self) -> float | None:
+        """The instant at which an idle loop must turn to expire something; ``None`` for none."""
+        return self.scheduler.next_deadline_s()
 
-    def _turn(self) -> bool:
-        """Plan, submit, complete, publish once; returns whether the next turn may have something to do."""
-        self._turned_s = time.monotonic()
-        batch = self._scheduler.plan(self._turned_s)
-        self._collect_events()
-        if batch is not None:
-            # Before the step is computed: a pull or a handoff that the plan decided on must not wait for it.
-            if self._events:
-                self._publish(worker_pb2.Load())
-            self._submit(batch)
-        step = worker_pb2.Load()
-        has_step = bool(self._in_flight)
-        if has_step and (batch is None or len(self._in_flight) >= self._executor.pipeline_depth):
-            step = self._complete_oldest()
-            self._collect_events()
-        self._publish(step)
-        if self._draining and not self._in_flight and not self._live:
-            self.drained.set()
-        return has_step  # a completed step may have made room for the next one
-
-    def _submit(self, batch: StepBatch) -> None:
-        prediction = self._times.predict(batch)
-        self._expected_s = self._times.corrected_s(prediction)
-        handle: StepHandle
-        try:
-            handle = self._executor.submit(batch)
-        except RuntimeError as error:
-            handle = _FailedStep(error)
-        self._in_flight.append(_InFlight(batch.step_id, batch.num_new_tokens, prediction, handle))
-
-    def _complete_oldest(self) -> worker_pb2.Load:
-        """Take the oldest step's result; returns the part of a load message that speaks of the step."""
-        step = self._in_flight.popleft()
-        try:
-            output = step.handle.result()
-        except RuntimeError as error:
-            self._fail(step, error)
-            return worker_pb2.Load()
-        self._num_failed_in_a_row = 0
-        self._scheduler.complete(output, time.monotonic())
-        self._times.observe(step.prediction, output.duration_s)
-        return worker_pb2.Load(
-            step_s=output.duration_s,
-            step_tokens=step.num_new_tokens,
-            predicted_step_s=step.prediction.predicted_s,
-            step_has_prefill=step.prediction.has_prefill,
-        )
-
-    def _fail(self, step: _InFlight, error: RuntimeError) -> None:
-        _log.error("step %d failed: %s", step.step_id, error)
-        self._scheduler.fail_step(step.step_id, str(error), time.monotonic())
-        self._num_failed_in_a_row += 1
-        if self._num_failed_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
-            raise RuntimeError(f"{self._num_failed_in_a_row} steps failed in a row, the last with: {error}") from error
-
-    def _collect_events(self) -> None:
-        """Send the scheduler's orders to the transfer process, and keep its other events for the next report."""
-        for event in self._scheduler.take_events():
-            if isinstance(event, TokenEvent):
-                if event.finish:
-                    self._live.discard(event.key)
-                self._events.append(event)
-            elif isinstance(event, RequestEvent):
-                if event.kind.is_terminal:
-                    self._live.discard(event.key)
-                self._events.append(event)
-            elif isinstance(event, PromptLogprobsEvent):
-                self._events.append(event)
-            else:
-                min_duration_s = self._min_duration_s(event) if isinstance(event, StartPullEvent) else 0.0
-                self._transfer.send(order_to_proto(event, min_duration_s))
-
-    def _publish(self, load: worker_pb2.Load) -> None:
-        """Report what was collected. ``load`` holds what is to be said of a step, if one was completed."""
-        load.MergeFrom(load_to_proto(self._scheduler.load()))
-        load.draining = self._draining
-        self._times.add_to(load)
-        cache = self._pool.take_cache_events()
-        self._sink.publish(StepReport(load=load, events=self._events, transfers=self._transfers, cache=cache))
-        self._events, self._transfers = [], []
-
-    def _min_duration_s(self, event: StartPullEvent) -> float:
-        return self._emulated_pull_s(len(event.block_ids)) if self._emulated_pull_s is not None else 0.0
-
-    def _handle(self, message: Message) -> None:
-        now_s = time.monotonic()
+    def handle(self, message: Message, now_s: float) -> None:
+        """Take a message. Its events leave with the next report."""
+        scheduler = self.scheduler
         match message:
             case AddRequest(key, request, received_s):
                 if self._accept(key):
-                    self._scheduler.add(key, request, received_s)
+                    scheduler.add(key, request, received_s)
             case PrepareRequest(key, request, source, received_s):
                 if self._accept(key):
-                    self._scheduler.prepare(key, request, source, received_s)
+                    scheduler.prepare(key, request, source, received_s)
             case CancelRequest(key):
-                self._scheduler.cancel(key, now_s)
+                scheduler.cancel(key, now_s)
             case SessionEnded(session):
                 for key in self._live.of_session(session):
-                    self._scheduler.cancel(key, now_s)
-            case TransferSaid(said):
-                self._handle_transfer(said, now_s)
-            case PartDied(part):
-                raise RuntimeError(f"{part} died")
+                    scheduler.cancel(key, now_s)
+            case LeaseOpened(handle):
+                scheduler.lease_opened(handle, now_s)
+            case LeaseLost(handle):
+                scheduler.lease_lost(handle, now_s)
+            case PromptReleased(handle):
+                scheduler.released(handle, now_s)
+            case PullEnded(result, report):
+                self._report.transfers.append(report)
+                scheduler.pull_done(result, now_s)
             case StartDrain():
-                self._draining = True
-            case StopLoop():
-                self._stopping = True
+                self.is_draining = True
 
     def _accept(self, key: RequestKey) -> bool:
         """Whether the request may go to the scheduler; a refusal is an event like any other."""
-        refusal = "draining" if self._draining else self._live.refusal(key)
+        refusal = "draining" if self.is_draining else self._live.refusal(key)
         if refusal:
-            self._events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=refusal))
+            self._report.events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=refusal))
             return False
         self._live.add(key)
         return True
 
-    def _handle_transfer(self, said: transfer_pb2.TransferToEngine, now_s: float) -> None:
-        match said.WhichOneof("body"):
-            case "lease_opened":
-                self._scheduler.lease_opened(said.lease_opened.handle, now_s)
-            case "lease_lost":
-                self._scheduler.lease_lost(said.lease_lost.handle, now_s)
-            case "released":
-                self._scheduler.released(said.released.handle, now_s)
-            case "pull_done":
-                self._transfers.append(transfer_report(said.pull_done))
-                self._scheduler.pull_done(pull_result(said.pull_done, self._limits), now_s)
-            case other:
-                raise RuntimeError(f"the transfer process sent an unexpected {other!r}")
+    def turn(self, now_s: float) -> Wait:
+        """Plan a step and submit it, if there is one. A `Wait.STEP` must be followed by `step_ended` or `step_failed`.
+
+        Publishes before the step is submitted, because a pull or a handoff that the plan decided on must not wait for
+        the computation; and once more unless the driver is to wait for a step, whose end publishes.
+        """
+        batch = self.scheduler.plan(now_s)
+        self._collect(self.scheduler.take_events())
+        if batch is not None:
+            if self._report.events or self._report.orders:
+                self._publish()
+            self._submit(batch)
+        if self._in_flight and (batch is None or len(self._in_flight) >= self._executor.pipeline_depth):
+            return Wait.STEP
+        self._publish()
+        return Wait.NOTHING if self._in_flight else Wait.MESSAGE
+
+    def step_ended(self, output: StepOutput, now_s: float) -> None:
+        """Take the results of the oldest step."""
+        step = self._in_flight.popleft()
+        self._num_failed_in_a_row = 0
+        self.scheduler.complete(output, now_s)
+        if self._times is not None and step.prediction is not None:
+            self._times.observe(step.prediction, output.duration_s)
+        self._report.step = FinishedStep(output.duration_s, step.num_new_tokens, step.prediction)
+        self.flush()
+
+    def step_failed(self, error: RuntimeError, now_s: float) -> None:
+        """The oldest step raised ``error``.
+
+        Raises:
+            RuntimeError: so did every one of the last `MAX_FAILED_STEPS_IN_A_ROW` steps.
+        """
+        step = self._in_flight.popleft()
+        self.scheduler.fail_step(step.step_id, str(error), now_s)
+        self.flush()
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise RuntimeError(f"{self._num_failed_in_a_row} steps failed in a row, the last with: {error}") from error
+
+    def flush(self) -> None:
+        """Publish the scheduler's events: after a driver called the scheduler itself."""
+        self._collect(self.scheduler.take_events())
+        self._publish()
+
+    def _submit(self, batch: StepBatch) -> None:
+        prediction = None
+        if self._times is not None:
+            prediction = self._times.predict(batch)
+            self.expected_step_s = self._times.corrected_s(prediction)
+        handle: StepHandle
+        try:
+            handle = self._executor.submit(batch)
+        except RuntimeError as error:
+            handle = _FailedSubmission(error)
+        self._in_flight.append(StepInFlight(batch.step_id, batch.num_new_tokens, prediction, handle))
+
+    def _collect(self, events: Iterable[ClientEvent | TransferEvent]) -> None:
+        report = self._report
+        for event in events:
+            if isinstance(event, TokenEvent):
+                if event.finish:
+                    self._live.discard(event.key)
+                report.events.append(event)
+            elif isinstance(event, RequestEvent):
+                if event.kind.is_terminal:
+                    self._live.discard(event.key)
+                report.events.append(event)
+            elif isinstance(event, PromptLogprobsEvent):
+                report.events.append(event)
+            else:
+                report.orders.append(event)
+
+    def _publish(self) -> None:
+        report, self._report = self._report, StepReport()
+        self._sink.publish(report)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from pdserve.engine.orders import TransferLink
+from pdserve.engine.live_loop import TransferLink
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Mirror(Protocol):
 
 
 class MirroredTransfer:
-    """Implements `pdserve.engine.orders.TransferLink`."""
+    """Implements `pdserve.engine.live_loop.TransferLink`."""
 
     def __init__(
         self,

@@ -155,9 +155,12 @@ class AbortPullEvent:
 
 
 ClientEvent = TokenEvent | PromptLogprobsEvent | RequestEvent
-"""The events that a router hears of; the others are orders for the transfer process."""
+"""Events for a router."""
 
-Event = ClientEvent | OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
+TransferEvent = OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
+"""Orders for the transfer process."""
+
+Event = ClientEvent | TransferEvent
 
 
 class PullResult(NamedTuple):

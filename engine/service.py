@@ -19,18 +19,17 @@ from dataclasses import dataclass
 import grpc
 
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.frames import KvOrigin, pack_frames
-from pdserve.engine.inbox import (
+from pdserve.engine.frames import KvOrigin, load_to_proto, pack_frames
+from pdserve.engine.live_loop import Inbox, PartDied, WorkerReport
+from pdserve.engine.loop import (
     AddRequest,
     CancelRequest,
-    Inbox,
+    FinishedStep,
     Message,
-    PartDied,
     PrepareRequest,
     SessionEnded,
     StartDrain,
 )
-from pdserve.engine.loop import StepReport
 from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sessions import Session, SessionTable
 from pdserve.engine.wire import WireError, request_from_proto, source_from_proto
@@ -79,6 +78,7 @@ class WorkerService:
         self._is_healthy = is_healthy
         self._sessions = SessionTable(grace_s=settings.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
         self._load = worker_pb2.Load()
+        """Of the last report, without the step that it reported."""
         self._cached_hashes: set[bytes] = set()
         """The prefix cache as the reports tell it, for sessions that begin later."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,7 +92,7 @@ class WorkerService:
         self._thread.start()
         return address.result()
 
-    def publish(self, report: StepReport) -> None:
+    def publish(self, report: WorkerReport) -> None:
         """Send a report of the step loop; returns at once."""
         assert self._loop is not None, "start comes first"
         self._loop.call_soon_threadsafe(self._deliver, report)
@@ -174,7 +174,7 @@ class WorkerService:
         session.send(worker_pb2.WorkerMessage(welcome=self._settings.welcome))
         known = itertools.islice(self._cached_hashes, MAX_SNAPSHOT_HASHES)
         snapshot = worker_pb2.CacheEvents(cleared=True, stored=known)
-        session.send_frame(worker_pb2.StepFrame(load=self._quiet_load(), cache=snapshot))
+        session.send_frame(worker_pb2.StepFrame(load=self._load, cache=snapshot))
         return session
 
     async def _read(self, session: Session, requests: _RequestStream) -> None:
@@ -218,20 +218,20 @@ class WorkerService:
                 kind=worker_pb2.RequestEvent.REJECTED,
                 message=str(error),
             )
-            session.send_frame(worker_pb2.StepFrame(events=[refused], load=self._quiet_load()))
+            session.send_frame(worker_pb2.StepFrame(events=[refused], load=self._load))
             return
         self._inbox.put(command)
 
-    def _deliver(self, report: StepReport) -> None:
+    def _deliver(self, report: WorkerReport) -> None:
         """On the event loop: send a report."""
         try:
             self._queue_frames(report)
         except Exception:
             self._die()
 
-    def _queue_frames(self, report: StepReport) -> None:
+    def _queue_frames(self, report: WorkerReport) -> None:
         """Pack a report and queue it to the sessions that it concerns."""
-        self._load = report.load
+        self._load = _load_to_proto(report)
         self._cached_hashes.update(report.cache.stored)
         self._cached_hashes.difference_update(report.cache.evicted)
         has_cache = bool(report.cache.stored or report.cache.evicted)
@@ -242,8 +242,16 @@ class WorkerService:
             if session is None:
                 continue  # it ended while the step ran: its requests are being cancelled
             frame = frames.get(number) or worker_pb2.StepFrame()
-            frame.load.CopyFrom(report.load)
-            frame.transfers.extend(report.transfers)
+            frame.load.CopyFrom(self._load)
+            if report.step is not None:
+                _add_step(frame.load, report.step)
+            for transfer in report.transfers:
+                frame.transfers.add(
+                    transport=transfer.transport,
+                    seconds=transfer.seconds,
+                    bytes=transfer.num_bytes,
+                    failure_stage=transfer.failure_stage,
+                )
             if has_cache:
                 frame.cache.stored.extend(report.cache.stored)
                 frame.cache.evicted.extend(report.cache.evicted)
@@ -255,14 +263,23 @@ class WorkerService:
             quiet_since_s = time.monotonic() - HEARTBEAT_S / 2
             for session in list(self._sessions.open.values()):
                 if session.sent_s <= quiet_since_s and self._is_healthy():
-                    session.send_frame(worker_pb2.StepFrame(load=self._quiet_load()))
+                    session.send_frame(worker_pb2.StepFrame(load=self._load))
 
-    def _quiet_load(self) -> worker_pb2.Load:
-        """The last load known, without the step that its frame reported."""
-        load = worker_pb2.Load()
-        load.CopyFrom(self._load)
-        load.step_s, load.step_tokens, load.predicted_step_s, load.step_has_prefill = 0.0, 0, 0.0, False
-        return load
+
+def _load_to_proto(report: WorkerReport) -> worker_pb2.Load:
+    load = load_to_proto(report.load)
+    load.draining = report.is_draining
+    load.prefill_correction = report.prefill_correction
+    load.decode_correction = report.decode_correction
+    return load
+
+
+def _add_step(load: worker_pb2.Load, step: FinishedStep) -> None:
+    load.step_s = step.duration_s
+    load.step_tokens = step.num_new_tokens
+    if step.prediction is not None:
+        load.predicted_step_s = step.prediction.predicted_s
+        load.step_has_prefill = step.prediction.has_prefill
 
 
 async def _write(session: Session, context: _Context) -> None:

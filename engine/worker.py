@@ -20,19 +20,19 @@ from functools import partial
 from typing import Protocol, cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
+from pdserve.contracts.step import ModelLimits
 from pdserve.engine.backend import Backend, choose_backend
 from pdserve.engine.frames import KvOrigin
-from pdserve.engine.inbox import Inbox, PartDied, StartDrain, StopLoop, TransferSaid
-from pdserve.engine.loop import StepLoop
+from pdserve.engine.live_loop import Inbox, LiveLoop, PartDied, StopLoop, TransferLink, message_from_proto
+from pdserve.engine.loop import StartDrain, StepTimes
 from pdserve.engine.mirrored_transfer import Mirror, MirroredTransfer
-from pdserve.engine.orders import TransferLink
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.service import ServiceSettings, WorkerService
-from pdserve.engine.step_times import StepTimes
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
-from pdserve.proto.v1 import transfer_pb2, worker_pb2
+from pdserve.proto.v1 import worker_pb2
+from pdserve.proto.v1.transfer_pb2 import TransferToEngine
 
 STOP_TIMEOUT_S = 10.0
 
@@ -70,7 +70,7 @@ class EngineWorker:
         self._on_fatal = on_fatal
         self._inbox = Inbox()
         self._epoch = secrets.randbits(63)
-        self._loop: StepLoop | None = None
+        self._loop: LiveLoop | None = None
         self._endpoint: Future[WorkerEndpoint] = Future()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -122,7 +122,7 @@ class EngineWorker:
                 _log.critical("the step loop of %s died", self._config.worker_id, exc_info=True)
                 self._on_fatal()
 
-    def _build(self, stack: ExitStack) -> tuple[StepLoop, str]:
+    def _build(self, stack: ExitStack) -> tuple[LiveLoop, str]:
         """Assemble the worker on its loop's thread; ``stack`` takes it apart in reverse order.
 
         Returns the loop, ready to run, and the ``host:port`` of the service.
@@ -135,7 +135,7 @@ class EngineWorker:
         stack.callback(memory.close)
         executor, mirror = backend.build_executor(memory)
         stack.callback(executor.close)
-        transfer = self._start_transfer(memory, mirror)
+        transfer = self._start_transfer(memory, mirror, backend.limits)
         stack.callback(transfer.close)
         # A view of 64-bit items is all that the pool asks of a mutable sequence; typeshed says otherwise.
         generations = cast(MutableSequence[int], memory.generations)
@@ -143,14 +143,13 @@ class EngineWorker:
         service = WorkerService(
             self._service_settings(backend, transfer.address), self._inbox, is_healthy=self.is_healthy
         )
-        loop = StepLoop(
+        loop = LiveLoop(
             scheduler=self._scheduler_factory(pool=pool, backend=backend, config=config),
             pool=pool,
             executor=executor,
             inbox=self._inbox,
             sink=service,
             transfer=transfer,
-            limits=backend.limits,
             times=StepTimes(backend.cost),
             emulated_pull_s=backend.emulated_pull_s,
         )
@@ -158,8 +157,12 @@ class EngineWorker:
         stack.callback(service.stop)
         return loop, address
 
-    def _start_transfer(self, memory: PoolMemory, mirror: Mirror | None) -> TransferLink:
+    def _start_transfer(self, memory: PoolMemory, mirror: Mirror | None, limits: ModelLimits) -> TransferLink:
         config = self._config
+
+        def on_message(message: TransferToEngine) -> None:
+            self._inbox.put(message_from_proto(message, limits))
+
         start = partial(
             TransferProcess.start,
             memory=memory,
@@ -171,16 +174,13 @@ class EngineWorker:
             on_death=lambda: self._inbox.put(PartDied("the transfer process")),
         )
         if mirror is None:
-            return start(on_message=self._transfer_said)
+            return start(on_message=on_message)
         return MirroredTransfer(
             mirror,
             lambda on_message: start(on_message=on_message),
-            self._transfer_said,
+            on_message,
             on_failure=lambda: self._inbox.put(PartDied("the mirror of the KV pool")),
         )
-
-    def _transfer_said(self, message: transfer_pb2.TransferToEngine) -> None:
-        self._inbox.put(TransferSaid(message))
 
     def _service_settings(self, backend: Backend, kv_address: str) -> ServiceSettings:
         config, layout = self._config, backend.layout

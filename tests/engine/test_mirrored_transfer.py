@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from pdserve.engine.live_loop import TransferLink
 from pdserve.engine.mirrored_transfer import MirroredTransfer
-from pdserve.engine.orders import TransferLink
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.workers import wait_until
 

@@ -15,18 +15,18 @@ import pytest
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.frames import KvOrigin
-from pdserve.engine.inbox import (
+from pdserve.engine.live_loop import Inbox, LiveMessage, PartDied, WorkerReport
+from pdserve.engine.loop import (
     AddRequest,
     CancelRequest,
-    Inbox,
-    Message,
-    PartDied,
+    FinishedStep,
+    Prediction,
     PrepareRequest,
     SessionEnded,
     StartDrain,
+    TransferReport,
 )
-from pdserve.engine.loop import StepReport
-from pdserve.engine.scheduler import ClientEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.engine.scheduler import ClientEvent, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.engine.service import ServiceSettings, WorkerService
 from pdserve.engine.sessions import Session
 from pdserve.engine.wire import request_to_proto
@@ -54,9 +54,9 @@ class LoopSide:
         )
         self.service = WorkerService(settings, self.inbox, is_healthy=lambda: self.is_healthy)
         self.address = self.service.start()
-        self.received: list[Message] = []
+        self.received: list[LiveMessage] = []
 
-    def next_message(self) -> Message:
+    def next_message(self) -> LiveMessage:
         """The next message that the service put into the inbox."""
         wait_until(lambda: self._pull(), "a message in the inbox")
         return self.received.pop(0)
@@ -67,8 +67,8 @@ class LoopSide:
         return message.key
 
     def publish(self, *events: ClientEvent, step_s: float = 0.0) -> None:
-        load = worker_pb2.Load(num_running=3, step_s=step_s, step_tokens=1 if step_s else 0)
-        self.service.publish(StepReport(load=load, events=list(events)))
+        step = FinishedStep(step_s, 1, None) if step_s else None
+        self.service.publish(WorkerReport(load=SchedulerLoad(num_running=3), step=step, events=list(events)))
 
     def _pull(self) -> bool:
         self.received += self.inbox.take_all(0.01)
@@ -134,6 +134,36 @@ def test_events_reach_only_their_session_and_steps_reach_all(loop_side: LoopSide
         one.wait_for_tokens(1, 1)
         other.wait_for(lambda: any(frame.load.step_s == 0.125 for frame in other.frames), "the step's load")
         assert not other.tokens
+
+
+def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.wait_for(lambda: bool(router.frames), "the first frame")
+        report = WorkerReport(
+            load=SchedulerLoad(num_waiting=4),
+            transfers=[TransferReport("memfd", 0.5, 99, "copy")],
+            step=FinishedStep(0.25, 7, Prediction(True, 0.125, True)),
+            prefill_correction=1.5,
+            decode_correction=0.75,
+            is_draining=True,
+        )
+        loop_side.service.publish(report)
+        router.wait_for(lambda: len(router.frames) > 1, "the report")
+        frame = router.frames[1]
+        assert frame.load == worker_pb2.Load(
+            num_waiting=4,
+            step_s=0.25,
+            step_tokens=7,
+            predicted_step_s=0.125,
+            step_has_prefill=True,
+            prefill_correction=1.5,
+            decode_correction=0.75,
+            draining=True,
+        )
+        transfer = worker_pb2.TransferReport(transport="memfd", seconds=0.5, bytes=99, failure_stage="copy")
+        assert list(frame.transfers) == [transfer]
+        router.wait_for(lambda: len(router.frames) > 2, "a heartbeat")
+        assert (router.frames[2].load.num_waiting, router.frames[2].load.step_tokens) == (4, 0)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +247,7 @@ def test_a_stalled_router_loses_its_session_and_delays_no_other(loop_side: LoopS
         router.submit(a_request(2))
         key = loop_side.next_key()
         batch = [a_token(stalled_key)] * 4000
-        ended: list[Message] = []
+        ended: list[LiveMessage] = []
         for index in range(2000):
             loop_side.publish(*batch, a_token(key, index))
             router.wait_for_tokens(2, index + 1)
@@ -239,7 +269,7 @@ def test_heartbeats_come_while_the_loop_is_healthy(loop_side: LoopSide) -> None:
 
 
 def test_a_full_inbox_rejects_requests_but_takes_cancels(loop_side: LoopSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.engine.inbox.MAX_WAITING_MESSAGES", 0)
+    monkeypatch.setattr("pdserve.engine.live_loop.MAX_WAITING_MESSAGES", 0)
     with RouterClient(loop_side.address, token="secret") as router:
         router.submit(a_request(1))
         assert "overloaded" in router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED).message
@@ -272,8 +302,8 @@ def test_a_bad_cluster_token_is_refused(loop_side: LoopSide, token: str) -> None
 def test_a_late_session_is_told_of_the_whole_prefix_cache(loop_side: LoopSide) -> None:
     with RouterClient(loop_side.address, token="secret") as early:
         early.wait_for(lambda: bool(early.frames), "the first frame")
-        loop_side.service.publish(StepReport(load=worker_pb2.Load(), cache=CacheEvents([b"a", b"b"], [])))
-        loop_side.service.publish(StepReport(load=worker_pb2.Load(), cache=CacheEvents([b"c"], [b"a"])))
+        loop_side.service.publish(WorkerReport(load=SchedulerLoad(), cache=CacheEvents([b"a", b"b"], [])))
+        loop_side.service.publish(WorkerReport(load=SchedulerLoad(), cache=CacheEvents([b"c"], [b"a"])))
         early.wait_for(lambda: any(b"c" in frame.cache.stored for frame in early.frames), "the cache events")
         with RouterClient(loop_side.address, token="secret") as late:
             late.wait_for(lambda: bool(late.frames), "the first frame")
