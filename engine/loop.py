@@ -386,6 +386,14 @@ class StepLoop:
         self._collect(self.scheduler.take_events())
         self._publish()
 
+    def skip_to(self, batch: StepBatch | None) -> None:
+        """Go on where a driver that called the scheduler itself left it: publish, and submit ``batch``, which is in
+        flight in place of the step that was."""
+        self._in_flight.clear()
+        self.flush()
+        if batch is not None:
+            self._submit(batch)
+
     def _submit(self, batch: StepBatch) -> None:
         prediction = None
         if self._times is not None:

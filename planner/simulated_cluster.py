@@ -18,9 +18,9 @@ from pdserve.engine.pool_size import AUTO_SWAP_SHARE
 from pdserve.engine.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
-from pdserve.planner.agenda import Agenda
+from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
-from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerListener
+from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerSink
 from pdserve.planner.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.policy import WorkerSnapshot
@@ -120,8 +120,8 @@ class ClusterBuilder:
     """Whether prompts may begin alike, so that blocks must be known by content."""
     turn_s: float
     corrections: Mapping[WorkerRole, Sequence[StepCorrections]]
-    agenda: Agenda
-    listener: WorkerListener
+    queue: EventQueue
+    sink: WorkerSink
 
     def seats(self) -> dict[str, Seat]:
         """By worker id.
@@ -163,8 +163,8 @@ class ClusterBuilder:
             cost=self.costs[pool.role],
             block_size=self.model.block_size,
             stage=stage,
-            agenda=self.agenda,
-            listener=self.listener,
+            queue=self.queue,
+            sink=self.sink,
             pipeline_depth=pool.hardware.pipeline_depth,
             turn_s=self.turn_s,
             corrections=self.corrections.get(pool.role, (AS_PREDICTED,)),
