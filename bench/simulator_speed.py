@@ -36,11 +36,11 @@ from rich.console import Console
 from pdserve.bench.distserve import OPT_13B
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
 from pdserve.planner import simulator
 from pdserve.planner.conversations import Conversations, SystemPrompts
-from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.presets import preset
 from pdserve.planner.requests import SimulatedRequest

@@ -15,7 +15,6 @@ from pdserve.engine.scheduler import GrantEvent, PullResult, StartPullEvent
 from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.simulated_cluster import Seat
 
-
 _REPORT = TransferReport("simulated", 0.0, 0, "")
 """Nobody reads metrics of a simulated pull."""
 

@@ -8,8 +8,8 @@ import pytest
 
 from pdserve.bench import simulator_speed
 from pdserve.bench.simulator_speed import Case, Peer, Stopwatch, cases, measure, timed_policy_and_schedulers
-from pdserve.planner import simulator
 from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.planner import simulator
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.promises import Promises
 

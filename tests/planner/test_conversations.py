@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.planner.conversations import Conversations, SystemPrompts, Turns
-from pdserve.planner.lengths import FixedLengths, UniformLengths
+from pdserve.planner.lengths import FixedLengths, LogNormalLengths
 from pdserve.planner.requests import SimulatedRequest
 
-LENGTHS = UniformLengths((5, 50), (1, 20))
+LENGTHS = LogNormalLengths(mean_prompt_tokens=25, mean_output_tokens=10)
 
 
 def turns_of(conversation: SimulatedRequest) -> Iterator[SimulatedRequest]:
