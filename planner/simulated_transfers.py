@@ -1,7 +1,7 @@
 """The pulls of a simulated cluster: from a decode worker's wish for a prompt's KV until both engines know of it.
 
-A pull ends when its last chunk was granted and the wire has carried all; what was granted before travels meanwhile. Of
-each worker, one pull after the other has the wire to itself, going out and coming in: so its bandwidth is shared,
+A pull ends when its last chunk was granted and the link has carried all; what was granted before travels meanwhile. Of
+each worker, one pull after the other has the link to itself, going out and coming in: so its bandwidth is shared,
 without the partial progress of each. Owned by `pdserve.planner.simulator`.
 """
 

@@ -105,7 +105,7 @@ class _Run(NamedTuple):
 
 
 class Stage:
-    """The first stage of a pipeline: its lanes take turns."""
+    """The first stage of a pipeline: its micro-batches take turns."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -121,7 +121,7 @@ class Stage:
 
 
 class SimulatedWorker:
-    """A worker, or one lane of a pipeline-parallel one: step loop, executor, and what they do in virtual time."""
+    """A worker, or one micro-batch of a pipeline-parallel one: step loop, executor, and what they do in virtual time."""
 
     def __init__(
         self,

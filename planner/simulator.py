@@ -6,7 +6,7 @@ both phases' schedulers, block pools, reservations and prefix caches; modelled a
 
 Life of a request: it arrives, the policy names a prefill worker, which says STARTED, LAST_CHUNK (the policy names a
 decode worker, whose pull starts once it has reserved blocks) and token 0; the pull ends when the last chunk was granted
-and the wire has carried all; the decode worker says JOINED and, in the end, the last token.
+and the link has carried all; the decode worker says JOINED and, in the end, the last token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdserve.engine.scheduler import (
 from pdserve.model.cost import CostModel
 from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.prompts import Prompt, PromptBook
+from pdserve.planner.prompts import Prompt, PromptTable
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.sampler import Sampler
 from pdserve.planner.simulated_cluster import ClusterBuilder
@@ -160,7 +160,7 @@ class _Run:
         self._bounds = bounds
         self._events = EventQueue()
         self._sampler = Sampler()
-        self._book = PromptBook(requests, model.block_size)
+        self._prompts = PromptTable(requests, model.block_size)
         self._ids = count(1)
         self._flights: list[SimulatedFlight] = []
         self._live: dict[int, SimulatedFlight] = {}
@@ -172,7 +172,7 @@ class _Run:
             model=model,
             layout=layout,
             costs=self._costs,
-            is_sharing=self._book.is_sharing,
+            is_sharing=self._prompts.is_sharing,
             turn_s=overheads.turn_s,
             corrections=corrections,
             queue=self._events,
@@ -209,11 +209,11 @@ class _Run:
         self._num_expected -= 1
         if not self._is_closed_loop and not is_follow_up:
             self._expect_next()
-        prompt = self._book.write(request, before)
+        prompt = self._prompts.write(request, before)
         blocks = PromptBlocks(
             prompt.tokens,
             self._model.block_size,
-            may_use_cache=self._book.is_sharing,
+            may_use_cache=self._prompts.is_sharing,
             known_hashes=prompt.block_hashes,
         )
         flight = SimulatedFlight(next(self._ids), request, prompt, blocks, now_s)
@@ -242,7 +242,7 @@ class _Run:
         self._ended_s = self._events.now_s
         follow_up = flight.request.follow_up
         if follow_up is not None and not flight.is_rejected:
-            before = self._book.answered(flight.prompt, flight.request.num_output_tokens)
+            before = self._prompts.answered(flight.prompt, flight.request.num_output_tokens)
             think_s = 0.0 if self._is_closed_loop else follow_up.arrived_s
             self._expect(follow_up, self._events.now_s + think_s, before)
         elif self._is_closed_loop:
