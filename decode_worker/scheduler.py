@@ -23,7 +23,7 @@ from operator import attrgetter
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
-from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, SteadySteps, count_steady_steps, fast_forward
+from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, SecondToken, SteadySteps, count_steady_steps, fast_forward
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduler import (
     Event,
@@ -295,16 +295,17 @@ class DecodeScheduler:
         # A reservation that is refused stays so: sequences that go on leave ever less to others.
         return count_steady_steps(self._table, self._running)
 
-    def fast_forward(self, num_steps: int) -> StepBatch | None:
-        """Take so many of the steady steps at once. Returns the step in flight, if one was."""
-        finished = fast_forward(self._table, self._running, num_steps)
+    def fast_forward(self, num_steps: int) -> tuple[StepBatch | None, list[SecondToken]]:
+        """Take so many of the steady steps at once. Returns the step in flight, if one was, and the second tokens of
+        answers, which are no events."""
+        finished, second_tokens = fast_forward(self._table, self._running, num_steps)
         for sequence in finished:
             self._table.close(sequence)
         if finished:
             self._running = [sequence for sequence in self._running if not sequence.is_over]
         in_flight = self._table.steps_in_flight
         self._swapping.step_ended(self._table.next_step_id - 1 - len(in_flight))
-        return None if not in_flight else next(iter(in_flight)).batch
+        return next(iter(in_flight)).batch if in_flight else None, second_tokens
 
     # Transfers
 

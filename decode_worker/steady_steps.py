@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import SampledToken, StepRow
+from pdserve.engine.scheduler import TokenEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -23,7 +24,7 @@ _TOKEN = SampledToken(0, None)
 
 
 class SteadySteps(NamedTuple):
-    """Turns in which the same sequences decode, up to the first that gives one its first, second or last token."""
+    """Turns in which the same sequences decode, up to the first that gives one its first or its last token."""
 
     num_steps: int
     """0: only `Scheduler.plan` knows what comes next."""
@@ -34,6 +35,22 @@ class SteadySteps(NamedTuple):
 
 
 NO_STEADY_STEPS = SteadySteps(0, 0, 0)
+
+
+class SecondToken(NamedTuple):
+    """Token 1 of an answer, whose emission ends the handoff stall."""
+
+    turn: int
+    """The turn that completes it, counted from 1."""
+    event: TokenEvent
+
+
+class FastForward(NamedTuple):
+    """What came of some turns, beside the events of the last one."""
+
+    finished: list[Sequence]
+    """Sequences with their last token, for their scheduler to close."""
+    second_tokens: list[SecondToken]
 
 
 def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
@@ -52,7 +69,7 @@ def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> Steady
         num_to_last = num_to_next + sequence.max_length - num_known - 1
         if num_to_last < num_steps:
             num_steps = num_to_last
-        if num_to_next < num_steps and num_known - sequence.num_prompt_tokens <= 1:
+        if num_to_next < num_steps and num_known == sequence.num_prompt_tokens:
             num_steps = num_to_next
     if num_pending != sum([step.num_rows + len(step.swapped_out) for step in table.steps_in_flight]):
         return NO_STEADY_STEPS
@@ -80,14 +97,14 @@ def _num_rows(sequence: Sequence, num_steps: int) -> int:
     return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
 
 
-def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> list[Sequence]:
-    """Take as many turns, `count_steady_steps` at most, and emit the tokens that those end with. Returns the sequences
-    that are finished, for their scheduler to close."""
+def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> FastForward:
+    """Take as many turns, `count_steady_steps` at most, and emit the first and last tokens that those end with."""
     old_rows, step = _begin_last_step(table, num_steps)
     rows, sequences = ([], []) if step is None else (step.batch.rows, step.sequences)
     block_size = table.pool.block_size
     zeros = [0] * num_steps
     finished: list[Sequence] = []
+    second_tokens: list[SecondToken] = []
     growing: list[Sequence] = []
     for index, sequence in enumerate(running):
         tokens = sequence.tokens
@@ -112,6 +129,11 @@ def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int)
             sequences.append(sequence)
             continue
         sequence.last_row = previous_row
+        if num_known - sequence.num_prompt_tokens == 1 and num_known + 1 < sequence.max_length:
+            turn = 1 if step is None or num_pending else 2
+            if turn <= num_steps:
+                event = TokenEvent(sequence.key, sequence.request.choice, 1, 0, None, FinishReason.NONE)
+                second_tokens.append(SecondToken(turn, event))
         if _move(table, sequence, step, num_steps, num_rows):
             finished.append(sequence)
     _grow(table, growing)
@@ -120,12 +142,12 @@ def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int)
             table.register_written(sequence)
     if step is not None:
         table.commit(step)
-    return finished
+    return FastForward(finished, second_tokens)
 
 
 def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, num_steps: int, num_rows: int) -> bool:
-    """Take turns with a sequence that joined since the step in flight was planned, gets a token that is emitted, or is
-    alone with its step in flight. Returns whether it is finished."""
+    """Take turns with a sequence that joined since the step in flight was planned, has at most one token of its answer,
+    ends, or has no step in flight. Returns whether it is finished."""
     tokens = sequence.tokens
     num_tokens = num_steps + sequence.num_pending - (step is not None)
     sequence.num_computed += num_rows
@@ -137,8 +159,7 @@ def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, nu
     sequence.num_written = sequence.num_computed - sequence.num_pending
     if not num_tokens:
         return False
-    num_answered = len(tokens) + 1 - sequence.num_prompt_tokens
-    if num_answered > 2 and len(tokens) + 1 < sequence.max_length:
+    if sequence.num_prompt_tokens < len(tokens) < sequence.max_length - 1:
         tokens.append(0)
         return False
     sequence.num_pending += 1

@@ -47,8 +47,8 @@ AS_PREDICTED = StepCorrections()
 class WorkerSink(Protocol):
     """Receives the reports of a worker's step loop."""
 
-    def received(self, worker: SimulatedWorker, report: StepReport) -> None:
-        """``report`` leaves the worker now."""
+    def received(self, worker: SimulatedWorker, report: StepReport, sent_s: float) -> None:
+        """``report`` left the worker at ``sent_s``: now, or earlier if it has nothing but second tokens."""
         ...
 
 
@@ -256,7 +256,7 @@ class SimulatedWorker:
     def publish(self, report: StepReport) -> None:
         """Send what the loop reports."""
         if report.events or report.orders:
-            self._sink.received(self, report)
+            self._sink.received(self, report, self._queue.now_s)
 
     # Steps that were planned
 
@@ -350,7 +350,10 @@ class SimulatedWorker:
                 self.busy_s -= num_steps * self._turn_s
             self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # that the run took one by one
             self._free_at_s = run.end_s(num_turns)
-        self._loop.skip_to(self._decoding.fast_forward(num_turns))
+        in_flight, second_tokens = self._decoding.fast_forward(num_turns)
+        for turn, event in second_tokens:
+            self._sink.received(self, StepReport(events=[event]), run.end_s(turn))
+        self._loop.skip_to(in_flight)
 
     def _count_step(self, step: _Step) -> None:
         self._count(step.ends_s - step.begins_s, 1, step.num_decoded)

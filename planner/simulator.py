@@ -285,9 +285,9 @@ class _Run:
 
     # What workers say
 
-    def received(self, worker: SimulatedWorker, report: StepReport) -> None:
-        now_s, at = self._events.now_s, self._events.at
-        arrives_s = now_s + self._overheads.message_s
+    def received(self, worker: SimulatedWorker, report: StepReport, sent_s: float) -> None:
+        at = self._events.at
+        arrives_s = sent_s + self._overheads.message_s
         for event in report.events:
             if isinstance(event, TokenEvent):
                 if event.index < 2 or event.finish:
