@@ -2,7 +2,7 @@
 
 Blocks are taken for the whole prompt and head-room in one step, first come first served, and only then
 does a pull start: nobody holds some blocks while waiting for others. Owned by `pdserve.decode_worker.scheduler`, which
-says how many blocks may be taken; this class never preempts anything.
+limits the blocks that may be taken; this class never preempts anything.
 """
 
 from __future__ import annotations

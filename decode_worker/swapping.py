@@ -4,7 +4,7 @@ A step copies the blocks of a sequence out, and they can be reused when that ste
 what the prefix cache lacks by then, and decoding goes on in the same step. Slots are free again when the last step that
 touches them has ended. Slots whose step failed are never read: whatever a failed step copied fails with it.
 
-Owned by `pdserve.decode_worker.scheduler`, which says who is preempted and how many blocks may be taken.
+Owned by `pdserve.decode_worker.scheduler`, which chooses the sequences to preempt and limits the blocks to take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.model.cost import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapSpace:
-    """How much can be swapped, and when it should be."""
+    """Capacity of the host for swapped KV, and when swapping pays."""
 
     num_slots: int
     is_cheaper: Callable[[int, int], bool]
@@ -46,7 +46,7 @@ def swap_space(cost: CostModel, num_slots: int) -> SwapSpace:
 class _Swapped(NamedTuple):
     sequence: Sequence
     slots: list[int]
-    """Of its blocks, in order."""
+    """One for each of its blocks, in order."""
     step_id: int
     """The step that fills them."""
 
@@ -58,7 +58,7 @@ class _Leaving(NamedTuple):
 
 
 class Swapping:
-    """A free list of slots, and who holds which."""
+    """A free list of slots, and the slots of each swapped sequence."""
 
     def __init__(self, table: SequenceTable, space: SwapSpace) -> None:
         self._table = table
@@ -148,7 +148,9 @@ class Swapping:
         """Recount the slots.
 
         Raises:
-            AssertionError: one is lost or is held twice.
+            AssertionError: one is lost or taken twice.
         """
-        held = [*(swapped.slots for swapped in self._swapped.values()), *(leaving.slots for leaving in self._leaving)]
-        assert sorted(chain(self._free, *held)) == list(range(self._space.num_slots)), "each slot is free or held once"
+        taken = [*(swapped.slots for swapped in self._swapped.values()), *(leaving.slots for leaving in self._leaving)]
+        assert sorted(chain(self._free, *taken)) == list(range(self._space.num_slots)), (
+            "each slot is free or taken once"
+        )

@@ -1,13 +1,17 @@
-"""The scheduler of a decode or a mixed worker, built from the worker's configuration. Never starts anything."""
+"""The scheduler of a decode or a mixed worker, built from its configuration, its Ray actor, and its process entry."""
 
 from __future__ import annotations
 
 import secrets
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.backend import Backend
+from pdserve.engine.process import WorkerActor, main
 from pdserve.engine.wire import HANDLE_BYTES
 from pdserve.kv_transfer.block_pool import BlockPool
 
@@ -25,3 +29,12 @@ def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) 
         park_timeout_s=config.park_timeout_s,
         swap_space=swap_space(backend.cost, backend.num_swap_slots),
     )
+
+
+class DecodeWorker(WorkerActor):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config, build_scheduler)
+
+
+if __name__ == "__main__":
+    sys.exit(main(build_scheduler, "python -m pdserve.decode_worker.worker"))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.decode_worker.actor import DecodeWorker
+from pdserve.decode_worker.worker import DecodeWorker
 from pdserve.deploy.config import kv_memory_bytes, swap_memory_bytes
 from pdserve.deploy.cores import CoreSplit
 from pdserve.model.hardware import Hardware, hardware
 from pdserve.model.hardware_json import hardware_to_json
-from pdserve.prefill_worker.actor import PrefillWorker
+from pdserve.prefill_worker.worker import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig
 
 WORKER_CLASSES: dict[WorkerRole, type] = {

@@ -27,7 +27,7 @@ class WorkerMemory(NamedTuple):
     weights: int
     """0 where they are surely on a GPU."""
     kv: int
-    """Of the pool, or of its mirror. As told; where it is automatic, what one sequence of the model's length needs."""
+    """Of the pool, or of its staging file. As told; if automatic, what one sequence of the model's length needs."""
     swap: int
     """As told; 0 where it is automatic, because that takes no more than there is."""
 

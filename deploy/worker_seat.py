@@ -54,7 +54,7 @@ class WorkerSeat:
 
         Args:
             worker_class: becomes the actor, and gives it its name; its methods are those of
-                `pdserve.engine.actor.WorkerActor`.
+                `pdserve.engine.process.WorkerActor`.
             resources: Ray resources that its actor asks for.
             num_gpus: GPUs, or a share of one, that it asks for; Ray shows the actor no others.
         """

@@ -1,4 +1,4 @@
-"""What a worker computes with: the real model, on a CPU or a GPU, or an emulated GPU. Decided once, at its start.
+"""The executor of a worker: the real model on a CPU or a GPU, or an emulated GPU. Chosen once, at its start.
 
 Called on the step loop's thread, after that thread was pinned. Torch is imported for the real model only, and only once
 the rest of the configuration was found good; nothing heavy is allocated before the executor is built.
@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.mirrored_transfer import Mirror
-from pdserve.engine.pool_size import check_mirror_fits, check_pool_fits, num_kv_blocks, num_swap_slots
+from pdserve.engine.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
@@ -29,16 +28,19 @@ from pdserve.model.model_hash import model_hash
 from pdserve.model.slowed_hardware import slowed
 from pdserve.model.weight_files import check_weights
 
+if TYPE_CHECKING:  # it imports torch
+    from pdserve.kv_transfer.host_staging import HostStaging
+
 
 class BuiltExecutor(NamedTuple):
     executor: Executor
-    mirror: Mirror | None = None
-    """Where the pool lies on a device: what copies blocks between it and the memory that it was built with."""
+    staging: HostStaging | None = None
+    """Copies blocks between a pool on a GPU and the memory that the transfer process maps; ``None`` on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The executor of a worker and what must be known beside it."""
+    """The executor of a worker and the figures of its pool."""
 
     limits: ModelLimits
     layout: KvLayout
@@ -73,7 +75,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     from pdserve.engine.model_device import CPU, build_pool, check_kv_dtype, choose_device, room_for_kv
     from pdserve.kernels.cpu_threads import use_cores
-    from pdserve.kv_transfer.kv_mirror import KvMirror
+    from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model import executor_choice
 
     device = choose_device(config.device)
@@ -83,7 +85,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     num_blocks = num_kv_blocks(config, limits, block_bytes, room.auto_bytes)
     check_pool_fits(num_blocks * block_bytes, room.max_bytes)
     if device != CPU:
-        check_mirror_fits(num_blocks * block_bytes, room.host_bytes)
+        check_staging_fits(num_blocks * block_bytes, room.host_bytes)
     num_slots = num_swap_slots(config, num_blocks, block_bytes, room.host_bytes - num_blocks * block_bytes)
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
 
@@ -104,7 +106,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         )
         if device == CPU:
             return BuiltExecutor(_lending_cores(executor, config) if config.core_board else executor)
-        return BuiltExecutor(executor, KvMirror(pool.blocks, memory))
+        return BuiltExecutor(executor, HostStaging(pool.blocks, memory))
 
     return Backend(limits=limits, layout=layout, cost=cost, num_swap_slots=num_slots, build_executor=build_executor)
 

@@ -1,4 +1,4 @@
-"""Where a worker's model computes: which device, what it has room for, and the KV pool on it.
+"""The device of a worker's model, its room for KV, and the KV pool on it.
 
 Called by `pdserve.engine.backend` for a real model, once torch may be imported. What is not torch's is decided in
 `pdserve.engine.pool_size`.
@@ -17,7 +17,7 @@ from pdserve.model.decoder_weights import held_bytes
 
 CPU = torch.device("cpu")
 _FLOAT8_CAPABILITY = (8, 9)
-"""Of Ada, the first of NVIDIA's that converts float8."""
+"""Ada's: the first NVIDIA GPU that converts float8."""
 
 
 def choose_device(setting: str) -> torch.device:
@@ -42,7 +42,7 @@ def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
 
 
 def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, host_bytes: int) -> PoolRoom:
-    """What weights, activations and the rest will leave.
+    """Memory that weights, activations and the rest will leave.
 
     Args:
         host_bytes: available memory of the host.

@@ -1,4 +1,4 @@
-"""How many KV blocks a worker has, and host slots for preempted ones: as told, or a share of what there is.
+"""Number of KV blocks of a worker, and of host slots for preempted ones: as configured, or a share of the memory.
 
 Called once when a worker starts. Never allocates.
 """
@@ -15,27 +15,27 @@ AUTO_MEMORY_SHARE = 0.1
 the same moment, and the pages of a pool are taken from the host only as they are first written."""
 
 AUTO_SWAP_SHARE = 0.25
-"""Host slots for each block of the pool, unless told: preemption is the exception, and only the answers that outgrew
-their expected length are swapped."""
+"""Host slots for each block of the pool, unless configured: preemption is the exception, and only answers longer than
+expected are swapped."""
 
-MIRROR_MEMORY_SHARE = 0.5
-"""Share of the host's available memory that the mirror of an automatic pool on a GPU may grow to."""
+STAGING_MEMORY_SHARE = 0.5
+"""Share of the host's available memory that the staging file of an automatic pool on a GPU may grow to."""
 
 
 class PoolRoom(NamedTuple):
     """Bytes that a worker has for KV."""
 
     max_bytes: int
-    """What a pool may take at most, however it is asked for."""
+    """Most that a pool may take, however it is configured."""
     auto_bytes: int
-    """What an automatic pool takes."""
+    """Size of an automatic pool."""
     host_bytes: int
-    """Of the host, for the pool, or for its mirror where it lies on a GPU, and for swap slots."""
+    """Host memory for the pool (its staging file for a pool on a GPU) and for swap slots."""
 
 
 def room_on_cpu(weight_bytes: int, available_bytes: int) -> PoolRoom:
     """Raises ValueError if the weights do not fit into what is available of the host's memory."""
-    spare_bytes = memory_beside_weights(weight_bytes, available_bytes)
+    spare_bytes = memory_after_weights(weight_bytes, available_bytes)
     return PoolRoom(spare_bytes, int(spare_bytes * AUTO_MEMORY_SHARE), spare_bytes)
 
 
@@ -49,7 +49,7 @@ def room_on_gpu(
     utilization: float,
     host_bytes: int,
 ) -> PoolRoom:
-    """What a GPU has room for before the weights are there.
+    """Room on a GPU before the weights are loaded.
 
     An automatic pool takes what weights, activations and the reserve leave of ``utilization`` of the whole GPU, or of
     what is free, if that is less.
@@ -57,7 +57,7 @@ def room_on_gpu(
     Args:
         activation_bytes: of the largest step.
         reserve_bytes: for what no formula has: libraries, CUDA graphs, copies of logits. Workers that share a GPU have
-            nothing else beside their shares.
+            nothing but their shares.
         free_bytes: of the GPU, and so is ``total_bytes``.
         host_bytes: available memory of the host.
 
@@ -72,7 +72,7 @@ def room_on_gpu(
             f"{granted_bytes} of the GPU's memory are granted (gpu_memory_utilization {utilization:g}) and free: raise "
             f"gpu_memory_utilization, end what else runs on the GPU, or serve a smaller model"
         )
-    auto_bytes = min(granted_bytes - used_bytes, int(host_bytes * MIRROR_MEMORY_SHARE))
+    auto_bytes = min(granted_bytes - used_bytes, int(host_bytes * STAGING_MEMORY_SHARE))
     return PoolRoom(free_bytes - used_bytes, auto_bytes, host_bytes)
 
 
@@ -102,7 +102,7 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
     return num_blocks
 
 
-def memory_beside_weights(weight_bytes: int, available_bytes: int) -> int:
+def memory_after_weights(weight_bytes: int, available_bytes: int) -> int:
     """Bytes that weights leave of what is available. Raises ValueError if they do not fit it."""
     if weight_bytes > available_bytes:
         raise ValueError(
@@ -116,16 +116,16 @@ def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:
     """Raises ValueError if a pool is larger than what the weights leave."""
     if pool_bytes > spare_bytes:
         raise ValueError(
-            f"the KV pool needs {pool_bytes} bytes and {spare_bytes} are available beside the weights: lower kv_memory"
+            f"the KV pool needs {pool_bytes} bytes and {spare_bytes} are available after the weights: lower kv_memory"
         )
 
 
-def check_mirror_fits(pool_bytes: int, host_bytes: int) -> None:
-    """Raises ValueError if the mirror of a pool on a GPU may grow larger than what the host has."""
+def check_staging_fits(pool_bytes: int, host_bytes: int) -> None:
+    """Raises ValueError if the staging file of a pool on a GPU may grow larger than what the host has."""
     if pool_bytes > host_bytes:
         raise ValueError(
-            f"the KV pool of {pool_bytes} bytes has a mirror on the host, where {host_bytes} are available: "
-            f"lower kv_memory"
+            f"the KV pool of {pool_bytes} bytes has a staging file on the host, where {host_bytes} bytes are "
+            f"available: lower kv_memory"
         )
 
 
@@ -134,10 +134,10 @@ def num_swap_slots(config: WorkerConfig, num_blocks: int, block_bytes: int, spar
 
     Args:
         num_blocks: of the pool.
-        spare_bytes: host memory beside weights and pool.
+        spare_bytes: host memory without weights and pool.
 
     Raises:
-        ValueError: what was told holds no block, or does not fit.
+        ValueError: the configured memory holds no block, or does not fit.
     """
     if config.role is WorkerRole.PREFILL:
         return 0
@@ -148,6 +148,6 @@ def num_swap_slots(config: WorkerConfig, num_blocks: int, block_bytes: int, spar
         raise ValueError(f"swap_memory of {swap_bytes} bytes holds no KV block of {block_bytes}: raise it, or write 0")
     if swap_bytes > spare_bytes:
         raise ValueError(
-            f"swap_memory needs {swap_bytes} bytes and {spare_bytes} are available beside weights and KV pool: lower it"
+            f"swap_memory needs {swap_bytes} bytes and {spare_bytes} are available after weights and KV pool: lower it"
         )
     return swap_bytes // block_bytes

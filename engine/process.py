@@ -1,7 +1,11 @@
-"""A worker as a plain process: ``python -m pdserve.prefill_worker --config JSON`` and the decode worker's like.
+"""A worker in a process of its own: as a Ray actor, or as ``python -m pdserve.prefill_worker.worker --config JSON``.
 
-Prints one JSON line with the endpoint and serves. SIGTERM or SIGINT drains and exits 0; a second one, or a drain that
-takes too long, drops what still runs and exits 1, as does a step loop that died.
+`WorkerActor` is how Ray starts, pings and ends a worker; no token and no KV passes through it. The class is plain:
+the deployment decorates it with ``ray.remote``, with ``num_cpus=0`` and a ``max_concurrency`` of 2 at least, so that
+`WorkerActor.ping` answers while `WorkerActor.drain` waits.
+
+`main` prints one JSON line with the endpoint and serves. SIGTERM or SIGINT drains and exits 0; a second one, or a drain
+that takes too long, drops what still runs and exits 1, as does a step loop that died.
 """
 
 from __future__ import annotations
@@ -13,15 +17,59 @@ import os
 import queue
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.engine.worker import EngineWorker, SchedulerFactory
-from pdserve.engine.worker_config import config_from_json, endpoint_to_fields
+from pdserve.engine.worker_config import config_from_fields, config_from_json, endpoint_to_fields
 from pdserve.kv_transfer.parent_death import die_with_parent
 
 DRAIN_TIMEOUT_S = 30.0
+
+
+class WorkerActor:
+    """One worker in an actor's process. A step loop that dies ends the process, and so the actor."""
+
+    def __init__(self, config: Mapping[str, Any], scheduler_factory: SchedulerFactory) -> None:
+        """
+        Args:
+            config: a `WorkerConfig` as JSON values.
+
+        Raises:
+            ValueError: it is not one.
+        """
+        self._worker = EngineWorker(config_from_fields(config), scheduler_factory)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def start(self) -> dict[str, Any]:
+        """Serve; returns the fields of the `WorkerEndpoint`.
+
+        Raises:
+            ValueError: the configuration cannot be served; the text names the remedy.
+        """
+        return endpoint_to_fields(self._worker.start())
+
+    def ping(self) -> int:
+        """The worker's epoch.
+
+        Raises:
+            RuntimeError: the step loop does not turn.
+        """
+        if not self._worker.is_healthy():
+            raise RuntimeError("the step loop does not turn")
+        return self._worker.epoch
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for what runs; returns whether it finished in time."""
+        return self._worker.drain(timeout_s)
+
+    def stop(self) -> None:
+        """End the worker; what still runs is dropped."""
+        self._worker.stop()
 
 
 def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | None = None) -> int:

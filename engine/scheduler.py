@@ -29,7 +29,7 @@ class RequestKey(NamedTuple):
 
 
 class RequestEventKind(IntEnum):
-    """What happened to an attempt, beside its tokens. Values are the wire's `RequestEvent.Kind`."""
+    """Events of an attempt other than its tokens. Values are the wire's `RequestEvent.Kind`."""
 
     STARTED = 1
     LAST_CHUNK = 2
@@ -149,7 +149,7 @@ class StartPullEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AbortPullEvent:
-    """Decode: stop a pull. Its targets stay reserved until `Scheduler.pull_done` says that nothing writes to them."""
+    """Decode: stop a pull. Its targets stay reserved until `Scheduler.pull_done`: nothing writes to them then."""
 
     pull_id: int
 
@@ -164,14 +164,14 @@ Event = ClientEvent | TransferEvent
 
 
 class PullResult(NamedTuple):
-    """How a pull ended: what the transfer process says of it."""
+    """The end of a pull, as the transfer process reports it."""
 
     pull_id: int
     failure: str = ""
     """Empty on success."""
     num_tokens: int = 0
     first_token: FirstToken | None = None
-    """Of a pull that succeeded."""
+    """``None`` after a failure."""
 
 
 class SchedulerLoad(NamedTuple):
@@ -184,15 +184,15 @@ class SchedulerLoad(NamedTuple):
     num_blocks_cached: int = 0
     num_blocks_referenced: int = 0
     num_waiting_tokens: int = 0
-    """Of prompts that are not started."""
+    """Tokens of prompts that are not started."""
     num_started_tokens: int = 0
-    """Of started prompts: those whose KV is not written yet, in steps in flight too."""
+    """Tokens of started prompts whose KV is not written yet, in steps in flight too."""
     num_context_tokens: int = 0
     num_preemptions: int = 0
     num_swap_outs: int = 0
     """Preempted sequences whose KV was copied to the host."""
     num_swap_ins: int = 0
-    """Of those, whose KV was copied back."""
+    """And copied back."""
     num_swap_slots_used: int = 0
 
 

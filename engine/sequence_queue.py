@@ -1,4 +1,4 @@
-"""Sequences in the order of an instant: who is to be served first, who expires first.
+"""Sequences in the order of an instant: the first to be served, the first to expire.
 
 Used by the schedulers for waiting prompts (when token 0 is wanted) and for deadlines. Knows no clock.
 """

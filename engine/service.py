@@ -33,8 +33,7 @@ from pdserve.engine.loop import (
 from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sessions import Session, SessionTable
 from pdserve.engine.wire import WireError, request_from_proto, source_from_proto
-from pdserve.kv_transfer.auth import TokenInterceptor
-from pdserve.kv_transfer.grpc_options import server_options
+from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
 from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5
@@ -43,7 +42,7 @@ HEARTBEAT_S = 0.5
 HELLO_TIMEOUT_S = 10.0
 MAX_ROUTER_ID_LENGTH = 128
 MAX_SNAPSHOT_HASHES = 65536
-"""Block hashes that a new session is told of at most: 1.2 MB. The rest is found by hits alone."""
+"""Most block hashes in the first frame of a session: 1.2 MB. The rest is found by hits alone."""
 
 STOP_GRACE_S = 0.5
 """Time for what is queued to leave before the sessions are cut."""
@@ -72,13 +71,13 @@ class WorkerService:
     """Serves `Worker.Session`. ``start``, ``publish`` and ``stop`` may be called from any thread."""
 
     def __init__(self, settings: ServiceSettings, inbox: Inbox, *, is_healthy: Callable[[], bool]) -> None:
-        """``is_healthy`` says whether the step loop turns; heartbeats stop when it does not."""
+        """``is_healthy``: heartbeats stop when the step loop does not turn."""
         self._settings = settings
         self._inbox = inbox
         self._is_healthy = is_healthy
         self._sessions = SessionTable(grace_s=settings.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
         self._load = worker_pb2.Load()
-        """Of the last report, without the step that it reported."""
+        """Load of the last report, without its step."""
         self._cached_hashes: set[bytes] = set()
         """The prefix cache as the reports tell it, for sessions that begin later."""
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,4 +1,4 @@
-"""Router sessions of one worker: who is connected, which epoch fences which, and what waits to be sent to each.
+"""Router sessions of one worker: open streams, the epochs that fence older ones, and the messages queued for each.
 
 Owned by the gRPC service and used on its event loop only. Never talks gRPC itself.
 """
@@ -30,7 +30,7 @@ class Session:
         self.router_id = router_id
         self.epoch = epoch
         self.sent_s = time.monotonic()
-        """When something was last queued."""
+        """Instant at which a message was last queued."""
         self.close_reason = ""
         """Why the worker ends the stream; empty while it stands or when the router ended it."""
         self._queue: deque[bytes] = deque()
@@ -71,8 +71,8 @@ class Session:
         return data
 
 
-class _Seat:
-    """What is known of one router: its newest epoch, its session, and the end that a broken one is waiting for."""
+class _RouterSlot:
+    """One router: its newest epoch, its session, and the timer of a broken one."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -81,52 +81,52 @@ class _Seat:
 
 
 class SessionTable:
-    """All sessions of a worker. ``on_end`` hears a session's number once its requests are to be cancelled."""
+    """All sessions of a worker. ``on_end`` receives the number of a session whose requests must be cancelled."""
 
     def __init__(self, *, grace_s: float, on_end: Callable[[int], None]) -> None:
         self._grace_s = grace_s
         self._on_end = on_end
-        self._seats: dict[str, _Seat] = {}
+        self._slots: dict[str, _RouterSlot] = {}
         self._numbers = itertools.count(1)
         self.open: dict[int, Session] = {}
         """Sessions whose stream stands, by number."""
 
     def enter(self, router_id: str, epoch: int) -> Session | None:
         """Open a session, ending the router's older one at once; ``None`` when the epoch is not newer than the last."""
-        seat = self._seats.setdefault(router_id, _Seat())
-        if epoch <= seat.epoch:
+        slot = self._slots.setdefault(router_id, _RouterSlot())
+        if epoch <= slot.epoch:
             return None
-        if seat.session is not None:
-            seat.session.close("the router opened a newer session")
-            self._end(seat)
-        seat.epoch = epoch
-        seat.session = Session(next(self._numbers), router_id, epoch)
-        self.open[seat.session.number] = seat.session
+        if slot.session is not None:
+            slot.session.close("the router opened a newer session")
+            self._end(slot)
+        slot.epoch = epoch
+        slot.session = Session(next(self._numbers), router_id, epoch)
+        self.open[slot.session.number] = slot.session
         self._forget_old_routers()
-        return seat.session
+        return slot.session
 
     def leave(self, session: Session) -> None:
         """The stream is gone. Its requests live on for the grace time, or end now if this side closed it."""
         self.open.pop(session.number, None)
         session.closed.set()
-        seat = self._seats.get(session.router_id)
-        if seat is None or seat.session is not session:
+        slot = self._slots.get(session.router_id)
+        if slot is None or slot.session is not session:
             return
         if session.close_reason:
-            self._end(seat)
+            self._end(slot)
         else:
-            seat.grace = asyncio.get_running_loop().call_later(self._grace_s, self._end, seat)
+            slot.grace = asyncio.get_running_loop().call_later(self._grace_s, self._end, slot)
 
-    def _end(self, seat: _Seat) -> None:
-        if seat.grace is not None:
-            seat.grace.cancel()
-            seat.grace = None
-        assert seat.session is not None
-        self.open.pop(seat.session.number, None)
-        self._on_end(seat.session.number)
-        seat.session = None
+    def _end(self, slot: _RouterSlot) -> None:
+        if slot.grace is not None:
+            slot.grace.cancel()
+            slot.grace = None
+        assert slot.session is not None
+        self.open.pop(slot.session.number, None)
+        self._on_end(slot.session.number)
+        slot.session = None
 
     def _forget_old_routers(self) -> None:
-        gone = [router_id for router_id, seat in self._seats.items() if seat.session is None]
-        for router_id in gone[: max(len(self._seats) - MAX_REMEMBERED_ROUTERS, 0)]:
-            del self._seats[router_id]
+        gone = [router_id for router_id, slot in self._slots.items() if slot.session is None]
+        for router_id in gone[: max(len(self._slots) - MAX_REMEMBERED_ROUTERS, 0)]:
+            del self._slots[router_id]

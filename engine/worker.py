@@ -13,11 +13,11 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, MutableSequence
+from collections.abc import MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.contracts.step import ModelLimits
@@ -25,14 +25,17 @@ from pdserve.engine.backend import Backend, choose_backend
 from pdserve.engine.frames import KvOrigin
 from pdserve.engine.live_loop import Inbox, LiveLoop, PartDied, StopLoop, TransferLink, message_from_proto
 from pdserve.engine.loop import StartDrain, StepTimes
-from pdserve.engine.mirrored_transfer import Mirror, MirroredTransfer
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.service import ServiceSettings, WorkerService
+from pdserve.engine.staged_transfer import StagedTransfer
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.transfer_pb2 import TransferToEngine
+
+if TYPE_CHECKING:  # it imports torch
+    from pdserve.kv_transfer.host_staging import HostStaging
 
 STOP_TIMEOUT_S = 10.0
 
@@ -46,7 +49,7 @@ class SchedulerFactory(Protocol):
 
 
 def end_process() -> None:
-    """What a worker does about a loop that died: nothing else notices it as surely as the end of the process."""
+    """End a worker whose loop died: nothing else is noticed as surely as the end of the process."""
     logging.shutdown()
     os._exit(1)
 
@@ -58,16 +61,9 @@ class EngineWorker:
         self,
         config: WorkerConfig,
         scheduler_factory: SchedulerFactory,
-        *,
-        on_fatal: Callable[[], None] = end_process,
     ) -> None:
-        """
-        Args:
-            on_fatal: called on the loop's thread when the loop died and its exception is logged.
-        """
         self._config = config
         self._scheduler_factory = scheduler_factory
-        self._on_fatal = on_fatal
         self._inbox = Inbox()
         self._epoch = secrets.randbits(63)
         self._loop: LiveLoop | None = None
@@ -120,7 +116,7 @@ class EngineWorker:
                 loop.run()
             except BaseException:
                 _log.critical("the step loop of %s died", self._config.worker_id, exc_info=True)
-                self._on_fatal()
+                end_process()
 
     def _build(self, stack: ExitStack) -> tuple[LiveLoop, str]:
         """Assemble the worker on its loop's thread; ``stack`` takes it apart in reverse order.
@@ -133,11 +129,11 @@ class EngineWorker:
         backend = choose_backend(config)
         memory = PoolMemory.create(backend.layout)
         stack.callback(memory.close)
-        executor, mirror = backend.build_executor(memory)
+        executor, staging = backend.build_executor(memory)
         stack.callback(executor.close)
-        transfer = self._start_transfer(memory, mirror, backend.limits)
+        transfer = self._start_transfer(memory, staging, backend.limits)
         stack.callback(transfer.close)
-        # A view of 64-bit items is all that the pool asks of a mutable sequence; typeshed says otherwise.
+        # typeshed does not count a memoryview as a MutableSequence.
         generations = cast(MutableSequence[int], memory.generations)
         pool = BlockPool(backend.layout.num_blocks, config.block_size, generations)
         service = WorkerService(
@@ -157,7 +153,7 @@ class EngineWorker:
         stack.callback(service.stop)
         return loop, address
 
-    def _start_transfer(self, memory: PoolMemory, mirror: Mirror | None, limits: ModelLimits) -> TransferLink:
+    def _start_transfer(self, memory: PoolMemory, staging: HostStaging | None, limits: ModelLimits) -> TransferLink:
         config = self._config
 
         def on_message(message: TransferToEngine) -> None:
@@ -173,13 +169,13 @@ class EngineWorker:
             cpu_cores=config.transfer_cpu_cores,
             on_death=lambda: self._inbox.put(PartDied("the transfer process")),
         )
-        if mirror is None:
+        if staging is None:
             return start(on_message=on_message)
-        return MirroredTransfer(
-            mirror,
+        return StagedTransfer(
+            staging,
             lambda on_message: start(on_message=on_message),
             on_message,
-            on_failure=lambda: self._inbox.put(PartDied("the mirror of the KV pool")),
+            on_failure=lambda: self._inbox.put(PartDied("host staging of the KV pool")),
         )
 
     def _service_settings(self, backend: Backend, kv_address: str) -> ServiceSettings:

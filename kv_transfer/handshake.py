@@ -1,4 +1,4 @@
-"""What a puller and a source check of each other before any byte moves, and of every grant after.
+"""Checks of a puller and a source before any byte moves, and of every grant.
 
 Pure functions over the wire's messages and the local configuration; each raises ValueError with a reason that names the
 field, and the caller decides what that fails.

@@ -2,7 +2,7 @@
 
 The file is one page-aligned header with a 64-bit generation per block, then the blocks as `KvLayout` describes them.
 The engine creates it, its transfer process maps the inherited descriptor, and peers map it read-only through ``/proc``.
-Which block belongs to whom is the block pool's business, not known here.
+The owners of blocks are known to the block pool only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PoolMemory:
             OSError: it cannot be opened from here.
         """
         if not _FD_PATH.fullmatch(path):
-            raise ValueError(f"{path!r} is no /proc/<pid>/fd/<n> path")
+            raise ValueError(f"{path!r} is not a /proc/<pid>/fd/<n> path")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
@@ -104,7 +104,7 @@ class PoolMemory:
 
     @property
     def path(self) -> str:
-        """Where other processes of this host find the file while this process keeps it open."""
+        """Path of the file for other processes of this host, while this process keeps it open."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def block(self, block_id: int, head_start: int, head_end: int) -> memoryview[int]:
@@ -124,6 +124,41 @@ class PoolMemory:
             self.generations.release()
             self.blocks.release()
             self._mapping.close()
+
+
+class PeerPools:
+    """Pools of other workers on this host, mapped once each and kept while their owner lives.
+
+    A mapping is kept because the first touch of every page costs far more than its copy. It also keeps the memory of a
+    dead worker alive, so the transfer process calls `drop_gone` regularly.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, int], PoolMemory] = {}
+
+    def get(self, path: str, inode: int, layout: KvLayout) -> PoolMemory:
+        """The pool at ``path``, mapped now or before.
+
+        Raises:
+            ValueError: the path leads to something else.
+            OSError: it cannot be opened from here.
+        """
+        pool = self._pools.get((path, inode))
+        if pool is None or pool.layout != layout:
+            pool = self._pools[path, inode] = PoolMemory.open_peer(path, inode, layout)
+        return pool
+
+    def drop_gone(self) -> None:
+        """Forget pools whose owner has closed them or died. A copy still running keeps its mapping to the end."""
+        for path, inode in [key for key in self._pools if not _leads_to(*key)]:
+            del self._pools[path, inode]
+
+
+def _leads_to(path: str, inode: int) -> bool:
+    try:
+        return os.stat(path).st_ino == inode
+    except OSError:
+        return False
 
 
 def _header_bytes(layout: KvLayout) -> int:

@@ -1,7 +1,7 @@
 """The fetching side of pulls: one task per pull, from the order of the engine to its `PullDone`.
 
-Owned by the transfer process. Nothing is reported good unless every block is copied and verified, and once a pull is
-reported, well or badly ended, nothing writes to its target blocks any more.
+Owned by the transfer process. A pull succeeds only if every block is copied and verified, and once its end is reported,
+nothing writes to its target blocks any more.
 """
 
 from __future__ import annotations
@@ -10,22 +10,105 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+
+import grpc
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_request, host_id, layout_message
-from pdserve.kv_transfer.peer_pools import PeerPools
-from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.pull_stream import PullStream, SourceBusyError
-from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
+from pdserve.kv_transfer.rpc import call_metadata, channel_options
+from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import GrantedBlock, GrpcReceiver, MemfdReceiver, PullError, Receiver
-from pdserve.proto.v1 import kv_pb2, transfer_pb2
+from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 BUSY_TIMEOUT_S = 2.0
 BUSY_RETRY_S = 0.02
 
 _log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 5.0
+"""A source answers an open at once; one that does not by then is unreachable."""
+RELEASE_TIMEOUT_S = 2.0
+
+_REFUSALS = (
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
+
+
+class SourceBusyError(PullError):
+    """Another pull of the prompt stands."""
+
+
+class PullStream:
+    """The gRPC stream of one pull, with statuses turned into `PullError`. `close` it in every case.
+
+    One connection per pull costs about a millisecond, which the wait for the prompt's last chunk hides, and leaves no
+    state behind that could be stale when a source is restarted.
+    """
+
+    def __init__(self, *, address: str, cluster_token: str, max_message_bytes: int) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+        self._call = kv_pb2_grpc.KvTransferStub(self._channel).Pull(None, metadata=call_metadata(cluster_token))
+
+    async def open(self, opening: kv_pb2.PullOpen) -> kv_pb2.Opened:
+        """Ask for a prompt.
+
+        Raises:
+            PullError: the source cannot be reached or refuses.
+        """
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the read below raises the reason
+                    await self._call.write(kv_pb2.PullMessage(open=opening))
+                message = await self.read("connect")
+        except TimeoutError:
+            raise PullError("connect", f"the source did not answer within {OPEN_TIMEOUT_S} s") from None
+        if message.WhichOneof("body") != "opened":
+            raise PullError("connect", f"the source answered with {message.WhichOneof('body')}")
+        return message.opened
+
+    async def read(self, stage: str) -> kv_pb2.SourceMessage:
+        """The source's next message.
+
+        Args:
+            stage: of the pull, if the stream is broken.
+
+        Raises:
+            PullError: there is none.
+        """
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _pull_error(error, stage) from error
+        if not isinstance(message, kv_pb2.SourceMessage):  # the end of the stream
+            raise PullError(stage, "the source ended the stream too early")
+        return message
+
+    async def close(self, *, release: bool) -> None:
+        """End the stream, telling the source first that it may free the prompt if ``release``."""
+        if release:
+            # Best effort: the blocks are here, and a source that misses it frees the prompt after its park time.
+            with suppress(TimeoutError, asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                    await self._call.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
+                    await self._call.done_writing()
+                    await self._call.code()
+        self._call.cancel()
+        await self._channel.close(None)
+
+
+def _pull_error(error: grpc.aio.AioRpcError, stage: str) -> PullError:
+    message = f"{error.code().name}: {error.details()}"
+    if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+        return SourceBusyError("refused", message)
+    return PullError("refused" if error.code() in _REFUSALS else stage, message)
 
 
 class _PoolUnreachableError(Exception):

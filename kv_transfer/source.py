@@ -1,4 +1,4 @@
-"""The serving side of pulls: prompts on offer, the grants of their blocks, and who holds the lease on each.
+"""The serving side of pulls: prompts on offer, the grants of their blocks, and the lease on each.
 
 Owned by the transfer process. The engine offers, grants and withdraws; pullers come over gRPC. A lease is a pull's
 stream: it ends with the stream, and unless the puller released the prompt another may come.
@@ -24,7 +24,7 @@ from pdserve.kv_transfer.handshake import (
     layout_message,
 )
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import block_data
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
@@ -52,7 +52,7 @@ class _Offer:
     is_leased: bool = False
     is_withdrawn: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by a new grant, the withdrawal and the puller's word; cleared by the lease that waits for them."""
+    """Set by a new grant, the withdrawal and a release; cleared by the lease that waits for them."""
 
     @property
     def is_complete(self) -> bool:
@@ -133,7 +133,7 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             raise _RefusalError(grpc.StatusCode.DEADLINE_EXCEEDED, "no PullOpen came") from None
         except DecodeError:
             raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, "the first message is not a PullMessage") from None
-        # At the end of the stream what is read is no message.
+        # At the end of the stream, read() returns a marker.
         if not isinstance(message, kv_pb2.PullMessage) or not message.HasField("open"):
             raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, "a pull starts with PullOpen")
         return message.open

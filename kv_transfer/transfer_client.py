@@ -1,11 +1,17 @@
-"""The engine's handle on its transfer process: start it, talk to it, notice its death.
+"""The engine's handle on its transfer process, and the messages on the pipe between them.
+
+The first frame on the pipe is a `TransferConfig` as JSON: not on the command line, where every user of the host could
+read the cluster token. Then messages of `transfer.proto` go both ways. A frame is a 32-bit little-endian length and as
+many bytes.
 
 The step loop sends; one reader thread receives and must be given callbacks that only enqueue. A transfer process that
-dies is not restarted here: the engine fails its pulls and starts another.
+dies is not restarted here: the worker ends with it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import os
 import socket
@@ -14,10 +20,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
-from pdserve.kv_transfer.pipe import encode_frame, receive_frame
+from pdserve.contracts.kv_layout import KvLayout
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_config import TransferConfig
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Shutdown, TransferToEngine
 
 START_TIMEOUT_S = 20.0
@@ -30,6 +36,74 @@ _MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESH
 """Block-sized buffers come from memory that was used before: page faults on fresh memory halved the speed of gRPC."""
 
 _log = logging.getLogger(__name__)
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """Settings of one transfer process."""
+
+    layout: KvLayout
+    worker_epoch: int
+    """Incarnation of the worker; pulls of another one are refused."""
+    host: str
+    """Address to listen on and to be reached at."""
+    cluster_token: str
+    transport: str
+    """``auto``, ``memfd`` or ``grpc``."""
+    cpu_cores: tuple[int, ...]
+    """Cores to run on; empty leaves the affinity alone."""
+    parent_pid: int
+    """The engine's process, with which the transfer process dies."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> TransferConfig:
+        fields = json.loads(data)
+        layout = KvLayout(**fields.pop("layout"))
+        return cls(layout=layout, cpu_cores=tuple(fields.pop("cpu_cores")), **fields)
+
+
+def encode_frame(payload: bytes) -> bytes:
+    """A frame ready to be sent."""
+    assert len(payload) <= MAX_FRAME_BYTES, len(payload)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def receive_frame(sock: socket.socket) -> bytes | None:
+    """Block for the next frame's payload; ``None`` once the other side has closed."""
+    header = _receive_exactly(sock, _LENGTH.size)
+    return None if header is None else _receive_exactly(sock, _payload_length(header))
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next frame's payload; ``None`` once the other side has closed."""
+    try:
+        return await reader.readexactly(_payload_length(await reader.readexactly(_LENGTH.size)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def _payload_length(header: bytes) -> int:
+    (length,) = _LENGTH.unpack(header)
+    assert length <= MAX_FRAME_BYTES, length
+    return int(length)
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < num_bytes:
+        try:
+            chunk = sock.recv(num_bytes - len(received))
+        except ConnectionError:
+            return None
+        if not chunk:
+            return None
+        received += chunk
+    return bytes(received)
 
 
 class TransferProcess:
@@ -89,7 +163,7 @@ class TransferProcess:
         process._started.wait(START_TIMEOUT_S)
         if not process.address:
             process.close()
-            raise RuntimeError("the KV transfer process did not start; its log says why")
+            raise RuntimeError("the KV transfer process did not start; its log has the reason")
         return process
 
     @property
@@ -98,7 +172,7 @@ class TransferProcess:
         return self._process.pid
 
     def send(self, message: EngineToTransfer) -> None:
-        """Hand over a message, from any thread. If the process is dead the message is lost, and ``on_death`` says so.
+        """Hand over a message, from any thread. If the process is dead the message is lost, and ``on_death`` follows.
 
         Blocks while the pipe is full, at most `SEND_TIMEOUT_S`, and then kills the process.
         """

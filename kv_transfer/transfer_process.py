@@ -1,6 +1,6 @@
 """The transfer process: ``python -m pdserve.kv_transfer.transfer_process PIPE_FD MEMORY_FD``.
 
-It runs beside an engine and maps the same pool, so that copies, digests and network calls never slow an engine step.
+It runs next to an engine and maps the same pool, so that copies, digests and network calls never slow an engine step.
 Started and owned by `pdserve.kv_transfer.transfer_client.TransferProcess`; its first frame on the pipe is a
 `TransferConfig`. It lives no longer than its engine: the kernel kills it with its parent, and it leaves when the pipe
 closes. It imports no torch and decides nothing about requests.
@@ -17,14 +17,12 @@ import sys
 
 import grpc
 
-from pdserve.kv_transfer.auth import TokenInterceptor
-from pdserve.kv_transfer.grpc_options import server_options
 from pdserve.kv_transfer.parent_death import die_with_parent
-from pdserve.kv_transfer.pipe import MAX_FRAME_BYTES, encode_frame, read_frame, receive_frame
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
+from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
 from pdserve.kv_transfer.source import Source
-from pdserve.kv_transfer.transfer_config import TransferConfig
+from pdserve.kv_transfer.transfer_client import MAX_FRAME_BYTES, TransferConfig, encode_frame, read_frame, receive_frame
 from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 
 MAX_PULL_MESSAGE_BYTES = 64 << 10
@@ -44,7 +42,7 @@ class _Process:
         self._puller = Puller(config=config, memory=memory, send=self._send)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Serve until the engine says goodbye or is gone."""
+        """Serve until the engine sends `Shutdown` or is gone."""
         server = grpc.aio.server(
             interceptors=(TokenInterceptor(self._config.cluster_token),),
             options=server_options(MAX_PULL_MESSAGE_BYTES),
@@ -97,7 +95,7 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
 def main() -> None:
     """Run until the engine is gone."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then says goodbye
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then sends Shutdown
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s transfer process: %(message)s")
     pipe_fd, memory_fd = (int(argument) for argument in sys.argv[1:])
     pipe = socket.socket(fileno=pipe_fd)

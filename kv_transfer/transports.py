@@ -1,4 +1,4 @@
-"""How the bytes of granted blocks move: a copy from the source's mapped pool, or messages in the pull's gRPC stream.
+"""Transports of granted blocks: a copy from the source's mapped pool, or messages in the pull's gRPC stream.
 
 A receiver returns from ``receive`` only when every block is copied and verified. Copies run on the event loop between
 two awaits, never in a thread: a cancelled pull therefore writes nothing more, and the loop gets a turn every few
@@ -32,10 +32,10 @@ class GrantedBlock(NamedTuple):
     """A block to fetch."""
 
     position: int
-    """Of the block in the prompt."""
+    """Index of the block in the prompt."""
     source_id: int
     generation: int
-    """Of the source's block while it holds the prompt."""
+    """Generation of the source's block while it holds the prompt."""
     target_id: int
 
 

@@ -22,7 +22,7 @@ class _Offer:
     num_granted_blocks: int = 0
     is_leased: bool = False
     expires_s: float = inf
-    """When it is given up if nobody holds the lease; never before token 0 is known."""
+    """Instant at which it is given up without a lease; infinite until token 0 is known."""
 
     @property
     def due_s(self) -> float:

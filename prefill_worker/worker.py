@@ -1,11 +1,15 @@
-"""The scheduler of a prefill worker, built from the worker's configuration. Never starts anything."""
+"""The scheduler of a prefill worker, built from its configuration, its Ray actor, and its process entry."""
 
 from __future__ import annotations
 
 import secrets
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.engine.backend import Backend
+from pdserve.engine.process import WorkerActor, main
 from pdserve.engine.wire import HANDLE_BYTES
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import PrefillScheduler
@@ -23,3 +27,12 @@ def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) 
         max_batch_size=config.max_batch_size,
         park_timeout_s=config.park_timeout_s,
     )
+
+
+class PrefillWorker(WorkerActor):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config, build_scheduler)
+
+
+if __name__ == "__main__":
+    sys.exit(main(build_scheduler, "python -m pdserve.prefill_worker.worker"))

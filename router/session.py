@@ -18,7 +18,7 @@ from typing import Protocol
 import grpc
 
 from pdserve.contracts.placement import WorkerEndpoint
-from pdserve.kv_transfer.auth import call_metadata
+from pdserve.kv_transfer.rpc import call_metadata
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 

@@ -18,7 +18,7 @@ from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import SwapSpace
 from pdserve.engine.scheduler import Event
 from pdserve.kv_transfer.block_pool import BlockPool
-from pdserve.kv_transfer.kv_mirror import KvMirror
+from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.prefill_worker.scheduler import PrefillScheduler
@@ -52,8 +52,8 @@ class WorldConfig:
     """Share of requests whose client leaves at some time."""
     cancel_preempted: float = 0.0
     """Share of preemptions soon after which the client leaves."""
-    is_mirrored: bool = False
-    """Pulls read and write a mirror of the pool, and what is told to and by transfer processes waits for copies."""
+    is_staged: bool = False
+    """Pulls read and write a staging copy of the pool, and orders and messages of transfer processes wait for it."""
 
 
 class LateExecutor:
@@ -127,13 +127,13 @@ class _LateStep:
         return self.executor.compute(self.batch)
 
 
-def _mirror(memory: np.ndarray, layout: KvLayout) -> tuple[KvMirror, np.ndarray]:
-    mirrored = PoolMemory.create(layout)
+def _staging(memory: np.ndarray, layout: KvLayout) -> tuple[HostStaging, np.ndarray]:
+    staged = PoolMemory.create(layout)
     blocks = torch.from_numpy(memory.view(np.uint8).reshape(layout.num_blocks, layout.block_bytes))
-    mirror = KvMirror(blocks, mirrored)
-    view = np.frombuffer(mirrored.blocks, np.uint64).reshape(layout.shape)
-    mirrored.close()  # of its descriptor; what is mapped stays with the views
-    return mirror, view
+    staging = HostStaging(blocks, staged)
+    view = np.frombuffer(staged.blocks, np.uint64).reshape(layout.shape)
+    staged.close()  # of its descriptor; what is mapped stays with the views
+    return staging, view
 
 
 class Node:
@@ -153,11 +153,11 @@ class Node:
             model_hash="hash-chain",
         )
         self.memory = np.zeros(layout.shape, dtype=np.uint64)
-        self.mirror: KvMirror | None = None
+        self.staging: HostStaging | None = None
         self.transferred = self.memory
         """What pulls read and write."""
-        if config.is_mirrored:
-            self.mirror, self.transferred = _mirror(self.memory, layout)
+        if config.is_staged:
+            self.staging, self.transferred = _staging(self.memory, layout)
         self.orders: deque[Event] = deque()
         """For the transfer process."""
         self.messages: deque[Callable[[], None]] = deque()

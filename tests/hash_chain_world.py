@@ -2,7 +2,7 @@
 
 Workers run the hash-chain executor over in-memory pools, so that one wrong, lost or repeated token, or a block reused
 too early, shows in the next token. The world plays the transfer processes (pulls copy bytes between pools, or between
-mirrors of them, late, in parts, and sometimes not to the end), the clients (who leave at any time) and the router
+staging copies, late, in parts, and sometimes not to the end), the clients (who leave at any time) and the router
 (which sends the further choices of a prompt once the first has a token or is over, has a parked prompt pulled again, or
 sends a failed request again, keeping the tokens it has). After every turn each pool's integrity is checked, and in
 every step the inputs of sampling.
@@ -257,19 +257,19 @@ class World:
                 self._on_prompt_logprobs(node, event)
             case RequestEvent():
                 self._on_request_event(node, event)
-            case _ if node.mirror is not None and not isinstance(event, OfferEvent):
+            case _ if node.staging is not None and not isinstance(event, OfferEvent):
                 node.orders.append(event)
             case _:
                 self._obey(node, event)
 
     def _obey(self, node: Node, order: Event) -> None:
-        """An order reaches the transfer process; what it grants is in the mirror by then."""
+        """An order reaches the transfer process; the blocks that it grants are staged by then."""
         match order:
             case OfferEvent():
                 self._offers[order.handle] = _Offer(node)
             case GrantEvent():
-                if node.mirror is not None:
-                    node.mirror.download(order.block_ids, order.generations)
+                if node.staging is not None:
+                    node.staging.copy_d2h(order.block_ids, order.generations)
                 self._grant(order)
             case WithdrawEvent():
                 self._offers.pop(order.handle, None)  # the puller may have released it meanwhile
@@ -281,7 +281,7 @@ class World:
 
     def _tell(self, node: Node, message: Callable[[], None]) -> None:
         """A transfer process tells a worker something: at once, or when the copies before it are done."""
-        if node.mirror is not None:
+        if node.staging is not None:
             node.messages.append(message)
         else:
             message()
@@ -355,8 +355,8 @@ class World:
         self._tell(pull.node, lambda: self._pull_done(pull, result))
 
     def _pull_done(self, pull: _Pull, result: PullResult) -> None:
-        if pull.node.mirror is not None and not result.failure:
-            pull.node.mirror.upload(pull.order.block_ids)
+        if pull.node.staging is not None and not result.failure:
+            pull.node.staging.copy_h2d(pull.order.block_ids)
         pull.node.scheduler.pull_done(result, self.now_s)
 
     def _end_pull(self, pull: _Pull, failure: str) -> None:

@@ -24,7 +24,7 @@ from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.engine.frames import ReceivedToken, unpack_tokens
 from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
 from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
-from pdserve.kv_transfer.auth import call_metadata
+from pdserve.kv_transfer.rpc import call_metadata
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 60.0
@@ -177,7 +177,7 @@ class WorkerProcess:
         Args:
             module: the program; empty is that of the role.
         """
-        of_role = "pdserve.prefill_worker" if config.role is WorkerRole.PREFILL else "pdserve.decode_worker"
+        of_role = f"pdserve.{'prefill' if config.role is WorkerRole.PREFILL else 'decode'}_worker.worker"
         self.process = subprocess.Popen(
             [sys.executable, "-m", module or of_role, "--config", "-", "--die-with-parent"],
             stdin=subprocess.PIPE,

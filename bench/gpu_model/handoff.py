@@ -1,6 +1,6 @@
 """How long the KV of a prompt takes from one pool on a device to another: the way of two workers of one host.
 
-Called by `pdserve.bench.gpu_model.measure`. Each pool has its mirror and its transfer process, as
+Called by `pdserve.bench.gpu_model.measure`. Each pool has its staging file and its transfer process, as
 `pdserve.engine.worker` gives them; there is no step loop, and nobody else on the link.
 """
 
@@ -18,8 +18,8 @@ import torch
 
 from pdserve.bench.gpu_model.own import noise_pool
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.engine.mirrored_transfer import MirroredTransfer
-from pdserve.kv_transfer.kv_mirror import KvMirror
+from pdserve.engine.staged_transfer import StagedTransfer
+from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
@@ -47,7 +47,7 @@ class _Side(NamedTuple):
 
     pool_blocks: torch.Tensor
     memory: PoolMemory
-    transfer: MirroredTransfer
+    transfer: StagedTransfer
 
 
 def measure_handoff(layout: KvLayout, device: torch.device) -> HandoffSeconds:
@@ -78,8 +78,8 @@ def _side(layout: KvLayout, device: torch.device, said: Said) -> Iterator[_Side]
         cpu_cores=(),
         on_death=lambda: said.put(None),
     )
-    transfer = MirroredTransfer(
-        KvMirror(blocks, memory), lambda on_message: start(on_message=on_message), said.put, lambda: said.put(None)
+    transfer = StagedTransfer(
+        HostStaging(blocks, memory), lambda on_message: start(on_message=on_message), said.put, lambda: said.put(None)
     )
     try:
         yield _Side(blocks, memory, transfer)

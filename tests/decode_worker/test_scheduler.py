@@ -155,6 +155,15 @@ def test_a_further_choice_pulls_only_the_partly_filled_block(num_tokens: int) ->
     assert not {*tables[0][2:]} & {*tables[1][2:]}
 
 
+def test_a_first_token_that_ends_the_answer_here_is_not_decoded_on() -> None:
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    [pull] = start_pulls(scheduler, a_request(0, 10, max_tokens=1))
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=10, first_token=FirstToken(40)), 0.0)
+    assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
+    assert pool.num_referenced == 0
+
+
 def test_a_source_must_have_a_first_token() -> None:
     scheduler = a_scheduler()
     [pull] = start_pulls(scheduler, a_request(0, 10))

@@ -92,7 +92,7 @@ def test_int8_kv_of_another_dtype_is_of_another_model(config: WorkerConfig) -> N
 def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**5)
     assert choose_backend(replace(config, kv_memory_bytes=10**5)).layout.pool_bytes <= 10**5
-    with pytest.raises(ValueError, match="available beside the weights: lower kv_memory"):
+    with pytest.raises(ValueError, match="available after the weights: lower kv_memory"):
         choose_backend(replace(config, kv_memory_bytes=2 * 10**5))
 
 

@@ -65,6 +65,7 @@ class CountingScheduler:
         self.num_failed = 0
         self.one_at_a_time = False
         """The next request starts only when the last one is complete, as when it waits for its blocks."""
+        self.deadline_s: float | None = None
         self._step_id = 0
 
     def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
@@ -120,7 +121,7 @@ class CountingScheduler:
         self.calls.append(("released", handle))
 
     def next_deadline_s(self) -> float | None:
-        return None
+        return self.deadline_s
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -431,6 +432,14 @@ def test_an_idle_loop_sleeps_and_a_hung_one_is_not_healthy(monkeypatch: pytest.M
         rig.add(1)
         wait_until(lambda: not rig.loop.is_healthy(), "a stall")
         rig.executor.may_finish.set()
+
+
+def test_an_idle_loop_sleeps_until_the_next_deadline() -> None:
+    rig = Rig()
+    rig.scheduler.deadline_s = time.monotonic() + 0.2
+    with rig.running():
+        wait_until(lambda: time.monotonic() > (rig.scheduler.deadline_s or 0), "the deadline")
+        assert 1 <= len(rig.reports) <= 3
 
 
 def test_changes_of_the_prefix_cache_are_reported_once() -> None:

@@ -132,6 +132,10 @@ def test_reports_leave_before_the_submission_and_with_the_end_of_a_step() -> Non
     )
     rig.end_step()
     (ended,) = rig.take_reports()
+    rig.add(1, 2)
+    rig.scheduler.events = [OfferEvent(b"i")]
+    rig.loop.turn(0.0)
+    assert [report.orders for report in rig.take_reports()] == [[OfferEvent(b"i")]], "orders alone do not wait either"
     assert [type(event) for event in ended.events] == [TokenEvent]
     assert ended.step is not None
     assert (ended.step.duration_s, ended.step.num_new_tokens) == (0.25, 1)

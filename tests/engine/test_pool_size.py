@@ -8,9 +8,9 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.pool_size import (
     PoolRoom,
-    check_mirror_fits,
     check_pool_fits,
-    memory_beside_weights,
+    check_staging_fits,
+    memory_after_weights,
     num_kv_blocks,
     num_swap_slots,
     room_on_cpu,
@@ -54,12 +54,12 @@ def test_a_block_of_no_token_is_refused() -> None:
 
 
 def test_weights_and_pool_share_the_memory() -> None:
-    assert memory_beside_weights(700, 1000) == 300
+    assert memory_after_weights(700, 1000) == 300
     check_pool_fits(300, 300)
-    with pytest.raises(ValueError, match="needs 301 bytes and 300 are available beside the weights: lower kv_memory"):
+    with pytest.raises(ValueError, match="needs 301 bytes and 300 are available after the weights: lower kv_memory"):
         check_pool_fits(301, 300)
     with pytest.raises(ValueError, match="weights take 1001 bytes on this host and 1000 are available"):
-        memory_beside_weights(1001, 1000)
+        memory_after_weights(1001, 1000)
 
 
 def test_a_cpu_s_pools_share_what_the_weights_leave() -> None:
@@ -83,11 +83,11 @@ def test_a_gpu_that_others_use_gives_what_is_free() -> None:
     assert gpu_room(free_bytes=400) == PoolRoom(max_bytes=50, auto_bytes=50, host_bytes=10**6)
 
 
-def test_a_gpu_s_pool_is_no_larger_than_its_mirror_may_grow() -> None:
+def test_a_gpu_s_pool_is_no_larger_than_its_staging_file_may_grow() -> None:
     assert gpu_room(host_bytes=200) == PoolRoom(max_bytes=650, auto_bytes=100, host_bytes=200)
-    check_mirror_fits(200, 200)
-    with pytest.raises(ValueError, match="a mirror on the host, where 200 are available: lower kv_memory"):
-        check_mirror_fits(201, 200)
+    check_staging_fits(200, 200)
+    with pytest.raises(ValueError, match="a staging file on the host, where 200 bytes are available: lower kv_memory"):
+        check_staging_fits(201, 200)
 
 
 @pytest.mark.parametrize("given", [{"weight_bytes": 851}, {"utilization": 0.3}, {"free_bytes": 349}])

@@ -31,7 +31,7 @@ configs = st.builds(
     cancel=st.sampled_from([0.0, 0.3]),
     num_swap_slots=st.sampled_from([0, 5, 40]),
     recompute_share=st.sampled_from([0.0, 0.3]),
-    is_mirrored=st.booleans(),
+    is_staged=st.booleans(),
 )
 
 

@@ -349,7 +349,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
     checkpoint: Path, module: str, fields: dict[str, object], complaint: str
 ) -> None:
     config = replace(emulated_config(checkpoint, WorkerRole.DECODE), **fields)  # type: ignore[arg-type]
-    command = [sys.executable, "-m", f"pdserve.{module}", "--config", json.dumps(config_to_fields(config))]
+    command = [sys.executable, "-m", f"pdserve.{module}.worker", "--config", json.dumps(config_to_fields(config))]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stdout == ""

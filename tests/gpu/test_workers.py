@@ -1,4 +1,4 @@
-"""Worker processes on a GPU: the mirror of its pool, and prompts handed from one worker to another."""
+"""Worker processes on a GPU: host staging of its pool, and prompts handed from one worker to another."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, SamplingParams
-from pdserve.kv_transfer import kv_mirror
-from pdserve.kv_transfer.kv_mirror import KvMirror
+from pdserve.kv_transfer import host_staging
+from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.demo_model import DEMO_MODEL
 from tests.gpu.device import DEVICE, sized
@@ -23,26 +23,26 @@ LAYOUT = KvLayout(
 
 
 @pytest.mark.parametrize("num_staged", [3, 1000])
-def test_blocks_go_to_the_mirror_and_come_back(num_staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_go_to_the_host_and_come_back(num_staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the device is busy with something else."""
-    monkeypatch.setattr(kv_mirror, "STAGING_BYTES", num_staged * LAYOUT.block_bytes)
+    monkeypatch.setattr(host_staging, "PINNED_BYTES", num_staged * LAYOUT.block_bytes)
     memory = PoolMemory.create(LAYOUT)
     given = torch.randint(1, 256, (LAYOUT.num_blocks, LAYOUT.block_bytes), dtype=torch.uint8)
     pool = given.to(DEVICE, copy=True)
-    mirror = KvMirror(pool, memory)
+    staging = HostStaging(pool, memory)
     out, back = [60, 0, 33, 7, 12], [7, 33, 1]
     busy = torch.randn(sized(4096, 64), sized(4096, 64), device=DEVICE)
     for _ in range(20):
         busy = torch.tanh(busy @ busy)
-    mirror.download(out, [1] * len(out))
-    mirrored = torch.frombuffer(memory.blocks, dtype=torch.uint8).view(given.shape)
-    assert torch.equal(mirrored[out], given[out])
-    assert mirrored.any(dim=1).sum() == len(out)
-    mirrored[1] = 9
+    staging.copy_d2h(out, [1] * len(out))
+    staged = torch.frombuffer(memory.blocks, dtype=torch.uint8).view(given.shape)
+    assert torch.equal(staged[out], given[out])
+    assert staged.any(dim=1).sum() == len(out)
+    staged[1] = 9
     pool[back] = 0
     if DEVICE.type == "cuda":
         torch.cuda.synchronize(DEVICE)
-    mirror.upload(back)
+    staging.copy_h2d(back)
     expected = given.clone()
     expected[1] = 9
     assert torch.equal(pool.cpu(), expected)

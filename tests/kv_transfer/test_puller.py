@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -11,7 +14,8 @@ import pytest
 
 from pdserve.kv_transfer.handshake import layout_message
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transports import block_data
+from pdserve.kv_transfer.puller import PullStream
+from pdserve.kv_transfer.transports import PullError, block_data
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc
 from tests.kv_transfer.peer import LAYOUT, Peer, running_peer
 
@@ -193,3 +197,28 @@ def test_memfd_by_force_says_why_it_is_impossible() -> None:
 def test_a_source_may_not_choose_another_transport_than_asked(pool: PoolMemory) -> None:
     with running_peer(transport="memfd") as target:
         assert "'grpc' for 'memfd'" in _pull_from(target, _good_answer(pool), "refused")
+
+
+async def _open_and_close(address: str) -> None:
+    stream = PullStream(address=address, cluster_token="", max_message_bytes=1 << 20)
+    try:
+        await stream.open(kv_pb2.PullOpen())
+    finally:
+        await stream.close(release=False)
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(PullError) as caught:
+            asyncio.run(_open_and_close(f"127.0.0.1:{unused.getsockname()[1]}"))
+    assert caught.value.stage == "connect"
+
+
+def test_a_listener_that_never_answers_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start_s = time.monotonic()
+        with pytest.raises(PullError) as caught:
+            asyncio.run(_open_and_close(f"127.0.0.1:{silent.getsockname()[1]}"))
+    assert caught.value.stage == "connect"
+    assert time.monotonic() - start_s < 15

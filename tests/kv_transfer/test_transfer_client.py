@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +15,9 @@ import psutil
 import pytest
 
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_client import TransferProcess
+from pdserve.kv_transfer.transfer_client import TransferConfig, TransferProcess, encode_frame, read_frame, receive_frame
 from pdserve.proto.v1 import transfer_pb2
-from tests.kv_transfer.peer import LAYOUT, Peer, running_peer
+from tests.kv_transfer.peer import EPOCH, LAYOUT, Peer, running_peer
 
 ENGINE = """
 import time
@@ -150,3 +152,46 @@ def test_it_runs_on_its_cores() -> None:
     assert os.sched_getaffinity(process.pid) == {core}
     process.close()
     memory.close()
+
+
+PAYLOADS = [b"", b"a", bytes(range(256)) * 400]
+
+
+def test_frames_arrive_whole_and_in_order() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        for payload in PAYLOADS:
+            left.sendall(encode_frame(payload))
+        assert [receive_frame(right) for _ in PAYLOADS] == PAYLOADS
+
+
+@pytest.mark.parametrize("num_sent", [0, 3, 6])
+def test_a_closed_pipe_ends_the_frames(num_sent: int) -> None:
+    left, right = socket.socketpair()
+    with right:
+        left.sendall(encode_frame(b"half of it")[:num_sent])
+        left.close()
+        assert receive_frame(right) is None
+
+
+def test_the_same_frames_on_an_event_loop() -> None:
+    async def read_all() -> list[bytes | None]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"".join(encode_frame(payload) for payload in PAYLOADS) + b"\x09\x00")
+        reader.feed_eof()
+        return [await read_frame(reader) for _ in range(len(PAYLOADS) + 1)]
+
+    assert asyncio.run(read_all()) == [*PAYLOADS, None]
+
+
+def test_survives_the_pipe() -> None:
+    config = TransferConfig(
+        layout=LAYOUT,
+        worker_epoch=EPOCH,
+        host="127.0.0.1",
+        cluster_token="geheim ü",
+        transport="auto",
+        cpu_cores=(0, 3),
+        parent_pid=12,
+    )
+    assert TransferConfig.from_json(config.to_json()) == config

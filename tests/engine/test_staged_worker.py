@@ -46,11 +46,11 @@ class Pair(NamedTuple):
 
 
 @contextmanager
-def mirrored_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[Pair]:
+def staged_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[Pair]:
     """Two workers, which have to be free at the end, and to end when told so."""
     with (
-        WorkerProcess(config_of(WorkerRole.PREFILL), module="tests.mirrored_worker") as prefill_worker,
-        WorkerProcess(config_of(WorkerRole.DECODE), module="tests.mirrored_worker") as decode_worker,
+        WorkerProcess(config_of(WorkerRole.PREFILL), module="tests.staged_worker") as prefill_worker,
+        WorkerProcess(config_of(WorkerRole.DECODE), module="tests.staged_worker") as decode_worker,
         prefill_worker.connect() as prefill,
         decode_worker.connect() as decode,
     ):
@@ -66,7 +66,7 @@ def mirrored_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[P
 def pair(checkpoint: Path) -> Iterator[Pair]:
     """Small pools, so that blocks change hands all the time between sequences, pulls and host slots."""
     config = partial(emulated_config, checkpoint, num_kv_blocks=40, swap_memory_bytes=2**30)
-    with mirrored_pair(config) as pair:
+    with staged_pair(config) as pair:
         yield pair
 
 
@@ -133,5 +133,5 @@ def test_handoffs_of_the_real_model_equal_a_mixed_worker(checkpoint: Path) -> No
         core = int(role is WorkerRole.DECODE)
         return replace(real_model_config(checkpoint, role, core, "int8"), transport="grpc")
 
-    with mirrored_pair(config_of) as pair:
+    with staged_pair(config_of) as pair:
         assert [pair.hand_off(request) for request in requests] == expected

@@ -10,11 +10,11 @@ import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, SamplingParams
-from pdserve.decode_worker.actor import DecodeWorker
+from pdserve.decode_worker.worker import DecodeWorker
 from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
-from pdserve.prefill_worker.actor import PrefillWorker
+from pdserve.prefill_worker.worker import PrefillWorker
 from tests.private_ray import joined_ray
 from tests.workers import RouterClient, emulated_config, hand_off, wait_until
 

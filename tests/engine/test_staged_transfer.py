@@ -1,22 +1,26 @@
-"""The order of copies, orders and messages, with a transfer process and a mirror that record what is asked of them."""
+"""The order of copies, orders and messages, with a transfer process and a staging area that record their calls."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from pdserve.engine.live_loop import TransferLink
-from pdserve.engine.mirrored_transfer import MirroredTransfer
+from pdserve.engine.staged_transfer import StagedTransfer
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.workers import wait_until
+
+if TYPE_CHECKING:
+    from pdserve.kv_transfer.host_staging import HostStaging
 
 HANDLE = bytes(16)
 
 
 class Rig:
-    """A mirrored transfer with its surroundings. Doubles as the mirror and as the process's end of the pipe."""
+    """A staged transfer with its surroundings. Doubles as the staging area and as the process's end of the pipe."""
 
     address = "127.0.0.1:1"
 
@@ -28,7 +32,9 @@ class Rig:
         self.error: Exception | None = None
         self.failures: list[str] = []
         self.say: Callable[[transfer_pb2.TransferToEngine], None]
-        self.transfer = MirroredTransfer(self, self._start, self._tell, lambda: self.failures.append("copy"))
+        self.transfer = StagedTransfer(
+            cast("HostStaging", self), self._start, self._tell, lambda: self.failures.append("copy")
+        )
 
     def _start(self, on_message: Callable[[transfer_pb2.TransferToEngine], None]) -> TransferLink:
         self.say = on_message
@@ -43,11 +49,11 @@ class Rig:
     def close(self) -> None:
         self.log.append("closed")
 
-    def download(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
-        self._copy("download", [*zip(block_ids, generations, strict=True)])
+    def copy_d2h(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
+        self._copy("D2H", [*zip(block_ids, generations, strict=True)])
 
-    def upload(self, block_ids: Sequence[int]) -> None:
-        self._copy("upload", [*block_ids])
+    def copy_h2d(self, block_ids: Sequence[int]) -> None:
+        self._copy("H2D", [*block_ids])
 
     def _copy(self, direction: str, blocks: list[object]) -> None:
         self.log.append((f"{direction} begins", blocks))
@@ -91,17 +97,17 @@ def test_a_grant_leaves_after_its_blocks_are_copied_and_nothing_overtakes_it(rig
     rig.transfer.send(a_grant())
     rig.transfer.send(order(withdraw=transfer_pb2.Withdraw(handle=HANDLE)))
     rig.transfer.send(a_pull())
-    begun = "offer", ("download begins", [(3, 7), (5, 9)])
+    begun = "offer", ("D2H begins", [(3, 7), (5, 9)])
     rig.wait_for(*begun)
     rig.may_copy.set()
-    rig.wait_for(*begun, "download ends", "grant", "withdraw", "start_pull")
+    rig.wait_for(*begun, "D2H ends", "grant", "withdraw", "start_pull")
 
 
 def test_an_offer_waits_for_nothing(rig: Rig) -> None:
     """Its puller may be under way already."""
     rig.may_copy.clear()
     rig.transfer.send(a_grant())
-    begun = ("download begins", [(3, 7), (5, 9)])
+    begun = ("D2H begins", [(3, 7), (5, 9)])
     rig.wait_for(begun)
     rig.transfer.send(order(offer=transfer_pb2.Offer(handle=HANDLE)))
     rig.wait_for(begun, "offer")
@@ -113,20 +119,20 @@ def test_a_pull_is_told_after_its_blocks_are_copied(rig: Rig) -> None:
     rig.wait_for("start_pull")
     rig.say(done(seconds=0.5))
     rig.say(transfer_pb2.TransferToEngine(lease_lost=transfer_pb2.LeaseLost(handle=HANDLE)))
-    begun = "start_pull", ("upload begins", [2, 4])
+    begun = "start_pull", ("H2D begins", [2, 4])
     rig.wait_for(*begun)
     rig.may_copy.set()
-    rig.wait_for(*begun, "upload ends", "pull_done", "lease_lost")
+    rig.wait_for(*begun, "H2D ends", "pull_done", "lease_lost")
 
 
 def test_the_seconds_of_a_pull_include_its_copy() -> None:
     told: list[transfer_pb2.TransferToEngine] = []
     rig = Rig()
-    rig.transfer = MirroredTransfer(rig, rig._start, told.append, lambda: None)
+    rig.transfer = StagedTransfer(cast("HostStaging", rig), rig._start, told.append, lambda: None)
     rig.may_copy.clear()
     rig.transfer.send(a_pull())
     rig.say(done(seconds=100.0))
-    wait_until(lambda: ("upload begins", [2, 4]) in rig.log, "the copy")
+    wait_until(lambda: ("H2D begins", [2, 4]) in rig.log, "the copy")
     rig.may_copy.set()
     wait_until(lambda: bool(told), "the message")
     assert told[0].pull_done.seconds > 100
@@ -146,15 +152,15 @@ def test_pulls_side_by_side_have_blocks_of_their_own(rig: Rig) -> None:
     rig.wait_for("start_pull", "start_pull")
     rig.say(done(2))
     rig.say(done(1))
-    copied = ("upload begins", [6]), "upload ends", "pull_done", ("upload begins", [2, 4]), "upload ends", "pull_done"
+    copied = ("H2D begins", [6]), "H2D ends", "pull_done", ("H2D begins", [2, 4]), "H2D ends", "pull_done"
     rig.wait_for("start_pull", "start_pull", *copied)
 
 
-@pytest.mark.parametrize("direction", ["download", "upload"])
+@pytest.mark.parametrize("direction", ["copy_d2h", "copy_h2d"])
 def test_a_copy_that_fails_is_told(rig: Rig, direction: str) -> None:
     rig.error = RuntimeError("no such device")
-    rig.transfer.send(a_grant() if direction == "download" else a_pull())
-    if direction == "upload":
+    rig.transfer.send(a_grant() if direction == "copy_d2h" else a_pull())
+    if direction == "copy_h2d":
         rig.say(done())
     wait_until(lambda: rig.failures == ["copy"], "the failure")
     assert "grant" not in rig.log
@@ -165,11 +171,11 @@ def test_what_waits_at_the_end_is_dropped(rig: Rig) -> None:
     rig.may_copy.clear()
     rig.transfer.send(a_grant())
     rig.transfer.send(a_grant())
-    rig.wait_for(("download begins", [(3, 7), (5, 9)]))
+    rig.wait_for(("D2H begins", [(3, 7), (5, 9)]))
     closing = threading.Thread(target=rig.transfer.close)
     closing.start()
     wait_until(lambda: rig.transfer._orders._work_queue.qsize() <= 1, "an empty queue")
     rig.may_copy.set()
     closing.join(30)
-    assert rig.log[1:] == ["download ends", "grant", "closed"]
+    assert rig.log[1:] == ["D2H ends", "grant", "closed"]
     assert rig.failures == []

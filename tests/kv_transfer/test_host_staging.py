@@ -1,4 +1,4 @@
-"""Copies between a pool and its mirror, where the device is another piece of host memory."""
+"""Copies between a pool and its staging file, where the GPU is another piece of host memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.kv_transfer import kv_mirror
-from pdserve.kv_transfer.kv_mirror import KvMirror
+from pdserve.kv_transfer import host_staging
+from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
 
 LAYOUT = KvLayout(
@@ -16,14 +16,14 @@ LAYOUT = KvLayout(
 
 
 class Rig:
-    """A pool of random bytes and a mirror of zeros."""
+    """A pool of random bytes and a staging file of zeros."""
 
     def __init__(self) -> None:
         self.memory = PoolMemory.create(LAYOUT)
         self.pool = torch.randint(1, 256, (LAYOUT.num_blocks, LAYOUT.block_bytes), dtype=torch.uint8)
-        self.mirror = KvMirror(self.pool, self.memory)
+        self.staging = HostStaging(self.pool, self.memory)
 
-    def mirrored(self, block: int) -> bytes:
+    def staged(self, block: int) -> bytes:
         return bytes(self.memory.block(block, 0, LAYOUT.num_kv_heads))
 
     def pooled(self, block: int) -> bytes:
@@ -32,41 +32,41 @@ class Rig:
 
 @pytest.fixture(params=[1, 2, 100], ids=lambda blocks: f"{blocks} staged blocks")
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    monkeypatch.setattr(kv_mirror, "STAGING_BYTES", request.param * LAYOUT.block_bytes)
+    monkeypatch.setattr(host_staging, "PINNED_BYTES", request.param * LAYOUT.block_bytes)
     return Rig()
 
 
-def test_just_the_granted_blocks_come_to_the_mirror(rig: Rig) -> None:
-    rig.mirror.download([6, 0, 3], [1, 1, 1])
+def test_just_the_granted_blocks_come_to_the_host(rig: Rig) -> None:
+    rig.staging.copy_d2h([6, 0, 3], [1, 1, 1])
     for block in range(LAYOUT.num_blocks):
         expected = rig.pooled(block) if block in (0, 3, 6) else bytes(LAYOUT.block_bytes)
-        assert rig.mirrored(block) == expected
+        assert rig.staged(block) == expected
 
 
 def test_just_the_pulled_blocks_come_to_the_pool(rig: Rig) -> None:
     before = rig.pool.clone()
     rig.memory.blocks[:] = b"\x00" * LAYOUT.pool_bytes
-    rig.mirror.upload([5, 2, 7])
+    rig.staging.copy_h2d([5, 2, 7])
     for block in range(LAYOUT.num_blocks):
         expected = bytes(LAYOUT.block_bytes) if block in (2, 5, 7) else before[block].numpy().tobytes()
         assert rig.pooled(block) == expected
 
 
 def test_a_block_is_copied_again_once_its_generation_was_raised(rig: Rig) -> None:
-    rig.mirror.download([4, 5], [1, 1])
+    rig.staging.copy_d2h([4, 5], [1, 1])
     first = rig.pooled(4)
     rig.pool[4:6] = 7
-    rig.mirror.download([4, 5, 4], [1, 2, 1])
-    assert rig.mirrored(4) == first
-    assert rig.mirrored(5) == rig.pooled(5)
+    rig.staging.copy_d2h([4, 5, 4], [1, 2, 1])
+    assert rig.staged(4) == first
+    assert rig.staged(5) == rig.pooled(5)
 
 
 def test_no_blocks_are_no_copy(rig: Rig) -> None:
-    rig.mirror.download([], [])
-    rig.mirror.upload([])
+    rig.staging.copy_d2h([], [])
+    rig.staging.copy_h2d([])
     assert not any(rig.memory.blocks)
 
 
-def test_a_pool_of_another_layout_has_no_mirror_here() -> None:
+def test_a_pool_of_another_layout_cannot_be_staged_here() -> None:
     with pytest.raises(AssertionError, match="is no pool"):
-        KvMirror(torch.zeros((7, LAYOUT.block_bytes), dtype=torch.uint8), PoolMemory.create(LAYOUT))
+        HostStaging(torch.zeros((7, LAYOUT.block_bytes), dtype=torch.uint8), PoolMemory.create(LAYOUT))

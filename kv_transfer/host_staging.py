@@ -1,0 +1,90 @@
+"""Host staging of a KV pool on a GPU: blocks copied between the pool and a host file of the same layout.
+
+Transfer processes and peers map a worker's pool as a file (`pdserve.kv_transfer.pool_memory`). For a pool in GPU memory
+the file is a staging area: every block has its place in it, and holds bytes once it was granted to another worker or
+pulled from one. Called by `pdserve.engine.staged_transfer`; knows neither grants nor pulls.
+
+Copies wait for no step, and no step waits for them, because the blocks that are copied are in no step:
+
+- a block is copied to the host when the results of the step that wrote it are known, and it is granted for as long as
+  its generation stays the same;
+- a block is copied to the GPU while it is reserved for a pull: all steps of its former owner have ended, and its new
+  owner waits for the pull.
+
+Each direction has a stream and pinned memory of its own: the GPU copies a block as one run, without a kernel launch,
+and the host copies from there, so that the file takes memory only where blocks have passed through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pdserve.kv_transfer.pool_memory import PoolMemory
+
+PINNED_BYTES = 32 << 20
+"""Pinned memory of each direction."""
+
+
+class HostStaging:
+    """A pool and its staging file. The two directions may run at once, each one copy at a time."""
+
+    def __init__(self, pool_blocks: torch.Tensor, memory: PoolMemory) -> None:
+        """
+        Args:
+            pool_blocks: uint8 ``[num_blocks, block_bytes]``, on any device.
+            memory: the staging file, of the pool's layout.
+        """
+        layout = memory.layout
+        assert pool_blocks.dtype == torch.uint8
+        assert pool_blocks.shape == (layout.num_blocks, layout.block_bytes), f"{pool_blocks.shape} for {layout}"
+        self._pool = pool_blocks
+        self._host = torch.frombuffer(memory.blocks, dtype=torch.uint8).view(pool_blocks.shape)
+        self._d2h = _CopyStream(pool_blocks)
+        self._h2d = _CopyStream(pool_blocks)
+        self._generations: dict[int, int] = {}
+        """Generation of each block when it was last copied to the host."""
+
+    def copy_d2h(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
+        """Copy blocks from the pool to the host; returns when they are there.
+
+        Args:
+            generations: of each block. While it is the same, so are the bytes, and a block that many prompts begin with
+                is copied once.
+        """
+        wanted = dict(zip(block_ids, generations, strict=True))
+        missing = [block for block, generation in wanted.items() if self._generations.get(block) != generation]
+        self._d2h.copy(self._pool, self._host, missing)
+        self._generations.update(wanted)
+
+    def copy_h2d(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks from the host to the pool; returns when they are there."""
+        self._h2d.copy(self._host, self._pool, block_ids)
+
+
+class _CopyStream:
+    """A CUDA stream and its pinned memory."""
+
+    def __init__(self, pool_blocks: torch.Tensor) -> None:
+        device, (num_blocks, block_bytes) = pool_blocks.device, pool_blocks.shape
+        is_cuda = device.type == "cuda"
+        num_pinned = min(num_blocks, max(1, PINNED_BYTES // block_bytes))
+        self._pinned = torch.empty((num_pinned, block_bytes), dtype=torch.uint8, pin_memory=is_cuda)
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, block_ids: Sequence[int]) -> None:
+        """Copy rows of ``source`` to the same rows of ``target``, of which one is on the host."""
+        with torch.cuda.stream(self._stream):
+            for start in range(0, len(block_ids), len(self._pinned)):
+                blocks = block_ids[start : start + len(self._pinned)]
+                for slot, block in enumerate(blocks):
+                    self._pinned[slot].copy_(source[block], non_blocking=True)
+                self._wait()
+                for slot, block in enumerate(blocks):
+                    target[block].copy_(self._pinned[slot], non_blocking=True)
+                self._wait()
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()

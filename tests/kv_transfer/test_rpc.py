@@ -1,0 +1,90 @@
+"""A peer that is stopped, or whose cable is cut, is noticed though its connection stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import grpc
+import pytest
+
+from pdserve.kv_transfer.rpc import TokenInterceptor, call_metadata
+from tests.kv_transfer.peer import running_peer
+
+
+async def _code_of_a_call(server_token: str, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
+    async def echo(request: bytes, context: object) -> bytes:
+        return request
+
+    server = grpc.aio.server(interceptors=(TokenInterceptor(server_token),))
+    handler = grpc.unary_unary_rpc_method_handler(echo)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", {"Say": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/test.Echo/Say", bytes, bytes)(b"hello", metadata=metadata)
+        code = await call.code()
+    await server.stop(None)
+    return code
+
+
+@pytest.mark.parametrize(
+    ("server_token", "metadata", "code"),
+    [
+        ("abc", call_metadata("abc"), grpc.StatusCode.OK),
+        ("", call_metadata(""), grpc.StatusCode.OK),
+        ("", call_metadata("abc"), grpc.StatusCode.OK),
+        ("abc", (), grpc.StatusCode.UNAUTHENTICATED),
+        ("abc", call_metadata("abd"), grpc.StatusCode.UNAUTHENTICATED),
+        ("abc", call_metadata("abcd"), grpc.StatusCode.UNAUTHENTICATED),
+        ("abc", (("authorization", "abc"),), grpc.StatusCode.UNAUTHENTICATED),
+        ("abc", (("x-authorization", "Bearer abc"),), grpc.StatusCode.UNAUTHENTICATED),
+    ],
+)
+def test_only_the_right_token_passes(
+    server_token: str, metadata: tuple[tuple[str, str], ...], code: grpc.StatusCode
+) -> None:
+    assert asyncio.run(_code_of_a_call(server_token, metadata)) is code
+
+
+NOTICE_S = 12.0
+
+
+def test_a_stopped_source_is_noticed() -> None:
+    with running_peer() as source, running_peer(seed=1) as target:
+        handle = source.offer()
+        source.grant(handle, [1], final=False)
+        target.pull(source.process.address, handle, [1, 2])
+        source.expect("lease_opened")
+        target.wait_for_block(1, source.block(1))
+        os.kill(source.process.pid, signal.SIGSTOP)
+        start_s = time.monotonic()
+        target.expect_done("grant")
+        assert time.monotonic() - start_s < NOTICE_S
+        os.kill(source.process.pid, signal.SIGCONT)
+
+
+def test_a_stopped_puller_loses_its_lease() -> None:
+    with running_peer() as source, running_peer(seed=1) as target:
+        handle = source.offer()
+        target.pull(source.process.address, handle, [1])
+        source.expect("lease_opened")
+        os.kill(target.process.pid, signal.SIGSTOP)
+        start_s = time.monotonic()
+        source.expect("lease_lost")
+        assert time.monotonic() - start_s < NOTICE_S
+        os.kill(target.process.pid, signal.SIGCONT)
+
+
+def test_a_quiet_source_is_waited_for() -> None:
+    with running_peer() as source, running_peer(seed=1) as target:
+        handle = source.offer()
+        target.pull(source.process.address, handle, [1])
+        source.expect("lease_opened")
+        time.sleep(5)
+        assert target.messages.empty()
+        source.grant(handle, [1])
+        target.expect_done()
+        source.expect("released")
