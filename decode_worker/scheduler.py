@@ -23,7 +23,13 @@ from operator import attrgetter
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
-from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, SecondToken, SteadySteps, count_steady_steps, fast_forward
+from pdserve.decode_worker.steady_steps import (
+    NO_STEADY_STEPS,
+    SecondToken,
+    SteadySteps,
+    count_steady_steps,
+    fast_forward,
+)
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduler import (
     Event,

@@ -121,7 +121,7 @@ class Stage:
 
 
 class SimulatedWorker:
-    """A worker, or one micro-batch of a pipeline-parallel one: step loop, executor, and what they do in virtual time."""
+    """A worker, or one micro-batch of a pipeline-parallel one: its step loop, and the executor of that loop."""
 
     def __init__(
         self,
