@@ -144,6 +144,12 @@ class BlockPool:
         that of a chain the leaf is evicted before its parent, without which it could not be found.
         """
         references, hashes = self._num_references, self._hashes
+        if not self.caches_content:  # nobody else has them
+            for block in block_ids:
+                references[block] -= 1
+            self._num_referenced -= len(block_ids)
+            self._free += block_ids[::-1]
+            return
         for block in reversed(block_ids):
             num_left = references[block] - 1
             assert num_left >= 0, f"block {block} is released more often than referenced"

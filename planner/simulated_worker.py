@@ -272,7 +272,8 @@ class SimulatedWorker:
                 chunks.append((len(row.tokens), row.cached_length))
         from_s = max(self._queue.now_s, self._free_at_s)
         step_s = self.cost.step_s(chunks, num_decoded, num_context_tokens)
-        step_s = self._corrected_s(step_s, from_s, has_prefill=any(num_new > 1 for num_new, _ in chunks))
+        has_prefill = bool(chunks) and max(chunks)[0] > 1
+        step_s = self._corrected_s(step_s, from_s, has_prefill=has_prefill)
         if num_copied_blocks:
             step_s += self.cost.swap_s(num_copied_blocks * self._block_size)
         begins_s = self._stage.enter(from_s, step_s)
@@ -305,9 +306,9 @@ class SimulatedWorker:
         if self._decoding is None or len(self._steps) != self._num_ahead:
             return False
         steady = self._decoding.steady_steps(now_s)
-        self._loop.flush()
         if not steady.num_steps:
             return False
+        self._loop.flush()
         correction = self.corrections.decode
         first_s, growth_s = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
         first_s, growth_s = first_s * correction, growth_s * correction
