@@ -21,14 +21,10 @@ ALWAYS_SWAP = SwapSpace(num_slots=40, is_cheaper=lambda num_tokens, num_cached: 
 
 
 def a_scheduler(
-    num_blocks: int = 64,
-    *,
-    max_batch_size: int = 8,
-    swap_space: SwapSpace = NO_SWAP_SPACE,
-    caches_content: bool = True,
+    pool: BlockPool | None = None, *, max_batch_size: int = 8, swap_space: SwapSpace = NO_SWAP_SPACE
 ) -> DecodeScheduler:
     return DecodeScheduler(
-        BlockPool(num_blocks, BLOCK_SIZE, caches_content=caches_content),
+        pool or BlockPool(64, BLOCK_SIZE),
         ModelLimits(max_model_len=400, vocab_size=100),
         mint_handle=lambda: b"",
         max_batch_tokens=64,
@@ -98,7 +94,7 @@ def test_steady_steps_end_with_an_answer() -> None:
 
 
 def test_steady_steps_end_before_blocks_run_short() -> None:
-    scheduler = a_scheduler(38)
+    scheduler = a_scheduler(BlockPool(38, BLOCK_SIZE))
     join(scheduler, a_request(0, 8, max_tokens=100), a_request(1, 8, max_tokens=100))
     num_steps = 0
     while num_now := scheduler.steady_steps(0.0).num_steps:
@@ -161,9 +157,9 @@ class Twins:
     """A scheduler that plans every step and one that fast-forwards, with the same requests."""
 
     def __init__(self, *, caches_content: bool, num_blocks: int, depth: int, swap_space: SwapSpace) -> None:
+        self.pools = [BlockPool(num_blocks, BLOCK_SIZE, caches_content=caches_content) for _ in range(2)]
         self.planning, self.forwarding = self.both = [
-            a_scheduler(num_blocks, max_batch_size=6, swap_space=swap_space, caches_content=caches_content)
-            for _ in range(2)
+            a_scheduler(pool, max_batch_size=6, swap_space=swap_space) for pool in self.pools
         ]
         self.depth = depth
         self.in_flight: deque[tuple[StepBatch, StepBatch]] = deque()
@@ -171,8 +167,9 @@ class Twins:
         self.second_tokens: list[TokenEvent] = []
 
     def check(self) -> None:
-        """Both have the same load and the same events, but for tokens between the second and the last."""
+        """Both have the same load, prefix cache and events, but for tokens between the second and the last."""
         assert self.planning.load() == self.forwarding.load()
+        assert self.pools[0].known_hashes == self.pools[1].known_hashes
         said = []
         for scheduler in self.both:
             scheduler.check_integrity()
