@@ -36,11 +36,11 @@ from rich.console import Console
 from pdserve.bench.distserve import OPT_13B
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
 from pdserve.planner import simulator
 from pdserve.planner.conversations import Conversations, SystemPrompts
-from pdserve.planner.counted_scheduler import CountedDecodeScheduler
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.presets import preset
 from pdserve.planner.requests import SimulatedRequest
@@ -162,7 +162,7 @@ def timed_policy_and_schedulers() -> Iterator[Stopwatch]:
     """Takes the time that simulations spend in the policy, promises and schedulers meanwhile."""
     stopwatch = Stopwatch()
     with ExitStack() as stack:
-        for owner in (PrefillScheduler, CountedDecodeScheduler, Promises):
+        for owner in (PrefillScheduler, DecodeScheduler, Promises):
             for name in dir(owner):
                 if not name.startswith("_") and callable(call := getattr(owner, name)):
                     stack.enter_context(patch.object(owner, name, stopwatch.timed(call)))

@@ -75,7 +75,7 @@ class StepBatch:
 
     @property
     def num_new_tokens(self) -> int:
-        return sum(row.num_new_tokens for row in self.rows)
+        return sum([len(row.tokens) or 1 for row in self.rows])
 
 
 class TokenLogprobs(NamedTuple):

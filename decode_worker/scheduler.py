@@ -23,6 +23,13 @@ from operator import attrgetter
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
+from pdserve.decode_worker.steady_steps import (
+    NO_STEADY_STEPS,
+    SecondToken,
+    SteadySteps,
+    count_steady_steps,
+    fast_forward,
+)
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduler import (
     Event,
@@ -256,17 +263,9 @@ class DecodeScheduler:
         """Free places, and available blocks that no sequence that holds blocks and decodes, now or soon, is expected to
         need."""
         soon = [*self._local_prefills(), *self._reservations.pulling()]
-        num_blocks_missing = self._num_running_blocks_missing() + sum_blocks_missing(soon)
+        num_blocks_missing = sum_blocks_missing(self._running) + sum_blocks_missing(soon)
         num_places = self._max_batch_size - len(self._running) - len(soon)
         return _Room(num_places, self._pool.num_available - num_blocks_missing)
-
-    def _num_running_blocks_missing(self) -> int:
-        """Blocks that the running sequences are expected to need and do not hold."""
-        return sum_blocks_missing(self._running)
-
-    def _num_running_context_tokens(self) -> int:
-        """Tokens of the running sequences whose KV is written or planned."""
-        return sum([sequence.num_computed for sequence in self._running])
 
     def _join(self, sequence: Sequence) -> None:
         sequence.state = RequestState.DECODING
@@ -286,6 +285,33 @@ class DecodeScheduler:
         for sequence in self._table.fail_step(step_id):
             self._end(sequence, RequestEventKind.FAILED, message)
         self._swapping.step_ended(step_id)
+
+    # Steady decode steps
+
+    def steady_steps(self, now_s: float) -> SteadySteps:
+        """Expire and reserve as `plan` does, and count the steps that `fast_forward` may take instead of `plan` and
+        `complete`: while nothing arrives, and nothing is past its deadline."""
+        self._expire(now_s)
+        if not self._prefill.is_idle or self._swapping.num_waiting or self._table.must_drain:
+            return NO_STEADY_STEPS
+        steady = count_steady_steps(self._table, self._running)
+        if not steady.num_steps or not self._reservations.num_waiting:
+            return steady
+        self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: it reserves, and adds no row
+        # A reservation that is refused stays so: sequences that go on leave ever less to others.
+        return count_steady_steps(self._table, self._running)
+
+    def fast_forward(self, num_steps: int) -> tuple[StepBatch | None, list[SecondToken]]:
+        """Take so many of the steady steps at once. Returns the step in flight, if one was, and the second tokens of
+        answers, which are no events."""
+        finished, second_tokens = fast_forward(self._table, self._running, num_steps)
+        for sequence in finished:
+            self._table.close(sequence)
+        if finished:
+            self._running = [sequence for sequence in self._running if not sequence.is_over]
+        in_flight = self._table.steps_in_flight
+        self._swapping.step_ended(self._table.next_step_id - 1 - len(in_flight))
+        return next(iter(in_flight)).batch if in_flight else None, second_tokens
 
     # Transfers
 
@@ -335,7 +361,7 @@ class DecodeScheduler:
             num_blocks_referenced=load.num_blocks_referenced,
             num_waiting_tokens=load.num_waiting_tokens,
             num_started_tokens=load.num_started_tokens,
-            num_context_tokens=load.num_context_tokens + self._num_running_context_tokens(),
+            num_context_tokens=load.num_context_tokens + sum([sequence.num_computed for sequence in self._running]),
             num_preemptions=self._num_preemptions,
             num_swap_outs=self._swapping.num_swap_outs,
             num_swap_ins=self._swapping.num_swap_ins,

@@ -344,14 +344,14 @@ class StepLoop:
     def turn(self, now_s: float) -> Wait:
         """Plan a step and submit it, if there is one. A `Wait.STEP` must be followed by `step_ended` or `step_failed`.
 
-        Publishes before the step is submitted, because a pull or a handoff that the plan decided on must not wait for
-        the computation; and once more unless the driver is to wait for a step, whose end publishes.
+        Publishes first what the plan decided, because a pull or a handoff must not wait for a computation; and once
+        more unless the driver is to wait for a step, whose end publishes.
         """
         batch = self.scheduler.plan(now_s)
         self._collect(self.scheduler.take_events())
+        if self._report.events or self._report.orders:
+            self._publish()
         if batch is not None:
-            if self._report.events or self._report.orders:
-                self._publish()
             self._submit(batch)
         if self._in_flight and (batch is None or len(self._in_flight) >= self._executor.pipeline_depth):
             return Wait.STEP
@@ -385,6 +385,14 @@ class StepLoop:
         """Publish the scheduler's events: after a driver called the scheduler itself."""
         self._collect(self.scheduler.take_events())
         self._publish()
+
+    def skip_to(self, batch: StepBatch | None) -> None:
+        """Go on where a driver that called the scheduler itself left it: publish, and submit ``batch``, which is in
+        flight in place of the step that was."""
+        self._in_flight.clear()
+        self.flush()
+        if batch is not None:
+            self._submit(batch)
 
     def _submit(self, batch: StepBatch) -> None:
         prediction = None

@@ -53,6 +53,8 @@ class Sequence:
     # Kept by the sequence table.
     tokens: list[int] = field(init=False)
     """Every known token: prompt, tokens of earlier attempts, tokens sampled here."""
+    history: list[int] | tuple[()] = field(init=False)
+    """The same tokens, for penalties; empty where there are none."""
     num_prompt_tokens: int = field(init=False)
     sampling: SamplingParams = field(init=False)
     block_table: list[int] = field(init=False, default_factory=list)
@@ -66,7 +68,6 @@ class Sequence:
     last_row: int = field(init=False, default=-1)
     """Its row in the step it was planned in last."""
     _hashes: list[bytes] = field(init=False)
-    _has_penalties: bool = field(init=False)
     _min_length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +75,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.request.prompt_tokens)
         self._hashes = list(self.request.block_hashes)
         self.sampling = self.request.sampling
-        self._has_penalties = self.sampling.has_penalties
+        self.history = self.tokens if self.sampling.has_penalties else ()
         self._min_length = self.num_prompt_tokens + self.sampling.min_tokens
 
     @property
@@ -146,11 +147,6 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether log probabilities of its prompt are to be sent: until the first token of the answer is known."""
         return self.sampling.num_prompt_logprobs >= 0 and not self.num_answered
-
-    @property
-    def history(self) -> list[int] | tuple[()]:
-        """What penalties are computed from; empty where there are none."""
-        return self.tokens if self._has_penalties else ()
 
     def append(self, token: int) -> FinishReason:
         """Take the next token of the answer; returns whether it ends the answer."""

@@ -50,12 +50,10 @@ class PlannedStep:
     swapped_out: list[Sequence] = field(default_factory=list)
     num_chunk_tokens: int = 0
     """Tokens of its chunks of prompts."""
-    num_counted_rows: int = 0
-    """Decode rows that a simulation counts and does not build."""
 
     @property
     def num_rows(self) -> int:
-        return len(self.sequences) + self.num_counted_rows
+        return len(self.sequences)
 
     @property
     def is_empty(self) -> bool:
@@ -269,6 +267,10 @@ class SequenceTable:
         """Prompt tokens that the steps in flight compute."""
         return sum([step.num_chunk_tokens for step in self._steps])
 
+    def skip_steps(self, num_steps: int) -> None:
+        """Leave out the numbers of steps that were taken unplanned."""
+        self._num_steps += num_steps
+
     def begin_step(self) -> PlannedStep:
         assert len(self._steps) <= 1, "two steps are in flight already"
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
@@ -284,24 +286,28 @@ class SequenceTable:
     def complete(self, output: StepOutput) -> list[RowResult]:
         """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished, and
         all rows of sequences with a handle."""
-        step = self._take_step(output.step_id)
+        step = self.take_step(output.step_id)
         self.must_drain = False
+        caches_content = self.pool.caches_content
         results = []
         for index, (sequence, row, sampled) in enumerate(
             zip(step.sequences, step.batch.rows, output.sampled, strict=True)
         ):
-            self._leave_step(sequence)
-            if sequence.is_over:
-                continue
-            sequence.num_written = row.cached_length + row.num_new_tokens
-            if sequence.num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
+            if sequence.is_retiring:
+                self._leave_step(sequence)
+                if sequence.is_over:
+                    continue
+            else:
+                sequence.num_in_flight -= 1
+            sequence.num_written = num_written = row.cached_length + (len(row.tokens) or 1)
+            if caches_content and num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
                 self.register_written(sequence)
             if row.prompt_targets:
                 entries = output.prompt_logprobs[index]
                 assert len(entries) == len(row.prompt_targets), f"{len(entries)} prompt logprobs of row {index}"
                 self.events.append(PromptLogprobsEvent(sequence.key, row.cached_length + 1, entries))
             if sampled is not None:
-                finish = self._take_token(sequence, sampled)
+                finish = self.take_token(sequence, sampled)
                 if finish or sequence.handle:
                     results.append(RowResult(sequence, bool(finish), FirstToken(sampled.token, finish)))
             elif sequence.handle:
@@ -313,7 +319,7 @@ class SequenceTable:
             self.settle(sequence)
         return results
 
-    def _take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
+    def take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
         sequence.num_pending -= 1
         index = len(sequence.tokens) - sequence.num_prompt_tokens
         token, logprobs = sampled
@@ -334,7 +340,7 @@ class SequenceTable:
     def fail_step(self, step_id: int) -> list[Sequence]:
         """A step raised: returns the live sequences that it computed or copied, for their scheduler to end. The prefix
         cache forgets their blocks."""
-        step = self._take_step(step_id)
+        step = self.take_step(step_id)
         self.must_drain = bool(self._steps)
         sequences = step.sequences + step.swapped_out
         for sequence in sequences:
@@ -343,7 +349,7 @@ class SequenceTable:
             self._leave_step(sequence)
         return [sequence for sequence in dict.fromkeys(sequences) if not sequence.is_over]
 
-    def _take_step(self, step_id: int) -> PlannedStep:
+    def take_step(self, step_id: int) -> PlannedStep:
         step = self._steps.popleft()
         assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
         return step

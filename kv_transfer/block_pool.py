@@ -25,13 +25,21 @@ class CacheEvents(NamedTuple):
 class BlockPool:
     """Reference counts, prefix cache with least-recently-used eviction, and a generation per block."""
 
-    def __init__(self, num_blocks: int, block_size: int, generations: MutableSequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        generations: MutableSequence[int] | None = None,
+        *,
+        caches_content: bool = True,
+    ) -> None:
         """
         Args:
             num_blocks: blocks of the KV tensor, ids ``0 .. num_blocks - 1``.
             block_size: tokens per block.
             generations: one counter per block, raised whenever the block is about to hold other content; memory shared
                 with the transfer process, so that a puller sees that a block was reused under its hands.
+            caches_content: False where no two prompts begin alike: nothing is registered, and nothing is found again.
 
         Raises:
             ValueError: no block, or a block of no token.
@@ -40,6 +48,7 @@ class BlockPool:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens holds nothing: raise kv_memory")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.caches_content = caches_content
         self._generations: MutableSequence[int] = [0] * num_blocks if generations is None else generations
         assert len(self._generations) >= num_blocks, "one generation per block"
         self._num_references = [0] * num_blocks
@@ -50,11 +59,6 @@ class BlockPool:
         self._num_referenced = 0
         self._stored: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
-
-    @property
-    def caches_content(self) -> bool:
-        """Whether blocks of known content can be found again."""
-        return True
 
     @property
     def num_free(self) -> int:
@@ -109,6 +113,8 @@ class BlockPool:
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest known run of ``hashes`` from the first on. They are not referenced by this: `share`
         them before anything is allocated."""
+        if not self.caches_content:
+            return []
         blocks = map(self._block_by_hash.get, hashes)
         return list(iter(blocks.__next__, None))  # up to the first that is None
 
@@ -138,6 +144,12 @@ class BlockPool:
         that of a chain the leaf is evicted before its parent, without which it could not be found.
         """
         references, hashes = self._num_references, self._hashes
+        if not self.caches_content:  # nobody else has them
+            for block in block_ids:
+                references[block] -= 1
+            self._num_referenced -= len(block_ids)
+            self._free += block_ids[::-1]
+            return
         for block in reversed(block_ids):
             num_left = references[block] - 1
             assert num_left >= 0, f"block {block} is released more often than referenced"

@@ -1,8 +1,7 @@
 """When requests arrive: a pattern that is drawn once, at one arrival a second, and then put at any rate.
 
 Used by `pdserve.planner.workload`. Knows nothing of what arrives. A pattern at twice the rate has the same arrivals in
-half the time, so that rates are compared on the same luck; only `Diurnal` bends it, because a day lasts a day at any
-rate.
+half the time, so that rates are compared on the same luck.
 """
 
 from __future__ import annotations
@@ -55,43 +54,6 @@ class RandomGaps:
 
 
 POISSON = RandomGaps()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diurnal:
-    """A rate that swings around its mean as a sine, beginning there and rising."""
-
-    peak_to_mean: float
-    """The highest rate over the mean: 1 up to 2, where the lowest is 0."""
-    period_s: float = 86400.0
-    gaps: RandomGaps = POISSON
-    """How arrivals are spaced when the swing is taken out."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.peak_to_mean <= 2:
-            raise ValueError(f"peak_to_mean is {self.peak_to_mean}: a sine's peak is from 1 to 2 times its mean")
-        if not 0 < self.period_s < np.inf:
-            raise ValueError(f"a period of {self.period_s} s is not possible: a day has 86400")
-
-    def unit_times(self, num_arrivals: int, seed: int) -> FloatArray:
-        return self.gaps.unit_times(num_arrivals, seed)
-
-    def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
-        """Time is warped so that the expected number of arrivals by an instant is what it was (Çinlar's inversion).
-
-        With the swing ``a`` and ``w = 2 pi / period``, the instants ``t`` solve ``t + a (1 - cos w t) / w = u`` for
-        the instants ``u`` at a steady rate. The left side rises, and ``t`` lies within ``2 a / w`` below ``u``.
-        """
-        steady_s = self.gaps.at_rate(unit_times, arrivals_per_s)
-        swing = self.peak_to_mean - 1
-        pace = 2 * np.pi / self.period_s
-        low, high = steady_s - 2 * swing / pace, steady_s
-        for _ in range(60):  # bisection, down to the precision of a double
-            middle = (low + high) / 2
-            is_early = middle + swing * (1 - np.cos(pace * middle)) / pace < steady_s
-            low, high = np.where(is_early, middle, low), np.where(is_early, high, middle)
-        arrived_s: FloatArray = np.maximum.accumulate(np.maximum(high, 0.0))
-        return arrived_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ _GC_THRESHOLD = 100_000
 
 
 class GoodputJob(NamedTuple):
-    """See `pdserve.planner.goodput_search.find_goodput`."""
+    """A `GoodputSearch`."""
 
     trial: Trial
     start_rate: float
@@ -35,7 +35,7 @@ class GoodputJob(NamedTuple):
 
 
 class AttainJob(NamedTuple):
-    """See `pdserve.planner.goodput.attain`."""
+    """Attainment at one rate, with every seed."""
 
     trial: Trial
     rate: float

@@ -99,10 +99,6 @@ class Goodput:
     def rate_per_device(self) -> float:
         return self.rate / self.num_devices
 
-    def requests_per_dollar(self, dollars_per_hour: float) -> float:
-        """Requests within the SLO for each dollar, of a layout that costs so much."""
-        return self.rate * 3600 / dollars_per_hour
-
 
 class Run(NamedTuple):
     """One simulation that is asked for."""
@@ -220,17 +216,6 @@ def measured(trial: Trial, rate: float, runs: Sequence[Simulation]) -> Attainmen
         num_offered=trial.num_requests,
         is_finite=trial.is_finite,
     )
-
-
-def attain(trial: Trial, workload: Workload, rate: float) -> Attainment:
-    """Serve the workload at ``rate``, once for each seed.
-
-    Raises:
-        ValueError: the layout cannot be run (`pdserve.planner.simulator.simulate`).
-    """
-    one = OneRate(trial, rate)
-    pursue(one, Runner(workload))
-    return one.attainment()
 
 
 def slowed(trial: Trial, time_factor: float) -> Trial:

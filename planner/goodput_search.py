@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import exp, inf, log, sqrt
 
 from pdserve.planner.attainment import Attainment, Interval
-from pdserve.planner.goodput import Goodput, Run, Runner, Trial, Workload, measured, pursue
+from pdserve.planner.goodput import Goodput, Run, Trial, measured
 from pdserve.planner.simulation import Simulation
 
 _POWER, _POWER_BEYOND = 4.0, 8.0
@@ -34,19 +34,6 @@ _WIDEST_BRACKET = 1.3
 """Between a rate that meets the target and one that does not: farther apart, a curve may do anything between them."""
 _MAX_RATES = 10
 """That a search tries."""
-
-
-def find_goodput(
-    trial: Trial, workload: Workload, start_rate: float, *, tolerance: float = 0.03, max_rate: float = inf
-) -> Goodput:
-    """See `GoodputSearch`.
-
-    Raises:
-        ValueError: the layout cannot be run.
-    """
-    search = GoodputSearch(trial, start_rate, tolerance, max_rate)
-    pursue(search, Runner(workload))
-    return search.goodput()
 
 
 class GoodputSearch:

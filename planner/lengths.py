@@ -42,24 +42,6 @@ class FixedLengths:
         return LengthPairs(np.full(num_requests, self.num_prompt_tokens), np.full(num_requests, self.num_output_tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class UniformLengths:
-    """Every length from the first to the second of a pair, both included, equally often."""
-
-    num_prompt_tokens: tuple[int, int]
-    num_output_tokens: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise ValueError(f"{name} from {low} to {high} is no range: it starts at 1 or more")
-
-    def draw(self, num_requests: int, random: np.random.Generator) -> LengthPairs:
-        low, high = np.array([self.num_prompt_tokens, self.num_output_tokens]).T
-        return LengthPairs(*random.integers(low, high + 1, (num_requests, 2)).T)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormalLengths:
     """Lognormal prompts and answers, given by their means and coefficients of variation.

@@ -1,7 +1,6 @@
 """Token ids of simulated prompts and the hashes of their blocks: equal exactly where contents are said to be equal.
 
-Answers are zeros (`pdserve.planner.counted_scheduler`), and so a next turn's prompt has zeros where the answer
-was.
+Answers are zeros (`pdserve.planner.simulated_worker`), and so a next turn's prompt has zeros where the answer was.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class _Written(NamedTuple):
     """Of the blocks that it completes."""
 
 
-class PromptBook:
+class PromptTable:
     """Writes the prompts of one workload."""
 
     def __init__(self, requests: Iterable[SimulatedRequest], block_size: int) -> None:

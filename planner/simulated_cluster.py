@@ -1,7 +1,7 @@
 """The workers of a simulated placement: each with its scheduler and block pool, and what a router sees of it.
 
-Built for `pdserve.planner.simulator`. A pipeline-parallel worker is as many *lanes* as it has stages, each with its
-share of blocks and places: while one lane's step is in the second stage, the next lane's is in the first.
+Built for `pdserve.planner.simulator`. A pipeline-parallel worker is as many *micro-batches* as it has stages, each with
+its share of blocks and places: while the step of one is in the second stage, that of the next is in the first.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from itertools import count
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import ModelLimits
+from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.pool_size import AUTO_SWAP_SHARE
 from pdserve.engine.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
-from pdserve.planner.agenda import Agenda
-from pdserve.planner.counted_pool import CountedBlockPool
-from pdserve.planner.counted_scheduler import CountedDecodeScheduler
+from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
-from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerListener
+from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerSink
 from pdserve.planner.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.policy import WorkerSnapshot
@@ -29,7 +28,7 @@ from pdserve.router.promises import Promises
 
 
 @dataclass(slots=True, eq=False)
-class Wire:
+class Link:
     """One direction of a worker's connection."""
 
     free_at_s: float = 0.0
@@ -37,7 +36,7 @@ class Wire:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A worker, or a lane of one, as the simulated router sees it."""
+    """A worker, or a micro-batch of one, as the simulated router sees it."""
 
     worker: SimulatedWorker
     block_pool: BlockPool
@@ -45,8 +44,8 @@ class Seat:
     max_batch_size: int
     host: str
     """Name of where it runs: of the worker's hosts, where it is on several."""
-    egress: Wire = field(default_factory=Wire)
-    ingress: Wire = field(default_factory=Wire)
+    egress: Link = field(default_factory=Link)
+    ingress: Link = field(default_factory=Link)
     num_pulls: int = 0
     num_network_pulls: int = 0
     """Of those, the ones from another host."""
@@ -121,8 +120,8 @@ class ClusterBuilder:
     """Whether prompts may begin alike, so that blocks must be known by content."""
     turn_s: float
     corrections: Mapping[WorkerRole, Sequence[StepCorrections]]
-    agenda: Agenda
-    listener: WorkerListener
+    queue: EventQueue
+    sink: WorkerSink
 
     def seats(self) -> dict[str, Seat]:
         """By worker id.
@@ -136,25 +135,28 @@ class ClusterBuilder:
             seat.worker.worker_id: seat
             for pool in self.layout.pools
             for replica, worker_hosts in enumerate(hosts[pool.role])
-            for seat in self._lanes(pool, replica, _host_name(worker_hosts), mint_handle)
+            for seat in self._micro_batches(pool, replica, _host_name(worker_hosts), mint_handle)
         }
 
-    def _lanes(self, pool: Pool, replica: int, host: str, mint_handle: Callable[[], bytes]) -> list[Seat]:
-        num_lanes = pool.pipeline_parallel
+    def _micro_batches(self, pool: Pool, replica: int, host: str, mint_handle: Callable[[], bytes]) -> list[Seat]:
+        num_micro_batches = pool.pipeline_parallel
         num_blocks = pool.kv_blocks(self.model, self.costs[pool.role])
-        if num_blocks < num_lanes:
+        if num_blocks < num_micro_batches:
             raise ValueError(
                 f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "
                 "worker: use more of them, or larger ones"
             )
-        stage = Stage(num_lanes)
-        names = [f"{pool.role.value}-{replica}" + (f".{lane}" if num_lanes > 1 else "") for lane in range(num_lanes)]
-        return [self._seat(name, pool, host, num_blocks // num_lanes, stage, mint_handle) for name in names]
+        stage = Stage(num_micro_batches)
+        names = [
+            f"{pool.role.value}-{replica}" + (f".{micro_batch}" if num_micro_batches > 1 else "")
+            for micro_batch in range(num_micro_batches)
+        ]
+        return [self._seat(name, pool, host, num_blocks // num_micro_batches, stage, mint_handle) for name in names]
 
     def _seat(
         self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
     ) -> Seat:
-        block_pool = (BlockPool if self.is_sharing else CountedBlockPool)(num_blocks, self.model.block_size)
+        block_pool = BlockPool(num_blocks, self.model.block_size, caches_content=self.is_sharing)
         max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
         worker = SimulatedWorker(
             worker_id,
@@ -164,8 +166,8 @@ class ClusterBuilder:
             cost=self.costs[pool.role],
             block_size=self.model.block_size,
             stage=stage,
-            agenda=self.agenda,
-            listener=self.listener,
+            queue=self.queue,
+            sink=self.sink,
             pipeline_depth=pool.hardware.pipeline_depth,
             turn_s=self.turn_s,
             corrections=self.corrections.get(pool.role, (AS_PREDICTED,)),
@@ -184,7 +186,7 @@ class ClusterBuilder:
                 max_batch_tokens=pool.max_batch_tokens,
                 max_batch_size=max_batch_size,
             )
-        return CountedDecodeScheduler(
+        return DecodeScheduler(
             block_pool,
             limits,
             mint_handle=mint_handle,

@@ -1,7 +1,7 @@
 """The pulls of a simulated cluster: from a decode worker's wish for a prompt's KV until both engines know of it.
 
-A pull ends when its last chunk was granted and the wire has carried all; what was granted before travels meanwhile. Of
-each worker, one pull after the other has the wire to itself, going out and coming in: so its bandwidth is shared,
+A pull ends when its last chunk was granted and the link has carried all; what was granted before travels meanwhile. Of
+each worker, one pull after the other has the link to itself, going out and coming in: so its bandwidth is shared,
 without the partial progress of each. Owned by `pdserve.planner.simulator`.
 """
 
@@ -10,9 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from pdserve.engine.loop import LeaseOpened, PromptReleased, PullEnded, TransferReport
 from pdserve.engine.scheduler import GrantEvent, PullResult, StartPullEvent
-from pdserve.planner.agenda import Agenda
+from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.simulated_cluster import Seat
+
+_REPORT = TransferReport("simulated", 0.0, 0, "")
+"""Nobody reads metrics of a simulated pull."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,12 @@ class _Offer:
 class SimulatedTransfers:
     """Offers by handle."""
 
-    def __init__(self, agenda: Agenda, *, block_size: int, pull_s: float) -> None:
+    def __init__(self, queue: EventQueue, *, block_size: int, pull_s: float) -> None:
         """
         Args:
             pull_s: seconds of a pull beside those of its bytes.
         """
-        self._agenda = agenda
+        self._queue = queue
         self._block_size = block_size
         self._pull_s = pull_s
         self._offers: dict[bytes, _Offer] = {}
@@ -52,8 +56,8 @@ class SimulatedTransfers:
         """``target`` has reserved its blocks, now."""
         handle = event.source.handle
         offer = self._offers.setdefault(handle, _Offer(source))
-        source.worker.tell(lambda scheduler, heard_s: scheduler.lease_opened(handle, heard_s))
-        offer.pull = _Pull(event.pull_id, target, self._agenda.now_s, len(event.block_ids))
+        source.worker.tell(LeaseOpened(handle))
+        offer.pull = _Pull(event.pull_id, target, self._queue.now_s, len(event.block_ids))
         self._carry(handle, offer)
 
     def granted_whole(self, source: Seat, event: GrantEvent) -> None:
@@ -72,12 +76,12 @@ class SimulatedTransfers:
         pull.seat.num_network_pulls += offer.seat.host != pull.seat.host
         last_s = self._transfer_s(offer.seat, pull, min(len(grant.block_ids), pull.num_blocks))
         whole_s = self._transfer_s(offer.seat, pull, pull.num_blocks)
-        begins_s = max(pull.begins_s, self._agenda.now_s + last_s - whole_s)
+        begins_s = max(pull.begins_s, self._queue.now_s + last_s - whole_s)
         egress, ingress = offer.seat.egress, pull.seat.ingress
         ends_s = max(begins_s, egress.free_at_s, ingress.free_at_s) + whole_s
         egress.free_at_s = ingress.free_at_s = ends_s
         result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_token=grant.first_token)
-        self._agenda.at(ends_s + self._pull_s, partial(self._pulled, offer.seat, pull.seat, handle, result))
+        self._queue.at(ends_s + self._pull_s, partial(self._pulled, offer.seat, pull.seat, handle, result))
 
     def _transfer_s(self, source: Seat, pull: _Pull, num_blocks: int) -> float:
         """By the link between the two, as the slower of both says: the one of fewer ranks, or of slower links."""
@@ -86,5 +90,5 @@ class SimulatedTransfers:
         return max([cost.transfer_s(num_tokens, same_host=same_host) for cost in sides])
 
     def _pulled(self, source: Seat, target: Seat, handle: bytes, result: PullResult) -> None:
-        target.worker.tell(lambda scheduler, heard_s: scheduler.pull_done(result, heard_s))
-        source.worker.tell(lambda scheduler, heard_s: scheduler.released(handle, heard_s))
+        target.worker.tell(PullEnded(result, _REPORT))
+        source.worker.tell(PromptReleased(handle))

@@ -1,34 +1,32 @@
-"""One worker under the virtual clock: the real scheduler of its phase, stepped as the live step loop would.
+"""One worker under the virtual clock: the live step loop over the scheduler of its phase.
 
-Mirrors `pdserve.engine.loop`. With an executor of pipeline depth 2, step N + 1 is planned and submitted while step N
-runs, and what arrives meanwhile is heard when step N ends, in time for step N + 2. With one of depth 1, and where
-there was nothing to plan yet, step N + 1 is planned when step N has ended: a turn of the loop lies between the two. A
-step lasts as long as the cost model says.
+Drives `pdserve.engine.loop` as its thread does, with an executor that says how long a step takes and computes nothing:
+as long as the cost model predicts. With an executor of pipeline depth 2, step N + 1 is planned and submitted while step
+N runs, and what arrives meanwhile is heard when step N ends, in time for step N + 2. With one of depth 1, and where
+there was nothing to plan yet, a turn of the loop lies between two steps.
 
-Most steps of a decode worker change nothing but lengths. As long as `CountedDecodeScheduler.quiet_steps` says so, they
-are not planned: the worker looks ahead to the end of such a *run* and, if something arrives before, cuts it after the
-step that the live loop would have submitted by then. Its scheduler is then one step ahead of the clock, as if it had
-planned it.
+Most steps of a decode worker change nothing but lengths (`DecodeScheduler.steady_steps`). They are not planned: the
+worker looks ahead to the last turn of such a *run*, or to the first one at which it hears of something that arrived
+meanwhile, and takes them at once there (`DecodeScheduler.fast_forward`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, sqrt
 from typing import NamedTuple, Protocol
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
-from pdserve.engine.scheduler import Event, Scheduler, SchedulerLoad
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.engine.loop import Message, StepLoop, StepReport, Wait
+from pdserve.engine.scheduler import Scheduler, SchedulerLoad
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
-from pdserve.planner.agenda import Agenda
-from pdserve.planner.counted_scheduler import NO_COUNTED_ROWS, NO_QUIET_STEPS, CountedDecodeScheduler, QuietSteps
-
-Message = Callable[[Scheduler, float], None]
-"""What a worker is told: a call on its scheduler, with the time at which it hears of it."""
+from pdserve.planner.event_queue import EventQueue
 
 _TOKEN_0 = SampledToken(0, None)
 
@@ -46,53 +44,68 @@ class StepCorrections(NamedTuple):
 AS_PREDICTED = StepCorrections()
 
 
-class WorkerListener(Protocol):
-    """Hears what a worker's scheduler says."""
+class WorkerSink(Protocol):
+    """Receives the reports of a worker's step loop."""
 
-    def heard(self, worker: SimulatedWorker, events: list[Event], said_s: float) -> None:
-        """``events`` happened at ``said_s``, which may lie ahead of the clock by the rest of a step."""
+    def received(self, worker: SimulatedWorker, report: StepReport, sent_s: float) -> None:
+        """``report`` left the worker at ``sent_s``: now, or earlier if it has nothing but second tokens."""
         ...
 
 
-class _Step(NamedTuple):
+@dataclass(slots=True)
+class _Step:
+    """A step on its way."""
+
     batch: StepBatch
     num_prefilled: int
     num_decoded: int
     begins_s: float
     ends_s: float
 
+    def result(self) -> StepOutput:
+        sampled = [_TOKEN_0 if row.sample is not None else None for row in self.batch.rows]
+        return StepOutput(step_id=self.batch.step_id, sampled=sampled, duration_s=self.ends_s - self.begins_s)
+
 
 class _Run(NamedTuple):
-    """Decode steps 1, 2, ... of one batch, each a little longer than the one before."""
+    """Turns that each end with a step of one batch, of which each is a little longer than the one before."""
 
-    steps: QuietSteps
+    batch_size: int
+    num_ahead: int
+    """Turns that end with steps planned before the run: 1 with a step in flight, else 0."""
+    ahead_ends_s: float
+    """When the step in flight ends."""
     begins_s: float
+    """When the first planned step begins."""
     first_s: float
-    """Length of the first step."""
+    """Length of the first planned step."""
     growth_s: float
     """By how much each step is longer than the one before."""
 
-    def end_s(self, num_steps: int) -> float:
-        """When step ``num_steps`` ends."""
+    def end_s(self, num_turns: int) -> float:
+        """When the turn ends."""
+        num_steps = num_turns - self.num_ahead
+        if num_steps <= 0:
+            return self.ahead_ends_s
         return self.begins_s + num_steps * (self.first_s + self.growth_s * (num_steps - 1) / 2)
 
-    def num_ended(self, now_s: float) -> int:
-        """Steps that have ended by ``now_s``, rounded up to the one in progress."""
-        waited_s = now_s - self.begins_s
-        if waited_s <= 0:
-            return 0
-        half_growth_s = self.growth_s / 2
-        linear_s = self.first_s - half_growth_s
-        root = 2 * waited_s / (linear_s + sqrt(linear_s * linear_s + 4 * half_growth_s * waited_s))
-        num_steps = ceil(root)
+    def first_turn(self, instant_s: float) -> int:
+        """The first turn that ends at ``instant_s`` or later."""
+        waited_s = instant_s - self.begins_s
+        num_steps = 0
+        if waited_s > 0:
+            half_growth_s = self.growth_s / 2
+            linear_s = self.first_s - half_growth_s
+            num_steps = ceil(2 * waited_s / (linear_s + sqrt(linear_s * linear_s + 4 * half_growth_s * waited_s)))
         # The root is exact but for rounding.
-        if num_steps and self.end_s(num_steps - 1) >= now_s:
-            return num_steps - 1
-        return num_steps if self.end_s(num_steps) >= now_s else num_steps + 1
+        num_turns = max(1, num_steps + self.num_ahead - 1)
+        while self.end_s(num_turns) < instant_s:
+            num_turns += 1
+        return num_turns
 
 
 class Stage:
-    """The first stage of a pipeline: its lanes take turns."""
+    """The first stage of a pipeline: its micro-batches take turns."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -108,7 +121,7 @@ class Stage:
 
 
 class SimulatedWorker:
-    """A worker, or one lane of a pipeline-parallel one."""
+    """A worker, or one micro-batch of a pipeline-parallel one: its step loop, and the executor of that loop."""
 
     def __init__(
         self,
@@ -120,8 +133,8 @@ class SimulatedWorker:
         cost: CostModel,
         block_size: int,
         stage: Stage,
-        agenda: Agenda,
-        listener: WorkerListener,
+        queue: EventQueue,
+        sink: WorkerSink,
         pipeline_depth: int = 2,
         turn_s: float = 0.0,
         corrections: Sequence[StepCorrections] = (AS_PREDICTED,),
@@ -135,7 +148,7 @@ class SimulatedWorker:
         """
         self.worker_id = worker_id
         self.role = role
-        self.scheduler = scheduler
+        self._scheduler = scheduler
         self.cost = cost
         assert all(one.from_s <= next_one.from_s for one, next_one in pairwise(corrections)), "corrections in order"
         self.corrections = corrections[0]
@@ -150,9 +163,7 @@ class SimulatedWorker:
         self.num_decode_tokens = 0
         self.gaps_us: dict[int, int] = {}
         """Lengths of decode steps in microseconds, and how many tokens were decoded in steps that long."""
-        self.joined: list[Callable[[float], None]] = []
-        """To be told when the next step that decodes ends: whose second token comes with it."""
-        self._counting = scheduler if isinstance(scheduler, CountedDecodeScheduler) else None
+        self._decoding = scheduler if isinstance(scheduler, DecodeScheduler) else None
         """The scheduler, if it decodes."""
         self._block_pool = block_pool
         self._held_until_s = 0.0
@@ -163,23 +174,24 @@ class SimulatedWorker:
         """Steps that are planned while one runs."""
         self._turn_s = turn_s
         self._next_corrections = deque(corrections[1:])
-        self._agenda = agenda
-        self._listener = listener
+        self._queue = queue
+        self._sink = sink
         self._inbox: list[Message] = []
+        self.pipeline_depth = pipeline_depth
+        self._loop = StepLoop(scheduler=scheduler, executor=self, sink=self)
         self._steps: deque[_Step] = deque()
+        """Steps in flight."""
         self._free_at_s = 0.0
         """When the last step that was submitted ends, and the loop has turned after it if none is in flight."""
         self._run: _Run | None = None
         self._run_length = 0
         self._num_turns_due = 0
         self._is_idle = True
-        self._is_behind = False
-        """A step is in flight, and the one after it, which the live loop has planned, is not."""
 
     def tell(self, message: Message) -> None:
         """Put ``message`` into the inbox, now."""
         self._inbox.append(message)
-        now_s = self._agenda.now_s
+        now_s = self._queue.now_s
         if self._is_idle:
             self._turn_at(now_s)
         elif self._run is not None:
@@ -187,14 +199,13 @@ class SimulatedWorker:
 
     def load(self) -> SchedulerLoad:
         """As of now."""
-        return self.scheduler.load()
+        return self._scheduler.load()
 
     def num_run_tokens(self) -> int:
-        """Context tokens that the run in progress has added and the scheduler does not know of yet."""
+        """Context tokens that the run in progress has added and the scheduler has not been told of yet."""
         if self._run is None:
             return 0
-        num_ended = min(self._run.num_ended(self._agenda.now_s), self._run_length)
-        return num_ended * self._run.steps.batch_size
+        return min(self._run.first_turn(self._queue.now_s), self._run_length) * self._run.batch_size
 
     # The loop
 
@@ -203,11 +214,11 @@ class SimulatedWorker:
         self._is_idle = False
         self._num_turns_due += 1
         number = self._num_turns_due
-        self._agenda.at(instant_s, lambda: self._turn() if number == self._num_turns_due else None)
+        self._queue.at(instant_s, lambda: self._turn() if number == self._num_turns_due else None)
 
     def _turn(self) -> None:
         self.num_turns += 1
-        now_s = self._agenda.now_s
+        now_s = self._queue.now_s
         self.held_block_s += self._block_pool.num_referenced * (now_s - self._held_until_s)
         self._held_until_s = now_s
         while self._next_corrections and self._next_corrections[0].from_s <= now_s:
@@ -216,68 +227,64 @@ class SimulatedWorker:
         if self._run is not None:
             self._end_run(self._run)
         while self._steps and self._steps[0].ends_s <= now_s:
-            self._complete(self._steps.popleft())
-        if had_step and self._free_at_s <= now_s and not self._is_behind:
+            step = self._steps.popleft()
+            self._count_step(step)
+            self._loop.step_ended(step.result(), now_s)
+        if had_step and self._free_at_s <= now_s and not self._steps:
             self._free_at_s = now_s + self._turn_s
-        if self._is_behind:
-            # The live loop planned the next step when the one that has just ended began.
-            self._is_behind = False
-            if self._try_run(now_s):
-                if self._inbox:
-                    self._cut_run(1)
-                return
         inbox, self._inbox = self._inbox, []
         for message in inbox:
-            message(self.scheduler, now_s)
-        is_decoding_only = self._counting is not None and self._counting.is_decoding_only()
-        if is_decoding_only and self._steps:
-            self._is_behind = True  # a run may begin once the steps in flight are over
-            self._turn_at(self._steps[0].ends_s)
-        elif not (is_decoding_only and self._try_run(now_s)):
-            self._plan(now_s)
-
-    def _plan(self, now_s: float) -> None:
-        batch = self.scheduler.plan(now_s)
-        self._say(now_s)
-        if batch is not None:
-            before_s = self._free_at_s
-            self._submit(batch, now_s)
-            # With a step in flight before this one the loop waits for it; else it goes on to plan a second one.
-            self._turn_at(max(now_s, before_s) if self._num_ahead else self._free_at_s)
-        elif self._steps:
-            self._turn_at(self._steps[0].ends_s)
-        else:
-            self._rest()
+            self._loop.handle(message, now_s)
+        if self._try_run(now_s):
+            return
+        before_s = self._free_at_s
+        match self._loop.turn(now_s):
+            case Wait.STEP:
+                self._turn_at(self._steps[0].ends_s)
+            case Wait.NOTHING:
+                self._turn_at(max(now_s, before_s))
+            case Wait.MESSAGE:
+                self._rest()
 
     def _rest(self) -> None:
         """Nothing can run: wait for a message, or for something to expire."""
-        deadline_s = self.scheduler.next_deadline_s()
+        deadline_s = self._loop.next_deadline_s()
         if deadline_s is not None:
             self._turn_at(deadline_s)
         self._is_idle = True
 
-    def _say(self, said_s: float) -> None:
-        events = self.scheduler.take_events()
-        if events:
-            self._listener.heard(self, events, said_s)
+    def publish(self, report: StepReport) -> None:
+        """Send what the loop reports."""
+        if report.events or report.orders:
+            self._sink.received(self, report, self._queue.now_s)
 
     # Steps that were planned
 
-    def _submit(self, batch: StepBatch, now_s: float) -> None:
-        cost = self.cost
+    def submit(self, batch: StepBatch) -> _Step:
+        """Start a step, when the one before has ended."""
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
-        counted = self._counting.counted_rows if self._counting is not None else NO_COUNTED_ROWS
-        rows = [(row.num_new_tokens, row.cached_length) for row in batch.rows]
-        num_new_tokens = batch.num_new_tokens
-        from_s = max(now_s, self._free_at_s)
-        step_s = self._corrected_s(cost.step_s(rows, *counted), from_s, has_prefill=num_new_tokens > len(rows))
+        chunks, num_decoded, num_context_tokens = [], 0, 0
+        for row in batch.rows:
+            if len(row.tokens) < 2 and row.cached_length >= row.num_prompt_tokens:
+                num_decoded += 1
+                num_context_tokens += row.cached_length
+            else:
+                chunks.append((len(row.tokens), row.cached_length))
+        from_s = max(self._queue.now_s, self._free_at_s)
+        step_s = self.cost.step_s(chunks, num_decoded, num_context_tokens)
+        has_prefill = bool(chunks) and max(chunks)[0] > 1
+        step_s = self._corrected_s(step_s, from_s, has_prefill=has_prefill)
         if num_copied_blocks:
-            step_s += cost.swap_s(num_copied_blocks * self._block_size)
+            step_s += self.cost.swap_s(num_copied_blocks * self._block_size)
         begins_s = self._stage.enter(from_s, step_s)
         self._free_at_s = begins_s + step_s
-        num_planned = sum([row.cached_length >= row.num_prompt_tokens for row in batch.rows])
-        num_prefilled, num_decoded = num_new_tokens - num_planned, num_planned + counted.num_rows
-        self._steps.append(_Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s))
+        num_prefilled = sum([num_new for num_new, _ in chunks])
+        step = _Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s)
+        self._steps.append(step)
+        return step
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _corrected_s(self, predicted_s: float, from_s: float, *, has_prefill: bool) -> float:
         """How long a step lasts from ``from_s`` on; what is left of it when corrections change goes by the new ones."""
@@ -292,64 +299,66 @@ class SimulatedWorker:
             correction = next_correction
         return step_s
 
-    def _complete(self, step: _Step) -> None:
-        sampled = [_TOKEN_0 if row.sample is not None else None for row in step.batch.rows]
-        duration_s = step.ends_s - step.begins_s
-        output = StepOutput(step_id=step.batch.step_id, sampled=sampled, duration_s=duration_s)
-        self.scheduler.complete(output, step.ends_s)
-        self._count(duration_s, 1, step.num_decoded)
-        self.num_prefill_tokens += step.num_prefilled
-        self._say(step.ends_s)
-
     # Steps that were not
 
     def _try_run(self, now_s: float) -> bool:
         """Begin a run if what comes next is one."""
-        quiet = self._counting.quiet_steps(now_s) if self._counting is not None else NO_QUIET_STEPS
-        self._say(now_s)
-        if not quiet.num_steps:
+        if self._decoding is None or len(self._steps) != self._num_ahead:
             return False
+        steady = self._decoding.steady_steps(now_s)
+        if not steady.num_steps:
+            return False
+        self._loop.flush()
         correction = self.corrections.decode
-        first_s, growth_s = self.cost.decode_run_s(quiet.batch_size, quiet.num_context_tokens)
+        first_s, growth_s = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
         first_s, growth_s = first_s * correction, growth_s * correction
-        begins_s = self._stage.enter(max(self._agenda.now_s, self._free_at_s), first_s)
+        begins_s = max(now_s, self._free_at_s)
         if not self._num_ahead:  # A turn comes before every step; before the first it is over.
+            begins_s = self._stage.enter(begins_s, first_s)
             first_s += self._turn_s
             begins_s -= self._turn_s
-        self._run = _Run(quiet, begins_s, first_s, growth_s)
-        self._run_length = quiet.num_steps
-        self._turn_at(self._run.end_s(quiet.num_steps - self._num_ahead))
+        self._run = _Run(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
+        self._run_length = steady.num_steps
+        self._turn_at(self._run.end_s(steady.num_steps))
         if self._next_corrections:
             self._cut_run_after(self._next_corrections[0].from_s)
+        deadline_s = self._decoding.next_deadline_s()
+        if deadline_s is not None:
+            self._cut_run_after(deadline_s)
         return True
 
     def _cut_run_after(self, instant_s: float) -> None:
-        """End the run so that what happens at ``instant_s`` is heard when the step in progress then ends: at depth 2
-        while the one after it runs already."""
+        """End the run with the turn that hears of what happens at ``instant_s``, if it is longer."""
         assert self._run is not None
-        self._cut_run(max(1, self._run.num_ended(instant_s) + self._num_ahead))
-
-    def _cut_run(self, num_steps: int) -> None:
-        """End the run after so many steps, if it is longer."""
-        assert self._run is not None
-        if num_steps < self._run_length:
-            self._run_length = num_steps
-            self._turn_at(self._run.end_s(num_steps - self._num_ahead))
+        if instant_s >= self._run.end_s(self._run_length):
+            return
+        num_turns = self._run.first_turn(instant_s)
+        if num_turns < self._run_length:
+            self._run_length = num_turns
+            self._turn_at(self._run.end_s(num_turns))
 
     def _end_run(self, run: _Run) -> None:
-        num_steps = self._run_length
-        self._run = None
-        assert self._counting is not None
-        self._counting.advance(num_steps)
-        self._free_at_s = run.end_s(num_steps)
-        duration_s, num_decoded = self._free_at_s - run.begins_s, num_steps * run.steps.batch_size
-        self._count(duration_s, num_steps, num_decoded)
-        self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # that the run took one by one
-        if self.joined:
-            joined, self.joined = self.joined, []
-            for call in joined:
-                call(run.end_s(1))
-        self._say(self._free_at_s)
+        num_turns, self._run = self._run_length, None
+        assert self._decoding is not None
+        num_steps = num_turns - run.num_ahead
+        while self._steps:
+            self._count_step(self._steps.popleft())
+        if num_steps:
+            duration_s = run.end_s(num_turns) - run.begins_s
+            num_decoded = num_steps * run.batch_size
+            self._count(duration_s, num_steps, num_decoded)
+            if not run.num_ahead:
+                self.busy_s -= num_steps * self._turn_s
+            self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # that the run took one by one
+            self._free_at_s = run.end_s(num_turns)
+        in_flight, second_tokens = self._decoding.fast_forward(num_turns)
+        for turn, event in second_tokens:
+            self._sink.received(self, StepReport(events=[event]), run.end_s(turn))
+        self._loop.skip_to(in_flight)
+
+    def _count_step(self, step: _Step) -> None:
+        self._count(step.ends_s - step.begins_s, 1, step.num_decoded)
+        self.num_prefill_tokens += step.num_prefilled
 
     def _count(self, duration_s: float, num_steps: int, num_decoded: int) -> None:
         self.busy_s += duration_s

@@ -6,13 +6,15 @@ both phases' schedulers, block pools, reservations and prefix caches; modelled a
 
 Life of a request: it arrives, the policy names a prefill worker, which says STARTED, LAST_CHUNK (the policy names a
 decode worker, whose pull starts once it has reserved blocks) and token 0; the pull ends when the last chunk was granted
-and the wire has carried all; the decode worker says JOINED and, in the end, the last token.
+and the link has carried all; the decode worker says JOINED and, in the end, the last token.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -24,8 +26,8 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import KvSource
+from pdserve.engine.loop import AddRequest, CancelRequest, PrepareRequest, StepReport
 from pdserve.engine.scheduler import (
-    Event,
     GrantEvent,
     RequestEvent,
     RequestEventKind,
@@ -34,9 +36,9 @@ from pdserve.engine.scheduler import (
     TokenEvent,
 )
 from pdserve.model.cost import CostModel
-from pdserve.planner.agenda import Agenda
+from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.prompts import Prompt, PromptBook
+from pdserve.planner.prompts import Prompt, PromptTable
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.sampler import Sampler
 from pdserve.planner.simulated_cluster import ClusterBuilder
@@ -76,7 +78,7 @@ _KINDS_OF_CONSEQUENCE = (
     RequestEventKind.REJECTED,
     RequestEventKind.FAILED,
 )
-"""Events that the router, or the record, takes note of, beside JOINED."""
+"""Events that the router, or the record, takes note of."""
 
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)
 
@@ -116,7 +118,20 @@ def simulate(
     """
     bounds = _Bounds(concurrency, max_in_flight, max_missed)
     run = _Run(model, layout, requests, slo, overheads or Overheads(), bounds, cost_of, corrections or {})
-    return run.simulate(sample_every_s)
+    with _no_garbage_collection():
+        return run.simulate(sample_every_s)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A simulation makes millions of small objects and no cycles among them: looking for some takes a sixth of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Bounds(NamedTuple):
@@ -143,9 +158,9 @@ class _Run:
         self._slo = slo
         self._overheads = overheads
         self._bounds = bounds
-        self._agenda = Agenda()
+        self._events = EventQueue()
         self._sampler = Sampler()
-        self._book = PromptBook(requests, model.block_size)
+        self._prompts = PromptTable(requests, model.block_size)
         self._ids = count(1)
         self._flights: list[SimulatedFlight] = []
         self._live: dict[int, SimulatedFlight] = {}
@@ -157,24 +172,24 @@ class _Run:
             model=model,
             layout=layout,
             costs=self._costs,
-            is_sharing=self._book.is_sharing,
+            is_sharing=self._prompts.is_sharing,
             turn_s=overheads.turn_s,
             corrections=corrections,
-            agenda=self._agenda,
-            listener=self,
+            queue=self._events,
+            sink=self,
         ).seats()
-        self._transfers = SimulatedTransfers(self._agenda, block_size=model.block_size, pull_s=overheads.pull_s)
+        self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = bounds.concurrency > 0
         self._num_expected = 0
-        """Arrivals, of follow-ups too, that the agenda holds."""
+        """Arrivals, of follow-ups too, that the event queue holds."""
         for _ in range(bounds.concurrency or 1):
             self._expect_next()
 
     def simulate(self, sample_every_s: float) -> Simulation:
         if sample_every_s:
-            self._agenda.at(0.0, partial(self._sample, sample_every_s))
-        self._agenda.run()
+            self._events.at(0.0, partial(self._sample, sample_every_s))
+        self._events.run()
         return self._result()
 
     # Arrivals
@@ -182,23 +197,23 @@ class _Run:
     def _expect_next(self) -> None:
         request = next(self._queue, None)
         if request is not None:
-            self._expect(request, self._agenda.now_s if self._is_closed_loop else request.arrived_s)
+            self._expect(request, self._events.now_s if self._is_closed_loop else request.arrived_s)
 
     def _expect(self, request: SimulatedRequest, arrives_s: float, before: Prompt | None = None) -> None:
         self._num_expected += 1
-        self._agenda.at(arrives_s, partial(self._arrive, request, before))
+        self._events.at(arrives_s, partial(self._arrive, request, before))
 
     def _arrive(self, request: SimulatedRequest, before: Prompt | None) -> None:
-        now_s = self._agenda.now_s
+        now_s = self._events.now_s
         is_follow_up = before is not None
         self._num_expected -= 1
         if not self._is_closed_loop and not is_follow_up:
             self._expect_next()
-        prompt = self._book.write(request, before)
+        prompt = self._prompts.write(request, before)
         blocks = PromptBlocks(
             prompt.tokens,
             self._model.block_size,
-            may_use_cache=self._book.is_sharing,
+            may_use_cache=self._prompts.is_sharing,
             known_hashes=prompt.block_hashes,
         )
         flight = SimulatedFlight(next(self._ids), request, prompt, blocks, now_s)
@@ -207,7 +222,7 @@ class _Run:
             self._reject(flight)
             return
         self._live[flight.request_id] = flight
-        self._agenda.at(now_s + self._overheads.arrival_s, partial(self._place, flight))
+        self._events.at(now_s + self._overheads.arrival_s, partial(self._place, flight))
 
     def _reject(self, flight: SimulatedFlight) -> None:
         flight.is_rejected = True
@@ -220,16 +235,16 @@ class _Run:
             flight.has_missed = True
             self._num_missed += 1
             if self._num_missed == self._bounds.max_missed:
-                self._agenda.stop()
+                self._events.stop()
 
     def _after(self, flight: SimulatedFlight) -> None:
         """The request is over, with all of its follow-ups if it was rejected."""
-        self._ended_s = self._agenda.now_s
+        self._ended_s = self._events.now_s
         follow_up = flight.request.follow_up
         if follow_up is not None and not flight.is_rejected:
-            before = self._book.answered(flight.prompt, flight.request.num_output_tokens)
+            before = self._prompts.answered(flight.prompt, flight.request.num_output_tokens)
             think_s = 0.0 if self._is_closed_loop else follow_up.arrived_s
-            self._expect(follow_up, self._agenda.now_s + think_s, before)
+            self._expect(follow_up, self._events.now_s + think_s, before)
         elif self._is_closed_loop:
             self._expect_next()
         flight.forget_prompt()
@@ -242,7 +257,7 @@ class _Run:
         if flight.attempt == MAX_ATTEMPTS:
             self._reject(flight)
             return
-        now_s, slo = self._agenda.now_s, self._slo
+        now_s, slo = self._events.now_s, self._slo
         workers = [seat.snapshot() for seat in self._seats.values()]
         choice = choose_prefill(flight.blocks, workers, self._costs, tpot_slo_s=slo.tpot_seconds)
         assert choice is not None, "workers of a simulation are always up"
@@ -253,13 +268,12 @@ class _Run:
         seat.promise_prefill(flight.request_id, request.num_known_tokens - choice.num_cached_tokens)
         if not choice.handoff:
             seat.promise_decode(flight.request_id, request.num_known_tokens, flight.blocks.num_blocks())
-        key = flight.key
-        seat.worker.tell(lambda scheduler, _: scheduler.add(key, request, now_s))
+        seat.worker.tell(AddRequest(flight.key, request, now_s))
 
     def _bind(self, flight: SimulatedFlight) -> None:
         """Name a decode worker for the parked prompt."""
         assert flight.prefill is not None
-        now_s = self._agenda.now_s
+        now_s = self._events.now_s
         decoding = [seat.snapshot() for seat in self._seats.values() if seat.worker.role is WorkerRole.DECODE]
         choice = choose_decode(flight.blocks, decoding, self._costs, source_host=flight.prefill.host)
         assert choice is not None
@@ -267,33 +281,29 @@ class _Run:
         request = flight.attempt_request(ttft_slo_s=0.0, handoff=False)
         source = KvSource(address=flight.prefill.worker.worker_id, worker_epoch=0, handle=flight.handle)
         seat.promise_decode(flight.request_id, request.num_known_tokens, flight.blocks.num_blocks())
-        key = flight.key
-        seat.worker.tell(lambda scheduler, _: scheduler.prepare(key, request, source, now_s))
+        seat.worker.tell(PrepareRequest(flight.key, request, source, now_s))
 
     # What workers say
 
-    def heard(self, worker: SimulatedWorker, events: list[Event], said_s: float) -> None:
-        at = self._agenda.at
-        arrives_s = said_s + self._overheads.message_s
-        for event in events:
+    def received(self, worker: SimulatedWorker, report: StepReport, sent_s: float) -> None:
+        at = self._events.at
+        arrives_s = sent_s + self._overheads.message_s
+        for event in report.events:
             if isinstance(event, TokenEvent):
                 if event.index < 2 or event.finish:
-                    self._heard_token(worker, event, arrives_s)
-            elif isinstance(event, RequestEvent):
-                if event.kind is RequestEventKind.JOINED:
-                    worker.joined.append(partial(self._decoded, self._flight(event.key)))
-                elif event.kind in _KINDS_OF_CONSEQUENCE:
-                    at(arrives_s, partial(self._request_event, worker, event))
-            elif isinstance(event, StartPullEvent):
-                source, target = self._seats[event.source.address], self._seats[worker.worker_id]
-                at(said_s, partial(self._transfers.start_pull, source, target, event))
-            elif isinstance(event, GrantEvent) and event.final:
-                at(said_s, partial(self._transfers.granted_whole, self._seats[worker.worker_id], event))
+                    self._token_event(event, arrives_s)
+            elif isinstance(event, RequestEvent) and event.kind in _KINDS_OF_CONSEQUENCE:
+                at(arrives_s, partial(self._request_event, worker, event))
+        for order in report.orders:
+            if isinstance(order, StartPullEvent):
+                self._transfers.start_pull(self._seats[order.source.address], self._seats[worker.worker_id], order)
+            elif isinstance(order, GrantEvent) and order.final:
+                self._transfers.granted_whole(self._seats[worker.worker_id], order)
 
     def _flight(self, key: RequestKey) -> SimulatedFlight:
         return self._flights[key.request_id - 1]
 
-    def _heard_token(self, worker: SimulatedWorker, event: TokenEvent, arrives_s: float) -> None:
+    def _token_event(self, event: TokenEvent, arrives_s: float) -> None:
         flight = self._flight(event.key)
         if event.key.attempt != flight.attempt:
             return
@@ -303,18 +313,11 @@ class _Run:
             flight.emitted = (0,)
             if seen_s - flight.arrived_s > self._slo.ttft_seconds:
                 self._miss(flight)
-            if worker.role is not WorkerRole.PREFILL and not event.finish:
-                worker.joined.append(partial(self._decoded, flight))
         elif event.index == 1 and isnan(flight.second_token_s):
             flight.second_token_s = seen_s
         if event.finish:
             flight.last_token_s = seen_s
-            self._agenda.at(arrives_s, partial(self._finish, flight))
-
-    def _decoded(self, flight: SimulatedFlight, said_s: float) -> None:
-        """The first token that a worker decoded for the flight is out."""
-        if isnan(flight.second_token_s):
-            flight.second_token_s = said_s + self._overheads.message_s + self._overheads.answer_s
+            self._events.at(arrives_s, partial(self._finish, flight))
 
     def _finish(self, flight: SimulatedFlight) -> None:
         self._live.pop(flight.request_id, None)
@@ -331,7 +334,7 @@ class _Run:
             case RequestEventKind.STARTED:
                 self._seats[worker.worker_id].settle(flight.request_id)
                 if flight.prefill is not None and flight.prefill.worker is worker and not flight.emitted:
-                    flight.started_s = self._agenda.now_s
+                    flight.started_s = self._events.now_s
                     flight.num_cached_tokens = event.num_cached_tokens
             case RequestEventKind.LAST_CHUNK:
                 flight.handle = event.handle
@@ -347,19 +350,18 @@ class _Run:
 
     def _abandon(self, flight: SimulatedFlight) -> None:
         """Free what workers hold of the attempt."""
-        key = flight.key
         for seat in (flight.prefill, flight.decode):
             if seat is not None:
                 seat.settle(flight.request_id)
-                seat.worker.tell(lambda scheduler, heard_s: scheduler.cancel(key, heard_s))
+                seat.worker.tell(CancelRequest(flight.key))
 
     # The result
 
     def _sample(self, every_s: float) -> None:
-        now_s = self._agenda.now_s
+        now_s = self._events.now_s
         self._sampler.sample(now_s, ((seat.worker.role, seat.worker.load()) for seat in self._seats.values()))
         if self._live or self._num_expected:
-            self._agenda.at(now_s + every_s, partial(self._sample, every_s))
+            self._events.at(now_s + every_s, partial(self._sample, every_s))
 
     def _result(self) -> Simulation:
         gaps_us: Counter[int] = Counter()

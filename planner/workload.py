@@ -77,7 +77,7 @@ class WorkloadSample:
 
     def statistics(self) -> WorkloadStatistics:
         """Of what was drawn."""
-        return measure(self.conversations, self.arrivals.at_rate(self.unit_times, 1.0))
+        return measure(self.conversations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

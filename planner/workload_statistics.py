@@ -1,4 +1,4 @@
-"""What a workload is like: lengths, what a cache could save, how bursty arrivals are.
+"""What a workload is like: lengths, and what a cache could save.
 
 What closed-form bounds of the search and reports are computed from. Made by `pdserve.planner.workload`.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdserve.planner.requests import Segment, SimulatedRequest
-from pdserve.planner.simulation import FloatArray, IntArray
+from pdserve.planner.simulation import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,6 @@ class WorkloadStatistics:
     num_output_tokens: IntArray
     num_cacheable_tokens: IntArray
     """Of the prompt: what a cache that never forgets holds of it, when conversations come in their order."""
-    num_conversations: int
-    arrival_variation: float
-    """Standard deviation over mean of the gaps between conversations, at one a second; NaN for fewer than 3."""
 
     @property
     def num_requests(self) -> int:
@@ -38,24 +35,12 @@ class WorkloadStatistics:
         return float(self.num_output_tokens.mean())
 
     @property
-    def mean_computed_tokens(self) -> float:
-        """Of a prompt, with a cache that never forgets."""
-        return float((self.num_prompt_tokens - self.num_cacheable_tokens).mean())
-
-    @property
     def cacheable_share(self) -> float:
         """Of all prompt tokens."""
         return float(self.num_cacheable_tokens.sum() / self.num_prompt_tokens.sum())
 
-    def prompt_percentile(self, percent: float) -> float:
-        return float(np.percentile(self.num_prompt_tokens, percent))
 
-    def output_percentile(self, percent: float) -> float:
-        return float(np.percentile(self.num_output_tokens, percent))
-
-
-def measure(conversations: list[SimulatedRequest], arrived_s: FloatArray) -> WorkloadStatistics:
-    """Statistics of conversations that begin at ``arrived_s``."""
+def measure(conversations: list[SimulatedRequest]) -> WorkloadStatistics:
     prompts: list[int] = []
     outputs: list[int] = []
     cacheable: list[int] = []
@@ -67,13 +52,10 @@ def measure(conversations: list[SimulatedRequest], arrived_s: FloatArray) -> Wor
             outputs.append(turn.num_output_tokens)
             cacheable.append(num_cacheable)
             num_cacheable = turn.num_prompt_tokens + turn.num_output_tokens
-    gaps_s = np.diff(arrived_s)
     return WorkloadStatistics(
         num_prompt_tokens=np.array(prompts),
         num_output_tokens=np.array(outputs),
         num_cacheable_tokens=np.array(cacheable),
-        num_conversations=len(conversations),
-        arrival_variation=float(gaps_s.std() / gaps_s.mean()) if len(gaps_s) > 1 else np.nan,
     )
 
 

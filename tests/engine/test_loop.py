@@ -141,6 +141,17 @@ def test_reports_leave_before_the_submission_and_with_the_end_of_a_step() -> Non
     assert (ended.step.duration_s, ended.step.num_new_tokens) == (0.25, 1)
 
 
+def test_what_a_plan_without_a_step_decided_does_not_wait_for_the_step_in_flight() -> None:
+    rig = Rig(pipeline_depth=2)
+    rig.add(1, 1)
+    assert [rig.loop.turn(0.0), rig.loop.turn(0.0)] == [Wait.NOTHING, Wait.STEP]
+    rig.end_step(1.0)
+    rig.take_reports()
+    rig.scheduler.events.append(OfferEvent(b"h"))
+    assert rig.loop.turn(1.0) is Wait.STEP
+    assert [report.orders for report in rig.take_reports()] == [[OfferEvent(b"h")]]
+
+
 def test_sessions_know_the_requests_that_have_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.engine.loop.MAX_LIVE_REQUESTS", 2)
     rig = Rig()

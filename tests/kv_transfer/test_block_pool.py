@@ -248,3 +248,13 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPool = PoolMachine.TestCase
+
+
+def test_a_pool_without_a_cache_finds_nothing_again() -> None:
+    pool = BlockPool(4, 16, caches_content=False)
+    assert not pool.caches_content
+    blocks = pool.allocate(2)
+    pool.release(blocks)
+    assert pool.match_prefix([b"a", b"b"]) == []
+    assert (pool.num_free, pool.num_cached) == (4, 0)
+    pool.check_integrity()

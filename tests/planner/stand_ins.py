@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 
@@ -10,6 +11,10 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
+from pdserve.planner.attainment import Attainment
+from pdserve.planner.goodput import Goodput, OneRate, Runner, Trial, pursue
+from pdserve.planner.goodput import Workload as RequestSource
+from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.workload import Clamped
@@ -86,3 +91,18 @@ def disaggregated(num_prefill: int = 1, num_decode: int = 1, num_kv_blocks: int 
 
 def colocated(replicas: int = 1, num_kv_blocks: int = 0) -> Layout:
     return Layout(mixed=a_pool(WorkerRole.MIXED, replicas, num_kv_blocks=num_kv_blocks))
+
+
+def find_goodput(
+    trial: Trial, workload: RequestSource, start_rate: float, *, tolerance: float = 0.03, max_rate: float = inf
+) -> Goodput:
+    search = GoodputSearch(trial, start_rate, tolerance, max_rate)
+    pursue(search, Runner(workload))
+    return search.goodput()
+
+
+def attain(trial: Trial, workload: RequestSource, rate: float) -> Attainment:
+    """Serve the workload at ``rate``, once for each seed."""
+    one = OneRate(trial, rate)
+    pursue(one, Runner(workload))
+    return one.attainment()

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.planner.arrivals import POISSON, Arrivals, Diurnal, RandomGaps, Recorded, first_row
+from pdserve.planner.arrivals import POISSON, Arrivals, RandomGaps, Recorded, first_row
 
-PROCESSES = [POISSON, RandomGaps(0), RandomGaps(3), Diurnal(peak_to_mean=1.8, period_s=100)]
+PROCESSES = [POISSON, RandomGaps(0), RandomGaps(3)]
 
 
 @settings(max_examples=40)
@@ -45,32 +45,6 @@ def test_seeds_differ() -> None:
     assert POISSON.unit_times(1, 0) != POISSON.unit_times(1, 1)
 
 
-def test_a_day_has_its_peak_in_its_second_quarter_and_its_mean_is_the_rate() -> None:
-    diurnal = Diurnal(peak_to_mean=1.5, period_s=1000.0)
-    arrived_s = diurnal.at_rate(diurnal.unit_times(200_000, seed=2), 50.0)
-    whole_days = arrived_s[arrived_s < 4000]
-    assert len(whole_days) == pytest.approx(200_000, rel=0.02)
-    counts, _ = np.histogram(whole_days % 1000, bins=20)
-    rates = counts / 4 / 50 / 50  # days, seconds of a bin, mean rate
-    assert rates.max() == pytest.approx(1.5, rel=0.05)
-    assert rates.argmax() in (4, 5)
-    assert rates.min() == pytest.approx(0.5, rel=0.1)
-    assert rates.argmin() in (14, 15)
-
-
-def test_a_day_without_a_swing_is_steady() -> None:
-    unit_times = POISSON.unit_times(100, 0)
-    np.testing.assert_allclose(Diurnal(peak_to_mean=1).at_rate(unit_times, 3.0), unit_times / 3, rtol=1e-12)
-
-
-def test_the_warp_keeps_the_expected_number_of_arrivals() -> None:
-    diurnal = Diurnal(peak_to_mean=2, period_s=60.0)
-    steady_s = np.linspace(0, 600, 1001)
-    warped_s = diurnal.at_rate(steady_s, 1.0)
-    expected = warped_s + 60 / (2 * np.pi) * (1 - np.cos(2 * np.pi * warped_s / 60))
-    np.testing.assert_allclose(expected, steady_s, atol=1e-9)
-
-
 def test_a_recording_at_its_own_rate_is_as_recorded() -> None:
     recorded = Recorded(np.array([10.0, 11.0, 13.0, 20.0]))
     assert recorded.requests_per_s == pytest.approx(0.3)
@@ -104,8 +78,6 @@ def test_other_seeds_replay_other_stretches() -> None:
     [
         (lambda: RandomGaps(-1), "coefficient of variation of -1"),
         (lambda: RandomGaps(float("nan")), "coefficient of variation of nan"),
-        (lambda: Diurnal(peak_to_mean=2.5), "peak_to_mean is 2.5"),
-        (lambda: Diurnal(peak_to_mean=1.5, period_s=0), "period of 0"),
         (lambda: Recorded(np.array([1.0])), "no times to replay"),
         (lambda: Recorded(np.array([1.0, 1.0])), "no times to replay"),
         (lambda: first_row(3, 4, 0), "4 are asked of a trace of 3"),

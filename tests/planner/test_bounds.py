@@ -11,7 +11,6 @@ from pdserve.model.hardware import Hardware
 from pdserve.planner.bounds import BoundBook, Resource, fits, mean_wait_s
 from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Trial
-from pdserve.planner.goodput_search import find_goodput
 from pdserve.planner.layout import Layout
 from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulation import FloatArray
@@ -24,6 +23,7 @@ from tests.planner.stand_ins import (
     a_pool,
     colocated,
     disaggregated,
+    find_goodput,
 )
 
 

@@ -6,12 +6,12 @@ from math import sqrt
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.bounds import Bounds, Resource
 from pdserve.planner.closer_look import CloserLook
-from pdserve.planner.goodput import Runner, Trial, attain, pursue, slowed
-from pdserve.planner.goodput_search import GoodputSearch, find_goodput
+from pdserve.planner.goodput import Runner, Trial, pursue, slowed
+from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Sensitivity
 from pdserve.planner.ranking import Entry
-from tests.planner.stand_ins import SLO, disaggregated
+from tests.planner.stand_ins import SLO, attain, disaggregated, find_goodput
 from tests.planner.test_goodput import SHORT, a_trial
 
 WINNER, LOSER = disaggregated(2, 1), disaggregated(1, 1)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.planner.conversations import Conversations, SystemPrompts, Turns
-from pdserve.planner.lengths import FixedLengths, UniformLengths
+from pdserve.planner.lengths import FixedLengths, QuantileLengths
 from pdserve.planner.requests import SimulatedRequest
 
-LENGTHS = UniformLengths((5, 50), (1, 20))
+LENGTHS = QuantileLengths(shares=(0, 1), num_prompt_tokens=(5, 50), num_output_tokens=(1, 20))
 
 
 def turns_of(conversation: SimulatedRequest) -> Iterator[SimulatedRequest]:

@@ -6,11 +6,11 @@ from pdserve.planner.attainment import Interval
 from pdserve.planner.bounds import Bounds, Resource
 from pdserve.planner.final_round import FinalRound, start_rate
 from pdserve.planner.goodput import Goodput, Run, Runner, pursue
-from pdserve.planner.goodput_search import GoodputSearch, find_goodput
+from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Question, Supply
 from pdserve.planner.ranking import Entry, Ranking
-from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, disaggregated
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, disaggregated, find_goodput
 from tests.planner.test_goodput import SHORT, a_trial
 
 TOLERANCE = 0.05

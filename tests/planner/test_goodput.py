@@ -6,9 +6,9 @@ from types import MappingProxyType
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.planner.goodput import Trial, attain, slowed
+from pdserve.planner.goodput import Trial, slowed
 from pdserve.planner.layout import Layout, Pool
-from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, disaggregated
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, attain, colocated, disaggregated
 
 SHORT = PoissonWorkload(1500, 20)
 

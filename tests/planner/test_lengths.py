@@ -12,7 +12,6 @@ from pdserve.planner.lengths import (
     Lengths,
     LogNormalLengths,
     QuantileLengths,
-    UniformLengths,
 )
 
 QUANTILES = QuantileLengths(
@@ -23,7 +22,6 @@ QUANTILES = QuantileLengths(
 )
 DISTRIBUTIONS = [
     FixedLengths(100, 10),
-    UniformLengths((1, 5), (2, 2)),
     LogNormalLengths(mean_prompt_tokens=3, mean_output_tokens=1, prompt_variation=4),
     QUANTILES,
     EmpiricalLengths(np.array([1, 2]), np.array([3, 4])),
@@ -48,14 +46,6 @@ def test_lengths_are_whole_and_positive_and_the_seed_s_alone(lengths: Lengths, n
 def test_fixed_lengths() -> None:
     pairs = draw(FixedLengths(7, 3), 5)
     assert [each.tolist() for each in pairs] == [[7] * 5, [3] * 5]
-
-
-def test_uniform_lengths_include_both_ends() -> None:
-    prompts, outputs = draw(UniformLengths((10, 13), (1, 2)))
-    assert np.unique(prompts, return_counts=True)[0].tolist() == [10, 11, 12, 13]
-    assert set(outputs.tolist()) == {1, 2}
-    assert prompts.mean() == pytest.approx(11.5, rel=0.01)
-    assert abs(np.corrcoef(prompts, outputs)[0, 1]) < 0.02
 
 
 @pytest.mark.parametrize("correlation", [-0.6, 0.0, 0.8])
@@ -110,7 +100,6 @@ def test_empirical_lengths_keep_their_pairs() -> None:
     ("make", "message"),
     [
         (lambda: FixedLengths(0, 1), "num_prompt_tokens is 0"),
-        (lambda: UniformLengths((1, 2), (3, 2)), "num_output_tokens from 3 to 2"),
         (lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=0.5), "mean_output_tokens is 0.5"),
         (lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=5, output_variation=-1), "variation is 0"),
         (lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=5, correlation=2), "correlation of 2"),

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 from pdserve.planner.bounds import Bounds, Resource
 from pdserve.planner.goodput import Trial
-from pdserve.planner.goodput_search import find_goodput
 from pdserve.planner.plan import Objective, Question, Supply
 from pdserve.planner.ranking import Entry
 from pdserve.planner.shortfalls import nothing_met, too_slow
-from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, find_goodput
 
 QUESTION = Question(
     model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),), objective=Objective.FEWEST_DEVICES, rate=80.0

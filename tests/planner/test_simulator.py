@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS
 from pdserve.model.shape import ModelShape
-from pdserve.planner.counted_scheduler import NO_QUIET_STEPS, CountedDecodeScheduler
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulated_worker import StepCorrections
@@ -205,25 +207,49 @@ def test_a_synchronous_loop_hears_of_a_prompt_one_step_earlier() -> None:
     assert ahead == pytest.approx([apart_s, apart_s + cost.prefill_s(500)])
 
 
-@pytest.mark.parametrize("layout", [disaggregated(), colocated(), synchronous(disaggregated())], ids=str)
-def test_counting_steps_is_as_good_as_planning_them(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that looks ahead over quiet steps does what one that plans each of them does."""
-    requests = poisson(8, 150)
-    corrections = dict.fromkeys(WorkerRole, (StepCorrections(prefill=1.1, decode=0.8),))
-    counted = simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=corrections)
-    monkeypatch.setattr(CountedDecodeScheduler, "quiet_steps", lambda self, now_s: NO_QUIET_STEPS)
-    monkeypatch.setattr(CountedDecodeScheduler, "is_decoding_only", lambda self: False)
-    planned = simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=corrections)
-    step_s = 0.015
-    np.testing.assert_allclose(counted.times.first_token_s, planned.times.first_token_s, atol=2 * step_s)
-    np.testing.assert_allclose(counted.times.second_token_s, planned.times.second_token_s, atol=2 * step_s)
-    for percentile in (50, 90, 99):
-        expected = np.percentile(planned.times.tpot_s, percentile)
-        assert np.percentile(counted.times.tpot_s, percentile) == pytest.approx(expected, rel=0.01)
-        expected = np.percentile(planned.times.ttft_s, percentile)
-        assert np.percentile(counted.times.ttft_s, percentile) == pytest.approx(expected, rel=0.03)
-    for one, other in zip(counted.workers, planned.workers, strict=True):
-        assert one.held_block_s == pytest.approx(other.held_block_s, rel=0.02)
+LAYOUTS = [
+    disaggregated(),
+    disaggregated(2, 2),
+    disaggregated(num_kv_blocks=500),
+    colocated(),
+    colocated(num_kv_blocks=500),
+    synchronous(disaggregated()),
+    synchronous(colocated(num_kv_blocks=500)),
+]
+
+
+@settings(max_examples=20)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    rate=st.sampled_from([2, 8, 30]),
+    seed=st.integers(0, 1000),
+    num_output_tokens=st.sampled_from([1, 2, 3, 60, 300]),
+    corrections=st.sampled_from([StepCorrections(), StepCorrections(prefill=1.1, decode=0.8)]),
+    is_sharing=st.booleans(),
+)
+def test_fast_forwarding_is_the_same_as_planning_every_step(
+    layout: Layout, rate: int, seed: int, num_output_tokens: int, corrections: StepCorrections, is_sharing: bool
+) -> None:
+    requests = poisson(rate, 40, seed=seed, num_output_tokens=num_output_tokens)
+    if is_sharing:
+        requests = [
+            replace(r, segments=(Segment(n % 3, 250), Segment(n + 10, r.num_prompt_tokens - 250)))
+            for n, r in enumerate(requests)
+        ]
+
+    def run() -> Simulation:
+        return simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=dict.fromkeys(WorkerRole, (corrections,)))
+
+    forwarded = run()
+    with patch.object(DecodeScheduler, "steady_steps", return_value=NO_STEADY_STEPS):
+        planned = run()
+    for name in ("started_s", "first_token_s", "second_token_s", "last_token_s", "num_cached_tokens"):
+        one, other = getattr(forwarded.times, name), getattr(planned.times, name)
+        np.testing.assert_allclose(one, other, rtol=1e-9, err_msg=name)
+    for one, other in zip(forwarded.workers, planned.workers, strict=True):
+        assert one == replace(other, busy_s=one.busy_s, held_block_s=one.held_block_s)
+        assert one.busy_s == pytest.approx(other.busy_s)
+        assert one.held_block_s == pytest.approx(other.held_block_s, rel=0.02, abs=1.0)
 
 
 def test_scarce_blocks_preempt_and_lose_nothing() -> None:

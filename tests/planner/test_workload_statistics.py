@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from pdserve.planner.arrivals import RandomGaps
 from pdserve.planner.conversations import Conversations, SystemPrompts, Turns
 from pdserve.planner.lengths import FixedLengths
 from pdserve.planner.requests import Segment, SimulatedRequest
@@ -19,18 +17,14 @@ def asking(*segments: tuple[int, int], follow_up: SimulatedRequest | None = None
 
 def test_lengths_of_every_turn_count() -> None:
     conversation = asking((1, 100), follow_up=SimulatedRequest(1.0, 150, 30))
-    statistics = measure([conversation, SimulatedRequest(0.0, 50, 2)], np.array([1.0, 2.0]))
+    statistics = measure([conversation, SimulatedRequest(0.0, 50, 2)])
     assert statistics.num_prompt_tokens.tolist() == [100, 150, 50]
     assert statistics.num_output_tokens.tolist() == [10, 30, 2]
     assert statistics.num_cacheable_tokens.tolist() == [0, 110, 0]
-    assert (statistics.num_requests, statistics.num_conversations) == (3, 2)
+    assert statistics.num_requests == 3
     assert statistics.mean_prompt_tokens == 100
     assert statistics.mean_output_tokens == 14
     assert statistics.cacheable_share == pytest.approx(110 / 300)
-    assert statistics.mean_computed_tokens == pytest.approx(190 / 3)
-    assert statistics.prompt_percentile(50) == 100
-    assert statistics.output_percentile(100) == 30
-    assert np.isnan(statistics.arrival_variation)
 
 
 def test_a_prefix_is_cacheable_as_far_as_it_was_seen_from_the_start() -> None:
@@ -44,7 +38,7 @@ def test_a_prefix_is_cacheable_as_far_as_it_was_seen_from_the_start() -> None:
         asking((1, 512), (2, 300), (5, 10)),  # after the partly filled one
         asking((1, 512), (2, 300), (5, 10)),
     ]
-    statistics = measure(prompts, np.cumsum(np.ones(8)))
+    statistics = measure(prompts)
     assert statistics.num_cacheable_tokens.tolist() == [0, 812, 1124, 512, 0, 512, 812, 822]
 
 
@@ -52,9 +46,3 @@ def test_system_prompts_and_turns_are_cacheable() -> None:
     contents = Conversations(lengths=FixedLengths(100, 100), system_prompts=SystemPrompts(2, 1000), turns=Turns(1.0))
     statistics = Workload(name="w", contents=contents).draw(2000).statistics()
     assert statistics.cacheable_share == pytest.approx(1000 / 1100 * 1998 / 2000)
-
-
-@pytest.mark.parametrize("variation", [0.0, 1.0, 3.0])
-def test_the_variation_of_arrivals_is_measured(variation: float) -> None:
-    workload = Workload(name="w", contents=Conversations(lengths=FixedLengths(1, 1)), arrivals=RandomGaps(variation))
-    assert workload.draw(50_000).statistics().arrival_variation == pytest.approx(variation, rel=0.06, abs=1e-9)

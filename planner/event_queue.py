@@ -1,4 +1,4 @@
-"""The virtual clock: what happens when, in order of time, and of its entry among what happens at once.
+"""The simulation's virtual clock and event queue: calls in order of time, and in order of entry at the same time.
 
 Used by the simulator. Knows neither workers nor requests; never reads a real clock.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 
-class Agenda:
+class EventQueue:
     """Calls to be made at instants of the simulation."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Agenda:
         heappush(self._entries, (instant_s, self._num_entered, call))
 
     def run(self) -> None:
-        """Until nothing is left, or `stop` is called."""
+        """Make calls until none is left, or `stop` is called."""
         entries = self._entries
         while entries:
             instant_s, _, call = heappop(entries)
@@ -32,6 +32,6 @@ class Agenda:
             call()
 
     def stop(self) -> None:
-        """Forget all that is still to come, also what the call in progress goes on to enter."""
+        """Drop all calls, and those that the call in progress goes on to enter."""
         self._entries.clear()
         self._entries = []  # `run` looks at the list that is empty now

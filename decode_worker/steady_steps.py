@@ -1,0 +1,186 @@
+"""Decode steps that change nothing but lengths, taken many at once: for a simulation, which knows how long answers are.
+
+A *turn* plans a step and completes the oldest one in flight: with an executor of pipeline depth 1 the step just
+planned, with one of depth 2 the step before it. `fast_forward` leaves sequences, blocks and the step in flight as so
+many turns would, in one pass over the batch. Every token is 0, and only its length ends an answer.
+
+Used by `pdserve.decode_worker.scheduler`, which decides when steps are steady.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Sized
+from typing import NamedTuple
+
+from pdserve.contracts.request import FinishReason
+from pdserve.contracts.step import SampledToken, StepRow
+from pdserve.engine.scheduler import TokenEvent
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence_table import PlannedStep, SequenceTable
+from pdserve.kv_transfer.block_pool import BlockPool
+
+_TOKEN = SampledToken(0, None)
+
+
+class SteadySteps(NamedTuple):
+    """Turns in which the same sequences decode, up to the first that gives one its first or its last token."""
+
+    num_steps: int
+    """0: only `Scheduler.plan` knows what comes next."""
+    batch_size: int
+    """Rows of each planned step, but for the last one, which lacks sequences that end."""
+    num_context_tokens: int
+    """Cached tokens of all rows of the first planned step; each step adds ``batch_size``."""
+
+
+NO_STEADY_STEPS = SteadySteps(0, 0, 0)
+
+
+class SecondToken(NamedTuple):
+    """Token 1 of an answer, whose emission ends the handoff stall."""
+
+    turn: int
+    """The turn that completes it, counted from 1."""
+    event: TokenEvent
+
+
+class FastForward(NamedTuple):
+    """What came of some turns, beside the events of the last one."""
+
+    finished: list[Sequence]
+    """Sequences with their last token, for their scheduler to close."""
+    second_tokens: list[SecondToken]
+
+
+def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
+    """Steady steps of ``running`` from here on, as far as there are blocks for them; none if anybody else has a row in
+    the step in flight."""
+    if not running:
+        return NO_STEADY_STEPS
+    num_in_flight = len(table.steps_in_flight)
+    num_steps = running[0].max_length
+    num_context_tokens = num_pending = 0
+    for sequence in running:
+        num_context_tokens += sequence.num_computed
+        num_pending += sequence.num_pending
+        num_known = len(sequence.tokens)
+        num_to_next = num_in_flight - sequence.num_pending + 1
+        num_to_last = num_to_next + sequence.max_length - num_known - 1
+        if num_to_last < num_steps:
+            num_steps = num_to_last
+        if num_to_next < num_steps and num_known == sequence.num_prompt_tokens:
+            num_steps = num_to_next
+    if num_pending != sum([step.num_rows + len(step.swapped_out) for step in table.steps_in_flight]):
+        return NO_STEADY_STEPS
+    num_steps = min(num_steps, _num_steps_with_blocks(table.pool, running, num_steps))
+    return SteadySteps(num_steps, len(running), num_context_tokens)
+
+
+def _num_steps_with_blocks(pool: BlockPool, running: Sized[Sequence], num_steps: int) -> int:
+    """Steps up to ``num_steps`` for which there are blocks; fewer, if that is easily told and enough to go on with."""
+    num_blocks_each = pool.num_available // len(running)
+    if num_blocks_each > 1:
+        return num_blocks_each * pool.block_size - 1
+    lacks_blocks = lambda n: not pool.can_allocate(_num_blocks_missing(running, n))  # noqa: E731
+    return bisect_left(range(1, num_steps + 1), True, key=lacks_blocks)
+
+
+def _num_blocks_missing(running: Sized[Sequence], num_steps: int) -> int:
+    """Blocks that the rows of ``num_steps`` more steps need."""
+    missing = (s.num_blocks_for(s.num_computed + _num_rows(s, num_steps)) - len(s.block_table) for s in running)
+    return sum(num_blocks for num_blocks in missing if num_blocks > 0)
+
+
+def _num_rows(sequence: Sequence, num_steps: int) -> int:
+    """Rows of the sequence in ``num_steps`` more steps: none after that of its last token."""
+    return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
+
+
+def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> FastForward:
+    """Take as many turns, `count_steady_steps` at most, and emit the first and last tokens that those end with."""
+    old_rows, step = _begin_last_step(table, num_steps)
+    rows, sequences = ([], []) if step is None else (step.batch.rows, step.sequences)
+    block_size = table.pool.block_size
+    zeros = [0] * num_steps
+    finished: list[Sequence] = []
+    second_tokens: list[SecondToken] = []
+    growing: list[Sequence] = []
+    for index, sequence in enumerate(running):
+        tokens = sequence.tokens
+        num_known = len(tokens)
+        num_pending = sequence.num_pending
+        num_rows = sequence.max_length - num_known - num_pending
+        if num_rows > num_steps:
+            num_rows = num_steps
+        num_computed = sequence.num_computed + num_rows
+        if num_computed > len(sequence.block_table) * block_size:
+            growing.append(sequence)
+        previous_row = index if num_steps > 1 else sequence.last_row
+        if num_pending and num_rows == num_steps and num_known - sequence.num_prompt_tokens > 1:
+            row = old_rows[sequence.last_row]
+            row.tokens, row.previous_row = (), previous_row
+            row.cached_length, row.sample_position = num_computed - 1, num_computed
+            tokens += zeros
+            sequence.last_row = len(rows)
+            sequence.num_computed = num_computed
+            sequence.num_written = num_computed - 1
+            rows.append(row)
+            sequences.append(sequence)
+            continue
+        sequence.last_row = previous_row
+        if num_known - sequence.num_prompt_tokens == 1 and num_known + 1 < sequence.max_length:
+            turn = 1 if step is None or num_pending else 2
+            if turn <= num_steps:
+                event = TokenEvent(sequence.key, sequence.request.choice, 1, 0, None, FinishReason.NONE)
+                second_tokens.append(SecondToken(turn, event))
+        if _move(table, sequence, step, num_steps, num_rows):
+            finished.append(sequence)
+    _grow(table, growing)
+    if table.pool.caches_content:
+        for sequence in running:
+            table.register_written(sequence)
+    if step is not None:
+        table.commit(step)
+    return FastForward(finished, second_tokens)
+
+
+def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, num_steps: int, num_rows: int) -> bool:
+    """Take turns with a sequence that joined since the step in flight was planned, has at most one token of its answer,
+    ends, or has no step in flight. Returns whether it is finished."""
+    tokens = sequence.tokens
+    num_tokens = num_steps + sequence.num_pending - (step is not None)
+    sequence.num_computed += num_rows
+    sequence.num_pending = sequence.num_in_flight = 0
+    tokens += [0] * (num_tokens - 1)
+    if step is not None and num_rows == num_steps:
+        sequence.num_computed -= 1
+        step.add_decode(sequence)
+    sequence.num_written = sequence.num_computed - sequence.num_pending
+    if not num_tokens:
+        return False
+    if sequence.num_prompt_tokens < len(tokens) < sequence.max_length - 1:
+        tokens.append(0)
+        return False
+    sequence.num_pending += 1
+    return table.take_token(sequence, _TOKEN) is not FinishReason.NONE
+
+
+def _grow(table: SequenceTable, sequences: Sized[Sequence]) -> None:
+    """Get blocks for all that is computed."""
+    missing = [s.num_blocks_for(s.num_computed) - len(s.block_table) for s in sequences]
+    blocks = table.pool.allocate(sum(missing))
+    for sequence, num_missing in zip(sequences, missing, strict=True):
+        sequence.block_table += blocks[-num_missing:]
+        del blocks[-num_missing:]
+
+
+def _begin_last_step(table: SequenceTable, num_steps: int) -> tuple[list[StepRow], PlannedStep | None]:
+    """The rows of the step in flight, and the step that will be in flight in its place; nothing if none is."""
+    if not table.steps_in_flight:
+        table.skip_steps(num_steps)
+        return [], None
+    (step,) = table.steps_in_flight
+    table.take_step(step.batch.step_id)
+    table.skip_steps(num_steps - 1)
+    return step.batch.rows, table.begin_step()
