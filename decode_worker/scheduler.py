@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from pdserve.contracts.events import RefusalCode
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
@@ -321,7 +322,10 @@ class DecodeScheduler:
             return
         failure = result.failure or _mismatch(result, sequence)
         if failure:
-            self._table.emit(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure)
+            refusal = RefusalCode.SOURCE if result.is_refused else RefusalCode.NONE
+            self._table.events.append(
+                RequestEvent(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal=refusal)
+            )
             self._table.close(sequence)
             return
         received = self._table.receive(sequence, result.num_tokens, result.first_tokens)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.backend import Backend
-from pdserve.engine.wire import HANDLE_BYTES
 from pdserve.kv_transfer.block_pool import BlockPool
 
 

@@ -5,10 +5,19 @@ Owned by the step loop, so that the end of a session can cancel its requests. Ne
 
 from __future__ import annotations
 
-from pdserve.engine.scheduler import RequestKey
+from typing import NamedTuple
+
+from pdserve.contracts.events import RefusalCode, RequestKey
 
 MAX_LIVE_REQUESTS = 16384
 """Requests that a worker holds, waiting ones included, before it refuses more."""
+
+
+class Refusal(NamedTuple):
+    """Why a request is not taken."""
+
+    code: RefusalCode
+    message: str
 
 
 class LiveRequests:
@@ -19,13 +28,13 @@ class LiveRequests:
     def __len__(self) -> int:
         return self._count
 
-    def refusal(self, key: RequestKey) -> str:
-        """Why the key cannot be added; empty when it can."""
+    def refusal(self, key: RequestKey) -> Refusal | None:
+        """Why the key cannot be added; ``None`` when it can."""
         if key in self._sessions.get(key.session, ()):
-            return "the worker already runs this attempt"
+            return Refusal(RefusalCode.INVALID, "the worker already runs this attempt")
         if self._count >= MAX_LIVE_REQUESTS:
-            return f"the worker holds {MAX_LIVE_REQUESTS} requests already"
-        return ""
+            return Refusal(RefusalCode.OVERLOADED, f"the worker holds {MAX_LIVE_REQUESTS} requests already")
+        return None
 
     def add(self, key: RequestKey) -> None:
         assert not self.refusal(key), f"{key} cannot be added"

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import NamedTuple, Protocol
 
+from pdserve.contracts.events import RefusalCode
 from pdserve.contracts.step import Executor, ModelLimits, StepBatch, StepHandle, StepOutput
-from pdserve.engine.frames import load_to_proto
 from pdserve.engine.inbox import (
     AddRequest,
     CancelRequest,
@@ -34,7 +34,7 @@ from pdserve.engine.inbox import (
     StopLoop,
     TransferSaid,
 )
-from pdserve.engine.live_requests import LiveRequests
+from pdserve.engine.live_requests import LiveRequests, Refusal
 from pdserve.engine.orders import TransferLink, order_to_proto, pull_result, transfer_report
 from pdserve.engine.scheduler import (
     ClientEvent,
@@ -48,6 +48,7 @@ from pdserve.engine.scheduler import (
 )
 from pdserve.engine.step_times import Prediction, StepTimes
 from pdserve.kv_transfer.block_pool import BlockPool, CacheEvents
+from pdserve.proto.codec import load_to_proto
 from pdserve.proto.v1 import transfer_pb2, worker_pb2
 
 PULSE_S = 0.5
@@ -279,9 +280,11 @@ class StepLoop:
 
     def _accept(self, key: RequestKey) -> bool:
         """Whether the request may go to the scheduler; a refusal is an event like any other."""
-        refusal = "draining" if self._draining else self._live.refusal(key)
-        if refusal:
-            self._events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=refusal))
+        refusal = Refusal(RefusalCode.DRAINING, "draining") if self._draining else self._live.refusal(key)
+        if refusal is not None:
+            self._events.append(
+                RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=refusal.message, refusal=refusal.code)
+            )
             return False
         self._live.add(key)
         return True

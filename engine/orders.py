@@ -17,8 +17,11 @@ from pdserve.engine.scheduler import (
     StartPullEvent,
     WithdrawEvent,
 )
-from pdserve.engine.wire import WireError, finish_from_proto, finish_to_proto, source_to_proto
+from pdserve.proto.codec import WireError, finish_from_proto, finish_to_proto, source_to_proto
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+
+REFUSED = "refused"
+"""Stage of a pull's failure: the source refused it."""
 
 TransferEvent = OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
 """The events that are orders for the transfer process."""
@@ -80,7 +83,9 @@ def _start_pull_to_proto(event: StartPullEvent, min_duration_s: float) -> transf
 def pull_result(done: transfer_pb2.PullDone, limits: ModelLimits) -> PullResult:
     """What the scheduler is told of a pull's end. The peer's words are checked: a token that cannot be is a failure."""
     if done.failure_stage:
-        return PullResult(pull_id=done.pull_id, failure=f"{done.failure_stage}: {done.message}")
+        is_refused = done.failure_stage == REFUSED
+        failure = f"{done.failure_stage}: {done.message}"
+        return PullResult(pull_id=done.pull_id, failure=failure, is_refused=is_refused)
     is_possible = all(first.token < limits.vocab_size for first in done.first_tokens)
     if not is_possible or done.num_tokens > limits.max_model_len:
         return PullResult(pull_id=done.pull_id, failure="verify: the source's answer is outside the model's limits")

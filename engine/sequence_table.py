@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from pdserve.contracts.events import RefusalCode
 from pdserve.contracts.request import FinishReason, GenerationRequest
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
 from pdserve.engine.planned_step import PlannedStep
@@ -134,7 +135,9 @@ class SequenceTable:
         return self._live[sequence.key]
 
     def reject(self, key: RequestKey, message: str) -> None:
-        self.events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message))
+        self.events.append(
+            RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message, refusal=RefusalCode.INVALID)
+        )
 
     def emit(self, key: RequestKey, kind: RequestEventKind, message: str = "") -> None:
         self.events.append(RequestEvent(key=key, kind=kind, message=message))

@@ -21,7 +21,6 @@ from typing import Protocol, cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.engine.backend import Backend, choose_backend
-from pdserve.engine.frames import KvOrigin
 from pdserve.engine.inbox import Inbox, PartDied, StartDrain, StopLoop, TransferSaid
 from pdserve.engine.loop import StepLoop
 from pdserve.engine.mirrored_transfer import Mirror, MirroredTransfer
@@ -205,6 +204,5 @@ class EngineWorker:
                 kv_dtype=config.kv_dtype,
                 quantization=config.quantization,
             ),
-            origin=KvOrigin(kv_address, self._epoch),
             limits=backend.limits,
         )

@@ -44,8 +44,9 @@ from pdserve.planner.simulated_flight import SimulatedFlight, request_times
 from pdserve.planner.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulated_worker import SimulatedWorker, StepCorrections
 from pdserve.planner.simulation import Simulation
-from pdserve.router.job import MAX_ATTEMPTS, MIN_DURATION_S
+from pdserve.router.dispatch import MAX_ATTEMPTS
 from pdserve.router.policy import PromptBlocks, choose_decode, choose_prefill
+from pdserve.router.request import MIN_DURATION_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.engine.backend import Backend
-from pdserve.engine.wire import HANDLE_BYTES
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.choice import AnswerToken, Choice, TextDelta
-from pdserve.router.generation import Generation, GenerationError, Generator, TokenDelta
+from pdserve.router.generation import Generation, Generator
+from pdserve.router.request import GenerationError
 
 
 class Usage(NamedTuple):
@@ -105,13 +107,13 @@ class Answer:
             generation.cancel()
         raise GenerationError(500, "the generation ended without a last token")
 
-    def _delta_of(self, token: TokenDelta, generation: Generation) -> TextDelta:
+    def _delta_of(self, token: TokenEvent, generation: Generation) -> TextDelta:
         delta = self._next_of(self._choices[token.choice], token, generation)
         if delta.end is not None and token.finish is FinishReason.NONE:
             generation.finish(token.choice)
         return delta
 
-    def _next_of(self, choice: Choice, token: TokenDelta, generation: Generation) -> TextDelta:
+    def _next_of(self, choice: Choice, token: TokenEvent, generation: Generation) -> TextDelta:
         if token.index == 0:
             self._num_cached_tokens = generation.num_cached_tokens
             self.prompt_logprobs = generation.prompt_logprobs

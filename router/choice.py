@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.detokenizer import Detokenizer
-from pdserve.router.generation import TokenDelta
 from pdserve.router.stop_strings import StopStrings
 
 AnswerEnd = Literal["stop", "length"]
@@ -70,7 +70,7 @@ class Choice:
         self._offset_chars = offset_chars
         self.is_over = False
 
-    def push(self, delta: TokenDelta) -> TextDelta:
+    def push(self, delta: TokenEvent) -> TextDelta:
         """Take the next token. After the end nothing more may be pushed."""
         assert not self.is_over
         token = AnswerToken(delta.token, delta.logprobs, self._offset_chars)

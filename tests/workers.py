@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +19,12 @@ from typing import Self
 import grpc
 import psutil
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
-from pdserve.engine.frames import ReceivedToken, unpack_tokens
-from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
 from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 from pdserve.kv_transfer.auth import call_metadata
+from pdserve.proto.codec import request_to_proto, source_to_proto, unpack_tokens
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 60.0
@@ -41,7 +41,7 @@ class RouterClient:
         self.welcome = worker_pb2.Welcome()
         self.load = worker_pb2.Load()
         self.frames: list[worker_pb2.StepFrame] = []
-        self.tokens: defaultdict[int, list[ReceivedToken]] = defaultdict(list)
+        self.tokens: defaultdict[int, list[TokenEvent]] = defaultdict(list)
         """By request id."""
         self.events: defaultdict[int, list[worker_pb2.RequestEvent]] = defaultdict(list)
         self.error: grpc.StatusCode | None = None
@@ -83,9 +83,8 @@ class RouterClient:
         prepare = worker_pb2.Prepare(request=request_to_proto(request), source=source_to_proto(source))
         self.send(worker_pb2.RouterMessage(prepare=prepare))
 
-    def cancel(self, request_id: int, attempt: int = 0, choices: Sequence[int] = ()) -> None:
-        """Cancel a request, or only some of its choices."""
-        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt, choices=choices)
+    def cancel(self, request_id: int, attempt: int = 0) -> None:
+        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt)
         self.send(worker_pb2.RouterMessage(cancel=cancel))
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
@@ -106,7 +105,9 @@ class RouterClient:
 
     def wait_for_source(self, request_id: int) -> KvSource:
         """Where a prompt that was submitted with ``handoff`` can be pulled from."""
-        return source_from_proto(self.wait_for_event(request_id, worker_pb2.RequestEvent.LAST_CHUNK).source)
+        event = self.wait_for_event(request_id, worker_pb2.RequestEvent.LAST_CHUNK)
+        welcome = self.welcome
+        return KvSource(address=welcome.kv_address, worker_epoch=welcome.worker_epoch, handle=event.handle)
 
     def wait_for_tokens(self, request_id: int, count: int) -> list[int]:
         """The first ``count`` tokens of a request."""
@@ -126,19 +127,6 @@ class RouterClient:
         first = entries[0].index
         assert [entry.index for entry in entries] == list(range(first, first + len(entries)))
         return [entry.token for entry in entries]
-
-    def wait_for_choices(self, request_id: int, num_choices: int) -> list[list[int]]:
-        """All tokens of every choice of a request, once all have ended; indices without gaps."""
-        entries = self.tokens[request_id]
-        self.wait_for(
-            lambda: sum(entry.finish != 0 for entry in entries) == num_choices, f"{num_choices} ends of {request_id}"
-        )
-        answers = []
-        for choice in range(num_choices):
-            own = [entry for entry in entries if entry.choice == choice]
-            assert [entry.index for entry in own] == list(range(own[0].index, own[0].index + len(own)))
-            answers.append([entry.token for entry in own])
-        return answers
 
     def wait_until_free(self, timeout_s: float = DEADLINE_S) -> None:
         """Wait for a load that says that no block is referenced and nothing runs, waits or is parked."""
@@ -177,7 +165,7 @@ class RouterClient:
         self.frames.append(message.frame)
         self.load = message.frame.load
         for entry in unpack_tokens(message.frame.tokens):
-            self.tokens[entry.request_id].append(entry)
+            self.tokens[entry.key.request_id].append(entry)
         for event in message.frame.events:
             self.events[event.request_id].append(event)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.contracts.events import RefusalCode, RequestKey
 from pdserve.engine.live_requests import LiveRequests
-from pdserve.engine.scheduler import RequestKey
 
 ONE, TWO, OTHER = RequestKey(1, 10, 0), RequestKey(1, 10, 1), RequestKey(2, 10, 0)
 
@@ -27,8 +27,12 @@ def test_what_cannot_be_added_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.engine.live_requests.MAX_LIVE_REQUESTS", 2)
     live = LiveRequests()
     live.add(ONE)
-    assert "already runs" in live.refusal(ONE)
+    refusal = live.refusal(ONE)
+    assert refusal is not None
+    assert (refusal.code, "already runs" in refusal.message) == (RefusalCode.INVALID, True)
     live.add(TWO)
-    assert "2 requests" in live.refusal(OTHER)
+    refusal = live.refusal(OTHER)
+    assert refusal is not None
+    assert (refusal.code, "2 requests" in refusal.message) == (RefusalCode.OVERLOADED, True)
     live.discard(ONE)
-    assert live.refusal(OTHER) == ""
+    assert live.refusal(OTHER) is None

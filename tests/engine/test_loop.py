@@ -7,9 +7,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import pytest
 
+from pdserve.contracts.events import ClientEvent, RefusalCode
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.engine.inbox import (
@@ -360,6 +362,10 @@ def test_a_second_request_under_the_same_key_is_rejected() -> None:
         wait_until(lambda: (1, RequestEventKind.CANCELLED) in rig.kinds, "CANCELLED")
 
 
+def is_rejection(event: ClientEvent) -> TypeGuard[RequestEvent]:
+    return isinstance(event, RequestEvent) and event.kind is RequestEventKind.REJECTED
+
+
 def test_a_drain_refuses_new_work_and_waits_for_the_old() -> None:
     rig = Rig()
     with rig.running():
@@ -368,6 +374,8 @@ def test_a_drain_refuses_new_work_and_waits_for_the_old() -> None:
         rig.inbox.put(StartDrain())
         rig.add(2)
         wait_until(lambda: (2, RequestEventKind.REJECTED) in rig.kinds, "REJECTED")
+        (refusal,) = [event.refusal for report in rig.reports for event in report.events if is_rejection(event)]
+        assert refusal is RefusalCode.DRAINING
         assert rig.reports[-1].load.draining
         assert not rig.loop.drained.is_set()
         rig.inbox.put(CancelRequest(key))

@@ -83,15 +83,11 @@ def test_handoffs_with_and_without_cached_prefixes(pair: Pair) -> None:
     assert 0 < pulls[-1].bytes < pulls[-2].bytes
 
 
-def test_choices_with_one_pull(pair: Pair) -> None:
-    for n, num_prompt in ((10, 40), (11, 48)):  # the last block partly filled, and full
-        request = replace(a_request(n, num_prompt=num_prompt, seed=n), num_choices=3)
-        pair.prefill.submit(replace(request, handoff=True))
-        pair.decode.prepare(request, pair.prefill.wait_for_source(n))
-        answers = pair.decode.wait_for_choices(n, 3)
-        first = [entry.token for entry in pair.prefill.tokens[n]]
-        together = [[token, *rest] for token, rest in zip(first, answers, strict=True)]
-        assert together == [oracle(request, choice) for choice in range(3)]
+def test_further_choices_reuse_the_prompt(pair: Pair) -> None:
+    for n, num_prompt in ((10, 40), (20, 48)):  # the last block partly filled, and full
+        request = a_request(n, num_prompt=num_prompt, seed=n)
+        for choice in range(3):
+            assert pair.hand_off(replace(request, request_id=n + choice, choice=choice)) == oracle(request, choice)
 
 
 def test_answers_that_outgrow_the_pool_are_swapped_out_and_in(pair: Pair) -> None:

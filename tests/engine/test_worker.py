@@ -96,7 +96,7 @@ def test_a_request_resumes_after_what_was_already_emitted(slow_mixed: WorkerProc
         router.submit(replace(whole, attempt=1, emitted_tokens=tuple(answer[:5])))
         assert router.wait_for_answer(1) == answer[5:]
         assert router.tokens[1][0].index == 5
-        assert router.tokens[1][0].attempt == 1
+        assert router.tokens[1][0].key.attempt == 1
 
 
 @pytest.mark.parametrize("transport", ["memfd", "grpc"])
@@ -125,7 +125,7 @@ def test_a_handoff_streams_the_tokens_of_the_oracle(checkpoint: Path, transport:
 
 
 @pytest.mark.parametrize("transport", ["memfd", "grpc"])
-def test_choices_are_handed_off_with_one_pull(checkpoint: Path, transport: str) -> None:
+def test_further_choices_compute_and_pull_only_the_last_block_of_their_prompt(checkpoint: Path, transport: str) -> None:
     prefill_config = emulated_config(checkpoint, WorkerRole.PREFILL, transport=transport)
     decode_config = emulated_config(checkpoint, WorkerRole.DECODE, transport=transport)
     with (
@@ -135,36 +135,23 @@ def test_choices_are_handed_off_with_one_pull(checkpoint: Path, transport: str) 
         decode_worker.connect() as decode,
     ):
         for n, num_prompt in enumerate((40, 48)):  # the last block partly filled, and full
-            request = replace(a_request(n, num_prompt=num_prompt, seed=n + 1), num_choices=3)
-            prefill.submit(replace(request, handoff=True))
-            decode.prepare(request, prefill.wait_for_source(n))
-            answers = decode.wait_for_choices(n, 3)
-            first = [entry.token for entry in prefill.tokens[n]]
-            assert [[token, *rest] for token, rest in zip(first, answers, strict=True)] == [
-                oracle(request, choice) for choice in range(3)
-            ]
-            assert [event.kind for event in decode.events[n]].count(worker_pb2.RequestEvent.JOINED) == 1
+            prompt = a_request(n, num_prompt=num_prompt, seed=n + 1)
+            for choice in range(3):
+                request_id = 3 * n + choice
+                request = replace(prompt, request_id=request_id, choice=choice)
+                prefill.submit(replace(request, handoff=True))
+                first = prefill.wait_for_tokens(request_id, 1)
+                decode.prepare(request, prefill.wait_for_source(request_id))
+                assert first + decode.wait_for_answer(request_id) == oracle(request, choice)
+                started = prefill.wait_for_event(request_id, worker_pb2.RequestEvent.STARTED)
+                assert started.num_cached_tokens == (32 if request_id else 0)
+                pulled = decode.wait_for_event(request_id, worker_pb2.RequestEvent.STARTED)
+                assert pulled.num_cached_tokens == (num_prompt // 16 * 16 if choice else 32 * n)
         prefill.wait_until_free()
         decode.wait_until_free()
-        assert len([transfer for frame in decode.frames for transfer in frame.transfers]) == 2
         for worker in (prefill_worker, decode_worker):
             worker.process.send_signal(signal.SIGTERM)
-            assert worker.process.wait(10) == 0, "a drain ends when every choice has"
-
-
-def test_choices_of_a_mixed_worker_end_one_by_one(slow_mixed: WorkerProcess) -> None:
-    with slow_mixed.connect() as router:
-        request = replace(a_request(1, max_tokens=LONG, seed=5), num_choices=3)
-        router.submit(request)
-        router.wait_for_tokens(1, 9)
-        router.cancel(1, choices=[0, 2])
-        router.wait_for(lambda: [entry.choice for entry in router.tokens[1][-3:]] == [1, 1, 1], "one choice alone")
-        for choice in range(3):
-            tokens = [entry.token for entry in router.tokens[1] if entry.choice == choice]
-            assert tokens == oracle(request, choice)[: len(tokens)]
-        router.cancel(1)
-        router.wait_for_event(1, worker_pb2.RequestEvent.CANCELLED)
-        router.wait_until_free(SOON_S)
+            assert worker.process.wait(10) == 0
 
 
 def real_model_config(checkpoint: Path, role: WorkerRole, core: int, quantization: str = "none") -> WorkerConfig:
@@ -184,17 +171,17 @@ def real_model_config(checkpoint: Path, role: WorkerRole, core: int, quantizatio
     )
 
 
-def test_choices_of_the_real_model_equal_each_of_them_alone(checkpoint: Path) -> None:
+def test_choices_of_the_real_model_differ_and_are_the_same_over_a_cached_prompt(checkpoint: Path) -> None:
     config = real_model_config(checkpoint, WorkerRole.MIXED, 0)
     with WorkerProcess(config) as worker, worker.connect() as router:
         for num_prompt in (50, 64):  # the last block partly filled, and full
-            together = replace(a_request(num_prompt, num_prompt=num_prompt, seed=3), num_choices=3)
-            router.submit(together)
-            answers = router.wait_for_choices(num_prompt, 3)
-            for choice in range(3):
-                alone = replace(together, request_id=200 + num_prompt + choice, choice=choice, num_choices=1)
-                router.submit(alone)
-                assert router.wait_for_answer(alone.request_id) == answers[choice]
+            prompt = a_request(num_prompt, num_prompt=num_prompt, seed=3)
+            answers: list[list[int]] = []
+            for choice in (0, 1, 2, 0):
+                request = replace(prompt, request_id=4 * num_prompt + len(answers), choice=choice)
+                router.submit(request)
+                answers.append(router.wait_for_answer(request.request_id))
+            assert answers[3] == answers[0]
             assert len({tuple(answer) for answer in answers}) == 3
 
 

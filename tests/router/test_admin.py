@@ -11,13 +11,12 @@ import httpx
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.model.hardware import hardware
 from pdserve.planner.running import running_cluster
 from pdserve.router.admin import ServedCluster, create_admin_app
-from pdserve.router.generation import GenerationError
-from pdserve.router.warmup import keep_proven
+from pdserve.router.request import GenerationError
 from tests.router.rig import Rig, hand_off, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
@@ -31,7 +30,7 @@ SERVED = ServedCluster(
 
 @asynccontextmanager
 async def admin_client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_admin_app(rig.dispatcher, rig.fleet, rig.metrics, SERVED))
+    transport = httpx.ASGITransport(create_admin_app(rig.cluster, rig.dispatcher, rig.fleet, rig.metrics, SERVED))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         yield client
 
@@ -108,7 +107,7 @@ async def test_drain(m: ScriptedWorker) -> None:
 
 @asynccontextmanager
 async def keeping_proven(rig: Rig) -> AsyncIterator[None]:
-    task = asyncio.create_task(keep_proven(rig.dispatcher, rig.fleet))
+    task = asyncio.create_task(rig.cluster.keep_proven())
     yield
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -121,11 +120,11 @@ async def test_ready_after_a_round_trip_and_again_after_a_loss(p: ScriptedWorker
         await rig.up(p, d)
         for _ in range(2):
             request = await hand_off(p, d)
-            assert not rig.dispatcher.is_ready
+            assert not rig.cluster.is_ready
             d.send_token(request, 1, 2, last=True)
-            await until(lambda: rig.dispatcher.is_ready)
+            await until(lambda: rig.cluster.is_ready)
             await d.stop()
-            await until(lambda: not rig.dispatcher.is_ready)
+            await until(lambda: not rig.cluster.is_ready)
             await d.start()
         await p.next_submit()
         rig.dispatcher.fail_all("the test is over")
@@ -137,9 +136,9 @@ async def test_a_round_trip_that_fails_does_not_prove(m: ScriptedWorker) -> None
         await rig.up(m)
         m.send_event(await m.next_submit(), RequestEventKind.REJECTED, message="no")
         request = await m.next_submit()
-        assert not rig.dispatcher.is_ready
+        assert not rig.cluster.is_ready
         m.send_tokens(request, [(0, 1), (1, 2)], last=True)
-        await until(lambda: rig.dispatcher.is_ready)
+        await until(lambda: rig.cluster.is_ready)
 
 
 @with_workers("decode-0")
@@ -148,4 +147,4 @@ async def test_decode_alone_is_not_ready(d: ScriptedWorker) -> None:
         await rig.up(d)
         await asyncio.sleep(0.2)
         assert d.commands.empty()
-        assert not rig.dispatcher.is_ready
+        assert not rig.cluster.is_ready

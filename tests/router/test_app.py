@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.router import unsupported_fields
-from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
+from pdserve.router.generation import ServedModel
+from pdserve.router.request import GenerationError
 from pdserve.router.schema import ChatBody, CompletionBody
 from tests.router.edge_server import (
     MAX_BODY_BYTES,
@@ -24,6 +26,7 @@ from tests.router.edge_server import (
     failing_after,
     running_edge,
     saying,
+    token_event,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -314,9 +317,9 @@ def test_an_answer_may_take_longer_than_a_body(
 ) -> None:
     monkeypatch.setattr("pdserve.router.edge_middleware.BODY_TIMEOUT_S", 0.05)
 
-    async def slowly(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def slowly(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         await asyncio.sleep(0.2)
-        yield TokenDelta(0, 0, 70, None, FinishReason.LENGTH)
+        yield token_event(0, 0, 70, None, FinishReason.LENGTH)
 
     edge.generator.script = slowly
     assert http.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.generation import GenerationError
-from tests.router.rig import Rig, attempt_of, hand_off, leg_of, read_all, read_some, running_rig, with_workers
+from pdserve.router.request import GenerationError
+from tests.router.rig import Rig, attempt_of, hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -22,12 +22,12 @@ async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None
     async with running_rig() as rig:
         await rig.up(p, d)
         flight = rig.start()
-        assert leg_of(flight).state is RequestState.PREFILLING
+        assert attempt_of(flight).state is RequestState.PREFILLING
         answer = asyncio.create_task(read_all(flight))
         request = await hand_off(p, d)
         assert list(request.prompt_tokens) == [1, 2, 3, 4, 5]
         assert not request.emitted_tokens
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(flight).state is RequestState.DECODING)
         d.send_tokens(request, [(1, 101), (2, 102), (3, 103)], last=True)
         assert await answer == [100, 101, 102, 103]
         assert flight.outcome is Outcome.FINISHED
@@ -62,7 +62,7 @@ async def test_the_decode_worker_is_asked_before_token_0_is_out(p: ScriptedWorke
         prepare = (await d.next_command("prepare")).prepare
         assert prepare.source.worker_epoch == p.epoch
         assert prepare.source.handle == request.request_id.to_bytes(16, "big")
-        assert leg_of(flight).state is RequestState.HANDOFF
+        assert attempt_of(flight).state is RequestState.HANDOFF
         flight.cancel()
 
 
@@ -143,9 +143,9 @@ async def test_preemption_is_a_state(p: ScriptedWorker, d: ScriptedWorker) -> No
         flight = rig.start()
         request = await hand_off(p, d)
         d.send_event(request, RequestEventKind.PREEMPTED)
-        await until(lambda: leg_of(flight).state is RequestState.PREEMPTED)
+        await until(lambda: attempt_of(flight).state is RequestState.PREEMPTED)
         d.send_event(request, RequestEventKind.RESUMED)
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(flight).state is RequestState.DECODING)
         flight.cancel()
 
 
@@ -173,7 +173,7 @@ async def test_a_parked_prompt_waits_for_a_decode_worker(
         await rig.up(p)
         p.offer(request)
         p.send_token(request, 0, 100)
-        await until(lambda: leg_of(flight).wants_decode)
+        await until(lambda: attempt_of(flight).wants_decode)
         await rig.up(p, other)
         prepared = await other.next_prepare()
         assert prepared.attempt == 0
@@ -200,7 +200,9 @@ async def test_a_draining_worker_passes_requests_on(p0: ScriptedWorker, p1: Scri
         await rig.up(p0, p1, d)
         flight = rig.start()
         p0.load["draining"] = True
-        p0.send_event(await p0.next_submit(), RequestEventKind.REJECTED, message="draining")
+        p0.send_event(
+            await p0.next_submit(), RequestEventKind.REJECTED, message="not now", refusal=RefusalCode.DRAINING
+        )
         request = await p1.next_submit()
         assert request.attempt == 1
         flight.cancel()
@@ -303,7 +305,7 @@ async def test_a_drain_refuses_new_and_finishes_old(m: ScriptedWorker) -> None:
         with pytest.raises(GenerationError, match="draining") as caught:
             rig.start()
         assert caught.value.status == 503
-        idle = asyncio.create_task(rig.dispatcher.wait_idle())
+        idle = asyncio.create_task(rig.cluster.wait_idle())
         await asyncio.sleep(0.05)
         assert not idle.done()
         m.send_token(await m.next_submit(), 0, 5, last=True)
@@ -356,18 +358,18 @@ async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: Sc
         d.send_tokens(request, [(0, 1), (1, 2)], last=True)
         assert await read_all(flight) == [1, 2]
         assert p.commands.empty()
-        probe = rig.dispatcher.start(range(420), SamplingParams(), arrived_s=time.monotonic(), is_probe=True)
+        probe = rig.cluster.start(range(420), SamplingParams(), arrived_s=time.monotonic(), is_probe=True)
         assert (await p.next_submit()).handoff
         probe.cancel()
 
 
 @with_workers("prefill-0", "decode-0")
-async def test_turns_that_come_at_once_leave_no_seat_twice(p: ScriptedWorker, d: ScriptedWorker) -> None:
+async def test_turns_that_come_at_once_take_no_batch_slot_twice(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig(tpot_slo_s=10.0) as rig:
         await rig.up(p, d)
         await cache(rig, d, range(60))
-        flights = [rig.start(range(62), num_choices=2) for _ in range(20)]
-        assert sum(not attempt_of(flight).handoff for flight in flights) == 4  # the worker has 8 seats
+        flights = [rig.start(range(62)) for _ in range(20)]
+        assert sum(not attempt_of(flight).handoff for flight in flights) == 8  # the worker's batch slots
         assert rig.fleet.worker("decode-0").snapshot().num_decoding == 8
         for flight in flights:
             flight.cancel()

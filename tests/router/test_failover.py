@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
+from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey
 from pdserve.contracts.request import Outcome, RequestState
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.generation import GenerationError
-from pdserve.router.job import MAX_ATTEMPTS
-from tests.router.rig import attempt_of, hand_off, leg_of, read_all, read_some, running_rig, with_workers
+from pdserve.router.dispatch import MAX_ATTEMPTS
+from pdserve.router.request import GenerationError
+from tests.router.rig import attempt_of, hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -78,7 +78,7 @@ async def play_last_words(p: ScriptedWorker, d: ScriptedWorker, *, released: boo
         await rig.up(p, d)
         flight = rig.start(max_tokens=2)
         request = await hand_off(p, d, released=released)
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(flight).state is RequestState.DECODING)
         await p.stop()
         await until(lambda: not rig.fleet.worker("prefill-0").is_up)
         d.send_token(request, 1, 101, last=True)
@@ -108,7 +108,7 @@ async def test_the_only_decode_worker_comes_back(p: ScriptedWorker, d: ScriptedW
         d.send_token(request, 1, 101)
         assert await read_some(flight, 2) == [100, 101]
         await d.stop()
-        await until(lambda: leg_of(flight).state is RequestState.QUEUED)
+        await until(lambda: attempt_of(flight).state is RequestState.QUEUED)
         d.epoch += 1000
         await d.start()
         await rig.fleet.set_targets([p.endpoint, d.endpoint])
@@ -127,7 +127,7 @@ async def test_a_target_that_is_taken_away_gives_up_its_requests(
         flight = rig.start(max_tokens=3)
         await hand_off(p, d0)
         assert await read_some(flight, 1) == [100]
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(flight).state is RequestState.DECODING)
         await rig.up(p, d1)
         request = await hand_off(p, d1, token=101)
         d1.send_token(request, 2, 102, last=True)
@@ -140,7 +140,7 @@ async def test_a_silent_decode_worker_is_fenced(p: ScriptedWorker, d0: ScriptedW
         await rig.up(p, d0, d1)
         flight = rig.start(max_tokens=3)
         stale = await hand_off(p, d0)
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(flight).state is RequestState.DECODING)
         d0.is_silent = True
         request = await hand_off(p, d1, token=101)
         d0.is_silent = False
@@ -174,7 +174,7 @@ async def test_a_gap_fails_the_attempt_not_the_request(p: ScriptedWorker, d: Scr
         await rig.up(p, d)
         flight = rig.start(max_tokens=3)
         request = await hand_off(p, d)
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(flight).state is RequestState.DECODING)
         d.send_token(request, 2, 102)
         assert (await d.next_command("cancel")).cancel.attempt == 0
         again = await hand_off(p, d, token=101)
@@ -217,8 +217,9 @@ async def test_work_that_a_worker_gives_up_as_late_is_late(m: ScriptedWorker) ->
         flight = rig.start()
         await m.next_submit()
         time.sleep(0.2)  # noqa: ASYNC251  # the sweep must not come first
-        event = worker_pb2.RequestEvent(kind=worker_pb2.RequestEvent.FAILED, message="deadline: 0.2 s have passed")
-        leg_of(flight).event_received(rig.fleet.worker("mixed-0"), event)
+        key = RequestKey(0, attempt_of(flight).request_id, 0)
+        event = RequestEvent(key, RequestEventKind.FAILED, "deadline: 0.2 s have passed")
+        rig.dispatcher.event_received(rig.fleet.worker("mixed-0"), event)
         with pytest.raises(GenerationError) as caught:
             await read_all(flight)
         assert caught.value.status == 504
@@ -245,7 +246,7 @@ async def test_cancelled_between_attempts(m0: ScriptedWorker, m1: ScriptedWorker
         flight = rig.start()
         await m0.next_submit()
         await m0.stop()
-        await until(lambda: leg_of(flight).state is RequestState.QUEUED)
+        await until(lambda: attempt_of(flight).state is RequestState.QUEUED)
         flight.cancel()
         assert rig.dispatcher.num_queued == 0
         await rig.up(m1)
@@ -314,7 +315,7 @@ def test_what_a_prefill_worker_says_after_the_join_ends_nothing(kind: RequestEve
             await rig.up(p, d)
             flight = rig.start(max_tokens=2)
             request = await hand_off(p, d, released=False)
-            await until(lambda: leg_of(flight).state is RequestState.DECODING)
+            await until(lambda: attempt_of(flight).state is RequestState.DECODING)
             p.send_event(request, kind, message="parked: nobody pulled the prompt in time")
             await until(lambda: attempt_of(flight).is_prefill_over)
             d.send_token(request, 1, 101, last=True)

@@ -20,8 +20,8 @@ from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config import DecoderConfig
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
-from pdserve.router.flight import Flight
-from tests.router.rig import Rig, attempt_of, leg_of, read_all, read_choices, read_some, running_rig
+from pdserve.router.cluster import TokenStream
+from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig
 from tests.router.scripted_worker import until
 from tests.workers import WorkerProcess, emulated_config
 
@@ -85,7 +85,7 @@ async def check_streams(
     checkpoint: Path,
     disturb: Callable[[], object] | None = None,
     *,
-    is_time: Callable[[list[Flight]], bool] = bool,
+    is_time: Callable[[list[TokenStream]], bool] = bool,
 ) -> None:
     """All streams at once, ``disturb`` called when ``is_time``: every answer is the oracle's."""
     flights = [rig.start(prompt(number), NUM_TOKENS) for number in range(NUM_STREAMS)]
@@ -99,7 +99,7 @@ async def check_streams(
     assert rig.dispatcher.outcomes[Outcome.FINISHED] == NUM_STREAMS
 
 
-def has_begun(flight: Flight) -> bool:
+def has_begun(flight: TokenStream) -> bool:
     return attempt_of(flight).first_token_s > 0
 
 
@@ -125,7 +125,7 @@ def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str) -> None:
         names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
         async with running_cluster(checkpoint, *names, time_scale=10.0) as (rig, workers):
 
-            def is_time(flights: list[Flight]) -> bool:
+            def is_time(flights: list[TokenStream]) -> bool:
                 """Some have begun, and the victim holds something of one that nobody else holds."""
                 attempts = [attempt_of(flight) for flight in flights]
                 worker = rig.fleet.worker(victim)
@@ -156,7 +156,7 @@ def test_a_minimum_of_tokens_holds_over_a_handoff_and_a_loss(checkpoint: Path) -
 
     async def run() -> None:
         async with running_cluster(checkpoint, "prefill-0", "decode-0", "decode-1", time_scale=10.0) as (rig, workers):
-            flight = rig.dispatcher.start(prompt(9), sampling, arrived_s=time.monotonic())
+            flight = rig.cluster.start(prompt(9), sampling, arrived_s=time.monotonic())
             tokens = await read_some(flight, 20)
             victim = attempt_of(flight).decode
             assert victim is not None
@@ -189,7 +189,7 @@ def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> 
             flight = rig.start(prompt(9), 20)
             tokens = await read_some(flight, 1)
             await asyncio.sleep(0.5)
-            assert leg_of(flight).state is RequestState.HANDOFF
+            assert attempt_of(flight).state is RequestState.HANDOFF
             assert attempt_of(flight).decode is rig.fleet.worker("decode-0")
             victim.process.kill()
             assert tokens + await read_all(flight, 1) == oracle(checkpoint, 9, 20)
@@ -272,6 +272,12 @@ NUM_CHOICES = 3
 NUM_REQUESTS = 6
 
 
+def is_decoding(stream: TokenStream) -> bool:
+    """Every choice of it."""
+    attempts = stream.attempts.values()
+    return len(attempts) == NUM_CHOICES and all(len(attempt.emitted) > 1 for attempt in attempts)
+
+
 async def check_choices(rig: Rig, checkpoint: Path, disturb: Callable[[], object] | None = None) -> None:
     """Requests for several answers at once, ``disturb`` called when all are decoded: every choice is the oracle's."""
     flights = [
@@ -280,7 +286,7 @@ async def check_choices(rig: Rig, checkpoint: Path, disturb: Callable[[], object
     ]
     answers = [asyncio.create_task(read_choices(flight)) for flight in flights]
     if disturb is not None:
-        await until(lambda: all(len(choice.emitted) > 1 for flight in flights for choice in leg_of(flight).choices))
+        await until(lambda: all(map(is_decoding, flights)))
         assert rig.dispatcher.num_in_flight == NUM_REQUESTS
         disturb()
     for number, (flight, answer) in enumerate(zip(flights, answers, strict=True)):

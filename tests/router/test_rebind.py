@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
+from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.flight import Flight
-from tests.router.rig import Rig, attempt_of, hand_off, leg_of, read_all, read_some, running_rig, with_workers
+from pdserve.router.cluster import TokenStream
+from tests.router.rig import Rig, attempt_of, hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 LINK_FAILURE = "connect: UNAVAILABLE: no route"
 
 
-async def park(rig: Rig, p: ScriptedWorker, d: ScriptedWorker) -> tuple[Flight, worker_pb2.Prepare]:
+async def park(rig: Rig, p: ScriptedWorker, d: ScriptedWorker) -> tuple[TokenStream, worker_pb2.Prepare]:
     """A request of two tokens: token 0 is out, its prompt is parked on ``p``, and ``d`` was asked to pull it."""
     flight = rig.start(max_tokens=2)
     request = await p.next_submit()
@@ -26,7 +26,7 @@ async def park(rig: Rig, p: ScriptedWorker, d: ScriptedWorker) -> tuple[Flight, 
     return flight, (await d.next_command("prepare")).prepare
 
 
-async def finish(rig: Rig, flight: Flight, d: ScriptedWorker, prepare: worker_pb2.Prepare) -> None:
+async def finish(rig: Rig, flight: TokenStream, d: ScriptedWorker, prepare: worker_pb2.Prepare) -> None:
     """``d`` pulls the prompt and says the last token; it was the first attempt's."""
     assert prepare.request.attempt == 0
     assert not prepare.request.emitted_tokens
@@ -70,12 +70,12 @@ async def test_the_only_decode_worker_is_replaced_in_time(p: ScriptedWorker, d: 
         await rig.up(p, d)
         flight, _ = await park(rig, p, d)
         await d.stop()
-        await until(lambda: leg_of(flight).wants_decode)
-        assert leg_of(flight).state is RequestState.HANDOFF
+        await until(lambda: attempt_of(flight).wants_decode)
+        assert attempt_of(flight).state is RequestState.HANDOFF
         d.epoch += 1000
         await d.start()
         await rig.fleet.set_targets([p.endpoint, d.endpoint])
-        await until(lambda: not leg_of(flight).wants_decode)
+        await until(lambda: not attempt_of(flight).wants_decode)
         await finish(rig, flight, d, (await d.next_command("prepare")).prepare)
 
 
@@ -85,9 +85,9 @@ async def test_the_prompt_expires_before_a_decode_worker_comes(p: ScriptedWorker
         await rig.up(p, d)
         flight, prepare = await park(rig, p, d)
         await d.stop()
-        await until(lambda: leg_of(flight).wants_decode)
+        await until(lambda: attempt_of(flight).wants_decode)
         p.send_event(prepare.request, RequestEventKind.KV_UNAVAILABLE, message="parked: nobody pulled it")
-        await until(lambda: leg_of(flight).state is RequestState.QUEUED)
+        await until(lambda: attempt_of(flight).state is RequestState.QUEUED)
         flight.cancel()
 
 
@@ -106,7 +106,7 @@ def test_the_second_failure_costs_the_attempt(ending: str) -> None:
                 case "failed":
                     d1.send_event(second.request, RequestEventKind.KV_UNAVAILABLE, message="verify: a digest differs")
                 case "refused":
-                    d1.send_event(second.request, RequestEventKind.KV_UNAVAILABLE, message="refused: NOT_FOUND")
+                    d1.send_event(second.request, RequestEventKind.KV_UNAVAILABLE, refusal=RefusalCode.SOURCE)
                 case "expired":
                     p.send_event(first.request, RequestEventKind.KV_UNAVAILABLE, message="parked: nobody pulled it")
             again = await p.next_submit()
@@ -123,7 +123,7 @@ async def test_what_the_prefill_worker_refuses_is_prefilled_again(
     async with running_rig() as rig:
         await rig.up(p, d0, d1)
         flight, first = await park(rig, p, d0)
-        d0.send_event(first.request, RequestEventKind.KV_UNAVAILABLE, message="refused: NOT_FOUND: no such prompt")
+        d0.send_event(first.request, RequestEventKind.KV_UNAVAILABLE, refusal=RefusalCode.SOURCE)
         assert (await p.next_submit()).attempt == 1
         assert d1.commands.empty()
         flight.cancel()
@@ -152,7 +152,7 @@ async def test_a_draining_decode_worker_passes_the_prompt_on(
         await rig.up(p, d0, d1)
         flight, first = await park(rig, p, d0)
         d0.load["draining"] = True
-        d0.send_event(first.request, RequestEventKind.REJECTED, message="draining")
+        d0.send_event(first.request, RequestEventKind.REJECTED, message="not now", refusal=RefusalCode.DRAINING)
         await finish(rig, flight, d1, (await d1.next_command("prepare")).prepare)
 
 
