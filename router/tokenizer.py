@@ -48,7 +48,10 @@ class ChatTokenizer:
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
         self._longest_token_chars = max(map(len, tokenizer.get_vocab()))
         self._bytes_of_token: dict[int, bytes] = {}
-        self._byte_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else {}
+        decoders = _decoder_types(tokenizer)
+        self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in decoders else {}
+        self._has_decoder = bool(decoders)
+        """Without one, text is the tokens as they are written, joined by spaces."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTokenizer:
@@ -131,6 +134,8 @@ class ChatTokenizer:
             return piece.encode()
         if all(char in self._byte_of_char for char in piece):
             return bytes(self._byte_of_char[char] for char in piece)
+        if not self._has_decoder:
+            return piece.encode()
         if _BYTE_PIECE.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(_SPACE, " ").encode()
@@ -144,9 +149,10 @@ class ChatTokenizer:
         return ids
 
 
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
-    return any(part["type"] == "ByteLevel" for part in [decoder, *decoder.get("decoders", ())])
+def _decoder_types(tokenizer: Tokenizer) -> set[str]:
+    """Types of the decoder and of its parts; empty where the tokenizer has none."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return {part["type"] for part in [decoder, *decoder.get("decoders", ())] if "type" in part}
 
 
 def _byte_level_alphabet() -> dict[str, int]:
