@@ -14,8 +14,8 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.dispatch import Dispatcher, DispatchObserver
-from pdserve.router.observer import AnswerTiming
 from pdserve.router.request import Request, RequestSpec
+from pdserve.router.timing import AnswerTiming, EdgeObserver
 
 PHASES = ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode")
 """Values of the ``phase`` label. By the router's clock: ``queue``, arrival to the first dispatch; ``prefill``, the
@@ -194,8 +194,8 @@ class RouterMetrics(DispatchObserver):
         return generate_latest(self.registry)
 
 
-class EdgeMetrics:
-    """Counts what the HTTP edge reports; implements `pdserve.router.observer.EdgeObserver`."""
+class EdgeMetrics(EdgeObserver):
+    """Counts what the HTTP edge reports."""
 
     def __init__(self, metrics: RouterMetrics, slo: SloConfig) -> None:
         self._metrics = metrics

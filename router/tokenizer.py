@@ -1,6 +1,6 @@
 """The model's tokenizer and chat template, read from its folder without torch or transformers.
 
-Text becomes token ids here; token ids become text in `pdserve.router.detokenizer`. Long texts are encoded in a thread,
+Text becomes token ids here; token ids become text in `pdserve.router.answer_text`. Long texts are encoded in a thread,
 so that other streams do not wait for them.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from pdserve.router.answer_text import Detokenizer
 from pdserve.router.chat_template import ChatTemplate
-from pdserve.router.detokenizer import Detokenizer
 
 MAX_INLINE_CHARS = 4096
 """Texts up to this long take less time to encode than to hand to a thread and back."""

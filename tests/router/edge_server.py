@@ -18,8 +18,8 @@ from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.app import create_app
 from pdserve.router.generation import ServedModel
 from pdserve.router.http_protocol import BoundedHttpProtocol
-from pdserve.router.observer import AnswerTiming
 from pdserve.router.request import GenerationError
+from pdserve.router.timing import AnswerTiming, EdgeObserver
 from pdserve.router.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
@@ -188,7 +188,7 @@ def endless(token: int) -> Script:
     return script
 
 
-class RecordingObserver:
+class RecordingObserver(EdgeObserver):
     """Keeps what the edge reports."""
 
     def __init__(self) -> None:

@@ -10,11 +10,9 @@ import pytest
 
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
-from pdserve.router.answer import Answer, Usage
-from pdserve.router.choice import Choice, TextDelta
-from pdserve.router.detokenizer import Detokenizer
+from pdserve.router.answer import Answer, Choice, TextDelta, Usage
+from pdserve.router.answer_text import Detokenizer, StopStrings
 from pdserve.router.request import GenerationError
-from pdserve.router.stop_strings import StopStrings
 from tests.router.edge_server import (
     Script,
     ScriptedGeneration,
