@@ -306,6 +306,7 @@ class Dispatcher:
         request = attempt.request
         self._forget(attempt, finisher)
         del request.attempts[attempt.choice]
+        self._bind_others(attempt)
         if request.waiting_choices:
             self._launch_waiting(request)
         if not request.attempts:
@@ -375,6 +376,11 @@ class Dispatcher:
         """Bind the attempt to the decode worker that the policy names, or leave it parked until one comes up."""
         prefill = attempt.prefill
         assert prefill is not None
+        first = attempt.request.attempts.get(0)
+        if first is not None and first is not attempt and first.is_pulling:
+            # The prompt will be in that decode worker's prefix cache: pulled once for all choices.
+            self._unbound[attempt.request_id] = attempt
+            return
         start_s = self._now_s()
         blocks = attempt.blocks(prefill.block_size)
         choice = choose_decode(
@@ -392,6 +398,13 @@ class Dispatcher:
         self._unbound.pop(attempt.request_id, None)
         deadline_s = self._deadline_s(attempt.request) - now_s
         attempt.bind(self.workers[choice.worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
+
+    def _bind_others(self, first: Attempt) -> None:
+        """Choice 0 pulls its prompt no more: bind the choices that waited for it."""
+        if first.choice == 0 and self._unbound:
+            for attempt in list(first.request.attempts.values()):
+                if attempt is not first and attempt.request_id in self._unbound:
+                    self._bind(attempt)
 
     def _cut_off_from(self, prefill: Worker) -> set[str]:
         """Ids of decode workers that could not pull from ``prefill`` lately."""
@@ -476,6 +489,7 @@ class Dispatcher:
         if not attempt.awaits_first:
             attempt.state = RequestState.DECODING
             self._observer.phase_ended("handoff", attempt.joined_s - attempt.first_token_s)
+        self._bind_others(attempt)
 
     def _rejected(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         if event.refusal not in (RefusalCode.DRAINING, RefusalCode.OVERLOADED):
@@ -519,6 +533,7 @@ class Dispatcher:
         attempt.abandon()
         self._observer.retried(reason)
         attempt.queued_s = self._now_s()
+        self._bind_others(attempt)
         self._place(attempt)
 
     def _verdict(self, attempt: Attempt) -> GenerationError | None:

@@ -167,6 +167,11 @@ class Attempt:
         return self.source is not None and self.decode is None
 
     @property
+    def is_pulling(self) -> bool:
+        """Whether a decode worker is bound and does not hold the prompt's KV yet."""
+        return self.decode is not None and not self.has_joined
+
+    @property
     def asks_prompt_logprobs(self) -> bool:
         """Whether this choice brings the log probabilities of the prompt."""
         return self.choice == 0 and self.request.wants_prompt_logprobs

@@ -86,10 +86,51 @@ async def test_every_choice_counts_as_load(p: ScriptedWorker, d: ScriptedWorker)
             await d.next_prepare()
             if choice == 0:
                 p.send_token(request, 0, 100)
+                d.send_event(request, RequestEventKind.JOINED)
         snapshot = rig.fleet.worker("decode-0").snapshot()
         assert (snapshot.num_decoding, snapshot.num_context_tokens) == (3, 30)
         stream.cancel()
         assert rig.fleet.worker("decode-0").snapshot().num_decoding == 0
+
+
+@pytest.mark.parametrize("ending", ["joined", "stopped", "failed"])
+def test_the_prompt_is_pulled_once(ending: str) -> None:
+    """Further choices wait for the first one's pull, however it ends: the prompt is in a decode worker's cache then."""
+
+    @with_workers("prefill-0", "decode-0", "decode-1")
+    async def run(p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker) -> None:
+        async with running_rig() as rig:
+            await rig.up(p, d0, d1)
+            stream = rig.start(num_choices=2)
+            first = await p.next_submit()
+            p.offer(first)
+            await d0.next_prepare()
+            send(p, first, 0, 1)
+            second = await p.next_submit()
+            p.offer(second)
+            await until(lambda: stream.attempts[1].wants_decode)
+            assert d0.commands.empty()
+            assert d1.commands.empty()
+            match ending:
+                case "joined":
+                    d0.send_event(first, RequestEventKind.JOINED)
+                case "stopped":
+                    stream.finish(0)
+                case "failed":
+                    d0.send_event(first, RequestEventKind.KV_UNAVAILABLE, refusal=RefusalCode.SOURCE)
+            assert (await asyncio.wait_for(next_of(d0, d1), 5)).request_id == second.request_id
+            stream.cancel()
+
+    run()
+
+
+async def next_of(*workers: ScriptedWorker) -> worker_pb2.Request:
+    """The next request that any of them is to decode."""
+    tasks = [asyncio.create_task(worker.next_prepare()) for worker in workers]
+    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    return done.pop().result()
 
 
 @with_workers("mixed-0")
