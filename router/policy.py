@@ -38,7 +38,7 @@ class WorkerSnapshot(NamedTuple):
     num_decoding: int
     """Sequences that decode or were sent to decode."""
     num_free_blocks: int
-    """Blocks that a new sequence could take, less those promised to sequences only just sent."""
+    """Blocks that a new sequence could take, less those of sequences that were only just sent."""
     prefill_correction: float
     """Observed over predicted time of steps with prefill rows."""
     decode_correction: float

@@ -71,7 +71,7 @@ async def test_bad_targets_are_named(p: ScriptedWorker) -> None:
 async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig, admin_client(rig) as client:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         await p.next_submit()
         p.load["num_blocks_referenced"] = 3
         await until(lambda: rig.fleet.worker("prefill-0").load.num_blocks_referenced == 3)
@@ -87,7 +87,7 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
         assert [worker.tensor_parallel for worker in running.workers] == [2, 2]
         assert (running.model.path, running.model.dtype) == (SERVED.model_path, "bfloat16")
         assert (running.slo, running.devices) == (SERVED.slo, SERVED.devices)
-        flight.cancel()
+        stream.cancel()
         assert (await client.get("/status")).json()["outcomes"]["cancelled"] == 1
 
 
@@ -95,11 +95,11 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
 async def test_drain(m: ScriptedWorker) -> None:
     async with running_rig() as rig, admin_client(rig) as client:
         await rig.up(m)
-        flight = rig.start()
+        stream = rig.start()
         assert (await client.post("/drain")).json() == {"draining": True, "in_flight": 1}
         with pytest.raises(GenerationError):
             rig.start()
-        flight.cancel()
+        stream.cancel()
         status = (await client.get("/status")).json()
         assert status["draining"]
         assert status["in_flight"] == 0

@@ -312,21 +312,21 @@ async def test_prompt_logprobs_are_whole_when_token_0_is_out(
     """Chunk by chunk; what an attempt repeats of an earlier one is not taken twice."""
     async with running_rig() as rig:
         await rig.up(p0, p1, d)
-        flight = rig.start(num_prompt_logprobs=0, max_tokens=2)
+        stream = rig.start(num_prompt_logprobs=0, max_tokens=2)
         lost = await p0.next_submit()
         assert lost.sampling.num_prompt_logprobs == 0
         p0.send_prompt_logprobs(lost, 1, [-1.0])
         p0.send_prompt_logprobs(lost, 2, [-2.0])
-        await until(lambda: len(flight.prompt_logprobs) == 2)
+        await until(lambda: len(stream.prompt_logprobs) == 2)
         await p0.stop()
         request = await p1.next_submit()
         p1.send_prompt_logprobs(lost, 3, [-6.0])  # of the attempt before
         p1.send_prompt_logprobs(request, 1, [-1.0])
         p1.send_prompt_logprobs(request, 2, [-2.0, -3.0, -4.0])
         p1.send_token(request, 0, 100)
-        assert await read_some(flight, 1) == [100]
-        assert [entry.logprob for entry in flight.prompt_logprobs] == [-1.0, -2.0, -3.0, -4.0]
-        flight.cancel()
+        assert await read_some(stream, 1) == [100]
+        assert [entry.logprob for entry in stream.prompt_logprobs] == [-1.0, -2.0, -3.0, -4.0]
+        stream.cancel()
 
 
 @pytest.mark.parametrize("fault", ["a gap", "too few"])
@@ -335,7 +335,7 @@ def test_prompt_logprobs_that_are_lost_cost_the_attempt(fault: str) -> None:
     async def run(m: ScriptedWorker) -> None:
         async with running_rig() as rig:
             await rig.up(m)
-            flight = rig.start(num_prompt_logprobs=0)
+            stream = rig.start(num_prompt_logprobs=0)
             request = await m.next_submit()
             m.send_prompt_logprobs(request, 1, [-1.0])
             if fault == "a gap":
@@ -346,9 +346,9 @@ def test_prompt_logprobs_that_are_lost_cost_the_attempt(fault: str) -> None:
             assert again.attempt == 1
             m.send_prompt_logprobs(again, 1, [-1.0, -2.0, -3.0, -4.0])
             m.send_token(again, 0, 100)
-            assert await read_some(flight, 1) == [100]
-            assert len(flight.prompt_logprobs) == 4
-            assert attempt_of(flight).num_failures == 1
-            flight.cancel()
+            assert await read_some(stream, 1) == [100]
+            assert len(stream.prompt_logprobs) == 4
+            assert attempt_of(stream).num_failures == 1
+            stream.cancel()
 
     run()

@@ -113,6 +113,20 @@ def test_a_request_runs_on_a_virtual_clock() -> None:
     assert not core.prefill.cancelled + core.decodes[0].cancelled
 
 
+def test_the_next_attempt_counts_what_the_client_has() -> None:
+    core = Core()
+    core.all_up()
+    request = core.start()
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    for index, worker in enumerate((core.prefill, core.decodes[0], core.decodes[0])):
+        core.token(worker, index)
+    core.event(core.decodes[0], RequestEventKind.FAILED)
+    again = core.prefill.submitted[-1]
+    assert (again.attempt, again.emitted_tokens, again.ttft_slo_s) == (1, (7, 7, 7), 0.0)
+    assert request.attempts[0].blocks(4).num_tokens == 8
+    assert core.prefill.snapshot().num_waiting_tokens == 8
+
+
 def test_skipped_tokens_of_an_older_attempt_do_not_count() -> None:
     core = Core()
     core.all_up()
