@@ -46,7 +46,7 @@ from pdserve.planner.presets import preset
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.workload import Workload, WorkloadSample
 from pdserve.prefill_worker.scheduler import PrefillScheduler
-from pdserve.router.promises import Promises
+from pdserve.router.worker import InFlightLoad
 
 LLAMA_3_8B = PlannedModel(
     shape=ModelShape.from_hf_config(
@@ -162,7 +162,7 @@ def timed_policy_and_schedulers() -> Iterator[Stopwatch]:
     """Takes the time that simulations spend in the policy, promises and schedulers meanwhile."""
     stopwatch = Stopwatch()
     with ExitStack() as stack:
-        for owner in (PrefillScheduler, DecodeScheduler, Promises):
+        for owner in (PrefillScheduler, DecodeScheduler, InFlightLoad):
             for name in dir(owner):
                 if not name.startswith("_") and callable(call := getattr(owner, name)):
                     stack.enter_context(patch.object(owner, name, stopwatch.timed(call)))

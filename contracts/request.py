@@ -9,6 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+HANDLE_BYTES = 16
+"""Length of the handle of a parked prompt."""
+
+MAX_STOP_TOKEN_IDS = 128
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+"""Entries of a ``logit_bias``."""
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+"""Of the presence and the frequency penalty; minus it is their least."""
+REPETITION_PENALTIES = (2.0**-6, 100.0)
+"""Least and largest, the same in 32 bits: beyond them a logit could leave the range of its type."""
+MAX_CHOICES = 128
+"""Answers to one request; choices are numbered below it."""
+
 
 class RequestState(Enum):
     """Where a request is. ``QUEUED -> PREFILLING -> HANDOFF -> DECODING (<-> PREEMPTED) -> outcome``.
@@ -99,10 +114,7 @@ class GenerationRequest:
     emitted_tokens: tuple[int, ...] = ()
     """Tokens of earlier attempts that the client was already sent."""
     choice: int = 0
-    """Index of the first choice to generate: part of the random generator's counter."""
-    num_choices: int = 1
-    """Answers to generate to the one prompt, ``choice`` and those after it. One where ``emitted_tokens`` are given:
-    after a loss each choice goes on alone."""
+    """Index of the answer among those to the same prompt: part of the random generator's counter."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: bytes = b""
     """Separates the prefix caches of tenants; part of every block hash."""

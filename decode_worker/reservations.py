@@ -11,14 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.request import KvSource, RequestState
-from pdserve.engine.scheduler import (
-    AbortPullEvent,
-    PullResult,
-    RequestEvent,
-    RequestEventKind,
-    StartPullEvent,
-)
+from pdserve.engine.scheduler import AbortPullEvent, PullResult, StartPullEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_table import SequenceTable
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.reservations import Reservations
@@ -31,14 +32,7 @@ from pdserve.decode_worker.steady_steps import (
     fast_forward,
 )
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
-from pdserve.engine.scheduler import (
-    Event,
-    PullResult,
-    RequestEvent,
-    RequestEventKind,
-    RequestKey,
-    SchedulerLoad,
-)
+from pdserve.engine.scheduler import Event, PullResult
 from pdserve.engine.sequence import Sequence, sum_blocks_missing
 from pdserve.engine.sequence_table import PlannedStep
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -322,7 +316,10 @@ class DecodeScheduler:
         first = result.first_token
         failure = result.failure or _mismatch(result, sequence)
         if failure or first is None:
-            self._table.emit(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure)
+            refusal = RefusalCode.SOURCE if result.is_refused else RefusalCode.NONE
+            self._table.events.append(
+                RequestEvent(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal=refusal)
+            )
             self._table.close(sequence)
         elif self._table.receive(sequence, result.num_tokens, first):
             # It ended with token 0, which the prefill worker has emitted.

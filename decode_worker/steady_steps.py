@@ -13,9 +13,9 @@ from bisect import bisect_left
 from collections.abc import Sequence as Sized
 from typing import NamedTuple
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import SampledToken, StepRow
-from pdserve.engine.scheduler import TokenEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.backend import Backend
 from pdserve.engine.process import WorkerActor, main
-from pdserve.engine.wire import HANDLE_BYTES
 from pdserve.kv_transfer.block_pool import BlockPool
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from threading import Condition, Event
 from typing import NamedTuple, Protocol
 
+from pdserve.contracts.events import ClientEvent, SchedulerLoad
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.loop import (
     FinishedStep,
@@ -34,19 +35,17 @@ from pdserve.engine.loop import (
 )
 from pdserve.engine.scheduler import (
     AbortPullEvent,
-    ClientEvent,
     FirstToken,
     GrantEvent,
     OfferEvent,
     PullResult,
     Scheduler,
-    SchedulerLoad,
     StartPullEvent,
     TransferEvent,
     WithdrawEvent,
 )
-from pdserve.engine.wire import WireError, finish_from_proto, finish_to_proto, source_to_proto
 from pdserve.kv_transfer.block_pool import BlockPool, CacheEvents
+from pdserve.proto.codec import WireError, finish_from_proto, finish_to_proto, source_to_proto
 from pdserve.proto.v1 import kv_pb2
 from pdserve.proto.v1.transfer_pb2 import (
     AbortPull,
@@ -61,6 +60,9 @@ from pdserve.proto.v1.transfer_pb2 import (
 
 MAX_WAITING_MESSAGES = 8192
 """Messages that wait for the loop before new requests are refused."""
+
+REFUSED = "refused"
+"""Stage of a failed pull: the source refused it."""
 
 PULSE_S = 0.5
 """An idle loop turns at least this often, so that `LiveLoop.is_healthy` means something."""
@@ -313,7 +315,8 @@ def message_from_proto(message: TransferToEngine, limits: ModelLimits) -> Messag
 def _pull_result(done: PullDone, limits: ModelLimits) -> PullResult:
     """The peer's values are checked: a token that cannot be is a failure."""
     if done.failure_stage:
-        return PullResult(pull_id=done.pull_id, failure=f"{done.failure_stage}: {done.message}")
+        failure = f"{done.failure_stage}: {done.message}"
+        return PullResult(pull_id=done.pull_id, failure=failure, is_refused=done.failure_stage == REFUSED)
     if done.first_token.token >= limits.vocab_size or done.num_tokens > limits.max_model_len:
         return PullResult(pull_id=done.pull_id, failure="verify: the source's answer is outside the model's limits")
     try:

@@ -19,19 +19,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from pdserve.contracts.request import GenerationRequest, KvSource
-from pdserve.contracts.step import Executor, StepBatch, StepHandle, StepOutput
-from pdserve.engine.scheduler import (
+from pdserve.contracts.events import (
     ClientEvent,
     PromptLogprobsEvent,
-    PullResult,
+    RefusalCode,
     RequestEvent,
     RequestEventKind,
     RequestKey,
-    Scheduler,
     TokenEvent,
-    TransferEvent,
 )
+from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.step import Executor, StepBatch, StepHandle, StepOutput
+from pdserve.engine.scheduler import PullResult, Scheduler, TransferEvent
 from pdserve.model.cost import CostModel, OnlineCorrection
 
 MAX_LIVE_REQUESTS = 16384
@@ -229,6 +228,13 @@ class _FailedSubmission:
         raise self._error
 
 
+class Refusal(NamedTuple):
+    """The reason why a request is refused."""
+
+    code: RefusalCode
+    message: str
+
+
 class _LiveRequests:
     """Requests that have not ended, by session."""
 
@@ -239,13 +245,13 @@ class _LiveRequests:
     def __len__(self) -> int:
         return self._count
 
-    def refusal(self, key: RequestKey) -> str:
-        """Why the key cannot be added; empty when it can."""
+    def refusal(self, key: RequestKey) -> Refusal | None:
+        """Why the key cannot be added; ``None`` when it can."""
         if key in self._sessions.get(key.session, ()):
-            return "the worker already runs this attempt"
+            return Refusal(RefusalCode.INVALID, "the worker already runs this attempt")
         if self._count >= MAX_LIVE_REQUESTS:
-            return f"the worker holds {MAX_LIVE_REQUESTS} requests already"
-        return ""
+            return Refusal(RefusalCode.OVERLOADED, f"the worker holds {MAX_LIVE_REQUESTS} requests already")
+        return None
 
     def add(self, key: RequestKey) -> None:
         self._sessions.setdefault(key.session, set()).add(key)
@@ -334,9 +340,11 @@ class StepLoop:
 
     def _accept(self, key: RequestKey) -> bool:
         """Whether the request may go to the scheduler; a refusal is an event like any other."""
-        refusal = "draining" if self.is_draining else self._live.refusal(key)
-        if refusal:
-            self._report.events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=refusal))
+        refusal = Refusal(RefusalCode.DRAINING, "draining") if self.is_draining else self._live.refusal(key)
+        if refusal is not None:
+            self._report.events.append(
+                RequestEvent(key, RequestEventKind.REJECTED, refusal.message, refusal=refusal.code)
+            )
             return False
         self._live.add(key)
         return True

@@ -12,60 +12,15 @@ order with `Scheduler.take_events`. Every attempt ends with one: a token with a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+from pdserve.contracts.events import (
+    ClientEvent,
+    RequestKey,
+    SchedulerLoad,
+)
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource
-from pdserve.contracts.step import StepBatch, StepOutput, TokenLogprobs
-
-
-class RequestKey(NamedTuple):
-    """Names one attempt at a request on one worker."""
-
-    session: int
-    """Which router session it came through; 0 where there is only one."""
-    request_id: int
-    attempt: int
-
-
-class RequestEventKind(IntEnum):
-    """Events of an attempt other than its tokens. Values are the wire's `RequestEvent.Kind`."""
-
-    STARTED = 1
-    LAST_CHUNK = 2
-    JOINED = 3
-    PREEMPTED = 4
-    RESUMED = 5
-    CANCELLED = 6
-    REJECTED = 7
-    FAILED = 8
-    KV_UNAVAILABLE = 9
-    RELEASED = 10
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether the attempt is over on this worker."""
-        return self in (
-            RequestEventKind.CANCELLED,
-            RequestEventKind.REJECTED,
-            RequestEventKind.FAILED,
-            RequestEventKind.KV_UNAVAILABLE,
-            RequestEventKind.RELEASED,
-        )
-
-
-@dataclass(slots=True)
-class TokenEvent:
-    """A token for the client. Not frozen, because there is one per row and step and freezing doubles its cost."""
-
-    key: RequestKey
-    choice: int
-    index: int
-    """Of the token in the answer, over all attempts."""
-    token: int
-    logprobs: TokenLogprobs | None
-    finish: FinishReason
-    """Not NONE: the attempt is over on this worker."""
+from pdserve.contracts.step import StepBatch, StepOutput
 
 
 class FirstToken(NamedTuple):
@@ -74,30 +29,6 @@ class FirstToken(NamedTuple):
     token: int
     finish: FinishReason = FinishReason.NONE
     """Not NONE: the answer is complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobsEvent:
-    """Log probabilities of some prompt tokens, for the client; all of a prompt's come before its token 0."""
-
-    key: RequestKey
-    first_position: int
-    """In the prompt, of the first entry."""
-    entries: list[TokenLogprobs]
-
-
-class RequestEvent(NamedTuple):
-    """A change in an attempt's life."""
-
-    key: RequestKey
-    kind: RequestEventKind
-    message: str = ""
-    handle: bytes = b""
-    """LAST_CHUNK: names the parked prompt."""
-    num_cached_tokens: int = 0
-    """STARTED: prompt tokens found in the prefix cache."""
-    waited_s: float = 0.0
-    """STARTED, JOINED: time since `Scheduler.add` or `Scheduler.prepare`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +85,6 @@ class AbortPullEvent:
     pull_id: int
 
 
-ClientEvent = TokenEvent | PromptLogprobsEvent | RequestEvent
-"""Events for a router."""
-
 TransferEvent = OfferEvent | GrantEvent | WithdrawEvent | StartPullEvent | AbortPullEvent
 """Orders for the transfer process."""
 
@@ -169,31 +97,11 @@ class PullResult(NamedTuple):
     pull_id: int
     failure: str = ""
     """Empty on success."""
+    is_refused: bool = False
+    """The source refused: nobody else could pull the prompt either."""
     num_tokens: int = 0
     first_token: FirstToken | None = None
     """``None`` after a failure."""
-
-
-class SchedulerLoad(NamedTuple):
-    """A snapshot for the router's policy and the metrics."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_parked: int = 0
-    num_blocks_free: int = 0
-    num_blocks_cached: int = 0
-    num_blocks_referenced: int = 0
-    num_waiting_tokens: int = 0
-    """Tokens of prompts that are not started."""
-    num_started_tokens: int = 0
-    """Tokens of started prompts whose KV is not written yet, in steps in flight too."""
-    num_context_tokens: int = 0
-    num_preemptions: int = 0
-    num_swap_outs: int = 0
-    """Preempted sequences whose KV was copied to the host."""
-    num_swap_ins: int = 0
-    """And copied back."""
-    num_swap_slots_used: int = 0
 
 
 class Scheduler(Protocol):

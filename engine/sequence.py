@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from pdserve.contracts.block_hash import block_hash, root_hash
+from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import FinishReason, GenerationRequest, RequestState, SamplingParams
-from pdserve.engine.scheduler import RequestKey
 
 LOOKAHEAD_TOKENS = 64
 """A running sequence is expected to need at least so many more tokens, its limit permitting."""

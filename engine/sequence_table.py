@@ -15,17 +15,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdserve.contracts.request import FinishReason, GenerationRequest
-from pdserve.contracts.step import BlockCopy, ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
-from pdserve.engine.scheduler import (
-    Event,
-    FirstToken,
+from pdserve.contracts.events import (
     PromptLogprobsEvent,
+    RefusalCode,
     RequestEvent,
     RequestEventKind,
     RequestKey,
     TokenEvent,
 )
+from pdserve.contracts.request import FinishReason, GenerationRequest
+from pdserve.contracts.step import BlockCopy, ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.engine.scheduler import Event, FirstToken
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_queue import SequenceQueue
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -202,7 +202,9 @@ class SequenceTable:
         return self._live.get(key)
 
     def reject(self, key: RequestKey, message: str) -> None:
-        self.events.append(RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message))
+        self.events.append(
+            RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message, refusal=RefusalCode.INVALID)
+        )
 
     def emit(self, key: RequestKey, kind: RequestEventKind, message: str = "") -> None:
         self.events.append(RequestEvent(key=key, kind=kind, message=message))

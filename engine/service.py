@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.frames import KvOrigin, load_to_proto, pack_frames
 from pdserve.engine.live_loop import Inbox, PartDied, WorkerReport
 from pdserve.engine.loop import (
     AddRequest,
@@ -30,10 +30,16 @@ from pdserve.engine.loop import (
     SessionEnded,
     StartDrain,
 )
-from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sessions import Session, SessionTable
-from pdserve.engine.wire import WireError, request_from_proto, source_from_proto
 from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
+from pdserve.proto.codec import (
+    WireError,
+    event_to_proto,
+    load_to_proto,
+    pack_frames,
+    request_from_proto,
+    source_from_proto,
+)
 from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5
@@ -63,7 +69,6 @@ class ServiceSettings:
     session_grace_s: float
     welcome: worker_pb2.Welcome
     """The first message on every session."""
-    origin: KvOrigin
     limits: ModelLimits
 
 
@@ -201,25 +206,24 @@ class WorkerService:
         is_prepare = message.WhichOneof("body") == "prepare"
         wire_request = message.prepare.request if is_prepare else message.submit.request
         key = RequestKey(session.number, wire_request.request_id, wire_request.attempt)
+        if self._inbox.is_full:
+            self._refuse(session, key, RefusalCode.OVERLOADED, "the worker is overloaded")
+            return
         command: Message
         try:
-            if self._inbox.is_full:
-                raise WireError("the worker is overloaded")
             request = request_from_proto(wire_request, self._settings.limits)
             if is_prepare:
                 command = PrepareRequest(key, request, source_from_proto(message.prepare.source), time.monotonic())
             else:
                 command = AddRequest(key, request, time.monotonic())
         except WireError as error:
-            refused = worker_pb2.RequestEvent(
-                request_id=key.request_id,
-                attempt=key.attempt,
-                kind=worker_pb2.RequestEvent.REJECTED,
-                message=str(error),
-            )
-            session.send_frame(worker_pb2.StepFrame(events=[refused], load=self._load))
+            self._refuse(session, key, RefusalCode.INVALID, str(error))
             return
         self._inbox.put(command)
+
+    def _refuse(self, session: Session, key: RequestKey, code: RefusalCode, message: str) -> None:
+        refused = event_to_proto(RequestEvent(key, RequestEventKind.REJECTED, message, refusal=code))
+        session.send_frame(worker_pb2.StepFrame(events=[refused], load=self._load))
 
     def _deliver(self, report: WorkerReport) -> None:
         """On the event loop: send a report."""
@@ -234,7 +238,7 @@ class WorkerService:
         self._cached_hashes.update(report.cache.stored)
         self._cached_hashes.difference_update(report.cache.evicted)
         has_cache = bool(report.cache.stored or report.cache.evicted)
-        frames = pack_frames(report.events, self._settings.origin)
+        frames = pack_frames(report.events)
         concerned = list(self._sessions.open) if report.is_for_all else list(frames)
         for number in concerned:
             session = self._sessions.open.get(number)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.backend import Backend, choose_backend
-from pdserve.engine.frames import KvOrigin
 from pdserve.engine.live_loop import Inbox, LiveLoop, PartDied, StopLoop, TransferLink, message_from_proto
 from pdserve.engine.loop import StartDrain, StepTimes
 from pdserve.engine.scheduler import Scheduler
@@ -201,6 +200,5 @@ class EngineWorker:
                 kv_dtype=config.kv_dtype,
                 quantization=config.quantization,
             ),
-            origin=KvOrigin(kv_address, self._epoch),
             limits=backend.limits,
         )

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
-from pdserve.engine.scheduler import SchedulerLoad
 from pdserve.planner.simulation import Timeline
 
 

@@ -24,7 +24,7 @@ from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stag
 from pdserve.planner.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.policy import WorkerSnapshot
-from pdserve.router.promises import Promises
+from pdserve.router.worker import InFlightLoad
 
 
 @dataclass(slots=True, eq=False)
@@ -49,32 +49,32 @@ class Seat:
     num_pulls: int = 0
     num_network_pulls: int = 0
     """Of those, the ones from another host."""
-    _promises: Promises = field(default_factory=Promises)
+    _in_flight: InFlightLoad = field(default_factory=InFlightLoad)
     _snapshot: WorkerSnapshot | None = None
     """The last one, without the tokens of a run; None where a promise changed since."""
     _num_turns_seen: int = -1
     """Of the worker, by the last snapshot."""
 
     def promise_prefill(self, request_id: int, num_tokens: int) -> None:
-        """See `Promises.prefill`."""
-        self._promises.prefill(request_id, num_tokens)
+        """See `InFlightLoad.add_prefill`."""
+        self._in_flight.add_prefill(request_id, num_tokens)
         self._snapshot = None
 
     def promise_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
-        """See `Promises.decode`."""
-        self._promises.decode(request_id, 1, num_tokens, num_blocks)
+        """See `InFlightLoad.add_decode`."""
+        self._in_flight.add_decode(request_id, num_tokens, num_blocks)
         self._snapshot = None
 
     def settle(self, request_id: int) -> None:
-        """See `Promises.settle`."""
-        self._promises.settle(request_id)
+        """See `InFlightLoad.remove`."""
+        self._in_flight.remove(request_id)
         self._snapshot = None
 
     def snapshot(self) -> WorkerSnapshot:
         """For one decision of the policy."""
         worker, snapshot = self.worker, self._snapshot
         if snapshot is None or self._num_turns_seen != worker.num_turns:
-            snapshot = self._snapshot = self._promises.snapshot(
+            snapshot = self._snapshot = self._in_flight.snapshot(
                 worker_id=worker.worker_id,
                 role=worker.role,
                 max_batch_tokens=self.max_batch_tokens,

@@ -12,8 +12,8 @@ from math import nan
 
 import numpy as np
 
+from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import GenerationRequest, SamplingParams
-from pdserve.engine.scheduler import RequestKey
 from pdserve.planner.prompts import NO_PROMPT, Prompt
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulated_cluster import Seat

@@ -19,11 +19,12 @@ from itertools import pairwise
 from math import ceil, sqrt
 from typing import NamedTuple, Protocol
 
+from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.loop import Message, StepLoop, StepReport, Wait
-from pdserve.engine.scheduler import Scheduler, SchedulerLoad
+from pdserve.engine.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
 from pdserve.planner.event_queue import EventQueue

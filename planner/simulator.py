@@ -24,17 +24,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import KvSource
 from pdserve.engine.loop import AddRequest, CancelRequest, PrepareRequest, StepReport
-from pdserve.engine.scheduler import (
-    GrantEvent,
-    RequestEvent,
-    RequestEventKind,
-    RequestKey,
-    StartPullEvent,
-    TokenEvent,
-)
+from pdserve.engine.scheduler import GrantEvent, StartPullEvent
 from pdserve.model.cost import CostModel
 from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -46,8 +40,9 @@ from pdserve.planner.simulated_flight import SimulatedFlight, request_times
 from pdserve.planner.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulated_worker import SimulatedWorker, StepCorrections
 from pdserve.planner.simulation import Simulation
-from pdserve.router.job import MAX_ATTEMPTS, MIN_DURATION_S
+from pdserve.router.dispatch import MAX_ATTEMPTS
 from pdserve.router.policy import PromptBlocks, choose_decode, choose_prefill
+from pdserve.router.request import MIN_DURATION_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

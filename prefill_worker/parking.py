@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from pdserve.engine.scheduler import FirstToken, GrantEvent, OfferEvent, RequestEvent, RequestEventKind, WithdrawEvent
+from pdserve.contracts.events import RequestEvent, RequestEventKind
+from pdserve.engine.scheduler import FirstToken, GrantEvent, OfferEvent, WithdrawEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_table import SequenceTable
 

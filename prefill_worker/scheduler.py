@@ -18,16 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
+from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
-from pdserve.engine.scheduler import (
-    Event,
-    PullResult,
-    RequestEvent,
-    RequestEventKind,
-    RequestKey,
-    SchedulerLoad,
-)
+from pdserve.engine.scheduler import Event, PullResult
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_queue import SequenceQueue
 from pdserve.engine.sequence_table import PlannedStep, RowResult, SequenceTable

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.engine.backend import Backend
 from pdserve.engine.process import WorkerActor, main
-from pdserve.engine.wire import HANDLE_BYTES
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 

@@ -18,8 +18,9 @@ from starlette.responses import Response
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.model.hardware import Hardware
+from pdserve.router.cluster import Cluster
 from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import Fleet, Worker
+from pdserve.router.fleet import Fleet, RemoteWorker
 from pdserve.router.metrics import RouterMetrics
 
 _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_batch_size")
@@ -53,7 +54,9 @@ class ServedCluster:
     """That the workers of each role are predicted with: as measured, and slowed where they are emulated so."""
 
 
-def create_admin_app(dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetrics, served: ServedCluster) -> FastAPI:
+def create_admin_app(
+    cluster: Cluster, dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetrics, served: ServedCluster
+) -> FastAPI:
     """The application of the admin port."""
     app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -82,15 +85,15 @@ def create_admin_app(dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetric
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        return {**router_status(dispatcher, fleet), **_deployment_status(served)}
+        return {**router_status(cluster, dispatcher, fleet), **_deployment_status(served)}
 
     return app
 
 
-def router_status(dispatcher: Dispatcher, fleet: Fleet) -> dict[str, Any]:
+def router_status(cluster: Cluster, dispatcher: Dispatcher, fleet: Fleet) -> dict[str, Any]:
     """What `pdserve status` shows."""
     return {
-        "ready": dispatcher.is_ready,
+        "ready": cluster.is_ready,
         "draining": dispatcher.is_draining,
         "in_flight": dispatcher.num_in_flight,
         "queued": dispatcher.num_queued,
@@ -110,10 +113,10 @@ def _deployment_status(served: ServedCluster) -> dict[str, Any]:
     }
 
 
-def _worker_status(worker: Worker) -> dict[str, Any]:
-    load = MessageToDict(worker.load, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+def _worker_status(worker: RemoteWorker) -> dict[str, Any]:
+    load = MessageToDict(worker.reported, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for name in ("num_preemptions", "num_swap_outs", "num_swap_ins"):
-        load[name] = getattr(worker.load, name)  # JSON's mapping writes 64-bit numbers as text
+        load[name] = getattr(worker.reported, name)  # JSON's mapping writes 64-bit numbers as text
     welcome = worker.welcome
     limits = {name: getattr(welcome, name) for name in _LIMITS}
     held = {name: getattr(welcome, name) for name in _HELD}

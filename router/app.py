@@ -12,15 +12,14 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from pdserve.router.asgi import EdgeMiddleware, JsonRoute
 from pdserve.router.chat import chat_completion
 from pdserve.router.completions import completion
 from pdserve.router.edge import VERSION, Edge
-from pdserve.router.edge_middleware import EdgeMiddleware
 from pdserve.router.errors import ApiError, install_error_handlers
 from pdserve.router.generation import Generator
-from pdserve.router.json_route import JsonRoute
-from pdserve.router.observer import EdgeObserver
 from pdserve.router.schema import ChatBody, CompletionBody
+from pdserve.router.timing import EdgeObserver
 from pdserve.router.tokenizer import ChatTokenizer
 
 MAX_BODY_BYTES = 8 * 2**20

@@ -9,12 +9,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.router.answers import Answers
-from pdserve.router.choice import AnswerEnd, AnswerToken, TextDelta
+from pdserve.router.answer import AnswerEnd, Answers, AnswerToken, TextDelta
 from pdserve.router.edge import Edge
 from pdserve.router.errors import ApiError
-from pdserve.router.format import WholeChoice
-from pdserve.router.logprobs import chat_logprobs, prompt_logprobs
+from pdserve.router.format import WholeChoice, chat_logprobs, prompt_logprobs
 from pdserve.router.schema import ChatBody
 from pdserve.router.tokenizer import ChatTokenizer
 

@@ -9,13 +9,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.router.answer import Answer, Echo
-from pdserve.router.answers import Answers
-from pdserve.router.choice import AnswerEnd, AnswerToken, TextDelta
+from pdserve.router.answer import Answer, AnswerEnd, Answers, AnswerToken, Echo, TextDelta
 from pdserve.router.edge import Edge
-from pdserve.router.format import WholeChoice
-from pdserve.router.logprobs import completion_logprobs, prompt_logprobs
-from pdserve.router.off_loop import off_loop
+from pdserve.router.format import WholeChoice, completion_logprobs, off_loop, prompt_logprobs
 from pdserve.router.schema import CompletionBody
 from pdserve.router.tokenizer import ChatTokenizer
 

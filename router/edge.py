@@ -18,21 +18,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.contracts.request import SamplingParams
-from pdserve.router.answer import Answer, Echo
-from pdserve.router.answers import Answers
-from pdserve.router.choice import Choice
-from pdserve.router.chunks import ChunkWriter
-from pdserve.router.disconnect import cancel_on_disconnect
+from pdserve.router.answer import Answer, Answers, Choice, Echo
+from pdserve.router.answer_text import StopStrings
+from pdserve.router.asgi import cancel_on_disconnect
 from pdserve.router.errors import ApiError
-from pdserve.router.format import AnswerFormat, WholeChoice
+from pdserve.router.format import AnswerFormat, WholeChoice, off_loop
 from pdserve.router.generation import Generator, ServedModel
-from pdserve.router.observer import EdgeObserver
-from pdserve.router.off_loop import off_loop
 from pdserve.router.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.schema import GenerationBody
-from pdserve.router.sse import EventStream
-from pdserve.router.stop_strings import StopStrings
-from pdserve.router.token_timer import TokenTimer
+from pdserve.router.sse import ChunkWriter, EventStream
+from pdserve.router.timing import EdgeObserver, TokenTimer
 from pdserve.router.tokenizer import ChatTokenizer
 
 VERSION = version("pdserve")

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from pdserve.router.generation import GenerationError
+from pdserve.router.request import GenerationError
 
 logger = logging.getLogger(__name__)
 

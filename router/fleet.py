@@ -1,7 +1,6 @@
-"""The workers that the router may use: their sessions, and what their frames have told of them.
+"""The workers that the router may use: a session to each target, and the dispatch core kept current by their frames.
 
-Owns one `Worker` per target and keeps it current: load, prefix-cache index, and what was sent to it and does not show
-in its load yet. The supervisor sets the targets through the admin port; the dispatcher listens. Decides nothing.
+Translates between the wire and the contracts. The supervisor sets the targets through the admin port. Decides nothing.
 """
 
 from __future__ import annotations
@@ -9,150 +8,125 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Protocol
 
+from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
-from pdserve.engine.frames import ReceivedToken, unpack_tokens
-from pdserve.engine.scheduler import RequestEventKind
+from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.proto.codec import (
+    event_from_proto,
+    load_from_proto,
+    prompt_logprobs_from_proto,
+    request_to_proto,
+    source_to_proto,
+    unpack_tokens,
+)
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.dispatch import Dispatcher
 from pdserve.router.generation import ServedModel
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
-from pdserve.router.policy import WorkerSnapshot
-from pdserve.router.promises import Promises
 from pdserve.router.session import Credentials, SessionRefusedError, WorkerSession
+from pdserve.router.worker import Worker
 
 log = logging.getLogger(__name__)
 
 
-class FleetListener(Protocol):
-    """Who hears of workers and of what they say; the dispatcher. Calls must not block."""
+class RemoteWorker(Worker, WorkerSession):
+    """One incarnation of a worker at the other end of a session."""
 
-    def worker_up(self, worker: Worker) -> None:
-        """A session to ``worker`` stands and it can take work."""
-        ...
-
-    def worker_lost(self, worker: Worker, reason: str) -> None:
-        """The session broke: everything sent to ``worker`` before is void."""
-        ...
-
-    def tokens_received(self, worker: Worker, tokens: Iterable[ReceivedToken]) -> None:
-        """Those of one frame."""
-        ...
-
-    def prompt_logprobs_received(self, worker: Worker, message: worker_pb2.PromptLogprobs) -> None: ...
-
-    def event_received(self, worker: Worker, event: worker_pb2.RequestEvent) -> None: ...
-
-
-class Worker:
-    """One incarnation of a worker, as the router knows it; the `SessionSink` of its session."""
-
-    def __init__(self, endpoint: WorkerEndpoint, fleet: Fleet, metrics: RouterMetrics) -> None:
-        self.endpoint = endpoint
+    def __init__(
+        self, endpoint: WorkerEndpoint, fleet: Fleet, metrics: RouterMetrics, credentials: Credentials
+    ) -> None:
+        host = endpoint.address.rpartition(":")[0]
+        Worker.__init__(self, endpoint.worker_id, endpoint.role, host=host, epoch=endpoint.epoch)
+        WorkerSession.__init__(self, endpoint, credentials)
         self.metrics = WorkerMetrics(metrics, endpoint.worker_id, endpoint.role)
+        self.welcome = worker_pb2.Welcome()
+        self.reported = worker_pb2.Load()
+        """The last load, as it came."""
         self._fleet = fleet
         self._router_metrics = metrics
-        self.welcome = worker_pb2.Welcome()
-        self.load = worker_pb2.Load()
-        self.cached_blocks: set[bytes] = set()
-        self.session = WorkerSession(endpoint, self, fleet.credentials)
-        self.promises = Promises()
 
-    @property
-    def worker_id(self) -> str:
-        return self.endpoint.worker_id
+    # Commands
 
-    @property
-    def role(self) -> WorkerRole:
-        return self.endpoint.role
+    def submit(self, request: GenerationRequest) -> None:
+        self.send(worker_pb2.RouterMessage(submit=worker_pb2.Submit(request=request_to_proto(request))))
 
-    @property
-    def host(self) -> str:
-        """Of its address."""
-        return self.endpoint.address.rpartition(":")[0]
+    def prepare(self, request: GenerationRequest, source: KvSource) -> None:
+        prepare = worker_pb2.Prepare(request=request_to_proto(request), source=source_to_proto(source))
+        self.send(worker_pb2.RouterMessage(prepare=prepare))
 
-    @property
-    def is_up(self) -> bool:
-        """Whether the session stands."""
-        return self.session.is_open
+    def cancel(self, request_id: int, attempt: int) -> None:
+        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt)
+        self.send(worker_pb2.RouterMessage(cancel=cancel))
 
-    @property
-    def takes_work(self) -> bool:
-        """Whether it is up and not draining."""
-        return self.is_up and not self.load.draining
+    # Session
 
-    def snapshot(self) -> WorkerSnapshot:
-        """For one decision of the policy."""
-        load, welcome = self.load, self.welcome
-        return self.promises.snapshot(
-            worker_id=self.endpoint.worker_id,
-            role=self.endpoint.role,
-            max_batch_tokens=welcome.max_batch_tokens,
-            max_batch_size=welcome.max_batch_size,
-            load=load,
-            cached_blocks=self.cached_blocks,
-            host=self.host,
-            prefill_correction=load.prefill_correction or 1.0,
-            decode_correction=load.decode_correction or 1.0,
-        )
-
-    # SessionSink
-
-    def session_opened(self, session: WorkerSession, welcome: worker_pb2.Welcome) -> None:
+    def session_opened(self, welcome: worker_pb2.Welcome) -> None:
         self._fleet.check_model(self, welcome)
         self.welcome = welcome
-        self.load = worker_pb2.Load(num_blocks_free=welcome.num_blocks)
+        self.kv_address = welcome.kv_address
+        self.block_size = welcome.block_size
+        self.max_batch_tokens, self.max_batch_size = welcome.max_batch_tokens, welcome.max_batch_size
+        self.reported = worker_pb2.Load(num_blocks_free=welcome.num_blocks)
+        self.load = SchedulerLoad(num_blocks_free=welcome.num_blocks)
+        self.prefill_correction = self.decode_correction = 1.0
+        self.is_draining = False
         self.cached_blocks.clear()
         self.metrics.up.set(1)
         log.info("worker %s is up at %s", self.worker_id, self.endpoint.address)
-        self._fleet.listener.worker_up(self)
+        self._fleet.dispatcher.worker_up(self)
 
-    def frame_received(self, session: WorkerSession, frame: worker_pb2.StepFrame) -> None:
+    def frame_received(self, frame: worker_pb2.StepFrame) -> None:
         """Take what a frame says of the worker, then of requests: what began, the prompts, the tokens, what ended."""
         if frame.HasField("load"):
-            self.load = frame.load
-            self.metrics.observe(frame.load)
+            self._take_load(frame.load)
         if frame.HasField("cache"):
             update_cached_blocks(self.cached_blocks, frame.cache, self.welcome.num_blocks)
         for report in frame.transfers:
             self._router_metrics.observe_transfer(report)
-        listener = self._fleet.listener
+        dispatcher = self._fleet.dispatcher
         endings = []
-        for event in frame.events:
-            if RequestEventKind(event.kind).is_terminal:
+        for message in frame.events:
+            event = event_from_proto(message)
+            if event.kind.is_terminal:
                 endings.append(event)
             else:
-                listener.event_received(self, event)
+                dispatcher.event_received(self, event)
         for prompt_logprobs in frame.prompt_logprobs:
-            listener.prompt_logprobs_received(self, prompt_logprobs)
-        listener.tokens_received(self, unpack_tokens(frame.tokens))
+            dispatcher.prompt_logprobs_received(self, prompt_logprobs_from_proto(prompt_logprobs))
+        dispatcher.tokens_received(self, unpack_tokens(frame.tokens))
         for event in endings:
-            listener.event_received(self, event)
+            dispatcher.event_received(self, event)
 
-    def session_broken(self, session: WorkerSession, reason: str) -> None:
+    def _take_load(self, load: worker_pb2.Load) -> None:
+        self.reported = load
+        self.load = load_from_proto(load)
+        self.is_draining = load.draining
+        self.prefill_correction = load.prefill_correction or 1.0
+        self.decode_correction = load.decode_correction or 1.0
+        self.metrics.observe(load)
+
+    def session_broken(self, reason: str) -> None:
         self.metrics.up.set(0)
-        self.promises.clear()
-        self._fleet.listener.worker_lost(self, reason)
+        self._fleet.dispatcher.worker_lost(self)
+        self._fleet.worker_lost()
 
 
 class Fleet:
     """Every target, with a session each."""
 
-    def __init__(self, metrics: RouterMetrics, credentials: Credentials) -> None:
-        self.credentials = credentials
-        self.listener: FleetListener
-        """Who hears of the workers; see `attach`."""
+    def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics, credentials: Credentials) -> None:
+        self.dispatcher = dispatcher
+        self.is_proven = False
+        """A round trip through both phases has succeeded since both were last up."""
         self._metrics = metrics
-        self._workers: dict[str, Worker] = {}
+        self._credentials = credentials
+        self._workers: dict[str, RemoteWorker] = {}
         self._model: worker_pb2.Welcome | None = None
         self._is_changing = asyncio.Lock()
 
-    def attach(self, listener: FleetListener) -> None:
-        """Name the one listener, before the first targets."""
-        self.listener = listener
-
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RemoteWorker]:
         """Every target, up or not, by id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
@@ -162,21 +136,15 @@ class Fleet:
 
     @property
     def model(self) -> ServedModel | None:
-        """What the workers serve; ``None`` until the first has answered."""
+        """``None`` until the first worker has answered."""
         return None if self._model is None else ServedModel(max_model_len=self._model.max_model_len)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens per KV block, once a worker has answered."""
-        assert self._model is not None
-        return self._model.block_size
-
-    def snapshots(self) -> list[WorkerSnapshot]:
-        """Of the workers that take work now."""
-        return [worker.snapshot() for worker in self._workers.values() if worker.takes_work]
-
-    def worker(self, worker_id: str) -> Worker:
+    def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
+
+    def worker_lost(self) -> None:
+        """A session broke."""
+        self.is_proven &= self.serves_both_phases()
 
     def serves_both_phases(self) -> bool:
         """Whether prefill and decode workers, or a mixed one, take work now.
@@ -205,23 +173,24 @@ class Fleet:
         gone = [worker for worker in self._workers.values() if wanted.get(worker.worker_id) != worker.endpoint]
         for worker in gone:
             del self._workers[worker.worker_id]
-        await asyncio.gather(*(worker.session.close() for worker in gone))
+        await asyncio.gather(*(worker.close() for worker in gone))
         for worker in gone:
             worker.metrics.remove()
         for endpoint in wanted.values():
             if endpoint.worker_id not in self._workers:
-                worker = self._workers[endpoint.worker_id] = Worker(endpoint, self, self._metrics)
-                worker.session.start()
+                worker = RemoteWorker(endpoint, self, self._metrics, self._credentials)
+                self._workers[endpoint.worker_id] = worker
+                worker.start()
 
     async def close(self) -> None:
         """End every session."""
         await self.set_targets([])
 
-    def check_model(self, worker: Worker, welcome: worker_pb2.Welcome) -> None:
+    def check_model(self, worker: RemoteWorker, welcome: worker_pb2.Welcome) -> None:
         """The first worker's model is the fleet's for as long as any other worker is up.
 
         Raises:
-            SessionRefusedError: ``worker`` holds another.
+            SessionRefusedError: ``worker`` has another.
         """
         others_up = any(other.is_up for other in self._workers.values() if other is not worker)
         if self._model is None or not others_up:

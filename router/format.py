@@ -1,16 +1,80 @@
-"""What the two APIs write differently: the choices of a response, whole or in chunks.
+"""JSON of an answer's choices: what OpenAI's two APIs write differently, and their log probabilities.
 
-`pdserve.router.chat` and `pdserve.router.completions` implement it; `pdserve.router.chunks` and `pdserve.router.edge`
-put the envelope around it.
+`pdserve.router.chat` and `pdserve.router.completions` implement `AnswerFormat`; `pdserve.router.sse` and
+`pdserve.router.edge` put the envelope around it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
-from pdserve.router.answer import Answer
-from pdserve.router.answers import Answers
-from pdserve.router.choice import AnswerEnd, AnswerToken, TextDelta
+from pdserve.contracts.step import TokenLogprobs
+from pdserve.router.answer import Answer, AnswerEnd, Answers, AnswerToken, TextDelta
+from pdserve.router.tokenizer import ChatTokenizer
+
+_LOWEST = -9999.0
+"""JSON has no infinity; vLLM writes this."""
+
+
+def chat_logprobs(tokenizer: ChatTokenizer, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+    """``logprobs`` of a chat's choice: an entry for each token."""
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        content = tokenizer.token_bytes(token)
+        return {"token": content.decode(errors="replace"), "logprob": max(logprob, _LOWEST), "bytes": list(content)}
+
+    entries = [
+        {**described(token, logprobs.logprob), "top_logprobs": [described(*other) for other in logprobs.top]}
+        for token, logprobs, _ in tokens
+        if logprobs is not None
+    ]
+    return {"content": entries, "refusal": None}
+
+
+def completion_logprobs(
+    tokenizer: ChatTokenizer, tokens: Sequence[AnswerToken], num_alternatives: int
+) -> dict[str, list[Any]]:
+    """``logprobs`` of a text completion's choice: columns, with null where nothing came before a token."""
+
+    def alternatives(token: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        pairs = [*logprobs.top[:num_alternatives], (token, logprobs.logprob)]
+        return {tokenizer.token_text(other): max(logprob, _LOWEST) for other, logprob in pairs}
+
+    return {
+        "tokens": [tokenizer.token_text(token) for token, _, _ in tokens],
+        "token_logprobs": [None if logprobs is None else max(logprobs.logprob, _LOWEST) for _, logprobs, _ in tokens],
+        "top_logprobs": [None if logprobs is None else alternatives(token, logprobs) for token, logprobs, _ in tokens],
+        "text_offset": [offset_chars for _, _, offset_chars in tokens],
+    }
+
+
+def prompt_logprobs(
+    tokenizer: ChatTokenizer, prompt_tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], num_alternatives: int
+) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs``: by token id, for every prompt token but the first, which has null. The rank of a prompt
+    token that is not among the alternatives is null, too."""
+
+    def entry(token: int, at_token: TokenLogprobs) -> dict[str, Any]:
+        ranked = {other: (rank, logprob) for rank, (other, logprob) in enumerate(at_token.top[:num_alternatives], 1)}
+        return {
+            str(other): {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": tokenizer.token_text(other)}
+            for other, (rank, logprob) in ({token: (None, at_token.logprob)} | ranked).items()
+        }
+
+    return [None, *(entry(token, at_token) for token, at_token in zip(prompt_tokens[1:], logprobs, strict=True))]
+
+
+MAX_INLINE_TOKENS = 256
+"""Tokens that take about as long to read or write one by one as it takes to ask a thread."""
+
+Result = TypeVar("Result")
+
+
+async def off_loop(num_tokens: int, work: Callable[[], Result]) -> Result:
+    """What ``work`` on ``num_tokens`` tokens returns, from a thread where they are many."""
+    return work() if num_tokens <= MAX_INLINE_TOKENS else await asyncio.to_thread(work)
 
 
 class WholeChoice:

@@ -1,6 +1,6 @@
 """The seam inside the router: HTTP handlers ask a `Generator` for tokens and know nothing of workers.
 
-`pdserve.router.dispatch` implements it over worker sessions; the HTTP edge consumes it.
+`pdserve.router.cluster` implements it over the dispatch core; the HTTP edge consumes it.
 """
 
 from __future__ import annotations
@@ -9,32 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.contracts.request import FinishReason, SamplingParams
+from pdserve.contracts.events import TokenEvent
+from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import TokenLogprobs
-
-
-@dataclass(slots=True)
-class TokenDelta:
-    """One generated token of a choice. Not to be changed, but not frozen either, which would double what one costs."""
-
-    choice: int
-    index: int
-    """Position in the choice's answer, from 0, without gaps."""
-    token: int
-    logprobs: TokenLogprobs | None
-    finish: FinishReason
-    """Not NONE on the choice's last token."""
-
-
-class GenerationError(Exception):
-    """A generation that cannot go on. The HTTP edge turns it into an OpenAI error object."""
-
-    def __init__(self, status: int, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        """HTTP status: 400 cannot run here, 429 overloaded, 503 no worker, 504 deadline, 500 other."""
-        self.message = message
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +35,7 @@ class Generation(Protocol):
         """Of every prompt token but the first, where they were asked for; complete once token 0 is out."""
         ...
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
         """Yields every token of every choice once, those of a choice in order, and ends after the last choice.
 
         Raises:
@@ -66,7 +43,7 @@ class Generation(Protocol):
         """
         ...
 
-    def take_ready(self) -> Sequence[TokenDelta]:
+    def take_ready(self) -> Sequence[TokenEvent]:
         """The tokens that iterating would yield without waiting, taken all at once; often none."""
         ...
 

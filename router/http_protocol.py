@@ -4,7 +4,7 @@ Without them a client could send headers for ever, before the body or after it, 
 and keep the connection.
 
 `pdserve.router.main` has uvicorn make one for each connection. The body is bounded by
-`pdserve.router.edge_middleware`.
+`pdserve.router.asgi`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from pdserve.model.hardware import hardware, slowed
 from pdserve.model.hardware_json import hardware_from_json
 from pdserve.router.admin import ServedCluster, create_admin_app
 from pdserve.router.app import create_app
+from pdserve.router.cluster import Cluster
 from pdserve.router.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.http_protocol import BoundedHttpProtocol
@@ -40,7 +42,6 @@ from pdserve.router.policy import Costs
 from pdserve.router.process_config import RouterProcessConfig, config_from_json
 from pdserve.router.session import Credentials
 from pdserve.router.tokenizer import ChatTokenizer
-from pdserve.router.warmup import keep_proven
 
 log = logging.getLogger(__name__)
 
@@ -81,22 +82,25 @@ async def serve(config: RouterProcessConfig) -> int:
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
 
     metrics = RouterMetrics()
-    fleet = Fleet(metrics, Credentials(router_id=secrets.token_hex(8), cluster_token=config.cluster_token))
     settings = DispatchSettings(
         max_in_flight=config.max_queued_requests,
         ttft_slo_s=config.slo.ttft_seconds,
         tpot_slo_s=config.slo.tpot_seconds,
     )
-    dispatcher = Dispatcher(fleet, costs, metrics, settings)
-    app = create_app(dispatcher, tokenizer, served_name=config.served_name, observer=EdgeMetrics(metrics, config.slo))
-    admin_app = create_admin_app(dispatcher, fleet, metrics, _served(config, costs))
+    dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
+    metrics.track(dispatcher)
+    credentials = Credentials(router_id=secrets.token_hex(8), cluster_token=config.cluster_token)
+    fleet = Fleet(dispatcher, metrics, credentials)
+    cluster = Cluster(dispatcher, fleet)
+    app = create_app(cluster, tokenizer, served_name=config.served_name, observer=EdgeMetrics(metrics, config.slo))
+    admin_app = create_admin_app(cluster, dispatcher, fleet, metrics, _served(config, costs))
     servers = [(_server(app), public), (_server(admin_app), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
-    helpers = [asyncio.create_task(dispatcher.sweep_forever()), asyncio.create_task(keep_proven(dispatcher, fleet))]
+    helpers = [asyncio.create_task(cluster.sweep_forever()), asyncio.create_task(cluster.keep_proven())]
     _announce(public, admin)
     try:
         await _until_stopped(stop, [*serving, *helpers])
-        await _drain(dispatcher, config.drain_timeout_s)
+        await _drain(cluster, dispatcher, config.drain_timeout_s)
     finally:
         for helper in helpers:
             helper.cancel()
@@ -210,12 +214,12 @@ async def _until_stopped(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]
         task.result()
 
 
-async def _drain(dispatcher: Dispatcher, timeout_s: float) -> None:
+async def _drain(cluster: Cluster, dispatcher: Dispatcher, timeout_s: float) -> None:
     dispatcher.begin_drain()
     log.info("draining %d requests", dispatcher.num_in_flight)
     try:
         async with asyncio.timeout(timeout_s):
-            await dispatcher.wait_idle()
+            await cluster.wait_idle()
     except TimeoutError:
         dispatcher.fail_all(f"the router stopped before the answer was complete ({timeout_s:g} s)")
 

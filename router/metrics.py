@@ -6,8 +6,6 @@ Names, help texts, labels and buckets live in the contracts only. Nothing here d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from pdserve.contracts import metrics
@@ -15,7 +13,9 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.observer import AnswerTiming
+from pdserve.router.dispatch import Dispatcher, DispatchObserver
+from pdserve.router.request import Request, RequestSpec
+from pdserve.router.timing import AnswerTiming, EdgeObserver
 
 PHASES = ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode")
 """Values of the ``phase`` label. By the router's clock: ``queue``, arrival to the first dispatch; ``prefill``, the
@@ -107,8 +107,8 @@ class WorkerMetrics:
             self._kv_blocks.remove(*self._labels, state)
 
 
-class RouterMetrics:
-    """Every metric family of the router process."""
+class RouterMetrics(DispatchObserver):
+    """Every metric family of the router process; counts what the dispatcher does."""
 
     def __init__(self) -> None:
         # They would double the number of series, and nothing reads them.
@@ -116,7 +116,7 @@ class RouterMetrics:
         self.registry = registry = CollectorRegistry()
         self.requests = counter(registry, metrics.REQUESTS)
         self.outcomes = counter(registry, metrics.OUTCOMES)
-        self.accepted = counter(registry, metrics.ACCEPTED)
+        self.accepted_requests = counter(registry, metrics.ACCEPTED)
         self.in_flight = gauge(registry, metrics.IN_FLIGHT)
         self.queued = gauge(registry, metrics.QUEUED)
         self.request_seconds = histogram(registry, metrics.REQUEST_SECONDS)
@@ -150,15 +150,36 @@ class RouterMetrics:
         for outcome in Outcome:
             self.outcomes.labels(outcome.value)
 
-    def track(self, in_flight: Callable[[], int], queued: Callable[[], int]) -> None:
-        """Read the two gauges of the dispatcher at every scrape."""
-        self.in_flight.set_function(in_flight)
-        self.queued.set_function(queued)
+    def track(self, dispatcher: Dispatcher) -> None:
+        """Read the dispatcher's two gauges at every scrape."""
+        self.in_flight.set_function(lambda: dispatcher.num_in_flight)
+        self.queued.set_function(lambda: dispatcher.num_queued)
 
-    def observe_phase(self, phase: str, seconds: float) -> None:
-        """One phase of one request; ``phase`` is one of `PHASES`."""
+    def accepted(self, spec: RequestSpec) -> None:
+        self.accepted_requests.inc()
+        self.prompt_tokens.inc(len(spec.prompt_tokens))
+        if not spec.is_probe:
+            self.request_prompt_tokens.observe(len(spec.prompt_tokens))
+
+    def routed(self, seconds: float) -> None:
+        self.route_seconds.observe(seconds)
+
+    def phase_ended(self, phase: str, seconds: float) -> None:
         assert phase in PHASES
         self.phase_seconds.labels(phase).observe(seconds)
+
+    def prompt_started(self, num_cached_tokens: int) -> None:
+        self.cached_prompt_tokens.inc(num_cached_tokens)
+
+    def handoff_stalled(self, seconds: float) -> None:
+        self.handoff_stall_seconds.observe(seconds)
+
+    def retried(self, reason: str) -> None:
+        self.redispatches.labels(reason).inc()
+
+    def ended(self, request: Request) -> None:
+        assert request.outcome is not None
+        self.outcomes.labels(request.outcome.value).inc()
 
     def observe_transfer(self, report: worker_pb2.TransferReport) -> None:
         """One pull, as the decode worker reports it."""
@@ -173,8 +194,8 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
 
-class EdgeMetrics:
-    """Counts what the HTTP edge reports; implements `pdserve.router.observer.EdgeObserver`."""
+class EdgeMetrics(EdgeObserver):
+    """Counts what the HTTP edge reports."""
 
     def __init__(self, metrics: RouterMetrics, slo: SloConfig) -> None:
         self._metrics = metrics

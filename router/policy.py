@@ -38,7 +38,7 @@ class WorkerSnapshot(NamedTuple):
     num_decoding: int
     """Sequences that decode or were sent to decode."""
     num_free_blocks: int
-    """Blocks that a new sequence could take, less those promised to sequences only just sent."""
+    """Blocks that a new sequence could take, less those of sequences that were only just sent."""
     prefill_correction: float
     """Observed over predicted time of steps with prefill rows."""
     decode_correction: float
@@ -77,9 +77,9 @@ class PromptBlocks:
         self._hashes = list(known_hashes[: self._num_cacheable])
         self._parent = self._hashes[-1] if self._hashes else root_hash(cache_salt)
 
-    def num_blocks(self, num_choices: int = 1) -> int:
-        """Blocks that hold the prompt and the next token, the last one once for each choice."""
-        return self.num_tokens // self.block_size + num_choices
+    def num_blocks(self) -> int:
+        """Blocks that hold the prompt and the next token."""
+        return self.num_tokens // self.block_size + 1
 
     def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
         """Leading tokens whose blocks are all among ``cached_blocks``."""
@@ -210,7 +210,6 @@ def choose_prefill(
     workers: Iterable[WorkerSnapshot],
     costs: Costs,
     *,
-    num_choices: int = 1,
     tpot_slo_s: float = 0.0,
 ) -> PrefillChoice | None:
     """The worker with the least predicted TTFT; ``None`` when no worker can begin.
@@ -220,7 +219,6 @@ def choose_prefill(
     does not: corrections change within seconds, and prompts would go back and forth.
 
     Args:
-        num_choices: answers to generate.
         tpot_slo_s: see `may_prefill_locally`.
     """
     workers = list(workers)
@@ -236,7 +234,7 @@ def choose_prefill(
     if any(option.handoff for option in options):
         cost, correction = costs[WorkerRole.DECODE], min(options).correction
         for worker in workers:
-            if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker, num_choices):
+            if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker):
                 continue  # without blocks and a seat the request would wait for them ahead of its token 0
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
@@ -252,7 +250,6 @@ def choose_decode(
     costs: Costs,
     cut_off: AbstractSet[str] = frozenset(),
     *,
-    num_choices: int = 1,
     source_host: str = "",
 ) -> DecodeChoice | None:
     """The decode worker with the least predicted TPOT among those with room, ties to the lowest id.
@@ -264,7 +261,6 @@ def choose_decode(
     Args:
         cut_off: ids of workers that could not pull from the prompt's prefill worker lately; taken only if there is no
             other.
-        num_choices: answers to generate.
         source_host: of the prompt's prefill worker.
     """
     choices = []
@@ -272,9 +268,9 @@ def choose_decode(
     for worker in workers:
         if worker.role is not WorkerRole.DECODE:
             continue
-        shortfall = _shortfall(blocks, worker, num_choices)
-        num_context = worker.num_context_tokens + num_choices * blocks.num_tokens
-        tpot_s = cost.decode_s(worker.num_decoding + num_choices, num_context) * worker.decode_correction
+        shortfall = _shortfall(blocks, worker)
+        num_context = worker.num_context_tokens + blocks.num_tokens
+        tpot_s = cost.decode_s(worker.num_decoding + 1, num_context) * worker.decode_correction
         num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
         transfer_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
         choice = DecodeChoice(worker.worker_id, shortfall == 0, tpot_s, transfer_s)
@@ -290,8 +286,8 @@ def _mixed_correction(worker: WorkerSnapshot) -> float:
     return worker.prefill_correction
 
 
-def _shortfall(blocks: PromptBlocks, worker: WorkerSnapshot, num_choices: int) -> int:
-    """Blocks and seats that ``worker`` lacks for ``num_choices`` answers."""
-    missing_blocks = max(0, blocks.num_blocks(num_choices) - worker.num_free_blocks)
-    missing_seats = max(0, worker.num_decoding + num_choices - worker.max_batch_size)
-    return missing_blocks + missing_seats
+def _shortfall(blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
+    """Blocks and batch slots that ``worker`` lacks for one more sequence."""
+    missing_blocks = max(0, blocks.num_blocks() - worker.num_free_blocks)
+    missing_slots = max(0, worker.num_decoding + 1 - worker.max_batch_size)
+    return missing_blocks + missing_slots

@@ -1,8 +1,7 @@
 """One worker's session: a bidirectional gRPC stream that is opened again whenever it breaks.
 
-Owns the channel, the reconnects and the stall timeout; speaks to one `SessionSink` (a `Worker` of the fleet) in stream
-order. Commands are queued and never waited for. Knows nothing of requests: when a stream breaks, the sink is told once,
-and everything sent through it is void.
+Owns the channel, the reconnects and the stall timeout; a subclass receives what comes, in stream order. Commands are
+queued and never waited for. Knows nothing of requests: when a stream breaks, everything sent through it is void.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import asyncio
 import logging
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 
@@ -56,31 +55,13 @@ class SessionRefusedError(Exception):
     """The worker at the other end is not the one that was wanted, or does not fit the fleet."""
 
 
-class SessionSink(Protocol):
-    """Who hears of a session. Calls come from the event loop, in stream order, and must not block."""
+class WorkerSession(ABC):
+    """Keeps a session to one incarnation of a worker open until `close`. The abstract methods are called from the event
+    loop and must not block."""
 
-    def session_opened(self, session: WorkerSession, welcome: worker_pb2.Welcome) -> None:
-        """The worker answered; commands may be sent.
-
-        Raises:
-            SessionRefusedError: it does not fit; the session closes and tries again later.
-        """
-        ...
-
-    def frame_received(self, session: WorkerSession, frame: worker_pb2.StepFrame) -> None: ...
-
-    def session_broken(self, session: WorkerSession, reason: str) -> None:
-        """The stream is gone; exactly one call per `session_opened` that returned."""
-        ...
-
-
-class WorkerSession:
-    """Keeps a session to one incarnation of a worker open until `close`."""
-
-    def __init__(self, endpoint: WorkerEndpoint, sink: SessionSink, credentials: Credentials) -> None:
+    def __init__(self, endpoint: WorkerEndpoint, credentials: Credentials) -> None:
         self.endpoint = endpoint
         self.is_open = False
-        self._sink = sink
         self._router_id = credentials.router_id
         self._metadata = call_metadata(credentials.cluster_token)
         self._tick_s = credentials.stall_timeout_s / STALL_TICKS
@@ -88,13 +69,28 @@ class WorkerSession:
         self._commands: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
+    @abstractmethod
+    def session_opened(self, welcome: worker_pb2.Welcome) -> None:
+        """The worker answered; commands may be sent.
+
+        Raises:
+            SessionRefusedError: it does not fit; the session closes and tries again later.
+        """
+
+    @abstractmethod
+    def frame_received(self, frame: worker_pb2.StepFrame) -> None: ...
+
+    @abstractmethod
+    def session_broken(self, reason: str) -> None:
+        """The stream is gone; exactly one call per `session_opened` that returned."""
+
     def start(self) -> None:
         """Begin to connect; needs a running event loop."""
         assert self._task is None
         self._task = asyncio.create_task(self._run(), name=f"session {self.endpoint.worker_id}")
 
     async def close(self) -> None:
-        """End the session for good. The sink hears `session_broken` if it was open."""
+        """End the session for good. Calls `session_broken` if it was open."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -128,13 +124,13 @@ class WorkerSession:
                 was_open, self.is_open = self.is_open, False
                 reader.cancel()
                 if was_open:
-                    self._tell_broken(reason)
+                    self._report_broken(reason)
                 await asyncio.wait({reader})
         return reason, was_open
 
-    def _tell_broken(self, reason: str) -> None:
+    def _report_broken(self, reason: str) -> None:
         try:
-            self._sink.session_broken(self, reason)
+            self.session_broken(reason)
         except Exception:  # the worker must come back all the same
             log.exception("session with %s: its end could not be handled", self.endpoint.worker_id)
 
@@ -179,7 +175,7 @@ class WorkerSession:
     def _receive(self, message: worker_pb2.WorkerMessage) -> None:
         body = message.WhichOneof("body")
         if body == "frame" and self.is_open:
-            self._sink.frame_received(self, message.frame)
+            self.frame_received(message.frame)
         elif body == "welcome" and not self.is_open:
             self._check_identity(message.welcome)
             self._open(message.welcome)
@@ -187,9 +183,9 @@ class WorkerSession:
             raise SessionRefusedError(f"unexpected message {body!r}")
 
     def _open(self, welcome: worker_pb2.Welcome) -> None:
-        self.is_open = True  # the sink may send at once
+        self.is_open = True  # commands may be sent at once
         try:
-            self._sink.session_opened(self, welcome)
+            self.session_opened(welcome)
         except SessionRefusedError:
             self.is_open = False
             raise

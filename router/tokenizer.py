@@ -1,7 +1,8 @@
 """The model's tokenizer and chat template, read from its folder without torch or transformers.
 
-Text becomes token ids here; token ids become text in `pdserve.router.detokenizer`. Long texts are encoded in a thread,
-so that other streams do not wait for them.
+Text becomes token ids here; token ids become text in `pdserve.router.answer_text`. Long texts are encoded in a thread,
+so that other streams do not wait for them. A template comes with a checkpoint and is not trusted; the values it renders
+come from clients and are trusted even less: it runs in a jinja2 sandbox set up as transformers sets up its own.
 """
 
 from __future__ import annotations
@@ -10,13 +11,88 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from pdserve.router.chat_template import ChatTemplate
-from pdserve.router.detokenizer import Detokenizer
+from pdserve.router.answer_text import Detokenizer
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile ``source``.
+
+        Args:
+            special_tokens: what the template may name, such as ``bos_token``, with its text.
+
+        Raises:
+            ValueError: it is not a jinja2 template.
+        """
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            ValueError: the template refuses these messages.
+        """
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except Exception as error:  # a template is code: it can raise anything, and the messages made it
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja2's own filter escapes HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
 
 MAX_INLINE_CHARS = 4096
 """Texts up to this long take less time to encode than to hand to a thread and back."""
@@ -48,7 +124,10 @@ class ChatTokenizer:
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
         self._longest_token_chars = max(map(len, tokenizer.get_vocab()))
         self._bytes_of_token: dict[int, bytes] = {}
-        self._byte_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else {}
+        decoders = _decoder_types(tokenizer)
+        self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in decoders else {}
+        self._has_decoder = bool(decoders)
+        """Without one, text is the tokens as they are written, joined by spaces."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTokenizer:
@@ -131,6 +210,8 @@ class ChatTokenizer:
             return piece.encode()
         if all(char in self._byte_of_char for char in piece):
             return bytes(self._byte_of_char[char] for char in piece)
+        if not self._has_decoder:
+            return piece.encode()
         if _BYTE_PIECE.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(_SPACE, " ").encode()
@@ -144,9 +225,10 @@ class ChatTokenizer:
         return ids
 
 
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
-    return any(part["type"] == "ByteLevel" for part in [decoder, *decoder.get("decoders", ())])
+def _decoder_types(tokenizer: Tokenizer) -> set[str]:
+    """Types of the decoder and of its parts; empty where the tokenizer has none."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return {part["type"] for part in [decoder, *decoder.get("decoders", ())] if "type" in part}
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -15,19 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
 from pdserve.engine.scheduler import (
     AbortPullEvent,
     Event,
     GrantEvent,
     OfferEvent,
-    PromptLogprobsEvent,
     PullResult,
-    RequestEvent,
-    RequestEventKind,
-    RequestKey,
     StartPullEvent,
-    TokenEvent,
     WithdrawEvent,
 )
 from pdserve.model.hash_chain import expected_tokens

@@ -19,12 +19,12 @@ from typing import Self
 import grpc
 import psutil
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
-from pdserve.engine.frames import ReceivedToken, unpack_tokens
-from pdserve.engine.wire import request_to_proto, source_from_proto, source_to_proto
 from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 from pdserve.kv_transfer.rpc import call_metadata
+from pdserve.proto.codec import request_to_proto, source_to_proto, unpack_tokens
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 60.0
@@ -41,7 +41,7 @@ class RouterClient:
         self.welcome = worker_pb2.Welcome()
         self.load = worker_pb2.Load()
         self.frames: list[worker_pb2.StepFrame] = []
-        self.tokens: defaultdict[int, list[ReceivedToken]] = defaultdict(list)
+        self.tokens: defaultdict[int, list[TokenEvent]] = defaultdict(list)
         """By request id."""
         self.events: defaultdict[int, list[worker_pb2.RequestEvent]] = defaultdict(list)
         self.error: grpc.StatusCode | None = None
@@ -105,7 +105,9 @@ class RouterClient:
 
     def wait_for_source(self, request_id: int) -> KvSource:
         """Where a prompt that was submitted with ``handoff`` can be pulled from."""
-        return source_from_proto(self.wait_for_event(request_id, worker_pb2.RequestEvent.LAST_CHUNK).source)
+        event = self.wait_for_event(request_id, worker_pb2.RequestEvent.LAST_CHUNK)
+        welcome = self.welcome
+        return KvSource(address=welcome.kv_address, worker_epoch=welcome.worker_epoch, handle=event.handle)
 
     def wait_for_tokens(self, request_id: int, count: int) -> list[int]:
         """The first ``count`` tokens of a request."""
@@ -163,7 +165,7 @@ class RouterClient:
         self.frames.append(message.frame)
         self.load = message.frame.load
         for entry in unpack_tokens(message.frame.tokens):
-            self.tokens[entry.request_id].append(entry)
+            self.tokens[entry.key.request_id].append(entry)
         for event in message.frame.events:
             self.events[event.request_id].append(event)
 

@@ -41,6 +41,32 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _RefusalCode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RefusalCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalCode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REFUSAL_CODE_NONE: _RefusalCode.ValueType  # 0
+    REFUSAL_CODE_INVALID: _RefusalCode.ValueType  # 1
+    """can never run here, nor on a worker like this one"""
+    REFUSAL_CODE_DRAINING: _RefusalCode.ValueType  # 2
+    REFUSAL_CODE_OVERLOADED: _RefusalCode.ValueType  # 3
+    REFUSAL_CODE_SOURCE: _RefusalCode.ValueType  # 4
+    """the prefill worker refused the pull"""
+
+class RefusalCode(_RefusalCode, metaclass=_RefusalCodeEnumTypeWrapper):
+    """Why a worker, or the source of a pull, refused: what the router's next step depends on."""
+
+REFUSAL_CODE_NONE: RefusalCode.ValueType  # 0
+REFUSAL_CODE_INVALID: RefusalCode.ValueType  # 1
+"""can never run here, nor on a worker like this one"""
+REFUSAL_CODE_DRAINING: RefusalCode.ValueType  # 2
+REFUSAL_CODE_OVERLOADED: RefusalCode.ValueType  # 3
+REFUSAL_CODE_SOURCE: RefusalCode.ValueType  # 4
+"""the prefill worker refused the pull"""
+Global___RefusalCode: _TypeAlias = RefusalCode  # noqa: Y015
+
 @_typing.final
 class RouterMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -159,23 +185,17 @@ class Cancel(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     attempt: _builtins.int
-    @_builtins.property
-    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """only these; empty is all of them"""
-
     def __init__(
         self,
         *,
         request_id: _builtins.int = ...,
         attempt: _builtins.int = ...,
-        choices: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,7 +232,6 @@ class Request(_message.Message):
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
-    NUM_CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     attempt: _builtins.int
     cache_salt: _builtins.bytes
@@ -220,9 +239,7 @@ class Request(_message.Message):
     ttft_slo_s: _builtins.float
     handoff: _builtins.bool
     choice: _builtins.int
-    """first choice to generate"""
-    num_choices: _builtins.int
-    """answers to the one prompt; 0 is 1"""
+    """index of the answer: part of the random generator's counter"""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -244,11 +261,10 @@ class Request(_message.Message):
         ttft_slo_s: _builtins.float = ...,
         handoff: _builtins.bool = ...,
         choice: _builtins.int = ...,
-        num_choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "num_choices", b"num_choices", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -524,7 +540,6 @@ class Tokens(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
@@ -535,8 +550,6 @@ class Tokens(_message.Message):
     @_builtins.property
     def attempt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def choice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
     def index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the token in the answer, over all attempts"""
 
@@ -544,7 +557,7 @@ class Tokens(_message.Message):
     def token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def finish(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
-        """not NONE on a choice's last token"""
+        """not NONE on the last token"""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
@@ -559,7 +572,6 @@ class Tokens(_message.Message):
         *,
         request_id: _abc.Iterable[_builtins.int] | None = ...,
         attempt: _abc.Iterable[_builtins.int] | None = ...,
-        choice: _abc.Iterable[_builtins.int] | None = ...,
         index: _abc.Iterable[_builtins.int] | None = ...,
         token: _abc.Iterable[_builtins.int] | None = ...,
         finish: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
@@ -568,7 +580,7 @@ class Tokens(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "logprobs_entry", b"logprobs_entry", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "logprobs_entry", b"logprobs_entry", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -603,7 +615,7 @@ Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class RequestEvent(_message.Message):
-    """Something that happened to an attempt, beside its tokens."""
+    """A change in an attempt's life."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -617,7 +629,7 @@ class RequestEvent(_message.Message):
         STARTED: RequestEvent._Kind.ValueType  # 1
         """its first chunk was scheduled, or its blocks were reserved"""
         LAST_CHUNK: RequestEvent._Kind.ValueType  # 2
-        """prefill started the prompt's last chunk: time to bind a decode worker to `source`"""
+        """prefill started the prompt's last chunk: time to bind a decode worker to `handle`"""
         JOINED: RequestEvent._Kind.ValueType  # 3
         """the pulled KV is verified and the sequence decodes"""
         PREEMPTED: RequestEvent._Kind.ValueType  # 4
@@ -625,7 +637,7 @@ class RequestEvent(_message.Message):
         CANCELLED: RequestEvent._Kind.ValueType  # 6
         """terminal"""
         REJECTED: RequestEvent._Kind.ValueType  # 7
-        """terminal: can never run here; `message` says why"""
+        """terminal: not taken; `refusal` is the reason"""
         FAILED: RequestEvent._Kind.ValueType  # 8
         """terminal: the step that computed it failed"""
         KV_UNAVAILABLE: RequestEvent._Kind.ValueType  # 9
@@ -638,7 +650,7 @@ class RequestEvent(_message.Message):
     STARTED: RequestEvent.Kind.ValueType  # 1
     """its first chunk was scheduled, or its blocks were reserved"""
     LAST_CHUNK: RequestEvent.Kind.ValueType  # 2
-    """prefill started the prompt's last chunk: time to bind a decode worker to `source`"""
+    """prefill started the prompt's last chunk: time to bind a decode worker to `handle`"""
     JOINED: RequestEvent.Kind.ValueType  # 3
     """the pulled KV is verified and the sequence decodes"""
     PREEMPTED: RequestEvent.Kind.ValueType  # 4
@@ -646,7 +658,7 @@ class RequestEvent(_message.Message):
     CANCELLED: RequestEvent.Kind.ValueType  # 6
     """terminal"""
     REJECTED: RequestEvent.Kind.ValueType  # 7
-    """terminal: can never run here; `message` says why"""
+    """terminal: not taken; `refusal` is the reason"""
     FAILED: RequestEvent.Kind.ValueType  # 8
     """terminal: the step that computed it failed"""
     KV_UNAVAILABLE: RequestEvent.Kind.ValueType  # 9
@@ -658,9 +670,10 @@ class RequestEvent(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     attempt: _builtins.int
     kind: Global___RequestEvent.Kind.ValueType
@@ -669,10 +682,10 @@ class RequestEvent(_message.Message):
     """STARTED: prompt tokens found in the prefix cache"""
     waited_s: _builtins.float
     """STARTED, JOINED: time since the worker received the request"""
-    @_builtins.property
-    def source(self) -> Global___KvSource:
-        """LAST_CHUNK"""
-
+    handle: _builtins.bytes
+    """LAST_CHUNK: of the parked prompt, on the worker's transfer process"""
+    refusal: Global___RefusalCode.ValueType
+    """REJECTED, KV_UNAVAILABLE"""
     def __init__(
         self,
         *,
@@ -680,13 +693,14 @@ class RequestEvent(_message.Message):
         attempt: _builtins.int = ...,
         kind: Global___RequestEvent.Kind.ValueType = ...,
         message: _builtins.str = ...,
-        source: Global___KvSource | None = ...,
         num_cached_tokens: _builtins.int = ...,
         waited_s: _builtins.float = ...,
+        handle: _builtins.bytes = ...,
+        refusal: Global___RefusalCode.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "kind", b"kind", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "source", b"source", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handle", b"handle", "kind", b"kind", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "refusal", b"refusal", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from pdserve.bench.simulator_speed import Case, Peer, Stopwatch, cases, measure,
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.planner import simulator
 from pdserve.prefill_worker.scheduler import PrefillScheduler
-from pdserve.router.promises import Promises
+from pdserve.router.worker import InFlightLoad
 
 SIMPY = """
 import time
@@ -78,7 +78,7 @@ def test_calls_within_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_policy_and_schedulers_are_what_they_were_when_they_have_been_timed() -> None:
-    owners = PrefillScheduler, DecodeScheduler, Promises, simulator
+    owners = PrefillScheduler, DecodeScheduler, InFlightLoad, simulator
     before = [vars(owner).copy() for owner in owners]
     with timed_policy_and_schedulers():
         assert [vars(owner) != old for owner, old in zip(owners, before, strict=True)] == [True] * 4

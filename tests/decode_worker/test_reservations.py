@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
 from pdserve.decode_worker.reservations import Reservations
-from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sequence import LOOKAHEAD_TOKENS
 from pdserve.engine.sequence_table import SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool

@@ -7,22 +7,12 @@ from typing import TypeVar
 import pytest
 
 from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
-from pdserve.engine.scheduler import (
-    AbortPullEvent,
-    Event,
-    FirstToken,
-    OfferEvent,
-    PullResult,
-    RequestEvent,
-    RequestEventKind,
-    RequestKey,
-    StartPullEvent,
-    TokenEvent,
-)
+from pdserve.engine.scheduler import AbortPullEvent, Event, FirstToken, OfferEvent, PullResult, StartPullEvent
 from pdserve.engine.sequence import LOOKAHEAD_TOKENS
 from pdserve.kv_transfer.block_pool import BlockPool
 
@@ -204,6 +194,16 @@ def test_a_request_that_ended_with_its_first_token_is_released() -> None:
     assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
     assert scheduler.plan(0.0) is None
     assert (pool.num_referenced, pool.num_cached) == (0, 0)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_failed_pull_tells_a_refusal_of_the_source_from_a_broken_link(is_refused: bool) -> None:
+    scheduler = a_scheduler(BlockPool(64, BLOCK_SIZE))
+    [pull] = start_pulls(scheduler, a_request(0, 10))
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, failure="whatever it says", is_refused=is_refused), 0.0)
+    [event] = scheduler.take_events()
+    assert isinstance(event, RequestEvent)
+    assert event.refusal is (RefusalCode.SOURCE if is_refused else RefusalCode.NONE)
 
 
 @pytest.mark.parametrize("failure", ["copy: broken", ""])

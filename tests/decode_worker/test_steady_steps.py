@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, SteadySteps
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
-from pdserve.engine.scheduler import Event, FirstToken, PullResult, RequestKey, StartPullEvent, TokenEvent
+from pdserve.engine.scheduler import Event, FirstToken, PullResult, StartPullEvent
 from pdserve.kv_transfer.block_pool import BlockPool
 
 BLOCK_SIZE = 4

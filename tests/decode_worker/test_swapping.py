@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import pytest
 
+from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import SwapSpace, swap_space
-from pdserve.engine.scheduler import Event, RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.engine.scheduler import Event
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware

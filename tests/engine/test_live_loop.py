@@ -7,9 +7,19 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import pytest
 
+from pdserve.contracts.events import (
+    ClientEvent,
+    RefusalCode,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    SchedulerLoad,
+    TokenEvent,
+)
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.engine.live_loop import Inbox, LiveLoop, PartDied, StopLoop, WorkerReport, message_from_proto
@@ -18,6 +28,7 @@ from pdserve.engine.loop import (
     AddRequest,
     CancelRequest,
     PrepareRequest,
+    PullEnded,
     SessionEnded,
     StartDrain,
     StepTimes,
@@ -29,12 +40,7 @@ from pdserve.engine.scheduler import (
     GrantEvent,
     OfferEvent,
     PullResult,
-    RequestEvent,
-    RequestEventKind,
-    RequestKey,
-    SchedulerLoad,
     StartPullEvent,
-    TokenEvent,
     WithdrawEvent,
 )
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -338,6 +344,10 @@ def test_a_second_request_under_the_same_key_is_rejected() -> None:
         wait_until(lambda: (1, RequestEventKind.CANCELLED) in rig.kinds, "CANCELLED")
 
 
+def is_rejection(event: ClientEvent) -> TypeGuard[RequestEvent]:
+    return isinstance(event, RequestEvent) and event.kind is RequestEventKind.REJECTED
+
+
 def test_a_drain_refuses_new_work_and_waits_for_the_old() -> None:
     rig = Rig()
     with rig.running():
@@ -346,6 +356,8 @@ def test_a_drain_refuses_new_work_and_waits_for_the_old() -> None:
         rig.inbox.put(StartDrain())
         rig.add(2)
         wait_until(lambda: (2, RequestEventKind.REJECTED) in rig.kinds, "REJECTED")
+        (refusal,) = [event.refusal for report in rig.reports for event in report.events if is_rejection(event)]
+        assert refusal is RefusalCode.DRAINING
         assert rig.reports[-1].is_draining
         assert not rig.loop.drained.is_set()
         rig.inbox.put(CancelRequest(key))
@@ -450,3 +462,12 @@ def test_changes_of_the_prefix_cache_are_reported_once() -> None:
         wait_until(lambda: len(rig.reports) >= 2, "two turns")
     assert [report.cache.stored for report in rig.reports if report.cache.stored] == [[b"hash"]]
     assert rig.reports[0].is_for_all
+
+
+@pytest.mark.parametrize("stage", ["connect", "refused", "grant", "copy", "verify", "aborted", "deadline"])
+def test_a_refusal_of_the_source_is_a_stage_not_a_word(stage: str) -> None:
+    done = transfer_pb2.PullDone(pull_id=3, failure_stage=stage, message="refused: says the message")
+    ended = message_from_proto(transfer_pb2.TransferToEngine(pull_done=done), LIMITS)
+    assert isinstance(ended, PullEnded)
+    assert ended.result.failure
+    assert ended.result.is_refused is (stage == "refused")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
 from pdserve.engine.loop import (
@@ -17,7 +18,7 @@ from pdserve.engine.loop import (
     StepTimes,
     Wait,
 )
-from pdserve.engine.scheduler import OfferEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.engine.scheduler import OfferEvent
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
@@ -102,10 +103,14 @@ class Rig:
     def end_step(self, now_s: float = 0.0) -> None:
         self.loop.step_ended(self.loop.oldest_step.handle.result(), now_s)
 
-    def refusals(self) -> list[str]:
+    def refusals(self) -> list[tuple[RefusalCode, str]]:
         self.loop.flush()
         events = [event for report in self.take_reports() for event in report.events]
-        return [e.message for e in events if isinstance(e, RequestEvent) and e.kind is RequestEventKind.REJECTED]
+        return [
+            (e.refusal, e.message)
+            for e in events
+            if isinstance(e, RequestEvent) and e.kind is RequestEventKind.REJECTED
+        ]
 
 
 def test_a_loop_of_depth_2_submits_a_second_step_before_it_waits_for_the_first() -> None:
@@ -157,10 +162,10 @@ def test_sessions_know_the_requests_that_have_not_ended(monkeypatch: pytest.Monk
     rig = Rig()
     key = rig.add(1, 1, max_tokens=1)
     rig.add(1, 1)
-    assert rig.refusals() == ["the worker already runs this attempt"]
+    assert rig.refusals() == [(RefusalCode.INVALID, "the worker already runs this attempt")]
     rig.add(2, 1)
     rig.add(2, 2)
-    assert rig.refusals() == ["the worker holds 2 requests already"]
+    assert rig.refusals() == [(RefusalCode.OVERLOADED, "the worker holds 2 requests already")]
     rig.loop.turn(0.0)
     rig.end_step()
     rig.add(2, 2)

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
-from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sequence import LOOKAHEAD_TOKENS, Sequence
 
 

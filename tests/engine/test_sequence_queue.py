@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import GenerationRequest
-from pdserve.engine.scheduler import RequestKey
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_queue import SequenceQueue
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.contracts.events import RequestEvent, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepOutput
-from pdserve.engine.scheduler import RequestEvent, RequestKey, TokenEvent
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.sequence_table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
+from pdserve.contracts.events import ClientEvent, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.frames import KvOrigin
 from pdserve.engine.live_loop import Inbox, LiveMessage, PartDied, WorkerReport
 from pdserve.engine.loop import (
     AddRequest,
@@ -26,11 +26,10 @@ from pdserve.engine.loop import (
     StartDrain,
     TransferReport,
 )
-from pdserve.engine.scheduler import ClientEvent, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.engine.service import ServiceSettings, WorkerService
 from pdserve.engine.sessions import Session
-from pdserve.engine.wire import request_to_proto
 from pdserve.kv_transfer.block_pool import CacheEvents
+from pdserve.proto.codec import request_to_proto
 from pdserve.proto.v1 import worker_pb2
 from tests.workers import RouterClient, wait_until
 
@@ -48,8 +47,9 @@ class LoopSide:
             host="127.0.0.1",
             cluster_token="secret",
             session_grace_s=GRACE_S,
-            welcome=worker_pb2.Welcome(worker_id="decode-0", worker_epoch=7, max_model_len=256),
-            origin=KvOrigin("127.0.0.1:1", 7),
+            welcome=worker_pb2.Welcome(
+                worker_id="decode-0", worker_epoch=7, max_model_len=256, kv_address="127.0.0.1:1"
+            ),
             limits=LIMITS,
         )
         self.service = WorkerService(settings, self.inbox, is_healthy=lambda: self.is_healthy)
@@ -184,7 +184,9 @@ def test_a_bad_request_is_rejected_and_the_session_goes_on(
     with RouterClient(loop_side.address, token="secret") as router:
         router.submit(a_request(1, **fields))
         router.submit(a_request(2))
-        assert complaint in router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED).message
+        rejected = router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED)
+        assert complaint in rejected.message
+        assert rejected.refusal == worker_pb2.REFUSAL_CODE_INVALID
         assert loop_side.next_key().request_id == 2
 
 
@@ -272,7 +274,8 @@ def test_a_full_inbox_rejects_requests_but_takes_cancels(loop_side: LoopSide, mo
     monkeypatch.setattr("pdserve.engine.live_loop.MAX_WAITING_MESSAGES", 0)
     with RouterClient(loop_side.address, token="secret") as router:
         router.submit(a_request(1))
-        assert "overloaded" in router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED).message
+        rejected = router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED)
+        assert rejected.refusal == worker_pb2.REFUSAL_CODE_OVERLOADED
         router.cancel(1)
         assert isinstance(loop_side.next_message(), CancelRequest)
 

@@ -96,7 +96,7 @@ def test_a_request_resumes_after_what_was_already_emitted(slow_mixed: WorkerProc
         router.submit(replace(whole, attempt=1, emitted_tokens=tuple(answer[:5])))
         assert router.wait_for_answer(1) == answer[5:]
         assert router.tokens[1][0].index == 5
-        assert router.tokens[1][0].attempt == 1
+        assert router.tokens[1][0].key.attempt == 1
 
 
 @pytest.mark.parametrize("transport", ["memfd", "grpc"])

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, Executor, SampledToken, StepBatch, StepHandle, StepRow
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.model import model_executor
 from pdserve.model.config import DecoderConfig

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import Executor, ModelLimits, StepHandle, TokenLogprobs
 from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.engine.scheduler import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.kv_transfer.block_pool import BlockPool
 
 

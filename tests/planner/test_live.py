@@ -7,7 +7,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.live import LiveError, observe
 from pdserve.router.metrics import EdgeMetrics, RouterMetrics, WorkerMetrics
-from pdserve.router.observer import AnswerTiming
+from pdserve.router.timing import AnswerTiming
 
 
 class Router:

@@ -12,12 +12,14 @@ from tempfile import TemporaryDirectory
 
 import uvicorn
 
+from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.app import create_app
-from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
+from pdserve.router.generation import ServedModel
 from pdserve.router.http_protocol import BoundedHttpProtocol
-from pdserve.router.observer import AnswerTiming
+from pdserve.router.request import GenerationError
+from pdserve.router.timing import AnswerTiming, EdgeObserver
 from pdserve.router.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
@@ -25,7 +27,7 @@ MODEL = "small"
 MAX_MODEL_LEN = 512
 MAX_BODY_BYTES = 2**21
 
-Script = Callable[["ScriptedGeneration"], AsyncIterator[TokenDelta]]
+Script = Callable[["ScriptedGeneration"], AsyncIterator[TokenEvent]]
 
 
 @dataclass
@@ -44,10 +46,10 @@ class ScriptedGeneration:
     """Choices that the edge finished."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
-    ready: list[TokenDelta] = field(default_factory=list)
+    ready: list[TokenEvent] = field(default_factory=list)
     """Tokens that come together with the one that the script yielded last."""
 
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
         num_running = self.num_choices
         async for delta in self.script(self):
             num_running -= delta.finish is not FinishReason.NONE
@@ -62,7 +64,7 @@ class ScriptedGeneration:
         top = ((50, -0.25), (51, -0.5))
         return [TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0]
 
-    def take_ready(self) -> Sequence[TokenDelta]:
+    def take_ready(self) -> Sequence[TokenEvent]:
         ready, self.ready = self.ready, []
         return ready
 
@@ -112,12 +114,18 @@ class ScriptedGenerator:
         return self.generations[-1]
 
 
+def token_event(
+    choice: int, index: int, token: int, logprobs: TokenLogprobs | None, finish: FinishReason
+) -> TokenEvent:
+    return TokenEvent(RequestKey(0, 1, 0), choice, index, token, logprobs, finish)
+
+
 def saying(
     tokens: Sequence[int], finish: FinishReason = FinishReason.LENGTH, logprobs: TokenLogprobs | None = None
 ) -> Script:
     """A script that yields ``tokens`` in each choice, as many as the request allows, the last with ``finish``."""
 
-    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         said = tokens[: generation.sampling.max_tokens]
         generation.num_cached_tokens = 3
         for index, token in enumerate(said):
@@ -125,7 +133,7 @@ def saying(
             if index == len(said) - 1 < len(tokens) - 1:
                 end = FinishReason.LENGTH
             for choice in range(generation.num_choices):
-                yield TokenDelta(choice, index, token, logprobs, end)
+                yield token_event(choice, index, token, logprobs, end)
 
     return script
 
@@ -133,10 +141,10 @@ def saying(
 def at_once(tokens: Sequence[int]) -> Script:
     """A script whose tokens are all there at the same time."""
 
-    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         last = len(tokens) - 1
         first, *generation.ready = [
-            TokenDelta(choice, index, token, None, FinishReason.LENGTH if index == last else FinishReason.NONE)
+            token_event(choice, index, token, None, FinishReason.LENGTH if index == last else FinishReason.NONE)
             for index, token in enumerate(tokens)
             for choice in range(generation.num_choices)
         ]
@@ -148,9 +156,9 @@ def at_once(tokens: Sequence[int]) -> Script:
 def failing_after(tokens: Sequence[int], error: Exception) -> Script:
     """A script that yields ``tokens`` and then raises."""
 
-    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         for index, token in enumerate(tokens):
-            yield TokenDelta(0, index, token, None, FinishReason.NONE)
+            yield token_event(0, index, token, None, FinishReason.NONE)
         raise error
 
     return script
@@ -159,9 +167,9 @@ def failing_after(tokens: Sequence[int], error: Exception) -> Script:
 def stuck_after(tokens: Sequence[int]) -> Script:
     """A script that yields ``tokens`` and then nothing, for ever."""
 
-    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         for index, token in enumerate(tokens):
-            yield TokenDelta(0, index, token, None, FinishReason.NONE)
+            yield token_event(0, index, token, None, FinishReason.NONE)
         await asyncio.Event().wait()
 
     return script
@@ -170,17 +178,17 @@ def stuck_after(tokens: Sequence[int]) -> Script:
 def endless(token: int) -> Script:
     """A script that yields ``token`` as fast as it is taken."""
 
-    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         index = 0
         while True:
-            yield TokenDelta(0, index, token, None, FinishReason.NONE)
+            yield token_event(0, index, token, None, FinishReason.NONE)
             index += 1
             await asyncio.sleep(0)
 
     return script
 
 
-class RecordingObserver:
+class RecordingObserver(EdgeObserver):
     """Keeps what the edge reports."""
 
     def __init__(self) -> None:

@@ -8,19 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import SamplingParams
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.attempt import Attempt
+from pdserve.router.cluster import Cluster, TokenStream
 from pdserve.router.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.fleet import Fleet
-from pdserve.router.flight import Flight
-from pdserve.router.leg import Leg
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.request import Attempt
 from pdserve.router.session import Credentials
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
 
@@ -41,6 +40,7 @@ STALL_TIMEOUT_S = 1.2
 class Rig:
     """What a test holds of a router without its HTTP edge."""
 
+    cluster: Cluster
     dispatcher: Dispatcher
     fleet: Fleet
     metrics: RouterMetrics
@@ -54,7 +54,7 @@ class Rig:
         num_prompt_logprobs: int = -1,
         cache_salt: bytes = b"",
         seed: int | None = None,
-    ) -> Flight:
+    ) -> TokenStream:
         """A request, greedy where there is no ``seed``."""
         sampling = SamplingParams(
             temperature=0.0 if seed is None else 1.0,
@@ -63,7 +63,7 @@ class Rig:
             ignore_eos=True,
             num_prompt_logprobs=num_prompt_logprobs,
         )
-        return self.dispatcher.start(
+        return self.cluster.start(
             list(prompt), sampling, arrived_s=time.monotonic(), cache_salt=cache_salt, num_choices=num_choices
         )
 
@@ -88,10 +88,14 @@ async def running_rig(
 ) -> AsyncIterator[Rig]:
     """A dispatcher with its sweep; every request must have landed when the test leaves."""
     metrics = RouterMetrics()
-    fleet = Fleet(metrics, Credentials(router_id="rig", cluster_token=cluster_token, stall_timeout_s=stall_timeout_s))
-    dispatcher = Dispatcher(fleet, dict.fromkeys(WorkerRole, COST), metrics, DispatchSettings(**settings))  # type: ignore[arg-type]
-    sweep = asyncio.create_task(dispatcher.sweep_forever())
-    rig = Rig(dispatcher, fleet, metrics)
+    costs = dict.fromkeys(WorkerRole, COST)
+    dispatcher = Dispatcher(costs, DispatchSettings(**settings), time.monotonic, metrics)  # type: ignore[arg-type]
+    metrics.track(dispatcher)
+    credentials = Credentials(router_id="rig", cluster_token=cluster_token, stall_timeout_s=stall_timeout_s)
+    fleet = Fleet(dispatcher, metrics, credentials)
+    cluster = Cluster(dispatcher, fleet)
+    sweep = asyncio.create_task(cluster.sweep_forever())
+    rig = Rig(cluster, dispatcher, fleet, metrics)
     try:
         yield rig
         rig.check_conservation()
@@ -122,40 +126,33 @@ def with_workers(*names: str) -> Callable[[Callable[..., Awaitable[None]]], Call
     return decorate
 
 
-def leg_of(flight: Flight) -> Leg:
-    """The only leg of a flight that is in the air."""
-    (leg,) = flight.legs
-    return leg
-
-
-def attempt_of(flight: Flight) -> Attempt:
-    """The attempt that must be on its way."""
-    attempt = leg_of(flight).attempt
-    assert attempt is not None
+def attempt_of(request: TokenStream) -> Attempt:
+    """The only open choice of a request."""
+    (attempt,) = request.attempts.values()
     return attempt
 
 
-async def read_some(flight: Flight, count: int) -> list[int]:
+async def read_some(request: TokenStream, count: int) -> list[int]:
     """The next ``count`` tokens of an answer."""
     async with asyncio.timeout(TIMEOUT_S):
-        return [(await anext(flight)).token for _ in range(count)]
+        return [(await anext(request)).token for _ in range(count)]
 
 
-async def read_all(flight: Flight, first: int = 0) -> list[int]:
+async def read_all(request: TokenStream, first: int = 0) -> list[int]:
     """Every token of an answer from index ``first`` on; indices are checked."""
     tokens: list[int] = []
     async with asyncio.timeout(TIMEOUT_S):
-        async for delta in flight:
+        async for delta in request:
             assert delta.index == first + len(tokens)
             tokens.append(delta.token)
     return tokens
 
 
-async def read_choices(flight: Flight, answers: dict[int, list[int]] | None = None) -> dict[int, list[int]]:
+async def read_choices(request: TokenStream, answers: dict[int, list[int]] | None = None) -> dict[int, list[int]]:
     """Every further token of an answer of several choices, after those of ``answers``; indices are checked."""
     answers = {} if answers is None else answers
     async with asyncio.timeout(TIMEOUT_S):
-        async for delta in flight:
+        async for delta in request:
             tokens = answers.setdefault(delta.choice, [])
             assert delta.index == len(tokens)
             tokens.append(delta.token)

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import FinishReason
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.kv_transfer.rpc import TokenInterceptor
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -36,7 +36,8 @@ class ScriptedWorker(WorkerServicer):
         self.role = role
         self.epoch = next(_epochs)
         self.welcome = {
-            "model_hash": "m", "max_model_len": 4096, "block_size": 4, "num_blocks": 256, "max_batch_tokens": 256,
+            "kv_address": "127.0.0.1:1", "model_hash": "m",
+            "max_model_len": 4096, "block_size": 4, "num_blocks": 256, "max_batch_tokens": 256,
             "max_batch_size": 8, "tensor_parallel": 2, "dtype": "bfloat16", "kv_dtype": "auto", "quantization": "none",
             **welcome,
         }  # fmt: skip
@@ -114,15 +115,11 @@ class ScriptedWorker(WorkerServicer):
         frame.load.CopyFrom(self._load())
         self._outgoing.put_nowait(worker_pb2.WorkerMessage(frame=frame))
 
-    def send_token(
-        self, request: worker_pb2.Request, index: int, token: int, *, last: bool = False, choice: int = 0
-    ) -> None:
+    def send_token(self, request: worker_pb2.Request, index: int, token: int, *, last: bool = False) -> None:
         """One token of the attempt that ``request`` is."""
-        self.send_tokens(request, [(index, token)], last=last, choice=choice)
+        self.send_tokens(request, [(index, token)], last=last)
 
-    def send_tokens(
-        self, request: worker_pb2.Request, tokens: Iterable[tuple[int, int]], *, last: bool, choice: int = 0
-    ) -> None:
+    def send_tokens(self, request: worker_pb2.Request, tokens: Iterable[tuple[int, int]], *, last: bool) -> None:
         """(index, token) pairs in one frame; the last one ends the choice if ``last``."""
         tokens = list(tokens)
         finish = [worker_pb2.FINISH_REASON_NONE] * len(tokens)
@@ -131,7 +128,6 @@ class ScriptedWorker(WorkerServicer):
         columns = worker_pb2.Tokens(
             request_id=[request.request_id] * len(tokens),
             attempt=[request.attempt] * len(tokens),
-            choice=[choice] * len(tokens),
             index=[index for index, _ in tokens],
             token=[token for _, token in tokens],
             finish=finish,
@@ -158,11 +154,8 @@ class ScriptedWorker(WorkerServicer):
         self.send(worker_pb2.StepFrame(prompt_logprobs=[message]))
 
     def offer(self, request: worker_pb2.Request) -> None:
-        """LAST_CHUNK with a source that nobody pulls from."""
-        source = worker_pb2.KvSource(
-            address="127.0.0.1:1", worker_epoch=self.epoch, handle=request.request_id.to_bytes(16, "big")
-        )
-        self.send_event(request, RequestEventKind.LAST_CHUNK, source=source)
+        """LAST_CHUNK with a handle that nobody pulls."""
+        self.send_event(request, RequestEventKind.LAST_CHUNK, handle=request.request_id.to_bytes(16, "big"))
 
     async def next_command(self, kind: str) -> worker_pb2.RouterMessage:
         """The next command, which must be a ``kind``."""

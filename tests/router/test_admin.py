@@ -11,13 +11,12 @@ import httpx
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.model.hardware import hardware
 from pdserve.planner.running import running_cluster
 from pdserve.router.admin import ServedCluster, create_admin_app
-from pdserve.router.generation import GenerationError
-from pdserve.router.warmup import keep_proven
+from pdserve.router.request import GenerationError
 from tests.router.rig import Rig, hand_off, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
@@ -31,7 +30,7 @@ SERVED = ServedCluster(
 
 @asynccontextmanager
 async def admin_client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_admin_app(rig.dispatcher, rig.fleet, rig.metrics, SERVED))
+    transport = httpx.ASGITransport(create_admin_app(rig.cluster, rig.dispatcher, rig.fleet, rig.metrics, SERVED))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         yield client
 
@@ -72,7 +71,7 @@ async def test_bad_targets_are_named(p: ScriptedWorker) -> None:
 async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig, admin_client(rig) as client:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         await p.next_submit()
         p.load["num_blocks_referenced"] = 3
         await until(lambda: rig.fleet.worker("prefill-0").load.num_blocks_referenced == 3)
@@ -88,7 +87,7 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
         assert [worker.tensor_parallel for worker in running.workers] == [2, 2]
         assert (running.model.path, running.model.dtype) == (SERVED.model_path, "bfloat16")
         assert (running.slo, running.devices) == (SERVED.slo, SERVED.devices)
-        flight.cancel()
+        stream.cancel()
         assert (await client.get("/status")).json()["outcomes"]["cancelled"] == 1
 
 
@@ -96,11 +95,11 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
 async def test_drain(m: ScriptedWorker) -> None:
     async with running_rig() as rig, admin_client(rig) as client:
         await rig.up(m)
-        flight = rig.start()
+        stream = rig.start()
         assert (await client.post("/drain")).json() == {"draining": True, "in_flight": 1}
         with pytest.raises(GenerationError):
             rig.start()
-        flight.cancel()
+        stream.cancel()
         status = (await client.get("/status")).json()
         assert status["draining"]
         assert status["in_flight"] == 0
@@ -108,7 +107,7 @@ async def test_drain(m: ScriptedWorker) -> None:
 
 @asynccontextmanager
 async def keeping_proven(rig: Rig) -> AsyncIterator[None]:
-    task = asyncio.create_task(keep_proven(rig.dispatcher, rig.fleet))
+    task = asyncio.create_task(rig.cluster.keep_proven())
     yield
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -121,11 +120,11 @@ async def test_ready_after_a_round_trip_and_again_after_a_loss(p: ScriptedWorker
         await rig.up(p, d)
         for _ in range(2):
             request = await hand_off(p, d)
-            assert not rig.dispatcher.is_ready
+            assert not rig.cluster.is_ready
             d.send_token(request, 1, 2, last=True)
-            await until(lambda: rig.dispatcher.is_ready)
+            await until(lambda: rig.cluster.is_ready)
             await d.stop()
-            await until(lambda: not rig.dispatcher.is_ready)
+            await until(lambda: not rig.cluster.is_ready)
             await d.start()
         await p.next_submit()
         rig.dispatcher.fail_all("the test is over")
@@ -137,9 +136,9 @@ async def test_a_round_trip_that_fails_does_not_prove(m: ScriptedWorker) -> None
         await rig.up(m)
         m.send_event(await m.next_submit(), RequestEventKind.REJECTED, message="no")
         request = await m.next_submit()
-        assert not rig.dispatcher.is_ready
+        assert not rig.cluster.is_ready
         m.send_tokens(request, [(0, 1), (1, 2)], last=True)
-        await until(lambda: rig.dispatcher.is_ready)
+        await until(lambda: rig.cluster.is_ready)
 
 
 @with_workers("decode-0")
@@ -148,4 +147,4 @@ async def test_decode_alone_is_not_ready(d: ScriptedWorker) -> None:
         await rig.up(d)
         await asyncio.sleep(0.2)
         assert d.commands.empty()
-        assert not rig.dispatcher.is_ready
+        assert not rig.cluster.is_ready

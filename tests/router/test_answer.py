@@ -8,13 +8,20 @@ from contextlib import aclosing
 
 import pytest
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
-from pdserve.router.answer import Answer, Usage
-from pdserve.router.choice import Choice, TextDelta
-from pdserve.router.detokenizer import Detokenizer
-from pdserve.router.generation import GenerationError, TokenDelta
-from pdserve.router.stop_strings import StopStrings
-from tests.router.edge_server import Script, ScriptedGeneration, ScriptedGenerator, at_once, saying, stuck_after
+from pdserve.router.answer import Answer, Choice, TextDelta, Usage
+from pdserve.router.answer_text import Detokenizer, StopStrings
+from pdserve.router.request import GenerationError
+from tests.router.edge_server import (
+    Script,
+    ScriptedGeneration,
+    ScriptedGenerator,
+    at_once,
+    saying,
+    stuck_after,
+    token_event,
+)
 from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -152,12 +159,12 @@ def speaking_of(*choices: str) -> Script:
     """A script in which each choice says something of its own, to the end of the longest."""
     tokens = [tokens_of(text) for text in choices]
 
-    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         for index in range(max(map(len, tokens))):
             for choice, said in enumerate(tokens):
                 if index < len(said):
                     end = FinishReason.LENGTH if index == len(said) - 1 else FinishReason.NONE
-                    yield TokenDelta(choice, index, said[index], None, end)
+                    yield token_event(choice, index, said[index], None, end)
 
     return script
 

@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.router import unsupported_fields
-from pdserve.router.generation import GenerationError, ServedModel, TokenDelta
+from pdserve.router.generation import ServedModel
+from pdserve.router.request import GenerationError
 from pdserve.router.schema import ChatBody, CompletionBody
 from tests.router.edge_server import (
     MAX_BODY_BYTES,
@@ -24,6 +26,7 @@ from tests.router.edge_server import (
     failing_after,
     running_edge,
     saying,
+    token_event,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -295,7 +298,7 @@ def test_bodies_of_another_type_are_415(edge: EdgeServer, http: httpx.Client, co
 @pytest.mark.parametrize("stalled", [b"", b'{"prompt"'])
 def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, stalled: bytes) -> None:
     """It says more than it sends, or sends slowly: the same to a server."""
-    monkeypatch.setattr("pdserve.router.edge_middleware.BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pdserve.router.asgi.BODY_TIMEOUT_S", 0.2)
     host, port = edge.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         head = (
@@ -312,11 +315,11 @@ def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytes
 def test_an_answer_may_take_longer_than_a_body(
     edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.router.edge_middleware.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("pdserve.router.asgi.BODY_TIMEOUT_S", 0.05)
 
-    async def slowly(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def slowly(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         await asyncio.sleep(0.2)
-        yield TokenDelta(0, 0, 70, None, FinishReason.LENGTH)
+        yield token_event(0, 0, 70, None, FinishReason.LENGTH)
 
     edge.generator.script = slowly
     assert http.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200

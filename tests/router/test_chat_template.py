@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pdserve.router.chat_template import ChatTemplate
+from pdserve.router.tokenizer import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & 'kind'."},

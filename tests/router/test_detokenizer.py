@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pdserve.router.detokenizer import MAX_HELD_TOKENS, Detokenizer
+from pdserve.router.answer_text import MAX_HELD_TOKENS, Detokenizer
 from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer, metaspace_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.generation import GenerationError
-from tests.router.rig import Rig, attempt_of, hand_off, leg_of, read_all, read_some, running_rig, with_workers
+from pdserve.router.request import GenerationError
+from tests.router.rig import Rig, attempt_of, hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -21,17 +21,17 @@ from tests.router.scripted_worker import ScriptedWorker, until
 async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start()
-        assert leg_of(flight).state is RequestState.PREFILLING
-        answer = asyncio.create_task(read_all(flight))
+        stream = rig.start()
+        assert attempt_of(stream).state is RequestState.PREFILLING
+        answer = asyncio.create_task(read_all(stream))
         request = await hand_off(p, d)
         assert list(request.prompt_tokens) == [1, 2, 3, 4, 5]
         assert not request.emitted_tokens
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
         d.send_tokens(request, [(1, 101), (2, 102), (3, 103)], last=True)
         assert await answer == [100, 101, 102, 103]
-        assert flight.outcome is Outcome.FINISHED
-        assert flight.num_cached_tokens == 1
+        assert stream.outcome is Outcome.FINISHED
+        assert stream.num_cached_tokens == 1
         assert rig.sample("pdserve_request_outcomes_total", outcome="finished") == 1
         assert rig.sample("pdserve_handoff_stall_seconds_count") == 1
         for phase in ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode"):
@@ -42,40 +42,40 @@ async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None
 async def test_tokens_that_have_come_can_be_taken_together(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         request = await hand_off(p, d)
         d.send_tokens(request, [(1, 101), (2, 102), (3, 103)], last=True)
-        await until(lambda: flight.outcome is Outcome.FINISHED)
-        assert await read_some(flight, 1) == [100]
-        assert [delta.token for delta in flight.take_ready()] == [101, 102, 103]
-        assert flight.take_ready() == []
-        assert await read_all(flight) == []
+        await until(lambda: stream.outcome is Outcome.FINISHED)
+        assert await read_some(stream, 1) == [100]
+        assert [delta.token for delta in stream.take_ready()] == [101, 102, 103]
+        assert stream.take_ready() == []
+        assert await read_all(stream) == []
 
 
 @with_workers("prefill-0", "decode-0")
 async def test_the_decode_worker_is_asked_before_token_0_is_out(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         request = await p.next_submit()
         p.offer(request)
         prepare = (await d.next_command("prepare")).prepare
         assert prepare.source.worker_epoch == p.epoch
         assert prepare.source.handle == request.request_id.to_bytes(16, "big")
-        assert leg_of(flight).state is RequestState.HANDOFF
-        flight.cancel()
+        assert attempt_of(stream).state is RequestState.HANDOFF
+        stream.cancel()
 
 
 @with_workers("prefill-0", "decode-0")
 async def test_a_request_that_ends_with_token_0_is_cancelled_on_both(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start(max_tokens=1)
+        stream = rig.start(max_tokens=1)
         request = await p.next_submit()
         p.offer(request)
         await d.next_prepare()
         p.send_token(request, 0, 9, last=True)
-        assert await read_all(flight) == [9]
+        assert await read_all(stream) == [9]
         await p.next_command("cancel")
         await d.next_command("cancel")
 
@@ -84,27 +84,27 @@ async def test_a_request_that_ends_with_token_0_is_cancelled_on_both(p: Scripted
 async def test_tokens_that_overtake_token_0_wait_for_it(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         request = await p.next_submit()
         p.offer(request)
         await d.next_prepare()
         d.send_event(request, RequestEventKind.JOINED)
         d.send_token(request, 1, 101)
         d.send_tokens(request, [(2, 102), (3, 103)], last=True)
-        await until(lambda: len(attempt_of(flight).overtook) == 3)
+        await until(lambda: len(attempt_of(stream).overtook) == 3)
         p.send_token(request, 0, 100)
-        assert await read_all(flight) == [100, 101, 102, 103]
+        assert await read_all(stream) == [100, 101, 102, 103]
 
 
 @with_workers("mixed-0")
 async def test_a_mixed_worker_runs_it_all(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m)
-        flight = rig.start(max_tokens=2)
+        stream = rig.start(max_tokens=2)
         request = await m.next_submit()
         assert not request.handoff
         m.send_tokens(request, [(0, 1), (1, 2)], last=True)
-        assert await read_all(flight) == [1, 2]
+        assert await read_all(stream) == [1, 2]
         assert m.commands.empty()
 
 
@@ -112,11 +112,11 @@ async def test_a_mixed_worker_runs_it_all(m: ScriptedWorker) -> None:
 async def test_without_prefill_workers_decode_prefills_for_itself(d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(d)
-        flight = rig.start(max_tokens=1)
+        stream = rig.start(max_tokens=1)
         request = await d.next_submit()
         assert not request.handoff
         d.send_token(request, 0, 1, last=True)
-        assert await read_all(flight) == [1]
+        assert await read_all(stream) == [1]
 
 
 @with_workers("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -125,41 +125,41 @@ async def test_load_spreads_over_workers(
 ) -> None:
     async with running_rig() as rig:
         await rig.up(p0, p1, d0, d1)
-        flights = [rig.start() for _ in range(6)]
+        streams = [rig.start() for _ in range(6)]
         for prefill in (p0, p1):
             for _ in range(3):
                 prefill.offer(await prefill.next_submit())
         for decode in (d0, d1):
             for _ in range(3):
                 await decode.next_prepare()
-        for flight in flights:
-            flight.cancel()
+        for stream in streams:
+            stream.cancel()
 
 
 @with_workers("prefill-0", "decode-0")
 async def test_preemption_is_a_state(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         request = await hand_off(p, d)
         d.send_event(request, RequestEventKind.PREEMPTED)
-        await until(lambda: leg_of(flight).state is RequestState.PREEMPTED)
+        await until(lambda: attempt_of(stream).state is RequestState.PREEMPTED)
         d.send_event(request, RequestEventKind.RESUMED)
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
-        flight.cancel()
+        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
+        stream.cancel()
 
 
 @with_workers("prefill-0", "decode-0")
 async def test_requests_wait_for_workers_of_both_phases(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
-        flight = rig.start()
+        stream = rig.start()
         assert rig.dispatcher.num_queued == 1
         await rig.up(p)
         assert rig.dispatcher.num_queued == 1
         await rig.up(p, d)
         await p.next_submit()
         assert rig.dispatcher.num_queued == 0
-        flight.cancel()
+        stream.cancel()
 
 
 @with_workers("prefill-0", "decode-0", "decode-1")
@@ -168,42 +168,44 @@ async def test_a_parked_prompt_waits_for_a_decode_worker(
 ) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         request = await p.next_submit()
         await rig.up(p)
         p.offer(request)
         p.send_token(request, 0, 100)
-        await until(lambda: leg_of(flight).wants_decode)
+        await until(lambda: attempt_of(stream).wants_decode)
         await rig.up(p, other)
         prepared = await other.next_prepare()
         assert prepared.attempt == 0
         assert not prepared.emitted_tokens  # the parked blocks hold the KV of the prompt, not of token 0
         other.send_token(prepared, 1, 101, last=True)
-        assert await read_all(flight) == [100, 101]
+        assert await read_all(stream) == [100, 101]
 
 
 @with_workers("prefill-0", "decode-0")
 async def test_a_request_that_can_never_run_is_refused(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         p.send_event(await p.next_submit(), RequestEventKind.REJECTED, message="the prompt needs 900 blocks")
         with pytest.raises(GenerationError, match="900 blocks") as caught:
-            await read_all(flight)
+            await read_all(stream)
         assert caught.value.status == 400
-        assert flight.outcome is Outcome.REJECTED
+        assert stream.outcome is Outcome.REJECTED
 
 
 @with_workers("prefill-0", "prefill-1", "decode-0")
 async def test_a_draining_worker_passes_requests_on(p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p0, p1, d)
-        flight = rig.start()
+        stream = rig.start()
         p0.load["draining"] = True
-        p0.send_event(await p0.next_submit(), RequestEventKind.REJECTED, message="draining")
+        p0.send_event(
+            await p0.next_submit(), RequestEventKind.REJECTED, message="not now", refusal=RefusalCode.DRAINING
+        )
         request = await p1.next_submit()
         assert request.attempt == 1
-        flight.cancel()
+        stream.cancel()
         later = rig.start()
         assert (await p1.next_command("cancel")).cancel.attempt == 1
         assert (await p1.next_submit()).attempt == 0
@@ -214,17 +216,17 @@ async def test_a_draining_worker_passes_requests_on(p0: ScriptedWorker, p1: Scri
 async def test_cancel_reaches_both_workers_and_counts_once(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         request = await p.next_submit()
         p.offer(request)
         await d.next_prepare()
-        flight.cancel()
-        flight.finish(0)
-        assert flight.outcome is Outcome.CANCELLED
+        stream.cancel()
+        stream.finish(0)
+        assert stream.outcome is Outcome.CANCELLED
         assert (await p.next_command("cancel")).cancel.request_id == request.request_id
         assert (await d.next_command("cancel")).cancel.request_id == request.request_id
         p.send_token(request, 0, 1)
-        assert await read_all(flight) == []
+        assert await read_all(stream) == []
         assert rig.dispatcher.outcomes[Outcome.CANCELLED] == 1
 
 
@@ -232,9 +234,9 @@ async def test_cancel_reaches_both_workers_and_counts_once(p: ScriptedWorker, d:
 async def test_a_stop_string_finishes(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m)
-        flight = rig.start()
-        flight.finish(0)
-        assert flight.outcome is Outcome.FINISHED
+        stream = rig.start()
+        stream.finish(0)
+        assert stream.outcome is Outcome.FINISHED
         await m.next_submit()
         await m.next_command("cancel")
 
@@ -242,16 +244,16 @@ async def test_a_stop_string_finishes(m: ScriptedWorker) -> None:
 def test_too_many_are_refused_with_a_time_to_come_back() -> None:
     async def run() -> None:
         async with running_rig(max_in_flight=2) as rig:
-            flights = [rig.start(), rig.start()]
+            streams = [rig.start(), rig.start()]
             with pytest.raises(GenerationError) as caught:
                 rig.start()
             assert caught.value.status == 429
             assert caught.value.retry_after_s is not None
-            flights[0].cancel()
-            flights.append(rig.start())
+            streams[0].cancel()
+            streams.append(rig.start())
             assert rig.dispatcher.num_accepted == 3
-            for flight in flights:
-                flight.cancel()
+            for stream in streams:
+                stream.cancel()
 
     asyncio.run(run())
 
@@ -272,13 +274,13 @@ async def test_a_new_request_waits_shortly_for_workers(p: ScriptedWorker, d: Scr
 async def test_a_request_that_had_a_worker_waits_longer(m: ScriptedWorker) -> None:
     async with running_rig(new_wait_s=0.1, worker_wait_s=0.6) as rig:
         await rig.up(m)
-        flight = rig.start()
+        stream = rig.start()
         m.send_token(await m.next_submit(), 0, 100)
-        assert await read_some(flight, 1) == [100]
+        assert await read_some(stream, 1) == [100]
         lost_s = time.monotonic()
         await m.stop()
         with pytest.raises(GenerationError, match="no worker"):
-            await read_all(flight)
+            await read_all(stream)
         assert time.monotonic() - lost_s > 0.5
 
 
@@ -286,10 +288,10 @@ async def test_a_request_that_had_a_worker_waits_longer(m: ScriptedWorker) -> No
 async def test_past_its_deadline(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig(deadline_s=0.3) as rig:
         await rig.up(p, d)
-        flight = rig.start()
+        stream = rig.start()
         assert 0 < (await p.next_submit()).deadline_s <= 0.3
         with pytest.raises(GenerationError, match="deadline") as caught:
-            await read_all(flight)
+            await read_all(stream)
         assert caught.value.status == 504
         await p.next_command("cancel")
 
@@ -298,16 +300,16 @@ async def test_past_its_deadline(p: ScriptedWorker, d: ScriptedWorker) -> None:
 async def test_a_drain_refuses_new_and_finishes_old(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m)
-        flight = rig.start(max_tokens=1)
+        stream = rig.start(max_tokens=1)
         rig.dispatcher.begin_drain()
         with pytest.raises(GenerationError, match="draining") as caught:
             rig.start()
         assert caught.value.status == 503
-        idle = asyncio.create_task(rig.dispatcher.wait_idle())
+        idle = asyncio.create_task(rig.cluster.wait_idle())
         await asyncio.sleep(0.05)
         assert not idle.done()
         m.send_token(await m.next_submit(), 0, 5, last=True)
-        assert await read_all(flight) == [5]
+        assert await read_all(stream) == [5]
         await asyncio.wait_for(idle, 5)
 
 
@@ -349,28 +351,28 @@ async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: Sc
     async with running_rig(tpot_slo_s=1.0) as rig:
         await rig.up(p, d)
         await cache(rig, d, range(400))
-        flight = rig.start(range(420), max_tokens=2)
+        stream = rig.start(range(420), max_tokens=2)
         request = await d.next_submit()
         assert not request.handoff
         assert rig.fleet.worker("decode-0").snapshot().num_waiting_tokens == 20
         d.send_tokens(request, [(0, 1), (1, 2)], last=True)
-        assert await read_all(flight) == [1, 2]
+        assert await read_all(stream) == [1, 2]
         assert p.commands.empty()
-        probe = rig.dispatcher.start(range(420), SamplingParams(), arrived_s=time.monotonic(), is_probe=True)
+        probe = rig.cluster.start(range(420), SamplingParams(), arrived_s=time.monotonic(), is_probe=True)
         assert (await p.next_submit()).handoff
         probe.cancel()
 
 
 @with_workers("prefill-0", "decode-0")
-async def test_turns_that_come_at_once_leave_no_seat_twice(p: ScriptedWorker, d: ScriptedWorker) -> None:
+async def test_turns_that_come_at_once_take_no_batch_slot_twice(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig(tpot_slo_s=10.0) as rig:
         await rig.up(p, d)
         await cache(rig, d, range(60))
-        flights = [rig.start(range(62), num_choices=2) for _ in range(20)]
-        assert sum(not attempt_of(flight).handoff for flight in flights) == 4  # the worker has 8 seats
+        streams = [rig.start(range(62)) for _ in range(20)]
+        assert sum(not attempt_of(stream).handoff for stream in streams) == 8  # the worker's batch slots
         assert rig.fleet.worker("decode-0").snapshot().num_decoding == 8
-        for flight in flights:
-            flight.cancel()
+        for stream in streams:
+            stream.cancel()
         assert rig.fleet.worker("decode-0").snapshot().num_decoding == 0
 
 
@@ -381,7 +383,7 @@ async def test_a_prompt_is_pulled_where_most_of_it_is_cached(
     async with running_rig() as rig:
         await rig.up(p, d0, d1)
         await cache(rig, d1, range(400))
-        flight = rig.start(range(420))
+        stream = rig.start(range(420))
         p.offer(await p.next_submit())
         await d1.next_prepare()
-        flight.cancel()
+        stream.cancel()

@@ -12,10 +12,11 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionMessageParam
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.router.generation import GenerationError, TokenDelta
-from tests.router.edge_server import MODEL, EdgeServer, ScriptedGeneration, running_edge
+from pdserve.router.request import GenerationError
+from tests.router.edge_server import MODEL, EdgeServer, ScriptedGeneration, running_edge, token_event
 from tests.router.small_tokenizers import BOS_ID
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
@@ -44,14 +45,14 @@ def say_each(edge: EdgeServer, *texts: str) -> int:
     """Each choice says a text of its own; returns the tokens of all."""
     said = [tokens_of(edge, text) for text in texts]
 
-    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         generation.num_cached_tokens = 1
         for index in range(max(map(len, said))):
             for choice in range(generation.num_choices):
                 if index < len(said[choice]):
                     end = FinishReason.LENGTH if index == len(said[choice]) - 1 else FinishReason.NONE
                     logprobs = TokenLogprobs(-0.5, ()) if generation.sampling.num_logprobs >= 0 else None
-                    yield TokenDelta(choice, index, said[choice][index], logprobs, end)
+                    yield token_event(choice, index, said[choice][index], logprobs, end)
 
     edge.generator.script = script
     return sum(map(len, said))
@@ -126,8 +127,8 @@ def test_several_prompts_are_numbered_prompt_by_prompt(edge: EdgeServer, client:
 
 
 def test_one_prompt_that_fails_ends_the_others(edge: EdgeServer, client: openai.OpenAI) -> None:
-    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
-        yield TokenDelta(0, 0, 50, None, FinishReason.NONE)
+    async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
+        yield token_event(0, 0, 50, None, FinishReason.NONE)
         if generation.prompt_tokens == [9]:
             raise GenerationError(503, "lost it")
         await asyncio.Event().wait()

@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
+from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey
 from pdserve.contracts.request import Outcome, RequestState
-from pdserve.engine.scheduler import RequestEventKind
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.generation import GenerationError
-from pdserve.router.job import MAX_ATTEMPTS
-from tests.router.rig import attempt_of, hand_off, leg_of, read_all, read_some, running_rig, with_workers
+from pdserve.router.dispatch import MAX_ATTEMPTS
+from pdserve.router.request import GenerationError
+from tests.router.rig import attempt_of, hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -21,16 +21,16 @@ from tests.router.scripted_worker import ScriptedWorker, until
 async def test_decode_worker_dies_in_the_middle(p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d0, d1)
-        flight = rig.start(max_tokens=5)
+        stream = rig.start(max_tokens=5)
         request = await hand_off(p, d0)
         d0.send_tokens(request, [(1, 101), (2, 102)], last=False)
-        assert await read_some(flight, 3) == [100, 101, 102]
+        assert await read_some(stream, 3) == [100, 101, 102]
         await d0.stop()
         again = await hand_off(p, d1, token=103)
         assert again.attempt == 1
         assert list(again.emitted_tokens) == [100, 101, 102]
         d1.send_token(again, 4, 104, last=True)
-        assert await read_all(flight, 3) == [103, 104]
+        assert await read_all(stream, 3) == [103, 104]
         assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 1
 
 
@@ -38,8 +38,8 @@ async def test_decode_worker_dies_in_the_middle(p: ScriptedWorker, d0: ScriptedW
 async def test_prefill_worker_dies_before_token_0(p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p0, p1, d)
-        flight = rig.start(max_tokens=2)
-        answer = asyncio.create_task(read_all(flight))
+        stream = rig.start(max_tokens=2)
+        answer = asyncio.create_task(read_all(stream))
         p0.offer(await p0.next_submit())
         await d.next_prepare()
         await p0.stop()
@@ -53,13 +53,13 @@ async def test_prefill_worker_dies_before_token_0(p0: ScriptedWorker, p1: Script
 async def test_prefill_worker_dies_before_the_pull(p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p0, p1, d)
-        flight = rig.start(max_tokens=3)
-        answer = asyncio.create_task(read_all(flight))
+        stream = rig.start(max_tokens=3)
+        answer = asyncio.create_task(read_all(stream))
         request = await p0.next_submit()
         p0.offer(request)
         p0.send_token(request, 0, 100)
         await d.next_prepare()
-        await until(lambda: attempt_of(flight).first_token_s > 0)
+        await until(lambda: attempt_of(stream).first_token_s > 0)
         await p0.stop()
         await d.next_command("cancel")
         again = await hand_off(p1, d, token=101)
@@ -76,13 +76,13 @@ def test_a_prefill_worker_that_has_given_everything_may_die(released: bool) -> N
 async def play_last_words(p: ScriptedWorker, d: ScriptedWorker, *, released: bool) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start(max_tokens=2)
+        stream = rig.start(max_tokens=2)
         request = await hand_off(p, d, released=released)
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
         await p.stop()
         await until(lambda: not rig.fleet.worker("prefill-0").is_up)
         d.send_token(request, 1, 101, last=True)
-        assert await read_all(flight) == [100, 101]
+        assert await read_all(stream) == [100, 101]
         assert rig.dispatcher.outcomes[Outcome.FINISHED] == 1
 
 
@@ -90,32 +90,32 @@ async def play_last_words(p: ScriptedWorker, d: ScriptedWorker, *, released: boo
 async def test_the_only_prefill_worker_dies_and_decode_takes_over(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start(max_tokens=2)
+        stream = rig.start(max_tokens=2)
         await p.next_submit()
         await p.stop()
         request = await d.next_submit()
         assert not request.handoff
         d.send_tokens(request, [(0, 100), (1, 101)], last=True)
-        assert await read_all(flight) == [100, 101]
+        assert await read_all(stream) == [100, 101]
 
 
 @with_workers("prefill-0", "decode-0")
 async def test_the_only_decode_worker_comes_back(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start(max_tokens=4)
+        stream = rig.start(max_tokens=4)
         request = await hand_off(p, d)
         d.send_token(request, 1, 101)
-        assert await read_some(flight, 2) == [100, 101]
+        assert await read_some(stream, 2) == [100, 101]
         await d.stop()
-        await until(lambda: leg_of(flight).state is RequestState.QUEUED)
+        await until(lambda: attempt_of(stream).state is RequestState.QUEUED)
         d.epoch += 1000
         await d.start()
         await rig.fleet.set_targets([p.endpoint, d.endpoint])
         again = await hand_off(p, d, token=102)
         assert list(again.emitted_tokens) == [100, 101]
         d.send_token(again, 3, 103, last=True)
-        assert await read_all(flight, 2) == [102, 103]
+        assert await read_all(stream, 2) == [102, 103]
 
 
 @with_workers("prefill-0", "decode-0", "decode-1")
@@ -124,39 +124,39 @@ async def test_a_target_that_is_taken_away_gives_up_its_requests(
 ) -> None:
     async with running_rig() as rig:
         await rig.up(p, d0, d1)
-        flight = rig.start(max_tokens=3)
+        stream = rig.start(max_tokens=3)
         await hand_off(p, d0)
-        assert await read_some(flight, 1) == [100]
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        assert await read_some(stream, 1) == [100]
+        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
         await rig.up(p, d1)
         request = await hand_off(p, d1, token=101)
         d1.send_token(request, 2, 102, last=True)
-        assert await read_all(flight, 1) == [101, 102]
+        assert await read_all(stream, 1) == [101, 102]
 
 
 @with_workers("prefill-0", "decode-0", "decode-1")
 async def test_a_silent_decode_worker_is_fenced(p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker) -> None:
     async with running_rig(stall_timeout_s=0.6) as rig:
         await rig.up(p, d0, d1)
-        flight = rig.start(max_tokens=3)
+        stream = rig.start(max_tokens=3)
         stale = await hand_off(p, d0)
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
         d0.is_silent = True
         request = await hand_off(p, d1, token=101)
         d0.is_silent = False
         await until(lambda: rig.fleet.worker("decode-0").is_up)
         d0.send_tokens(stale, [(1, 666), (2, 666)], last=True)
         d1.send_token(request, 2, 102, last=True)
-        assert await read_all(flight) == [100, 101, 102]
+        assert await read_all(stream) == [100, 101, 102]
 
 
 @with_workers("prefill-0", "decode-0")
 async def test_stale_and_repeated_tokens_are_dropped(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start(max_tokens=4)
+        stream = rig.start(max_tokens=4)
         request = await hand_off(p, d)
-        assert await read_some(flight, 1) == [100]
+        assert await read_some(stream, 1) == [100]
         d.send_event(request, RequestEventKind.KV_UNAVAILABLE, message="expired")
         again = await hand_off(p, d, token=101)
         for kind in (RequestEventKind.FAILED, RequestEventKind.KV_UNAVAILABLE, RequestEventKind.REJECTED):
@@ -164,7 +164,7 @@ async def test_stale_and_repeated_tokens_are_dropped(p: ScriptedWorker, d: Scrip
         d.send_token(request, 2, 666)
         d.send_token(request, 1, 666)
         d.send_tokens(again, [(2, 102), (2, 666), (1, 666), (3, 103)], last=True)
-        assert await read_all(flight, 1) == [101, 102, 103]
+        assert await read_all(stream, 1) == [101, 102, 103]
         assert rig.sample("pdserve_redispatches_total", reason="kv_unavailable") == 1
 
 
@@ -172,14 +172,14 @@ async def test_stale_and_repeated_tokens_are_dropped(p: ScriptedWorker, d: Scrip
 async def test_a_gap_fails_the_attempt_not_the_request(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
-        flight = rig.start(max_tokens=3)
+        stream = rig.start(max_tokens=3)
         request = await hand_off(p, d)
-        await until(lambda: leg_of(flight).state is RequestState.DECODING)
+        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
         d.send_token(request, 2, 102)
         assert (await d.next_command("cancel")).cancel.attempt == 0
         again = await hand_off(p, d, token=101)
         d.send_token(again, 2, 102, last=True)
-        assert await read_all(flight) == [100, 101, 102]
+        assert await read_all(stream) == [100, 101, 102]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -188,7 +188,7 @@ def test_a_step_may_fail_once_but_not_twice(phase: str) -> None:
     async def run(p: ScriptedWorker, d: ScriptedWorker) -> None:
         async with running_rig() as rig:
             await rig.up(p, d)
-            flight = rig.start()
+            stream = rig.start()
             for attempt in range(2):
                 if phase == "prefill":
                     request = await p.next_submit()
@@ -202,10 +202,10 @@ def test_a_step_may_fail_once_but_not_twice(phase: str) -> None:
                 else:
                     await d.next_command("cancel")
             with pytest.raises(GenerationError) as caught:
-                await read_all(flight)
+                await read_all(stream)
             assert caught.value.status == 500
             assert "boom" not in caught.value.message
-            assert flight.outcome is Outcome.FAILED
+            assert stream.outcome is Outcome.FAILED
 
     run()
 
@@ -214,13 +214,14 @@ def test_a_step_may_fail_once_but_not_twice(phase: str) -> None:
 async def test_work_that_a_worker_gives_up_as_late_is_late(m: ScriptedWorker) -> None:
     async with running_rig(deadline_s=0.2) as rig:
         await rig.up(m)
-        flight = rig.start()
+        stream = rig.start()
         await m.next_submit()
         time.sleep(0.2)  # noqa: ASYNC251  # the sweep must not come first
-        event = worker_pb2.RequestEvent(kind=worker_pb2.RequestEvent.FAILED, message="deadline: 0.2 s have passed")
-        leg_of(flight).event_received(rig.fleet.worker("mixed-0"), event)
+        key = RequestKey(0, attempt_of(stream).request_id, 0)
+        event = RequestEvent(key, RequestEventKind.FAILED, "deadline: 0.2 s have passed")
+        rig.dispatcher.event_received(rig.fleet.worker("mixed-0"), event)
         with pytest.raises(GenerationError) as caught:
-            await read_all(flight)
+            await read_all(stream)
         assert caught.value.status == 504
 
 
@@ -228,13 +229,13 @@ async def test_work_that_a_worker_gives_up_as_late_is_late(m: ScriptedWorker) ->
 async def test_attempts_are_bounded(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m)
-        flight = rig.start()
+        stream = rig.start()
         for _ in range(MAX_ATTEMPTS):
             request = await m.next_submit()
             m.send_event(request, RequestEventKind.CANCELLED, message="the session ended")
             await m.next_command("cancel")
         with pytest.raises(GenerationError) as caught:
-            await read_all(flight)
+            await read_all(stream)
         assert caught.value.status == 503
 
 
@@ -242,28 +243,28 @@ async def test_attempts_are_bounded(m: ScriptedWorker) -> None:
 async def test_cancelled_between_attempts(m0: ScriptedWorker, m1: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m0)
-        flight = rig.start()
+        stream = rig.start()
         await m0.next_submit()
         await m0.stop()
-        await until(lambda: leg_of(flight).state is RequestState.QUEUED)
-        flight.cancel()
+        await until(lambda: attempt_of(stream).state is RequestState.QUEUED)
+        stream.cancel()
         assert rig.dispatcher.num_queued == 0
         await rig.up(m1)
         assert m1.commands.empty()
-        assert flight.outcome is Outcome.CANCELLED
+        assert stream.outcome is Outcome.CANCELLED
 
 
 @with_workers("mixed-0", "mixed-1")
 async def test_a_garbled_frame_breaks_the_session(m0: ScriptedWorker, m1: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m0, m1)
-        flight = rig.start(max_tokens=1)
+        stream = rig.start(max_tokens=1)
         request = await m0.next_submit()
         columns = worker_pb2.Tokens(request_id=[request.request_id], attempt=[0, 0])
         m0.send(worker_pb2.StepFrame(tokens=columns))
         again = await m1.next_submit()
         m1.send_token(again, 0, 5, last=True)
-        assert await read_all(flight) == [5]
+        assert await read_all(stream) == [5]
 
 
 @with_workers("prefill-0", "decode-0", "decode-1")
@@ -282,25 +283,25 @@ async def test_many_streams_survive_a_lost_worker(p: ScriptedWorker, d0: Scripte
             request = await d.next_prepare()
             d.send_event(request, RequestEventKind.JOINED)
             first, base = len(request.emitted_tokens) + 1, request.prompt_tokens[0] * 100
-            streams.append(asyncio.create_task(play_stream(d, request, first, base)))
+            senders.append(asyncio.create_task(play_stream(d, request, first, base)))
 
     async def play_stream(d: ScriptedWorker, request: worker_pb2.Request, first: int, base: int) -> None:
         for index in range(first, 30):
             await asyncio.sleep(0.01)
             d.send_token(request, index, base + index, last=index == 29)
 
-    streams: list[asyncio.Task[None]] = []
+    senders: list[asyncio.Task[None]] = []
     async with running_rig() as rig:
         await rig.up(p, d0, d1)
         players = [asyncio.create_task(play) for play in (play_prefill(), play_decode(d0), play_decode(d1))]
-        flights = [rig.start([number, 1, 2], max_tokens=30) for number in range(16)]
-        answers = [asyncio.create_task(read_all(flight)) for flight in flights]
+        streams = [rig.start([number, 1, 2], max_tokens=30) for number in range(16)]
+        answers = [asyncio.create_task(read_all(stream)) for stream in streams]
         await asyncio.sleep(0.15)
         await d0.stop()
         for number, answer in enumerate(answers):
             assert await answer == [number * 100 + index for index in range(30)]
         assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
-        for task in (*players, *streams):
+        for task in (*players, *senders):
             task.cancel()
 
 
@@ -312,13 +313,13 @@ def test_what_a_prefill_worker_says_after_the_join_ends_nothing(kind: RequestEve
     async def run(p: ScriptedWorker, d: ScriptedWorker) -> None:
         async with running_rig() as rig:
             await rig.up(p, d)
-            flight = rig.start(max_tokens=2)
+            stream = rig.start(max_tokens=2)
             request = await hand_off(p, d, released=False)
-            await until(lambda: leg_of(flight).state is RequestState.DECODING)
+            await until(lambda: attempt_of(stream).state is RequestState.DECODING)
             p.send_event(request, kind, message="parked: nobody pulled the prompt in time")
-            await until(lambda: attempt_of(flight).is_prefill_over)
+            await until(lambda: attempt_of(stream).is_prefill_over)
             d.send_token(request, 1, 101, last=True)
-            assert await read_all(flight) == [100, 101]
+            assert await read_all(stream) == [100, 101]
             assert p.commands.empty()
             assert d.commands.empty()
 
@@ -331,14 +332,14 @@ async def test_token_0_is_lost_after_the_decode_worker_heard_that_it_was_the_las
 ) -> None:
     async with running_rig() as rig:
         await rig.up(p0, p1, d)
-        flight = rig.start(max_tokens=1)
+        stream = rig.start(max_tokens=1)
         p0.offer(await p0.next_submit())
         d.send_event(await d.next_prepare(), RequestEventKind.RELEASED)
         d.load["num_running"] = 1  # its next load, which the router gets after the event
         await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
         await p0.stop()
         p1.send_token(await p1.next_submit(), 0, 9, last=True)
-        assert await read_all(flight) == [9]
+        assert await read_all(stream) == [9]
 
 
 @with_workers("prefill-0", "prefill-1", "decode-0")
@@ -347,11 +348,11 @@ async def test_only_the_workers_of_an_attempt_are_heard(
 ) -> None:
     async with running_rig() as rig:
         await rig.up(p, stranger, d)
-        flight = rig.start(max_tokens=2)
+        stream = rig.start(max_tokens=2)
         request = await hand_off(p, d)
         stranger.send_token(request, 1, 666, last=True)
         stranger.send_event(request, RequestEventKind.FAILED)
         stranger.load["num_running"] = 1
         await until(lambda: rig.fleet.worker("prefill-1").load.num_running == 1)
         d.send_token(request, 1, 101, last=True)
-        assert await read_all(flight) == [100, 101]
+        assert await read_all(stream) == [100, 101]

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, TokenLogprobs
-from pdserve.engine.wire import request_from_proto, request_to_proto
+from pdserve.proto.codec import request_from_proto, request_to_proto
 from pdserve.router.app import create_app
-from pdserve.router.generation import TokenDelta
 from pdserve.router.tokenizer import ChatTokenizer
 from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, odd_body
 from tests.router.edge_server import (
@@ -26,6 +26,7 @@ from tests.router.edge_server import (
     RecordingObserver,
     ScriptedGeneration,
     ScriptedGenerator,
+    token_event,
 )
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
@@ -59,7 +60,7 @@ class CheckedGenerator(ScriptedGenerator):
             prompt_tokens=tuple(prompt_tokens),
             sampling=sampling,
             cache_salt=cache_salt,
-            num_choices=num_choices,
+            choice=num_choices - 1,
         )
         request_from_proto(request_to_proto(request), self._limits)
         assert len(prompt_tokens) + sampling.max_tokens <= MAX_MODEL_LEN
@@ -69,7 +70,7 @@ class CheckedGenerator(ScriptedGenerator):
         )
 
 
-async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
+async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
     """A few tokens in each choice, some of them only a part of a character."""
     sampling = generation.sampling
     num_tokens = min(sampling.max_tokens, 3)
@@ -78,7 +79,7 @@ async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenDelta]:
     for index in range(num_tokens):
         end = FinishReason.LENGTH if index == num_tokens - 1 else FinishReason.NONE
         for choice in range(generation.num_choices):
-            yield TokenDelta(choice, index, 150 + index, logprobs, end)
+            yield token_event(choice, index, 150 + index, logprobs, end)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.router.generation import GenerationError
+from pdserve.router.request import GenerationError
 from tests.router.edge_server import MAX_MODEL_LEN, MODEL, EdgeServer, failing_after, running_edge
 from tests.router.small_tokenizers import EOS_ID
 

@@ -137,8 +137,8 @@ TURN = PromptBlocks(range(6100), BLOCK_SIZE)
 OF_HISTORY = frozenset(block_hashes(HISTORY, BLOCK_SIZE))
 
 
-def chosen(blocks: PromptBlocks, *fleet: WorkerSnapshot, tpot_slo_s: float = TPOT_S, num_choices: int = 1) -> str:
-    choice = choose_prefill(blocks, fleet, COSTS, tpot_slo_s=tpot_slo_s, num_choices=num_choices)
+def chosen(blocks: PromptBlocks, *fleet: WorkerSnapshot, tpot_slo_s: float = TPOT_S) -> str:
+    choice = choose_prefill(blocks, fleet, COSTS, tpot_slo_s=tpot_slo_s)
     assert choice is not None
     assert choice.handoff == choice.worker_id.startswith("prefill")
     return choice.worker_id
@@ -205,10 +205,6 @@ def test_a_decode_worker_without_room_prefills_nothing() -> None:
     assert chosen(TURN, P0, d0._replace(num_free_blocks=TURN.num_blocks() - 1)) == "prefill-0"
     assert chosen(TURN, P0, d0._replace(num_decoding=7)) == "decode-0"
     assert chosen(TURN, P0, d0._replace(num_decoding=8)) == "prefill-0"
-    assert chosen(TURN, P0, d0, num_choices=2) == "prefill-0"
-    roomy = d0._replace(num_free_blocks=2000)
-    assert chosen(TURN, P0, roomy._replace(num_decoding=6), num_choices=2) == "decode-0"
-    assert chosen(TURN, P0, roomy._replace(num_decoding=7), num_choices=2) == "prefill-0"
 
 
 def test_another_tenants_history_attracts_nobody() -> None:
@@ -242,15 +238,6 @@ def test_a_decode_worker_on_the_host_of_the_prompt_pulls_faster() -> None:
         choice = choose_decode(prompt(1000), [far, near], COSTS, source_host=source_host)
         assert choice is not None
         assert (choice.worker_id, choice.transfer_s) == (expected, COST.transfer_s(1000, same_host=True))
-
-
-def test_every_choice_needs_a_seat_and_a_context() -> None:
-    choice = choose_decode(
-        prompt(100), [D0._replace(num_decoding=6), D1._replace(num_decoding=5)], COSTS, num_choices=3
-    )
-    assert choice is not None
-    assert (choice.worker_id, choice.has_room) == ("decode-1", True)
-    assert choice.tpot_s == COST.decode_s(8, 300)
 
 
 def test_decode_prefers_the_lighter_batch() -> None:

@@ -20,8 +20,8 @@ from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config import DecoderConfig
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
-from pdserve.router.flight import Flight
-from tests.router.rig import Rig, attempt_of, leg_of, read_all, read_choices, read_some, running_rig
+from pdserve.router.cluster import TokenStream
+from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig
 from tests.router.scripted_worker import until
 from tests.workers import WorkerProcess, emulated_config
 
@@ -85,13 +85,13 @@ async def check_streams(
     checkpoint: Path,
     disturb: Callable[[], object] | None = None,
     *,
-    is_time: Callable[[list[Flight]], bool] = bool,
+    is_time: Callable[[list[TokenStream]], bool] = bool,
 ) -> None:
     """All streams at once, ``disturb`` called when ``is_time``: every answer is the oracle's."""
-    flights = [rig.start(prompt(number), NUM_TOKENS) for number in range(NUM_STREAMS)]
-    answers = [asyncio.create_task(read_all(flight)) for flight in flights]
+    streams = [rig.start(prompt(number), NUM_TOKENS) for number in range(NUM_STREAMS)]
+    answers = [asyncio.create_task(read_all(stream)) for stream in streams]
     if disturb is not None:
-        await until(lambda: is_time(flights))
+        await until(lambda: is_time(streams))
         assert rig.dispatcher.num_in_flight == NUM_STREAMS
         disturb()
     for number, answer in enumerate(answers):
@@ -99,8 +99,8 @@ async def check_streams(
     assert rig.dispatcher.outcomes[Outcome.FINISHED] == NUM_STREAMS
 
 
-def has_begun(flight: Flight) -> bool:
-    return attempt_of(flight).first_token_s > 0
+def has_begun(stream: TokenStream) -> bool:
+    return attempt_of(stream).first_token_s > 0
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str) -> None:
         names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
         async with running_cluster(checkpoint, *names, time_scale=10.0) as (rig, workers):
 
-            def is_time(flights: list[Flight]) -> bool:
+            def is_time(streams: list[TokenStream]) -> bool:
                 """Some have begun, and the victim holds something of one that nobody else holds."""
-                attempts = [attempt_of(flight) for flight in flights]
+                attempts = [attempt_of(stream) for stream in streams]
                 worker = rig.fleet.worker(victim)
                 decodes = any(attempt.decode is worker and attempt.has_joined for attempt in attempts)
                 prefills = any(attempt.prefill is worker and not attempt.first_token_s for attempt in attempts)
-                return any(map(has_begun, flights)) and (decodes or prefills)
+                return any(map(has_begun, streams)) and (decodes or prefills)
 
             await check_streams(rig, checkpoint, workers[victim].process.kill, is_time=is_time)
             assert not rig.fleet.worker(victim).is_up
@@ -156,14 +156,14 @@ def test_a_minimum_of_tokens_holds_over_a_handoff_and_a_loss(checkpoint: Path) -
 
     async def run() -> None:
         async with running_cluster(checkpoint, "prefill-0", "decode-0", "decode-1", time_scale=10.0) as (rig, workers):
-            flight = rig.dispatcher.start(prompt(9), sampling, arrived_s=time.monotonic())
-            tokens = await read_some(flight, 20)
-            victim = attempt_of(flight).decode
+            stream = rig.cluster.start(prompt(9), sampling, arrived_s=time.monotonic())
+            tokens = await read_some(stream, 20)
+            victim = attempt_of(stream).decode
             assert victim is not None
             name = next(name for name in workers if rig.fleet.worker(name) is victim)
             workers[name].process.kill()
-            assert tokens + await read_all(flight, 20) == expected
-            assert list(flight.prompt_logprobs) == [TokenLogprobs(0.0, ())] * (len(prompt(9)) - 1)
+            assert tokens + await read_all(stream, 20) == expected
+            assert list(stream.prompt_logprobs) == [TokenLogprobs(0.0, ())] * (len(prompt(9)) - 1)
             assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 1
             await put_targets(rig, {other: worker for other, worker in workers.items() if other != name})
 
@@ -186,13 +186,13 @@ def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> 
             if pull == "not begun":
                 (transfer_process,) = victim.children()
                 os.kill(transfer_process, signal.SIGSTOP)
-            flight = rig.start(prompt(9), 20)
-            tokens = await read_some(flight, 1)
+            stream = rig.start(prompt(9), 20)
+            tokens = await read_some(stream, 1)
             await asyncio.sleep(0.5)
-            assert leg_of(flight).state is RequestState.HANDOFF
-            assert attempt_of(flight).decode is rig.fleet.worker("decode-0")
+            assert attempt_of(stream).state is RequestState.HANDOFF
+            assert attempt_of(stream).decode is rig.fleet.worker("decode-0")
             victim.process.kill()
-            assert tokens + await read_all(flight, 1) == oracle(checkpoint, 9, 20)
+            assert tokens + await read_all(stream, 1) == oracle(checkpoint, 9, 20)
             assert rig.sample("pdserve_redispatches_total", reason="rebound") == 1
             assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 0
             assert rig.sample("pdserve_step_tokens_sum", worker="prefill-0", role="prefill") == len(prompt(9))
@@ -229,16 +229,16 @@ def test_two_hundred_cancels_free_everything(checkpoint: Path) -> None:
             rng = random.Random(1)
             loop = asyncio.get_running_loop()
             for number in range(200):
-                flight = rig.start(prompt(number), 200)
-                loop.call_later(rng.uniform(0.0, 0.8), flight.cancel)
+                stream = rig.start(prompt(number), 200)
+                loop.call_later(rng.uniform(0.0, 0.8), stream.cancel)
                 await asyncio.sleep(0.002)
             await until(lambda: rig.dispatcher.num_in_flight == 0)
             outcomes = rig.dispatcher.outcomes
             assert outcomes[Outcome.CANCELLED] > 100, outcomes
             assert outcomes[Outcome.CANCELLED] + outcomes[Outcome.FINISHED] == 200
             await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
-            flight = rig.start(prompt(3), 20)
-            assert await read_all(flight) == oracle(checkpoint, 3, 20)
+            stream = rig.start(prompt(3), 20)
+            assert await read_all(stream) == oracle(checkpoint, 3, 20)
 
     asyncio.run(run())
 
@@ -251,18 +251,18 @@ def test_a_chat_finds_its_earlier_answers(checkpoint: Path) -> None:
             history: list[int] = []
             for turn in range(3):
                 text = history + [6 + (7 * turn + position) % 500 for position in range(70)]
-                flight = rig.start(text, 45)
-                answer = await read_all(flight)
+                stream = rig.start(text, 45)
+                answer = await read_all(stream)
                 assert answer == answer_to(checkpoint, text, 45)
                 # The last token's KV is never computed, and blocks hold 16 tokens.
-                assert flight.num_cached_tokens == max(len(history) - 1, 0) // 16 * 16
+                assert stream.num_cached_tokens == max(len(history) - 1, 0) // 16 * 16
                 history = text + answer
                 in_blocks = block_hashes(history[:-1], 16)
                 await until(lambda: rig.fleet.worker("decode-0").cached_blocks >= set(in_blocks))  # noqa: B023
             assert rig.sample("pdserve_handoff_stall_seconds_count") == 1
-            flight = rig.start(history, 2, cache_salt=b"another tenant")
-            assert len(await read_all(flight)) == 2
-            assert flight.num_cached_tokens == 0
+            stream = rig.start(history, 2, cache_salt=b"another tenant")
+            assert len(await read_all(stream)) == 2
+            assert stream.num_cached_tokens == 0
             assert rig.sample("pdserve_handoff_stall_seconds_count") == 2
 
     asyncio.run(run())
@@ -272,23 +272,29 @@ NUM_CHOICES = 3
 NUM_REQUESTS = 6
 
 
+def is_decoding(stream: TokenStream) -> bool:
+    """Every choice of it."""
+    attempts = stream.attempts.values()
+    return len(attempts) == NUM_CHOICES and all(len(attempt.emitted) > 1 for attempt in attempts)
+
+
 async def check_choices(rig: Rig, checkpoint: Path, disturb: Callable[[], object] | None = None) -> None:
     """Requests for several answers at once, ``disturb`` called when all are decoded: every choice is the oracle's."""
-    flights = [
+    streams = [
         rig.start(prompt(number), NUM_TOKENS, num_choices=NUM_CHOICES, seed=number, num_prompt_logprobs=0)
         for number in range(NUM_REQUESTS)
     ]
-    answers = [asyncio.create_task(read_choices(flight)) for flight in flights]
+    answers = [asyncio.create_task(read_choices(stream)) for stream in streams]
     if disturb is not None:
-        await until(lambda: all(len(choice.emitted) > 1 for flight in flights for choice in leg_of(flight).choices))
+        await until(lambda: all(map(is_decoding, streams)))
         assert rig.dispatcher.num_in_flight == NUM_REQUESTS
         disturb()
-    for number, (flight, answer) in enumerate(zip(flights, answers, strict=True)):
+    for number, (stream, answer) in enumerate(zip(streams, answers, strict=True)):
         sampling = SamplingParams(seed=number, ignore_eos=True)
         assert await answer == {
             choice: answer_to(checkpoint, prompt(number), NUM_TOKENS, sampling, choice) for choice in range(NUM_CHOICES)
         }
-        assert len(flight.prompt_logprobs) == len(prompt(number)) - 1
+        assert len(stream.prompt_logprobs) == len(prompt(number)) - 1
     assert rig.dispatcher.num_accepted == rig.dispatcher.outcomes[Outcome.FINISHED] == NUM_REQUESTS
 
 
@@ -318,13 +324,13 @@ def test_a_choice_that_stops_frees_its_blocks(checkpoint: Path) -> None:
 
     async def run() -> None:
         async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=10.0) as (rig, _):
-            flight = rig.start(prompt(1), NUM_TOKENS, num_choices=NUM_CHOICES, seed=1)
-            await read_some(flight, 10 * NUM_CHOICES)
+            stream = rig.start(prompt(1), NUM_TOKENS, num_choices=NUM_CHOICES, seed=1)
+            await read_some(stream, 10 * NUM_CHOICES)
             for choice in range(1, NUM_CHOICES):
-                flight.finish(choice)
+                stream.finish(choice)
             await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
-            last = [delta async for delta in flight if delta.choice == 0][-1]
+            last = [delta async for delta in stream if delta.choice == 0][-1]
             assert last.index == NUM_TOKENS - 1
-            assert flight.outcome is Outcome.FINISHED
+            assert stream.outcome is Outcome.FINISHED
 
     asyncio.run(run())

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from pdserve.model import random_checkpoint
@@ -161,3 +162,39 @@ def test_the_vocabulary_is_the_models_where_it_says_so(tmp_path: Path) -> None:
     assert ChatTokenizer.from_folder(tmp_path).vocab_size == 4096
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 77}}')
     assert ChatTokenizer.from_folder(tmp_path).vocab_size == 77
+
+
+@pytest.mark.parametrize("section", ["decoder", "normalizer", "pre_tokenizer", "post_processor"])
+@pytest.mark.parametrize("value", [None, {}])
+def test_a_section_may_be_empty(tmp_path: Path, section: str, value: object) -> None:
+    """The file is legal where tokenizers takes it; what it refuses is refused with a remedy."""
+    content = json.loads(byte_level_tokenizer().to_str())
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content | {section: value}))
+    try:
+        theirs = Tokenizer.from_file(str(file))
+    except Exception:
+        with pytest.raises(ValueError, match="download it again"):
+            ChatTokenizer.from_folder(tmp_path)
+        return
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    tokens = asyncio.run(tokenizer.encode("time to token"))
+    assert tokens == theirs.encode("time to token").ids
+    assert detokenized(tokenizer, tokens) == theirs.decode(tokens)
+
+
+def detokenized(tokenizer: ChatTokenizer, tokens: list[int]) -> str:
+    """The text of an answer, token by token."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=True)
+    return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+
+
+def test_without_a_decoder_words_are_joined_by_spaces(tmp_path: Path) -> None:
+    words = ["the", "time", "to", "▁first", "token"]
+    theirs = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="the"))
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    tokens = asyncio.run(tokenizer.encode("time to token"))
+    assert detokenized(tokenizer, tokens) == "time to token"
+    assert [tokenizer.token_text(token) for token in (1, 3)] == ["time", "▁first"]

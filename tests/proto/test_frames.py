@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.contracts.request import FinishReason, KvSource
-from pdserve.contracts.step import TokenLogprobs
-from pdserve.engine.frames import KvOrigin, ReceivedToken, pack_frames, unpack_tokens
-from pdserve.engine.scheduler import (
+from pdserve.contracts.events import (
     ClientEvent,
     PromptLogprobsEvent,
+    RefusalCode,
     RequestEvent,
     RequestEventKind,
     RequestKey,
+    SchedulerLoad,
     TokenEvent,
 )
-from pdserve.engine.wire import WireError, logprobs_from_proto, source_from_proto
+from pdserve.contracts.request import FinishReason
+from pdserve.contracts.step import TokenLogprobs
+from pdserve.proto.codec import (
+    WireError,
+    event_from_proto,
+    load_from_proto,
+    load_to_proto,
+    logprobs_from_proto,
+    pack_frames,
+    prompt_logprobs_from_proto,
+    unpack_tokens,
+)
 from pdserve.proto.v1 import worker_pb2
 
 NONE = worker_pb2.FINISH_REASON_NONE
-ORIGIN = KvOrigin("10.0.0.1:7000", 2**64 - 1)
 
 uint32 = st.integers(0, 2**32 - 1)
 float32 = st.floats(width=32, allow_nan=False)
@@ -36,40 +46,44 @@ token_events = st.builds(TokenEvent, keys, uint32, uint32, uint32, logprobs, st.
 @settings(max_examples=50)
 @given(st.lists(token_events, max_size=30))
 def test_every_token_comes_back_in_its_session_in_order(events: list[TokenEvent]) -> None:
-    frames = pack_frames(events, ORIGIN)
+    frames = pack_frames(events)
     assert set(frames) == {event.key.session for event in events}
     for session, frame in frames.items():
         wire = worker_pb2.StepFrame.FromString(frame.SerializeToString())
         expected = [
-            ReceivedToken(
-                event.key.request_id,
-                event.key.attempt,
-                event.choice,
-                event.index,
-                event.token,
-                event.logprobs,
-                event.finish,
-            )
+            replace(event, key=event.key._replace(session=0), choice=0)
             for event in events
             if event.key.session == session
         ]
-        assert list(unpack_tokens(wire.tokens)) == expected
+        assert unpack_tokens(wire.tokens) == expected
 
 
-def test_request_events_carry_the_source_of_a_parked_prompt() -> None:
-    key = RequestKey(4, 11, 1)
-    events: list[ClientEvent] = [
+def test_request_events_come_back() -> None:
+    key = RequestKey(0, 11, 1)
+    events = [
         RequestEvent(key=key, kind=RequestEventKind.STARTED, num_cached_tokens=32, waited_s=0.5),
         RequestEvent(key=key, kind=RequestEventKind.LAST_CHUNK, handle=bytes(range(16))),
         RequestEvent(key=key, kind=RequestEventKind.FAILED, message="out of luck"),
+        *(RequestEvent(key, RequestEventKind.REJECTED, "no", refusal=code) for code in RefusalCode),
     ]
-    started, last_chunk, failed = pack_frames(events, ORIGIN)[4].events
-    assert (started.request_id, started.attempt, started.num_cached_tokens, started.waited_s) == (11, 1, 32, 0.5)
-    assert source_from_proto(last_chunk.source) == KvSource(
-        address="10.0.0.1:7000", worker_epoch=2**64 - 1, handle=bytes(range(16))
-    )
-    assert (failed.kind, failed.message) == (worker_pb2.RequestEvent.FAILED, "out of luck")
-    assert not failed.HasField("source")
+    assert [event_from_proto(message) for message in pack_frames(events)[0].events] == events
+
+
+def test_an_unknown_refusal_is_none_and_an_unknown_kind_an_error() -> None:
+    message = worker_pb2.RequestEvent(kind=worker_pb2.RequestEvent.REJECTED)
+    message.refusal = 99  # type: ignore[assignment]
+    assert event_from_proto(message).refusal is RefusalCode.NONE
+    for bad in (
+        worker_pb2.RequestEvent(),
+        worker_pb2.RequestEvent(kind=worker_pb2.RequestEvent.LAST_CHUNK, handle=b"short"),
+    ):
+        with pytest.raises(WireError):
+            event_from_proto(bad)
+
+
+def test_a_load_comes_back() -> None:
+    load = SchedulerLoad(*range(1, len(SchedulerLoad._fields) + 1))
+    assert load_from_proto(load_to_proto(load)) == load
 
 
 def test_prompt_logprobs_go_to_their_session_in_order() -> None:
@@ -79,9 +93,10 @@ def test_prompt_logprobs_go_to_their_session_in_order() -> None:
         PromptLogprobsEvent(RequestKey(5, 12, 0), 1, []),
         PromptLogprobsEvent(RequestKey(4, 11, 1), 3, entries[1:]),
     ]
-    first, second = pack_frames(events, ORIGIN)[4].prompt_logprobs
+    first, second = pack_frames(events)[4].prompt_logprobs
     assert (first.request_id, first.attempt, first.first_position, second.first_position) == (11, 1, 1, 3)
     assert [logprobs_from_proto(entry) for entry in (*first.entries, *second.entries)] == [*entries, entries[1]]
+    assert prompt_logprobs_from_proto(first) == PromptLogprobsEvent(RequestKey(0, 11, 1), 1, entries)
 
 
 def test_event_kinds_have_the_values_of_the_wire() -> None:
@@ -91,11 +106,12 @@ def test_event_kinds_have_the_values_of_the_wire() -> None:
     assert {f"FINISH_REASON_{reason.name}": reason.value for reason in FinishReason} == dict(
         worker_pb2.FinishReason.items()
     )
+    assert {f"REFUSAL_CODE_{code.name}": code.value for code in RefusalCode} == dict(worker_pb2.RefusalCode.items())
 
 
 def a_column(**columns: list[int] | list[worker_pb2.Logprobs]) -> worker_pb2.Tokens:
     """One good entry, with some columns replaced."""
-    tokens = worker_pb2.Tokens(request_id=[1], attempt=[0], choice=[0], index=[0], token=[5], finish=[NONE])
+    tokens = worker_pb2.Tokens(request_id=[1], attempt=[0], index=[0], token=[5], finish=[NONE])
     for name, values in columns.items():
         tokens.ClearField(name)  # type: ignore[arg-type]
         getattr(tokens, name).extend(values)
@@ -118,5 +134,5 @@ def test_columns_that_do_not_fit_together_are_refused(tokens: worker_pb2.Tokens)
 
 
 def test_frames_and_the_service_need_no_torch() -> None:
-    script = "import sys, pdserve.engine.frames, pdserve.engine.service; sys.exit('torch' in sys.modules)"
+    script = "import sys, pdserve.proto.codec, pdserve.engine.service; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,37 +1,51 @@
-"""Conversions between the wire's messages and the contracts, in both directions.
+"""Conversions between the messages of `worker.proto` and the contracts, in both directions.
 
 What arrives is checked against local limits before anything is allocated for it: every length, token id and number. A
-message that fails a check raises `WireError`, which its receiver turns into a REJECTED event of that one request.
-Used by the worker's service and by the router. Never keeps state.
+message that fails a check raises `WireError`, which a worker turns into a REJECTED event of that one request. Tokens
+travel as columns of equal length, and log probabilities only for the entries that asked for them. Used by workers and
+by the router. Never keeps state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
-from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.events import (
+    ClientEvent,
+    PromptLogprobsEvent,
+    RefusalCode,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    SchedulerLoad,
+    TokenEvent,
+)
+from pdserve.contracts.request import (
+    HANDLE_BYTES,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    REPETITION_PENALTIES,
+    FinishReason,
+    GenerationRequest,
+    KvSource,
+    SamplingParams,
+)
 from pdserve.contracts.step import ModelLimits, TokenLogprobs
 from pdserve.proto.v1 import worker_pb2
 
-HANDLE_BYTES = 16
-"""Length of a parked prompt's handle."""
-
-MAX_STOP_TOKEN_IDS = 128
-MAX_TOP_LOGPROBS = 20
-MAX_BIASES = 1024
-"""Entries of a ``logit_bias``."""
-MAX_BIAS = 100.0
-MAX_PENALTY = 2.0
-"""Of the presence and the frequency penalty; minus it is their least."""
-REPETITION_PENALTIES = (2.0**-6, 100.0)
-"""Least and largest, the same in 32 bits: beyond them a logit could leave the range of its type."""
-MAX_CHOICES = 128
-"""Answers to one request; choices are numbered below it."""
 MAX_CACHE_SALT_BYTES = 64
 MAX_ADDRESS_LENGTH = 255
 MAX_DURATION_S = 86400.0
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
+_KINDS = {kind.value: kind for kind in RequestEventKind}
+_REFUSALS = {code.value: code for code in RefusalCode}
+_LOAD_FIELDS = SchedulerLoad._fields
 
 
 class WireError(ValueError):
@@ -138,7 +152,6 @@ def request_to_proto(request: GenerationRequest) -> worker_pb2.Request:
         ttft_slo_s=request.ttft_slo_s,
         handoff=request.handoff,
         choice=request.choice,
-        num_choices=request.num_choices,
     )
 
 
@@ -156,9 +169,7 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
     _check(len(message.cache_salt) <= MAX_CACHE_SALT_BYTES, f"cache_salt is over {MAX_CACHE_SALT_BYTES} bytes")
     sampling = sampling_from_proto(message.sampling, limits)
     _check(num_emitted < sampling.max_tokens, "every one of max_tokens is already emitted")
-    num_choices = message.num_choices or 1
-    _check(message.choice + num_choices <= MAX_CHOICES, f"choices must be numbered below {MAX_CHOICES}")
-    _check(num_choices == 1 or not num_emitted, "emitted_tokens are those of one choice: num_choices must be 1")
+    _check(message.choice < MAX_CHOICES, f"choice must be below {MAX_CHOICES}")
     return GenerationRequest(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -170,15 +181,7 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
         ttft_slo_s=message.ttft_slo_s,
         handoff=message.handoff,
         choice=message.choice,
-        num_choices=num_choices,
     )
-
-
-def choices_from_proto(message: worker_pb2.Cancel) -> tuple[int, ...]:
-    """The choices that a cancel speaks of; empty for all. Raises `WireError` for one that there cannot be."""
-    _check(len(message.choices) <= MAX_CHOICES, f"more than {MAX_CHOICES} choices")
-    _check(all(choice < MAX_CHOICES for choice in message.choices), f"choices must be below {MAX_CHOICES}")
-    return tuple(message.choices)
 
 
 def source_to_proto(source: KvSource) -> worker_pb2.KvSource:
@@ -216,3 +219,112 @@ def finish_from_proto(value: int) -> FinishReason:
     if reason is None:
         raise WireError(f"unknown finish reason {value}")
     return reason
+
+
+def pack_frames(events: Iterable[ClientEvent]) -> dict[int, worker_pb2.StepFrame]:
+    """One frame for each session that the events are for, by session number; order within a session is kept."""
+    tokens: defaultdict[int, list[TokenEvent]] = defaultdict(list)
+    frames: defaultdict[int, worker_pb2.StepFrame] = defaultdict(worker_pb2.StepFrame)
+    for event in events:
+        if isinstance(event, TokenEvent):
+            tokens[event.key.session].append(event)
+        elif isinstance(event, PromptLogprobsEvent):
+            frames[event.key.session].prompt_logprobs.append(_prompt_logprobs_to_proto(event))
+        else:
+            frames[event.key.session].events.append(event_to_proto(event))
+    for session, column in tokens.items():
+        frames[session].tokens.CopyFrom(pack_tokens(column))
+    return dict(frames)
+
+
+def pack_tokens(events: list[TokenEvent]) -> worker_pb2.Tokens:
+    with_logprobs = [(entry, event.logprobs) for entry, event in enumerate(events) if event.logprobs is not None]
+    return worker_pb2.Tokens(
+        request_id=[event.key.request_id for event in events],
+        attempt=[event.key.attempt for event in events],
+        index=[event.index for event in events],
+        token=[event.token for event in events],
+        finish=[finish_to_proto(event.finish) for event in events],
+        logprobs=[logprobs_to_proto(logprobs) for _, logprobs in with_logprobs],
+        logprobs_entry=[entry for entry, _ in with_logprobs],
+    )
+
+
+def unpack_tokens(tokens: worker_pb2.Tokens) -> list[TokenEvent]:
+    """Entries of a frame's token columns, in order, each with choice 0: the receiver knows the choice.
+
+    Raises:
+        WireError: the columns differ in length, or a value is unknown.
+    """
+    columns = (tokens.request_id, tokens.attempt, tokens.index, tokens.token, tokens.finish)
+    if len({len(column) for column in columns}) != 1:
+        raise WireError("the token columns of a frame differ in length")
+    if len(tokens.logprobs) != len(tokens.logprobs_entry):
+        raise WireError("logprobs and logprobs_entry of a frame differ in length")
+    logprobs = {
+        entry: logprobs_from_proto(message)
+        for entry, message in zip(tokens.logprobs_entry, tokens.logprobs, strict=True)
+    }
+    return [
+        TokenEvent(RequestKey(0, request_id, attempt), 0, index, token, logprobs.get(entry), finish_from_proto(finish))
+        for entry, (request_id, attempt, index, token, finish) in enumerate(zip(*columns, strict=True))
+    ]
+
+
+def _prompt_logprobs_to_proto(event: PromptLogprobsEvent) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(
+        request_id=event.key.request_id,
+        attempt=event.key.attempt,
+        first_position=event.first_position,
+        entries=[logprobs_to_proto(entry) for entry in event.entries],
+    )
+
+
+def prompt_logprobs_from_proto(message: worker_pb2.PromptLogprobs) -> PromptLogprobsEvent:
+    """Raises `WireError` when columns differ in length."""
+    key = RequestKey(0, message.request_id, message.attempt)
+    return PromptLogprobsEvent(key, message.first_position, [logprobs_from_proto(entry) for entry in message.entries])
+
+
+def event_to_proto(event: RequestEvent) -> worker_pb2.RequestEvent:
+    return worker_pb2.RequestEvent(
+        request_id=event.key.request_id,
+        attempt=event.key.attempt,
+        kind=worker_pb2.RequestEvent.Kind.ValueType(event.kind),
+        message=event.message,
+        num_cached_tokens=event.num_cached_tokens,
+        waited_s=event.waited_s,
+        handle=event.handle,
+        refusal=worker_pb2.RefusalCode.ValueType(event.refusal),
+    )
+
+
+def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
+    """An unknown refusal counts as none.
+
+    Raises:
+        WireError: a kind that this version does not know, or a handle of the wrong length.
+    """
+    kind = _KINDS.get(message.kind)
+    if kind is None:
+        raise WireError(f"unknown event kind {message.kind}")
+    has_handle = kind is RequestEventKind.LAST_CHUNK and message.handle
+    _check(not has_handle or len(message.handle) == HANDLE_BYTES, f"handle must be {HANDLE_BYTES} bytes")
+    return RequestEvent(
+        key=RequestKey(0, message.request_id, message.attempt),
+        kind=kind,
+        message=message.message,
+        handle=message.handle,
+        num_cached_tokens=message.num_cached_tokens,
+        waited_s=message.waited_s,
+        refusal=_REFUSALS.get(message.refusal, RefusalCode.NONE),
+    )
+
+
+def load_to_proto(load: SchedulerLoad) -> worker_pb2.Load:
+    """The scheduler's part of a load message; the step loop adds times and corrections."""
+    return worker_pb2.Load(**load._asdict())
+
+
+def load_from_proto(message: worker_pb2.Load) -> SchedulerLoad:
+    return SchedulerLoad(*[getattr(message, name) for name in _LOAD_FIELDS])

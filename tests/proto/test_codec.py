@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.wire import (
+from pdserve.proto.codec import (
     WireError,
-    choices_from_proto,
     request_from_proto,
     request_to_proto,
     source_from_proto,
@@ -66,33 +65,17 @@ def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
     assert request_from_proto(wire, LIMITS) == request
 
 
-def test_several_choices_survive_the_wire() -> None:
-    request = GenerationRequest(request_id=0, prompt_tokens=(1,), choice=120, num_choices=8)
-    wire = worker_pb2.Request.FromString(request_to_proto(request).SerializeToString())
-    assert request_from_proto(wire, LIMITS) == request
-
-
 def test_what_an_older_router_leaves_out_has_its_neutral_value() -> None:
     sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=1)
     request = request_from_proto(worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1), LIMITS)
-    assert (request.num_choices, request.sampling.repetition_penalty) == (1, 1)
+    assert request.sampling.repetition_penalty == 1
 
 
-@pytest.mark.parametrize(
-    "fields", [{"choice": 128}, {"choice": 120, "num_choices": 9}, {"num_choices": 2, "emitted_tokens": [5]}]
-)
-def test_choices_that_cannot_be_are_refused(fields: dict[str, int]) -> None:
+def test_a_choice_that_cannot_be_is_refused() -> None:
     sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=8)
-    request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1, **fields)  # type: ignore[arg-type]
+    request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1, choice=128)
     with pytest.raises(WireError, match="choice"):
         request_from_proto(request, LIMITS)
-
-
-def test_a_cancel_names_choices_that_there_can_be() -> None:
-    assert choices_from_proto(worker_pb2.Cancel(choices=[0, 127])) == (0, 127)
-    for choices in ([128], [0] * 129):
-        with pytest.raises(WireError):
-            choices_from_proto(worker_pb2.Cancel(choices=choices))
 
 
 def test_a_source_survives_the_wire() -> None:
