@@ -39,8 +39,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
-    from pdserve.deploy.config import ConfigError
-    from pdserve.deploy.errors import DeployError
+    from pdserve.contracts.errors import ConfigError, DeployError
 
     try:
         result = app(arguments or ["--help"], prog_name="pdserve", standalone_mode=False)

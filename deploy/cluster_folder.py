@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.errors import DeployError
 
 _LOCK = "lock"
 _NOTE = "cluster.json"

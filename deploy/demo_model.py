@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.errors import DeployError
 from pdserve.model.demo_model import DEMO_MODEL
 
 QUESTION = "What is 17 + 25?"

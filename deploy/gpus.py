@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from math import isclose
 from pathlib import Path
 
+from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig
-from pdserve.deploy.errors import DeployError
 from pdserve.model.hardware import catalogue_name
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")

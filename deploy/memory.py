@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig
-from pdserve.deploy.errors import DeployError
 from pdserve.engine.pool_size import num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.config import DecoderConfig
@@ -34,9 +34,7 @@ class WorkerMemory(NamedTuple):
 
 def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     """Raises ValueError for sizes that no memory would make right; the text names the remedy."""
-    cost = CostModel(
-        model.shape, hardware("cpu"), config.dtype, kv_dtype=config.kv_dtype, quantization=config.quantization
-    )
+    cost = CostModel(model.shape, hardware("cpu"), config.precision)
     limits = model.limits(config.max_model_len)
     block_bytes = cost.kv_bytes_per_token * config.block_size
     needed_bytes = -(-limits.max_model_len // config.block_size) * block_bytes
@@ -68,10 +66,11 @@ def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig) -> None:
 def _remedy(configs: Sequence[WorkerConfig], *, weights_fit: bool) -> str:
     if not weights_fit:
         remedies = ["fewer workers", "a smaller model"]
-        if configs[0].dtype == "float32":
+        precision = configs[0].precision
+        if precision.dtype == "float32":
             remedies.append("model.dtype bfloat16")
-        if configs[0].quantization != "int4":
-            remedies.append("model.quantization " + ("int8 or int4" if configs[0].quantization == "none" else "int4"))
+        if precision.quantization != "int4":
+            remedies.append("model.quantization " + ("int8 or int4" if precision.quantization == "none" else "int4"))
         return f"use {', '.join(remedies[:-1])} or {remedies[-1]}"
     knobs = [f"{config.role.value}.kv_memory" for config in configs if config.kv_memory_bytes]
     knobs += [f"{config.role.value}.swap_memory" for config in configs if config.swap_memory_bytes]

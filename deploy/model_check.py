@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.deploy.cores import CoreSplit
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.deploy.memory import check_memory
 from pdserve.engine.backend import choose_backend

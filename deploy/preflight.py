@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy.launch import Launch
 from pdserve.deploy.ports import listen_error, listener_of
 from pdserve.kernels.cpu_build import cache_folder

@@ -15,7 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy.ports import free_port
 from pdserve.deploy.processes import end_session, last_line, session_members, start_tied
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 
+from pdserve.contracts.codec import to_json, to_plain
 from pdserve.contracts.placement import WorkerEndpoint
 from pdserve.deploy.processes import end_session, last_line, start_tied
-from pdserve.engine.worker_config import endpoint_to_fields
-from pdserve.router.process_config import RouterProcessConfig, config_to_json
+from pdserve.router.process_config import RouterProcessConfig
 
 _ADMIN_TIMEOUT_S = 2.0
 
@@ -75,7 +75,7 @@ class RouterProcess:
         Raises:
             httpx.HTTPError: it does not answer, or refuses.
         """
-        fields = [endpoint_to_fields(endpoint) for endpoint in endpoints]
+        fields = to_plain(list(endpoints))
         self._http.put(f"{self.admin_url}/targets", json=fields).raise_for_status()
 
     def status(self) -> dict[str, Any]:
@@ -129,6 +129,6 @@ class RouterProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         # A command line can be read by every user of the machine, and the configuration holds the cluster's token.
-        self._process.stdin.write(config_to_json(self.config).encode() + b"\n")
+        self._process.stdin.write(to_json(self.config).encode() + b"\n")
         self._process.stdin.close()
         os.set_blocking(self._process.stdout.fileno(), False)

@@ -22,11 +22,11 @@ from typing import Any
 import httpx
 import psutil
 
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy import gpus, preflight
 from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote
 from pdserve.deploy.cores import split_cores
 from pdserve.deploy.demo_model import QUESTION, demo_model_folder
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.deploy.model_check import check_model
 from pdserve.deploy.processes import pin_process
@@ -269,9 +269,7 @@ class Supervisor:
 
     def _banner_rows(self, router: RouterProcess) -> list[tuple[str, str]]:
         config = self._launch.config
-        quantization = config.model.quantization
-        held = config.model.dtype + (f", {quantization} weights" if quantization != "none" else "")
-        rows = [("model", f"{router.config.served_name} ({held})")]
+        rows = [("model", f"{router.config.served_name} ({config.model.precision})")]
         if self._launch.emulate:
             rows[0] = ("model", f"{rows[0][1]}, emulated on {self._launch.emulate}")
         workers = router.status()["workers"]

@@ -13,8 +13,8 @@ import signal
 from enum import Enum
 from typing import Any
 
+from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
-from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 
 PING_INTERVAL_S = 0.5
 PING_TIMEOUT_S = 10.0
@@ -115,7 +115,7 @@ class WorkerSeat:
             "resources": self._resources,
             "max_concurrency": _CONCURRENT_CALLS,
         }
-        self._actor = ray.remote(self._worker_class).options(**options).remote(config_to_fields(self.config))
+        self._actor = ray.remote(self._worker_class).options(**options).remote(to_plain(self.config))
         self._pending_process_id = self._actor.process_id.remote()
         self._pending = self._actor.start.remote()
         self.state = SeatState.STARTING
@@ -132,7 +132,7 @@ class WorkerSeat:
         except Exception as error:  # whatever the worker raised, or how it died
             self._fail(now_s, error)
             return False
-        self.endpoint = endpoint_from_fields(endpoint)
+        self.endpoint = from_plain(WorkerEndpoint, endpoint, "the endpoint")
         self.state = SeatState.UP
         self._up_since_s = now_s
         self._ping(now_s)

@@ -11,8 +11,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from pdserve.contracts.codec import from_plain, to_plain
+from pdserve.contracts.placement import WorkerConfig
 from pdserve.engine.worker import EngineWorker, SchedulerFactory
-from pdserve.engine.worker_config import config_from_fields, endpoint_to_fields
 
 
 class WorkerActor:
@@ -26,7 +27,7 @@ class WorkerActor:
         Raises:
             ValueError: it is not one.
         """
-        self._worker = EngineWorker(config_from_fields(config), scheduler_factory)
+        self._worker = EngineWorker(from_plain(WorkerConfig, config, "the worker's configuration"), scheduler_factory)
 
     def process_id(self) -> int:
         return os.getpid()
@@ -37,7 +38,8 @@ class WorkerActor:
         Raises:
             ValueError: the configuration cannot be served; the text names the remedy.
         """
-        return endpoint_to_fields(self._worker.start())
+        endpoint: dict[str, Any] = to_plain(self._worker.start())
+        return endpoint
 
     def ping(self) -> int:
         """The worker's epoch.

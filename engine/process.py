@@ -7,7 +7,6 @@ takes too long, drops what still runs and exits 1, as does a step loop that died
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import queue
@@ -16,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.engine.worker import EngineWorker, SchedulerFactory
-from pdserve.engine.worker_config import config_from_json, endpoint_to_fields
 from pdserve.kv_transfer.parent_death import die_with_parent
 
 DRAIN_TIMEOUT_S = 30.0
@@ -37,7 +36,7 @@ def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | N
     except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(f"{prog}: {' '.join(str(error).split())}\n")
         return 1
-    sys.stdout.write(json.dumps(endpoint_to_fields(endpoint)) + "\n")
+    sys.stdout.write(to_json(endpoint) + "\n")
     sys.stdout.flush()
     signals.wait()
     is_drained = worker.drain(arguments.drain_timeout_s)
@@ -57,7 +56,7 @@ def _parse_arguments(prog: str, argv: Sequence[str] | None) -> argparse.Namespac
 
 def _read_config(argument: str) -> WorkerConfig:
     # A command line can be read by every user of the host, and the configuration holds the cluster token.
-    return config_from_json(sys.stdin.readline() if argument == "-" else argument)
+    return from_json(WorkerConfig, sys.stdin.readline() if argument == "-" else argument, "the worker's configuration")
 
 
 class _StopSignals:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from pdserve.contracts.codec import to_json
 from pdserve.kv_transfer.pipe import encode_frame, receive_frame
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_config import TransferConfig
@@ -84,7 +85,7 @@ class TransferProcess:
             parent_pid=os.getpid(),
         )
         process = cls(memory.fd, on_message, on_death)
-        process._pipe.sendall(encode_frame(config.to_json()))
+        process._pipe.sendall(encode_frame(to_json(config).encode()))
         process._thread.start()
         process._started.wait(START_TIMEOUT_S)
         if not process.address:

@@ -1,12 +1,11 @@
-"""What an engine tells its transfer process when it starts it: the first frame on their pipe, as JSON.
+"""The configuration of a transfer process: the first frame on the pipe from its engine, as JSON.
 
 Not on the command line, where every user of the host could read the cluster token.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from pdserve.contracts.kv_layout import KvLayout
 
@@ -27,12 +26,3 @@ class TransferConfig:
     """Cores to run on; empty leaves the affinity alone."""
     parent_pid: int
     """The engine's process, with which the transfer process dies."""
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> TransferConfig:
-        fields = json.loads(data)
-        layout = KvLayout(**fields.pop("layout"))
-        return cls(layout=layout, cpu_cores=tuple(fields.pop("cpu_cores")), **fields)

@@ -17,6 +17,7 @@ import sys
 
 import grpc
 
+from pdserve.contracts.codec import from_json
 from pdserve.kv_transfer.auth import TokenInterceptor
 from pdserve.kv_transfer.grpc_options import server_options
 from pdserve.kv_transfer.parent_death import die_with_parent
@@ -104,7 +105,7 @@ def main() -> None:
     first_frame = receive_frame(pipe)
     if first_frame is None:
         return
-    config = TransferConfig.from_json(first_frame)
+    config = from_json(TransferConfig, first_frame, "the transfer process's configuration")
     if os.getppid() != config.parent_pid:  # it died before the kernel was asked to tell
         return
     if config.cpu_cores:

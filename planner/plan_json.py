@@ -62,9 +62,9 @@ def model_json(model: PlannedModel) -> Json:
     return {
         "name": model.name,
         "num_parameters": model.shape.num_parameters,
-        "dtype": model.dtype,
-        "kv_dtype": model.kv_dtype,
-        "quantization": model.quantization,
+        "dtype": model.precision.dtype,
+        "kv_dtype": model.precision.kv_dtype,
+        "quantization": model.precision.quantization,
         "block_size": model.block_size,
         "max_model_len": model.max_model_len,
     }

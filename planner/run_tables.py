@@ -65,7 +65,7 @@ def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
 def _introduction(result: RunResult, traffic: str) -> Iterator[str]:
     run = result.run
     kinds = ", ".join(f"{wording.ROLE_NAMES[pool.role]} on {pool.hardware.name}" for pool in run.layout.pools)
-    yield f"{run.model.name or 'The model'}, {run.model.dtype}: {run.layout} ({kinds})"
+    yield f"{run.model.name or 'The model'}, {run.model.precision.dtype}: {run.layout} ({kinds})"
     if run.layout.spans_hosts:
         yield host_sentence(run.layout, result.attainment)
     load = f"{run.concurrency} at a time" if run.concurrency else wording.rate(run.rate)

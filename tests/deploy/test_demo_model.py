@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy import demo_model
-from pdserve.deploy.errors import DeployError
 
 
 def test_an_installation_without_the_demo_model_says_how_to_name_one(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.gpus import gpu_shares, installed_gpu, warning
 
 

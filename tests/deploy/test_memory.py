@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.deploy import memory
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.memory import PROCESS_BYTES, check_memory, worker_memory
 from pdserve.model.config import DecoderConfig
 from pdserve.model.random_checkpoint import write_random_checkpoint
@@ -55,7 +56,7 @@ def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfi
             "model.quantization int8 or int4",
         ),
         (
-            [replace(a_worker(), dtype="bfloat16", quantization="int8")],
+            [replace(a_worker(), precision=Precision(dtype="bfloat16", quantization="int8"))],
             -200 * MIB,
             "use fewer workers, a smaller model or model.quantization int4",
         ),

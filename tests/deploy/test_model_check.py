@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy import memory
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
 from pdserve.deploy.model_check import check_model
 from pdserve.model.random_checkpoint import write_random_checkpoint

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy import preflight
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
 from pdserve.model.hardware import hardware
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
 from pdserve.engine.step_times import StepTimes
@@ -15,7 +16,7 @@ from pdserve.proto.v1 import worker_pb2
 SHAPE = ModelShape(
     num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=512
 )
-COST = CostModel(SHAPE, hardware("h100-sxm"), "bfloat16")
+COST = CostModel(SHAPE, hardware("h100-sxm"), Precision(dtype="bfloat16"))
 
 
 def a_batch(*rows: tuple[int, int]) -> StepBatch:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.engine.scheduler import RequestEventKind
 from pdserve.model.cost import CostModel
@@ -33,7 +34,7 @@ SHAPE = ModelShape(
     head_dim=16,
     vocab_size=512,
 )
-COST = CostModel(SHAPE, hardware("cpu"), "float32")
+COST = CostModel(SHAPE, hardware("cpu"), Precision(dtype="float32"))
 STALL_TIMEOUT_S = 1.2
 
 
