@@ -39,6 +39,9 @@ def check_model(launch: Launch, folder: Path) -> list[str]:
             check_weights(folder, model.shape)
     except (ValueError, OSError) as error:
         raise DeployError(" ".join(str(error).split())) from error
+    except Exception as error:  # the files are a user's: whatever they cause is one line
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DeployError(f"the model in {folder} cannot be read: {cause}") from error
     configs = _worker_configs(launch, folder)
     if launch.emulate:
         _check_emulated(configs)

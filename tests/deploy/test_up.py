@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pdserve.deploy.cluster_folder import running_clusters
+from pdserve.model.demo_model import DEMO_MODEL
 from tests.deploy.clusters import UpProcess, pdserve, wait_for
 
 ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "1", "--decode", "1")
@@ -145,3 +149,16 @@ def test_a_signal_while_starting_ends_it_cleanly(tmp_path: Path) -> None:
     wait_for(lambda: up.members("ray.scripts"), "Ray to be starting")
     assert up.stop(signal.SIGINT) == 0, up.lines
     assert up.leftovers() == []
+
+
+def test_a_model_of_nan_is_one_line_that_says_so(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    save_file({name: weight * math.nan for name, weight in weights.items()}, file)
+    run = pdserve("up", "--model", str(folder), "--port", "0", "--prefill", "0", "--decode", "0", "--mixed", "1")
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("pdserve: mixed-0 did not start: its process ended: RuntimeError: ")
+    assert "maximum is not finite" in last
+    assert "Traceback" not in run.stdout + run.stderr
