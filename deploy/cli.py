@@ -95,9 +95,9 @@ def up(
     from rich.console import Console
 
     from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
-    from pdserve.deploy.gpus import installed_gpu
     from pdserve.deploy.launch import Launch
     from pdserve.deploy.progress import Progress
+    from pdserve.deploy.resources import installed_gpu
     from pdserve.deploy.supervisor import Supervisor
 
     use = Use.EMULATE if emulate else Use.SERVE

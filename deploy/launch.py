@@ -10,7 +10,7 @@ from pdserve.contracts.codec import to_json
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.actor import DecodeWorker
-from pdserve.deploy.cores import CoreSplit
+from pdserve.deploy.resources import CoreSplit
 from pdserve.model.hardware import Hardware, hardware
 from pdserve.prefill_worker.actor import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig

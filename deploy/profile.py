@@ -22,7 +22,7 @@ from rich.table import Table
 from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.contracts.placement import WorkerRole
-from pdserve.deploy.cores import split_cores
+from pdserve.deploy.resources import split_cores
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.hardware import Hardware, hardware

@@ -25,15 +25,14 @@ import httpx
 import psutil
 
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy import gpus, preflight
+from pdserve.deploy import preflight
 from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote
-from pdserve.deploy.cores import split_cores
-from pdserve.deploy.demo_model import QUESTION, demo_model_folder
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.deploy.model_check import check_model
 from pdserve.deploy.processes import end_session, last_line, pin_process, start_tied
 from pdserve.deploy.progress import Progress
 from pdserve.deploy.ray_cluster import PrivateRay, connect_existing, disconnect, num_gpus, worker_resources
+from pdserve.deploy.resources import gpu_shares, gpu_warning, split_cores
 from pdserve.deploy.router_process import RouterProcess
 from pdserve.deploy.worker_process import WorkerProcess, WorkerState, restart_delay_s
 from pdserve.kernels.cpu_build import is_built
@@ -47,6 +46,7 @@ ROUTER_HANG_S = 10.0
 _TICK_S = 0.05
 _STOP_WORKERS_S = 3.0
 _CLOSE_STREAMS_S = 8.0
+_QUESTION = "What is 17 + 25?"  # the demo model answers 42
 
 
 class Supervisor:
@@ -89,7 +89,7 @@ class Supervisor:
         preflight.check_ports(launch)
         preflight.check_devices(launch, {len(cores) or len(self._cores) for cores in self._split.worker_cores})
         if not launch.config.model.path:
-            self._model_path = demo_model_folder()
+            self._model_path = preflight.demo_model_folder()
         notes = check_model(launch, self._model_path)
         self._folder = ClusterFolder()
         self._take_signals()
@@ -190,8 +190,8 @@ class Supervisor:
         counted = worker_resources()
         board = str(self._folder.path / "cores")
         configs = worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token, board)
-        shares = gpus.gpu_shares(configs, num_gpus())
-        if text := gpus.warning(configs, shares, num_gpus()):
+        shares = gpu_shares(configs, num_gpus())
+        if text := gpu_warning(configs, shares, num_gpus()):
             self._progress.warn("gpus", text)
         for config, share in zip(configs, shares, strict=True):
             resources = counted | self._launch.phase(config.role).resources
@@ -353,5 +353,5 @@ def kv_tokens(worker: dict[str, Any], block_size: int) -> int:
 
 def curl_command(note: ClusterNote) -> str:
     """A request to try, for a shell."""
-    body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 32}}'
+    body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 32}}'
     return f"curl {note.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
