@@ -9,6 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+MAX_STOP_TOKEN_IDS = 128
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+"""Entries of a ``logit_bias``."""
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+"""Of the presence and the frequency penalty; minus it is their least."""
+REPETITION_PENALTIES = (2.0**-6, 100.0)
+"""Least and largest, the same in 32 bits: beyond them a logit could leave the range of its type."""
+MAX_CHOICES = 128
+"""Answers to one request; choices are numbered below it."""
+
 
 class RequestState(Enum):
     """Where a request is. ``QUEUED -> PREFILLING -> HANDOFF -> DECODING (<-> PREEMPTED) -> outcome``.

@@ -10,24 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isfinite
 
-from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.request import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    REPETITION_PENALTIES,
+    FinishReason,
+    GenerationRequest,
+    KvSource,
+    SamplingParams,
+)
 from pdserve.contracts.step import ModelLimits, TokenLogprobs
 from pdserve.proto.v1 import worker_pb2
 
 HANDLE_BYTES = 16
 """Length of a parked prompt's handle."""
 
-MAX_STOP_TOKEN_IDS = 128
-MAX_TOP_LOGPROBS = 20
-MAX_BIASES = 1024
-"""Entries of a ``logit_bias``."""
-MAX_BIAS = 100.0
-MAX_PENALTY = 2.0
-"""Of the presence and the frequency penalty; minus it is their least."""
-REPETITION_PENALTIES = (2.0**-6, 100.0)
-"""Least and largest, the same in 32 bits: beyond them a logit could leave the range of its type."""
-MAX_CHOICES = 128
-"""Answers to one request; choices are numbered below it."""
 MAX_CACHE_SALT_BYTES = 64
 MAX_ADDRESS_LENGTH = 255
 MAX_DURATION_S = 86400.0

@@ -180,8 +180,8 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
 
 
 def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:
-    yield "model", dataclasses.asdict(dataclasses.replace(config.model, served_name=""))
-    yield "slo", dataclasses.asdict(config.slo)
+    yield "model", to_plain(dataclasses.replace(config.model, served_name=""))
+    yield "slo", to_plain(config.slo)
     for role in WorkerRole:
         phase: PhaseConfig = config.phase(role)
         planned = _PLANNED_KEYS if phase.replicas else ("replicas",)

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pdserve.engine.wire import MAX_CHOICES, MAX_PENALTY, MAX_TOP_LOGPROBS, REPETITION_PENALTIES
+from pdserve.contracts.request import MAX_CHOICES, MAX_PENALTY, MAX_TOP_LOGPROBS, REPETITION_PENALTIES
 from pdserve.router.errors import ApiError
 from pdserve.router.schema_types import NOT_TEXT, LogitBias, MessageText, Prompts, StopStringList, TokenIds, is_text
 from pdserve.router.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, check_extra_fields

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from pdserve.engine.wire import MAX_BIAS, MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKEN_IDS
+from pdserve.contracts.request import MAX_BIAS, MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKEN_IDS
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
