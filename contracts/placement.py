@@ -58,10 +58,10 @@ class WorkerConfig:
     """Cores to pin to before torch is imported; empty leaves the affinity alone."""
     core_board: str = ""
     """File on which the workers of this host lend each other the cores of idle ones; empty lends nothing."""
-    core_seat: int = 0
-    """This worker's entry in ``core_seats``."""
-    core_seats: tuple[tuple[int, ...], ...] = ()
-    """``cpu_cores`` of every worker on the board, in the order of their seats; nothing for one that lends nothing."""
+    core_index: int = 0
+    """This worker's entry in ``core_sets``."""
+    core_sets: tuple[tuple[int, ...], ...] = ()
+    """``cpu_cores`` of every worker on the board, in the order of `core_index`; empty for one that lends nothing."""
     transfer_cpu_cores: tuple[int, ...] = ()
     """Cores of the transfer process; empty leaves its affinity alone."""
     emulate: str = ""

@@ -94,7 +94,7 @@ def worker_configs(
     )
     numbers = dict.fromkeys(WorkerRole, 0)
     configs = []
-    for seat, (role, cores) in enumerate(zip(launch.roles, split.worker_cores, strict=True)):
+    for index, (role, cores) in enumerate(zip(launch.roles, split.worker_cores, strict=True)):
         phase = launch.phase(role)
         device = launch.predicted_device(role, len(cores) or len(all_cores))
         configs.append(
@@ -116,8 +116,8 @@ def worker_configs(
                 cluster_token=cluster_token,
                 cpu_cores=cores,
                 core_board=core_board if cores and phase.lend_cores else "",
-                core_seat=seat,
-                core_seats=lent_cores,
+                core_index=index,
+                core_sets=lent_cores,
                 transfer_cpu_cores=split.spare_cores or tuple(all_cores),
                 emulate=launch.emulate,
                 hardware=to_json(device) if device else "",

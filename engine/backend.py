@@ -110,7 +110,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
     from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
 
-    return CoreSharingExecutor(executor, CoreBoard(Path(config.core_board), config.core_seat, config.core_seats))
+    return CoreSharingExecutor(executor, CoreBoard(Path(config.core_board), config.core_index, config.core_sets))
 
 
 def _emulated_backend(config: WorkerConfig) -> Backend:

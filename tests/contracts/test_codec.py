@@ -34,7 +34,7 @@ WORKER = WorkerConfig(
     model_path="/m",
     precision=Precision(dtype="bfloat16"),
     cpu_cores=(2, 3),
-    core_seats=((0, 1), (), (2, 3)),
+    core_sets=((0, 1), (), (2, 3)),
     emulate="h100-sxm",
     time_scale=0.5,
 )

@@ -50,8 +50,8 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert (third.emulate, third.time_scale, third.cluster_token) == ("a100", 2.0, "secret")
     assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == split.worker_cores
     assert first.transfer_cpu_cores == split.spare_cores
-    assert [config.core_seat for config in (first, second, third)] == [0, 1, 2]
-    assert (third.core_board, third.core_seats) == (BOARD, split.worker_cores)
+    assert [config.core_index for config in (first, second, third)] == [0, 1, 2]
+    assert (third.core_board, third.core_sets) == (BOARD, split.worker_cores)
 
 
 def test_degrees_go_to_the_workers_and_the_router() -> None:
@@ -77,7 +77,7 @@ def test_phases_that_lend_no_cores_take_none_either() -> None:
     split = split_cores(range(8), launch.roles)
     first, second, third = worker_configs(launch, MODEL_PATH, split, range(8), "", BOARD)
     assert [config.core_board for config in (first, second, third)] == ["", BOARD, BOARD]
-    assert third.core_seats == ((), *split.worker_cores[1:])
+    assert third.core_sets == ((), *split.worker_cores[1:])
     assert first.cpu_cores == split.worker_cores[0]
 
 

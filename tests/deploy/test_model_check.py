@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,3 +213,11 @@ def test_what_fits_passes(model: DecoderConfig, monkeypatch: pytest.MonkeyPatch)
 def test_a_size_that_is_no_use_names_the_worker(model: DecoderConfig) -> None:
     with pytest.raises(DeployError, match="decode-0: swap_memory of 1 bytes holds no KV block"):
         check_memory([a_worker(swap=1)], model)
+
+
+def test_files_that_cause_other_errors_are_one_line_too(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path) -> None:
+        raise KeyError("type")
+
+    monkeypatch.setattr("pdserve.router.tokenizer.ChatTokenizer.from_folder", fail)
+    assert re.fullmatch(r"the model in .* cannot be read: KeyError: 'type'", refusal(LAUNCH, whole))
