@@ -209,7 +209,7 @@ def _dataclass(kind: Any, value: object, name: str, key: str) -> object:
 
 
 def _alternative(kinds: tuple[Any, ...], value: object, name: str, key: str, to_write: str) -> Any:
-    """``value`` as the first of ``kinds`` that takes it. A single one beside None says itself what it misses."""
+    """``value`` as the first of ``kinds`` that takes it; the errors of a single kind are its own."""
     if value is None and NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not NoneType)

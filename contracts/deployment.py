@@ -16,7 +16,7 @@ from pdserve.contracts.placement import DEVICE_SETTINGS, WorkerRole
 from pdserve.contracts.precision import Dtype, KvDtype, Precision, Quantization
 
 MAX_DEGREE = 64
-"""Of tensor or pipeline parallelism."""
+"""Largest degree of tensor or pipeline parallelism."""
 _BYTE_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -65,7 +65,7 @@ class ModelConfig:
     kv_dtype: KvDtype = "auto"
     """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
     quantization: Quantization = "none"
-    """Of the layers' matrices: ``none``, ``int8`` or ``int4``."""
+    """``none``, or ``int8`` or ``int4`` for the matrices of the layers."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's own limit."""
     block_size: Annotated[int, between(1, 256)] = 16

@@ -8,7 +8,7 @@ from enum import Enum
 from pdserve.contracts.precision import Precision
 
 DEVICE_SETTINGS = ("auto", "cpu", "cuda")
-"""What `WorkerConfig.device` may be."""
+"""Values of `WorkerConfig.device`."""
 
 
 class WorkerRole(Enum):

@@ -28,7 +28,7 @@ class ClusterNote:
     """Where a running cluster can be reached."""
 
     pid: int
-    """Of the supervisor."""
+    """Process of the supervisor."""
     url: str
     admin_url: str
     model: str
@@ -107,7 +107,7 @@ def _unusable(root: Path, error: OSError) -> DeployError:
 
 
 def _is_stale(folder: Path) -> bool:
-    """Whether nobody holds the folder's lock."""
+    """Nobody holds the folder's lock."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ _NAME = "the deployment file"
 
 
 class Use(Enum):
-    """What a deployment is read for. Not all that can be simulated can be run yet."""
+    """Purpose of a deployment: more can be simulated than run today."""
 
     SERVE = "serve"
     EMULATE = "emulate"

@@ -24,11 +24,11 @@ WORKER_CLASSES: dict[WorkerRole, type] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What `pdserve up` was asked for: the deployment, and what belongs to this run only."""
+    """The deployment of a `pdserve up`, and the options of this run only."""
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     devices: Mapping[str, Hardware] = field(default_factory=dict)
-    """Of ``model.profile``, by name."""
+    """Devices of ``model.profile``, by name."""
     emulate: str = ""
     """Name of a GPU to emulate instead of computing."""
     gpu: str = ""
@@ -45,7 +45,7 @@ class Launch:
         return self.config.phase(role)
 
     def device(self, num_cores: int) -> Hardware:
-        """What a worker of so many cores computes on, or emulates.
+        """The device that a worker of so many cores computes on, or emulates.
 
         Raises:
             ValueError: neither the profile nor the catalogue has it.
@@ -60,7 +60,7 @@ class Launch:
         return self.devices[f"cpu-{num_cores}"]
 
     def predicted_device(self, role: WorkerRole, num_cores: int) -> Hardware | None:
-        """What a worker's process and the router predict with: the GPU that a worker of ``role`` may have, or `device`;
+        """The device that a worker and the router predict with: the GPU that it may have, or `device`;
         None where there is no profile and they look into the catalogue."""
         if self.gpu and not self.emulate and self.phase(role).device != "cpu":
             return hardware(self.gpu, added=self.devices)

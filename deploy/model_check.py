@@ -1,4 +1,4 @@
-"""Whether a model can be served as a deployment asks: its files, its limits, the memory that its workers take.
+"""Checks that a model can be served as a deployment asks: its files, its limits, the memory of its workers.
 
 Asked before anything starts. Reads small files only: the configuration, the tokenizer, the headers of the weights.
 Workers look again when they start, at the memory that is free by then. Never imports torch.
@@ -27,7 +27,7 @@ from pdserve.router.tokenizer import ChatTokenizer
 
 
 def check_model(launch: Launch, folder: Path) -> list[str]:
-    """Returns what its user should know of a model that can be served, a line each.
+    """Warnings about a model that can be served, a line each.
 
     Raises:
         DeployError: it cannot be served.
@@ -62,7 +62,7 @@ NO_CHAT_TEMPLATE = (
 
 
 def _check_emulated(configs: Sequence[WorkerConfig]) -> None:
-    """Whether the model and its KV fit into the GPU that is not here, as each worker will decide again."""
+    """Check that the model and its KV fit into the emulated GPU, as each worker does again."""
     for config in configs:
         try:
             choose_backend(config)
@@ -71,7 +71,7 @@ def _check_emulated(configs: Sequence[WorkerConfig]) -> None:
 
 
 def _worker_configs(launch: Launch, folder: Path) -> list[WorkerConfig]:
-    """What the workers will be told, but for their cores and secrets."""
+    """The configuration of the workers, without cores and secrets."""
     nowhere = CoreSplit(worker_cores=((),) * len(launch.roles), spare_cores=())
     if not launch.emulate:
         launch = dataclasses.replace(launch, devices={})
@@ -79,7 +79,7 @@ def _worker_configs(launch: Launch, folder: Path) -> list[WorkerConfig]:
 
 
 PROCESS_BYTES = 300 * 2**20
-"""Memory of a worker's processes beside weights and KV."""
+"""Memory of a worker's processes without weights and KV."""
 
 
 class WorkerMemory(NamedTuple):
@@ -88,9 +88,9 @@ class WorkerMemory(NamedTuple):
     weights: int
     """0 where they are surely on a GPU."""
     kv: int
-    """Of the pool, or of its mirror. As told; where it is automatic, what one sequence of the model's length needs."""
+    """Pool, or its staging memory: as configured; where automatic, the need of one sequence of the model's length."""
     swap: int
-    """As told; 0 where it is automatic, because that takes no more than there is."""
+    """As configured; 0 where automatic, because that takes free memory only."""
 
 
 def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:

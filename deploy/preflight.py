@@ -19,7 +19,7 @@ from pdserve.kernels.cpu_build import cache_folder
 from pdserve.model.demo_model import DEMO_MODEL
 
 _FILES_BESIDE_CLIENTS = 256
-"""Open files that a process needs beside one per client connection."""
+"""Open files that a process needs in addition to one per client connection."""
 
 _MAX_WORKERS_PER_CORE = 8
 _CONNECT_TIMEOUT_S = 5.0
@@ -109,7 +109,7 @@ def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
 
 
 def kernel_warning(launch: Launch) -> str:
-    """What slows the workers down on this host; empty if nothing does."""
+    """Why kernels are slow on this host; empty if they are not."""
     folder = cache_folder()
     if launch.emulate:
         return ""

@@ -65,7 +65,7 @@ class PrivateRay:
 
     @property
     def _environment(self) -> dict[str, str]:
-        """What Ray reads from the environment, in its own processes and in the driver's."""
+        """Environment variables of Ray, in its own processes and in the driver's."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
@@ -107,7 +107,7 @@ class PrivateRay:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def process_ids(self) -> list[int]:
-        """Of everything that runs in it, workers included."""
+        """All processes of the cluster, workers included."""
         return [process.pid for process in session_members(self._process.pid)]
 
 
@@ -140,7 +140,7 @@ def disconnect() -> None:
 
 
 def worker_resources() -> dict[str, float]:
-    """What each worker asks for so that Ray can count workers: ours, if the cluster offers it."""
+    """The custom resource by which Ray counts workers, if the cluster offers it."""
     import ray
 
     return {WORKER_RESOURCE: 1} if WORKER_RESOURCE in ray.cluster_resources() else {}

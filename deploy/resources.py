@@ -26,8 +26,6 @@ _CORES_PER_SPARE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSplit:
-    """Who runs where."""
-
     worker_cores: tuple[tuple[int, ...], ...]
     """Cores of each worker, in the order of the roles; all empty where there are fewer cores than workers."""
     spare_cores: tuple[int, ...]
@@ -97,7 +95,7 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
 
 
 def gpu_warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gpus: float) -> str:
-    """What to say of workers that could have had GPUs if there were more; empty where there are none of them.
+    """A warning about workers that would have GPUs if there were more; empty without such workers.
 
     Args:
         shares: of `gpu_shares`.

@@ -32,7 +32,7 @@ class RouterProcess:
         """Start it; returns at once."""
         self.config = config
         self.is_listening = False
-        """Whether its addresses are known; `url` and `admin_url` are meant from then on."""
+        """Its addresses are known; `url` and `admin_url` are valid from then on."""
         self._log_path = log_path
         self._http = httpx.Client(timeout=_ADMIN_TIMEOUT_S, trust_env=False)
         self._start()
@@ -83,7 +83,7 @@ class RouterProcess:
         self._http.put(f"{self.admin_url}/targets", json=fields).raise_for_status()
 
     def status(self) -> dict[str, Any]:
-        """What the admin port says of requests and workers.
+        """Requests and workers, from the admin port.
 
         Raises:
             httpx.HTTPError: it does not answer.

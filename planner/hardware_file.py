@@ -82,7 +82,8 @@ def write_hardware_file(path: Path, devices: Iterable[Hardware]) -> None:
     document = {"devices": {device.name: _plain(device) for device in devices}}
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
     path.write_text(
-        f"# Devices that pdserve knows beside its catalogue. Units are in docstrings of Hardware.\n{text}", "utf-8"
+        f"# Devices in addition to the catalogue of pdserve. Units are in docstrings of Hardware.\n{text}",
+        "utf-8",
     )
 
 

@@ -27,8 +27,6 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\
 
 @dataclass(frozen=True, slots=True)
 class YamlFile:
-    """What a file holds."""
-
     path: Path
     value: object
     """Plain values; None where the file is empty."""

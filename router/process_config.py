@@ -17,24 +17,24 @@ class RouterProcessConfig:
     model_path: str
     """Folder with config.json and the tokenizer."""
     served_name: str
-    """What clients call the model."""
+    """Name of the model for clients."""
     host: str = "127.0.0.1"
     port: int = 8000
-    """Of the API; 0 picks a free one."""
+    """Port of the API; 0 picks a free one."""
     admin_host: str = "127.0.0.1"
     admin_port: int = 0
-    """Of metrics, targets, drain and status; 0 picks a free one."""
+    """Port of metrics, targets, drain and status; 0 picks a free one."""
     slo: SloConfig = field(default_factory=SloConfig)
     max_queued_requests: int = 1024
     """Answers asked for and not finished, at most."""
     cluster_token: str = ""
     """Bearer token that workers ask for."""
     hardware: str = "cpu"
-    """What a worker's rank runs on: a name of `pdserve.model.hardware`, for predictions."""
+    """Device of a worker's rank, for predictions: a name of `pdserve.model.hardware`."""
     devices: dict[WorkerRole, Hardware] = field(default_factory=dict)
     """The same by role of the workers, where it was measured."""
     cores_per_worker: int = 1
-    """Of a worker on ``cpu``."""
+    """Cores of a worker on ``cpu``."""
     time_scale: float = 1.0
     """Steps of an emulated worker last this many times those of ``hardware``."""
     tensor_parallel: dict[WorkerRole, int] = field(default_factory=dict)
