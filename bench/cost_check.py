@@ -33,6 +33,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.contracts.precision import Precision
 from pdserve.model.cost import CostModel
 from pdserve.model.curve import Curve
 from pdserve.model.hardware import Hardware, hardware
@@ -133,7 +134,7 @@ def errors(rows: list[Row], device: Hardware) -> FloatArray:
     for row in rows:
         key = row.group.model, row.group.tensor_parallel
         if key not in costs:
-            costs[key] = CostModel(SHAPES[key[0]], device, "float16", key[1])
+            costs[key] = CostModel(SHAPES[key[0]], device, Precision(dtype="float16"), key[1])
     predicted = [costs[row.group.model, row.group.tensor_parallel].step_s(row.rows) for row in rows]
     relative: FloatArray = np.array(predicted) / np.array([row.seconds for row in rows]) - 1
     return relative

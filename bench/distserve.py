@@ -25,6 +25,7 @@ from rich.console import Console
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
@@ -48,7 +49,7 @@ OPT_13B = PlannedModel(
         head_dim=128,
         vocab_size=50272,
     ),
-    dtype="float16",
+    precision=Precision(dtype="float16"),
     max_model_len=2048,
 )
 MAX_RATE_PER_DEVICE = 5.0
@@ -87,7 +88,7 @@ class FittedCost(CostModel):
 
     def __init__(self, model: PlannedModel, pool: Pool, fits: Fits) -> None:
         super().__init__(
-            model.shape, pool.hardware, model.dtype, pool.tensor_parallel, pipeline_parallel=pool.pipeline_parallel
+            model.shape, pool.hardware, model.precision, pool.tensor_parallel, pipeline_parallel=pool.pipeline_parallel
         )
         self._fits = fits
 

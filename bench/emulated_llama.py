@@ -40,9 +40,7 @@ LLAMA_3_8B: dict[str, Any] = {
     "eos_token_id": 128001,
 }
 """config.json of meta-llama/Meta-Llama-3-8B, as far as a decoder depends on it."""
-MODEL = PlannedModel(
-    shape=ModelShape.from_hf_config(LLAMA_3_8B), name="Meta-Llama-3-8B", max_model_len=8192, dtype="bfloat16"
-)
+MODEL = PlannedModel(shape=ModelShape.from_hf_config(LLAMA_3_8B), name="Meta-Llama-3-8B", max_model_len=8192)
 
 
 def placement(gpu: str, replicas: int, *, is_colocated: bool = False) -> Layout:
@@ -91,7 +89,7 @@ def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float
         write_tokenizer(folder, 512)
         (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
         deployment = {
-            "model": {"path": str(folder), "dtype": MODEL.dtype, "max_model_len": MODEL.max_model_len},
+            "model": {"path": str(folder), "dtype": MODEL.precision.dtype, "max_model_len": MODEL.max_model_len},
             "slo": {"ttft_seconds": slo.ttft_seconds * time_scale, "tpot_seconds": slo.tpot_seconds * time_scale},
             **{role.value: {"replicas": 0} for role in WorkerRole},
             **{pool.role.value: {"replicas": pool.replicas} for pool in layout.pools},

@@ -23,6 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.precision import Precision
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
 from pdserve.planner.layout import PlannedModel
@@ -48,7 +49,7 @@ def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> Planne
         "tie_word_embeddings": True,
     }
     shape = ModelShape.from_hf_config(config)
-    return PlannedModel(shape=shape, name=name, dtype="float16", max_model_len=2048)
+    return PlannedModel(shape=shape, name=name, precision=Precision(dtype="float16"), max_model_len=2048)
 
 
 def _dense(

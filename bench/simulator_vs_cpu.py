@@ -54,6 +54,7 @@ from pdserve.bench.shapes import SHAPES
 from pdserve.bench.step_times import StepTimeRatios, watched_step_times
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.model.hardware import Hardware
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.model.shape import ModelShape
@@ -263,7 +264,7 @@ def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[Plan
     model = PlannedModel(
         shape=ModelShape.from_hf_config(config),
         name=folder.name,
-        dtype=dtype,
+        precision=Precision(dtype=dtype),
         max_model_len=config["max_position_embeddings"],
     )
     ordered = sorted(devices.values(), key=num_cores)

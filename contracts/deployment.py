@@ -1,15 +1,57 @@
-"""The deployment file as frozen dataclasses: one per section, every key with a default.
+"""The deployment file as frozen dataclasses: one per section, every key with a default and its limits.
 
-Read from YAML and checked by `pdserve.deploy.config`; passed to workers and the router as JSON. Units are in the names
-or in the line under each field. These classes hold values; they check nothing.
+Read from YAML by `pdserve.deploy.config`, which also checks how values fit together. Units are in the names or in the
+line under each field.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
-QUANTIZATION_SETTINGS = ("none", "int8", "int4")
-"""What `ModelConfig.quantization` may be."""
+from pdserve.contracts.codec import Positive, Rule, Share, between, one_of
+from pdserve.contracts.errors import ConfigError
+from pdserve.contracts.placement import DEVICE_SETTINGS, WorkerRole
+from pdserve.contracts.precision import Dtype, KvDtype, Precision, Quantization
+
+MAX_DEGREE = 64
+"""Largest degree of tensor or pipeline parallelism."""
+_BYTE_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``512MiB`` or ``8GiB`` (binary units; a bare number is bytes).
+
+    Raises:
+        ConfigError: it is not a positive size.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i)?B?\s*", text)
+    try:
+        num_bytes = int(float(match[1]) * _BYTE_UNITS[match[2] or ""]) if match else 0
+    except (ValueError, OverflowError):
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ConfigError(f"{text!r} is not a size; write bytes with a unit, such as 512MiB or 8GiB")
+    return num_bytes
+
+
+def _is_memory(value: str | int) -> bool:
+    try:
+        return value == "auto" or parse_bytes(str(value)) > 0
+    except ConfigError:
+        return False
+
+
+def _is_swap(value: str | int) -> bool:
+    return value in (0, "0") or _is_memory(value)
+
+
+_SIZE = "bytes with a unit, such as 512MiB or 8GiB"
+_KvMemory = Annotated[str, Rule(_is_memory, f"auto, or {_SIZE}")]
+_SwapMemory = Annotated[str | int, Rule(_is_swap, f"auto, 0, or {_SIZE}")]
+_Degree = Annotated[int, between(1, MAX_DEGREE)]
+_Port = Annotated[int, between(0, 65535)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,18 +59,16 @@ class ModelConfig:
     """Which model, and how it is held."""
 
     path: str = ""
-    """Folder with config.json, safetensors and tokenizer; empty serves a small random checkpoint."""
-    dtype: str = "float32"
+    """Folder with config.json, safetensors and tokenizer; empty serves the demo model."""
+    dtype: Dtype = "float32"
     """``float32``, ``bfloat16`` or ``float16``: weights and activations."""
-    kv_dtype: str = "auto"
-    """``auto``, which is ``dtype``, or ``int8`` or ``float8_e4m3fn``: about a fourth of float32's memory, and a little
-    less accurate. ``float8_e4m3fn`` is for GPUs; on CPUs plain torch attends to it, slowly."""
-    quantization: str = "none"
-    """``none``, or how the matrices of the layers are held: ``int8``, with one scale per output, or ``int4``, with one
-    per output and group of 128 inputs."""
-    max_model_len: int = 0
+    kv_dtype: KvDtype = "auto"
+    """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
+    quantization: Quantization = "none"
+    """``none``, or ``int8`` or ``int4`` for the matrices of the layers."""
+    max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's own limit."""
-    block_size: int = 16
+    block_size: Annotated[int, between(1, 256)] = 16
     """Tokens per KV block."""
     profile: str = ""
     """Hardware file, as `pdserve profile` writes it, with what steps take on the workers' devices; empty takes the
@@ -36,14 +76,18 @@ class ModelConfig:
     served_name: str = ""
     """Name that clients use; empty takes the folder's name."""
 
+    @property
+    def precision(self) -> Precision:
+        return Precision(dtype=self.dtype, kv_dtype=self.kv_dtype, quantization=self.quantization)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloConfig:
     """Latency objectives that goodput counts against."""
 
-    ttft_seconds: float = 0.25
-    tpot_seconds: float = 0.05
-    attainment: float = 0.9
+    ttft_seconds: Positive = 0.25
+    tpot_seconds: Positive = 0.05
+    attainment: Share = 0.9
     """Share of requests that should meet both."""
 
 
@@ -51,44 +95,56 @@ class SloConfig:
 class PhaseConfig:
     """One pool of workers: prefill, decode, or mixed."""
 
-    replicas: int = 1
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    device: str = "auto"
+    replicas: Annotated[int, between(0, 64)] = 1
+    tensor_parallel: _Degree = 1
+    pipeline_parallel: _Degree = 1
+    device: Annotated[str, one_of(*DEVICE_SETTINGS)] = "auto"
     """``cpu``, ``cuda``, or ``auto``: GPUs, if Ray has enough for every worker that may have one."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Share = 0.9
     """On GPUs: share of a GPU's memory that weights, activations and an automatic KV pool take together. Workers with a
     half or less share GPUs."""
-    kv_memory: str = "auto"
+    kv_memory: _KvMemory = "auto"
     """``auto``, or bytes with a unit: ``512MiB``, ``8GiB``."""
-    swap_memory: str | int = "auto"
+    swap_memory: _SwapMemory = "auto"
     """Host memory for the KV of preempted sequences: ``auto``, 0, or bytes with a unit. ``auto`` is a quarter of what
     the KV pool takes. Prefill workers preempt nothing."""
-    max_batch_tokens: int = 2048
+    max_batch_tokens: Annotated[int, between(1, 2**20)] = 2048
     """New tokens in one step, at most: the chunk budget of prefill."""
-    max_batch_size: int = 256
+    max_batch_size: Annotated[int, between(1, 2**16)] = 256
     """Sequences decoded in one step, at most."""
     lend_cores: bool = True
     """On CPUs: while these workers have nothing to do others use their cores, and they those of others. Without, steps
     take as long as a profile says, whatever others do."""
-    resources: dict[str, float] = field(default_factory=dict)
+    resources: dict[str, Positive] = field(default_factory=dict)
     """Ray resources that each worker asks for, such as ``{host_a: 1}``."""
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        """0 for ``auto``."""
+        return 0 if self.kv_memory == "auto" else parse_bytes(self.kv_memory)
+
+    @property
+    def swap_memory_bytes(self) -> int | None:
+        """None for ``auto``."""
+        if self.swap_memory == "auto":
+            return None
+        return parse_bytes(str(self.swap_memory)) if self.swap_memory not in (0, "0") else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferConfig:
-    transport: str = "auto"
+    transport: Annotated[str, one_of("auto", "memfd", "grpc")] = "auto"
     """``auto``, ``memfd`` (copy on one host) or ``grpc``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     host: str = "127.0.0.1"
-    port: int = 8000
-    admin_port: int = 0
+    port: _Port = 8000
+    admin_port: _Port = 0
     """Metrics, targets, drain; loopback only; 0 picks a free one."""
     replicas: int = 1
-    max_queued_requests: int = 1024
+    max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
     """Answers asked for and not finished, at most (a request for n takes n places); more are refused with 429."""
 
 
@@ -103,3 +159,7 @@ class DeploymentConfig:
     mixed: PhaseConfig = field(default_factory=lambda: PhaseConfig(replicas=0))
     kv_transfer: KvTransferConfig = field(default_factory=KvTransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+
+    def phase(self, role: WorkerRole) -> PhaseConfig:
+        """The section of the workers of ``role``."""
+        return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode, WorkerRole.MIXED: self.mixed}[role]

@@ -1,15 +1,14 @@
-"""What one worker process is told when it starts, and what it answers once it is up.
-
-`WorkerConfig` travels as JSON (a command-line argument or a Ray actor argument), so it holds plain values only.
-"""
+"""The configuration of one worker process, and its endpoint once it is up. Both travel as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
+from pdserve.contracts.precision import Precision
+
 DEVICE_SETTINGS = ("auto", "cpu", "cuda")
-"""What `WorkerConfig.device` may be."""
+"""Values of `WorkerConfig.device`."""
 
 
 class WorkerRole(Enum):
@@ -27,14 +26,10 @@ class WorkerConfig:
     """Everything a worker process needs; nothing is read from the environment."""
 
     worker_id: str
-    """Stable name of the seat, such as ``prefill-0``; a restarted worker keeps it and takes a new epoch."""
+    """Stable name, such as ``prefill-0``; a restarted worker keeps it and takes a new epoch."""
     role: WorkerRole
     model_path: str
-    dtype: str = "float32"
-    kv_dtype: str = "auto"
-    """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
-    quantization: str = "none"
-    """Of the weights: ``none``, ``int8`` or ``int4``."""
+    precision: Precision = field(default_factory=Precision)
     tensor_parallel: int = 1
     """Ranks that share every layer. More than one are emulated only, as yet."""
     device: str = "auto"
@@ -63,17 +58,17 @@ class WorkerConfig:
     """Cores to pin to before torch is imported; empty leaves the affinity alone."""
     core_board: str = ""
     """File on which the workers of this host lend each other the cores of idle ones; empty lends nothing."""
-    core_seat: int = 0
-    """This worker's entry in ``core_seats``."""
-    core_seats: tuple[tuple[int, ...], ...] = ()
-    """``cpu_cores`` of every worker on the board, in the order of their seats; nothing for one that lends nothing."""
+    core_index: int = 0
+    """This worker's entry in ``core_sets``."""
+    core_sets: tuple[tuple[int, ...], ...] = ()
+    """``cpu_cores`` of every worker on the board, in the order of `core_index`; empty for one that lends nothing."""
     transfer_cpu_cores: tuple[int, ...] = ()
     """Cores of the transfer process; empty leaves its affinity alone."""
     emulate: str = ""
     """Name of a GPU in the hardware catalogue to emulate instead of computing; empty runs the model."""
     hardware: str = ""
-    """The device that this computes on, or emulates, as JSON (`pdserve.model.hardware_json`); empty looks it up in the
-    catalogue."""
+    """The device that this computes on, or emulates: a `pdserve.model.hardware.Hardware` as JSON; empty looks it up in
+    the catalogue."""
     time_scale: float = 1.0
     """Emulated seconds are stretched by this factor."""
     park_timeout_s: float = 30.0
@@ -84,7 +79,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEndpoint:
-    """A running worker, as the supervisor tells the router."""
+    """A running worker, as the supervisor reports it to the router."""
 
     worker_id: str
     role: WorkerRole

@@ -57,8 +57,8 @@ def serve(
     from pdserve.bench.load import measure_load
     from pdserve.bench.serving_report import ServingReport
     from pdserve.contracts.deployment import SloConfig
+    from pdserve.contracts.errors import DeployError
     from pdserve.deploy.cluster_folder import find_cluster
-    from pdserve.deploy.errors import DeployError
 
     console = Console(stderr=True)
     try:
@@ -109,7 +109,7 @@ def kernels(
     """Measure every kernel on this GPU beside its limit and its peers; or compile them, which needs no GPU."""
     from importlib.util import find_spec
 
-    from pdserve.deploy.errors import DeployError
+    from pdserve.contracts.errors import DeployError
 
     if find_spec("triton") is None:
         raise DeployError("the kernels of a GPU need Triton, which is not installed: pip install triton, on Linux")
@@ -143,7 +143,7 @@ def _workload(name: str, trace: Path | None, input_tokens: int, output_tokens: i
     """
     from dataclasses import replace
 
-    from pdserve.deploy.errors import DeployError
+    from pdserve.contracts.errors import DeployError
     from pdserve.planner.arrivals import RandomGaps
     from pdserve.planner.conversations import Conversations
     from pdserve.planner.lengths import FixedLengths
@@ -173,7 +173,7 @@ def _max_model_len(url: str) -> int:
     """
     import httpx
 
-    from pdserve.deploy.errors import DeployError
+    from pdserve.contracts.errors import DeployError
 
     try:
         models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]

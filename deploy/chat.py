@@ -16,7 +16,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.errors import DeployError
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0

@@ -39,8 +39,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
-    from pdserve.deploy.config import ConfigError
-    from pdserve.deploy.errors import DeployError
+    from pdserve.contracts.errors import ConfigError, DeployError
 
     try:
         result = app(arguments or ["--help"], prog_name="pdserve", standalone_mode=False)
@@ -96,9 +95,9 @@ def up(
     from rich.console import Console
 
     from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
-    from pdserve.deploy.gpus import installed_gpu
     from pdserve.deploy.launch import Launch
     from pdserve.deploy.progress import Progress
+    from pdserve.deploy.resources import installed_gpu
     from pdserve.deploy.supervisor import Supervisor
 
     use = Use.EMULATE if emulate else Use.SERVE

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import stat
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.codec import from_json, to_json
+from pdserve.contracts.errors import DeployError
 
 _LOCK = "lock"
 _NOTE = "cluster.json"
@@ -28,7 +28,7 @@ class ClusterNote:
     """Where a running cluster can be reached."""
 
     pid: int
-    """Of the supervisor."""
+    """Process of the supervisor."""
     url: str
     admin_url: str
     model: str
@@ -51,7 +51,7 @@ class ClusterFolder:
     def write_note(self, note: ClusterNote) -> None:
         """Tell other commands where the cluster is."""
         draft = self.path / f"{_NOTE}.new"
-        draft.write_text(json.dumps(asdict(note)))
+        draft.write_text(to_json(note))
         draft.replace(self.path / _NOTE)
 
     def close(self) -> None:
@@ -67,8 +67,8 @@ def running_clusters() -> list[ClusterNote]:
     root = _root()
     notes = []
     for folder in sorted(root.iterdir(), key=lambda folder: folder.stat().st_ctime):
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            note = ClusterNote(**json.loads((folder / _NOTE).read_text()))
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            note = from_json(ClusterNote, (folder / _NOTE).read_text(), _NOTE)
             if not _is_stale(folder):
                 notes.append(note)
     return notes
@@ -107,7 +107,7 @@ def _unusable(root: Path, error: OSError) -> DeployError:
 
 
 def _is_stale(folder: Path) -> bool:
-    """Whether nobody holds the folder's lock."""
+    """Nobody holds the folder's lock."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

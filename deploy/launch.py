@@ -1,4 +1,4 @@
-"""From a deployment to what each process is told: pure, so that it can be read and tested without starting anything."""
+"""From a deployment to the configuration of each process. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve.contracts.codec import to_json
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.worker import DecodeWorker
-from pdserve.deploy.config import kv_memory_bytes, swap_memory_bytes
-from pdserve.deploy.cores import CoreSplit
+from pdserve.deploy.resources import CoreSplit
 from pdserve.model.hardware import Hardware, hardware
-from pdserve.model.hardware_json import hardware_to_json
 from pdserve.prefill_worker.worker import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig
 
@@ -25,11 +24,11 @@ WORKER_CLASSES: dict[WorkerRole, type] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What `pdserve up` was asked for: the deployment, and what belongs to this run only."""
+    """The deployment of a `pdserve up`, and the options of this run only."""
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     devices: Mapping[str, Hardware] = field(default_factory=dict)
-    """Of ``model.profile``, by name."""
+    """Devices of ``model.profile``, by name."""
     emulate: str = ""
     """Name of a GPU to emulate instead of computing."""
     gpu: str = ""
@@ -43,11 +42,10 @@ class Launch:
 
     def phase(self, role: WorkerRole) -> PhaseConfig:
         """The section of the deployment that describes the workers of ``role``."""
-        section: PhaseConfig = getattr(self.config, role.value)
-        return section
+        return self.config.phase(role)
 
     def device(self, num_cores: int) -> Hardware:
-        """What a worker of so many cores computes on, or emulates.
+        """The device that a worker of so many cores computes on, or emulates.
 
         Raises:
             ValueError: neither the profile nor the catalogue has it.
@@ -61,12 +59,12 @@ class Launch:
             )
         return self.devices[f"cpu-{num_cores}"]
 
-    def device_json(self, role: WorkerRole, num_cores: int) -> str:
-        """What is predicted with, for a worker's process and the router: the GPU that a worker of ``role`` may have, or
-        `device`; empty where there is no profile and they look into the catalogue."""
+    def predicted_device(self, role: WorkerRole, num_cores: int) -> Hardware | None:
+        """The device that a worker and the router predict with: the GPU that it may have, or `device`;
+        None where there is no profile and they look into the catalogue."""
         if self.gpu and not self.emulate and self.phase(role).device != "cpu":
-            return hardware_to_json(hardware(self.gpu, added=self.devices))
-        return hardware_to_json(self.device(num_cores)) if self.devices else ""
+            return hardware(self.gpu, added=self.devices)
+        return self.device(num_cores) if self.devices else None
 
     @property
     def roles(self) -> list[WorkerRole]:
@@ -82,7 +80,7 @@ def worker_configs(
     cluster_token: str,
     core_board: str = "",
 ) -> list[WorkerConfig]:
-    """What each worker is told, in the order of `Launch.roles`.
+    """The configuration of each worker, in the order of `Launch.roles`.
 
     Args:
         split: the cores of each.
@@ -96,34 +94,33 @@ def worker_configs(
     )
     numbers = dict.fromkeys(WorkerRole, 0)
     configs = []
-    for seat, (role, cores) in enumerate(zip(launch.roles, split.worker_cores, strict=True)):
+    for index, (role, cores) in enumerate(zip(launch.roles, split.worker_cores, strict=True)):
         phase = launch.phase(role)
+        device = launch.predicted_device(role, len(cores) or len(all_cores))
         configs.append(
             WorkerConfig(
                 worker_id=f"{role.value}-{numbers[role]}",
                 role=role,
                 model_path=str(model_path),
-                dtype=model.dtype,
-                kv_dtype=model.kv_dtype,
-                quantization=model.quantization,
+                precision=model.precision,
                 tensor_parallel=phase.tensor_parallel,
                 device=phase.device,
                 gpu_memory_utilization=phase.gpu_memory_utilization,
                 max_model_len=model.max_model_len,
                 block_size=model.block_size,
-                kv_memory_bytes=kv_memory_bytes(phase),
-                swap_memory_bytes=swap_memory_bytes(phase),
+                kv_memory_bytes=phase.kv_memory_bytes,
+                swap_memory_bytes=phase.swap_memory_bytes,
                 max_batch_tokens=phase.max_batch_tokens,
                 max_batch_size=phase.max_batch_size,
                 transport=launch.config.kv_transfer.transport,
                 cluster_token=cluster_token,
                 cpu_cores=cores,
                 core_board=core_board if cores and phase.lend_cores else "",
-                core_seat=seat,
-                core_seats=lent_cores,
+                core_index=index,
+                core_sets=lent_cores,
                 transfer_cpu_cores=split.spare_cores or tuple(all_cores),
                 emulate=launch.emulate,
-                hardware=launch.device_json(role, len(cores) or len(all_cores)),
+                hardware=to_json(device) if device else "",
                 time_scale=launch.time_scale,
             )
         )
@@ -134,7 +131,7 @@ def worker_configs(
 def router_config(
     launch: Launch, model_path: Path, split: CoreSplit, num_cores: int, cluster_token: str
 ) -> RouterProcessConfig:
-    """What the router is told.
+    """The configuration of the router.
 
     Args:
         num_cores: usable ones of this machine.
@@ -151,15 +148,13 @@ def router_config(
         cluster_token=cluster_token,
         hardware=launch.emulate or "cpu",
         devices={
-            role.value: device
+            role: device
             for role, cores in zip(launch.roles, split.worker_cores, strict=True)
-            if (device := launch.device_json(role, len(cores) or num_cores))
+            if (device := launch.predicted_device(role, len(cores) or num_cores))
         },
         time_scale=launch.time_scale if launch.emulate else 1.0,
-        tensor_parallel={role.value: launch.phase(role).tensor_parallel for role in launch.roles},
+        tensor_parallel={role: launch.phase(role).tensor_parallel for role in launch.roles},
         cores_per_worker=max(1, *(len(cores) for cores in split.worker_cores)),
-        dtype=model.dtype,
-        kv_dtype=model.kv_dtype,
-        quantization=model.quantization,
+        precision=model.precision,
         drain_timeout_s=launch.drain_timeout_s,
     )

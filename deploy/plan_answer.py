@@ -9,8 +9,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy import plan_options as options
-from pdserve.deploy.errors import DeployError
 
 if TYPE_CHECKING:
     from pdserve.model.hardware import Hardware

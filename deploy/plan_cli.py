@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.contracts.deployment import ModelConfig
+from pdserve.contracts.errors import ConfigError
 from pdserve.deploy import plan_options as options
-from pdserve.deploy.config import ConfigError
 from pdserve.deploy.plan_answer import Outputs, answer, show_formulas
 from pdserve.deploy.plan_options import Holding, Objectives
 

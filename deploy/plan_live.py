@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
 
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy import plan_options as options
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.plan_answer import Outputs, search, write_files
 from pdserve.deploy.plan_options import Holding, Objectives
 from pdserve.deploy.status import fetch_status

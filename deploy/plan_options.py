@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, SloConfig
-from pdserve.deploy.config import ConfigError, check_deployment, override
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.errors import ConfigError, DeployError
+from pdserve.deploy.config import check_deployment, override
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,9 +101,7 @@ def planned_model(held: ModelConfig) -> PlannedModel:
     with failure():
         return read_planned_model(
             Path(held.path),
-            dtype=held.dtype,
-            kv_dtype=held.kv_dtype,
-            quantization=held.quantization,
+            precision=held.precision,
             max_model_len=held.max_model_len,
             block_size=held.block_size,
         )

@@ -1,7 +1,8 @@
-"""What can be known to fail before anything is started: each check raises one line with its remedy."""
+"""Checks before anything is started: each raises one line with its remedy."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -10,13 +11,15 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from pdserve.deploy.errors import DeployError
+import psutil
+
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy.launch import Launch
-from pdserve.deploy.ports import listen_error, listener_of
 from pdserve.kernels.cpu_build import cache_folder
+from pdserve.model.demo_model import DEMO_MODEL
 
 _FILES_BESIDE_CLIENTS = 256
-"""Open files that a process needs beside one per client connection."""
+"""Open files that a process needs in addition to one per client connection."""
 
 _MAX_WORKERS_PER_CORE = 8
 _CONNECT_TIMEOUT_S = 5.0
@@ -26,14 +29,14 @@ def check_ports(launch: Launch) -> None:
     """Raises DeployError if the router cannot listen where it should: another process does, or the host is not here."""
     router = launch.config.router
     for key, host, port in (("port", router.host, router.port), ("admin_port", "127.0.0.1", router.admin_port)):
-        error = listen_error(host, port)
+        error = _listen_error(host, port)
         if error is None:
             continue
         reason, remedy = error.strerror or str(error), "set router.host to an address of this host"
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             option = "--port 0" if key == "port" else "router.admin_port: 0"
             remedy = f"choose another router.{key}, or {option}"
-        if error.errno == errno.EADDRINUSE and (listener := listener_of(port)):
+        if error.errno == errno.EADDRINUSE and (listener := _listener_of(port)):
             reason += f" by {listener}"
         raise DeployError(f"cannot listen on {host}:{port}: {reason}; {remedy}")
 
@@ -106,7 +109,7 @@ def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
 
 
 def kernel_warning(launch: Launch) -> str:
-    """What slows the workers down on this host; empty if nothing does."""
+    """Why kernels are slow on this host; empty if they are not."""
     folder = cache_folder()
     if launch.emulate:
         return ""
@@ -122,3 +125,39 @@ def _is_writable(folder: Path) -> bool:
     while not folder.exists():
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _listen_error(host: str, port: int) -> OSError | None:
+    """Why a server cannot listen on ``host:port``; ``None`` if it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def _listener_of(port: int) -> str:
+    """The process that listens on ``port`` of this host, for a message; empty if it cannot be known."""
+    for connection in psutil.net_connections("tcp"):
+        is_it = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+        if is_it and connection.pid:
+            with contextlib.suppress(psutil.Error):
+                return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
+    return ""
+
+
+def demo_model_folder() -> Path:
+    """The folder of the demo model.
+
+    Raises:
+        DeployError: this installation has none.
+    """
+    if not (DEMO_MODEL / "config.json").is_file():
+        raise DeployError(
+            f"no model is named, and the demo model is not in {DEMO_MODEL}; name a model with --model FOLDER "
+            "(config.json, safetensors, tokenizer) or as model.path in the deployment file"
+        )
+    return DEMO_MODEL

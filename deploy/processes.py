@@ -7,18 +7,22 @@ the order of the shutdown, and names every descendant, so that nothing is left b
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+from pdserve.kv_transfer.parent_death import die_with_parent
+
+_ERROR = re.compile(r"(?:python -m \S+: |Fatal Python error: |[\w.]*(?:Error|Exception)\b|\*\*\* SIG|\s*what\(\): )")
+"""Beginning of a line that says why a process ended: ours, of a traceback, of a crash, of C++."""
+_NUM_LAST_LINES = 40
 
 
 def start_tied(
@@ -32,13 +36,6 @@ def start_tied(
         log_path: takes what it writes to stderr, and to stdout unless ``with_pipes``.
         with_pipes: stdin and stdout are pipes to this process.
     """
-    parent = os.getpid()
-
-    def tie() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
     with log_path.open("ab") as log:
         return subprocess.Popen(
             command,
@@ -47,7 +44,7 @@ def start_tied(
             stdout=subprocess.PIPE if with_pipes else log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=tie,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM, os.getpid()),
         )
 
 
@@ -92,8 +89,18 @@ def pin_process(process_id: int, cores: Sequence[int]) -> None:
 
 
 def last_line(log_path: Path) -> str:
-    """The last line of a log that says something, to name a cause; empty when there is none."""
+    """The last line of a log that is not blank; empty when there is none."""
+    return next(iter(_last_lines(log_path)), "").strip()
+
+
+def last_error(log_path: Path) -> str:
+    """The last line of a log that names an error, near its end; empty when there is none."""
+    lines = _last_lines(log_path)[:_NUM_LAST_LINES]
+    return next((line.strip() for line in lines if _ERROR.match(line)), "")
+
+
+def _last_lines(log_path: Path) -> list[str]:
+    """Lines that are not blank, the last first."""
     with contextlib.suppress(OSError):
-        lines = log_path.read_text(errors="replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return ""
+        return [line for line in reversed(log_path.read_text(errors="replace").splitlines()) if line.strip()]
+    return []

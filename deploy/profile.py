@@ -20,15 +20,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pdserve.contracts.deployment import ModelConfig
+from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.contracts.placement import WorkerRole
-from pdserve.deploy.cores import split_cores
-from pdserve.deploy.errors import DeployError
+from pdserve.deploy.resources import split_cores
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.config import DecoderConfig
 from pdserve.model.hardware import Hardware, hardware
 from pdserve.model.step_grid import StepKind
 from pdserve.planner.cost_fit import CostFit, FittedStep, TimedStep, fit_hardware
-from pdserve.planner.hardware_file import HardwareFileError, read_hardware_file, write_hardware_file
+from pdserve.planner.hardware_file import read_hardware_file, write_hardware_file
 from pdserve.planner.layout import PlannedModel
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _other_devices(path: Path) -> dict[str, Hardware]:
     """What the output file holds already, which stays unless it is measured again."""
     try:
         return read_hardware_file(path) if path.exists() else {}
-    except HardwareFileError as error:
+    except ConfigError as error:
         raise DeployError(f"{error}; repair it, or name another --output") from error
 
 
@@ -122,9 +122,7 @@ def _profiled_model(model: ModelConfig, cores: tuple[int, ...]) -> ProfiledModel
         folder=folder,
         config=config,
         has_weights=path == folder and any(folder.glob("*.safetensors")),
-        dtype=model.dtype,
-        kv_dtype=model.kv_dtype,
-        quantization=model.quantization,
+        precision=model.precision,
         block_size=model.block_size,
         max_model_len=model.max_model_len,
         cores=cores,
@@ -153,7 +151,7 @@ def _profile(
     if profile.left_out:
         console.print(f"[yellow]{len(profile.left_out)} of the largest steps were left out: raise --budget[/]")
     date = datetime.now(UTC).date().isoformat()
-    source = f"pdserve profile of {model.name}, {model.dtype}, on {num_cores} cores of {_processor()}"
+    source = f"pdserve profile of {model.name}, {model.precision.dtype}, on {num_cores} cores of {_processor()}"
     base = hardware("cpu", num_cores=num_cores)
     copied = dict.fromkeys(("host_bandwidth", "link_bandwidth"), f"measured {date}, copying KV blocks: {source}")
     base = replace(
@@ -166,9 +164,7 @@ def _profile(
     planned = PlannedModel(
         shape=model.config.shape,
         name=model.name,
-        dtype=model.dtype,
-        kv_dtype=model.kv_dtype,
-        quantization=model.quantization,
+        precision=model.precision,
     )
     steps = [TimedStep(entry.step, entry.median_s, entry.num_layers) for entry in profile.steps]
     return fit_hardware(base, planned, steps, date=date, source=source), profile.steps

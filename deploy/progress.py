@@ -1,4 +1,4 @@
-"""What `pdserve up` tells its user: a line for each thing that is up, one banner, and what happens afterwards."""
+"""Output of `pdserve up`: a line for each process that is up, one banner, and a line for each event after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Progress:
         self._write(f"[dim]{time.monotonic() - self._begin_s:6.1f}s[/]  [yellow]{escape(name):<12}[/] {escape(text)}")
 
     def banner(self, rows: Sequence[tuple[str, str]], command: str) -> None:
-        """That the cluster is ready, where it is, and a command to try, on the last line."""
+        """Readiness, addresses, and a command to try on the last line."""
         self._write("")
         self._write(f"[bold green]pdserve is ready[/] after {time.monotonic() - self._begin_s:.1f} s")
         for name, value in rows:

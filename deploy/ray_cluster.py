@@ -11,12 +11,13 @@ import importlib
 import json
 import os
 import shutil
+import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
-from pdserve.deploy.errors import DeployError
-from pdserve.deploy.ports import free_port
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy.processes import end_session, last_line, session_members, start_tied
 
 WORKER_RESOURCE = "pdserve_worker"
@@ -40,7 +41,7 @@ class PrivateRay:
             token: what every call to it must carry. Ray reads it once in the life of a process, so that all clusters
                 that this process ever joins must have the same.
         """
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{_free_port()}"
         self._folder = folder
         self._log_path = folder / "start.log"
         self._token = token
@@ -56,7 +57,7 @@ class PrivateRay:
             *("--no-monitor", "--disable-usage-stats"),
         ]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        environment = {**inherited, **self._environment, "RAY_START_HOOK": "pdserve.deploy.ray_start.trim"}
+        environment = {**inherited, **self._environment, "RAY_START_HOOK": "pdserve.deploy.ray_cluster.trim_ray_start"}
         self._process = start_tied(command, env=environment, log_path=self._log_path)
         # Importing Ray takes most of a second, which the start of the cluster leaves; it reads the environment then.
         os.environ.update(self._environment)
@@ -64,7 +65,7 @@ class PrivateRay:
 
     @property
     def _environment(self) -> dict[str, str]:
-        """What Ray reads from the environment, in its own processes and in the driver's."""
+        """Environment variables of Ray, in its own processes and in the driver's."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
@@ -106,7 +107,7 @@ class PrivateRay:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def process_ids(self) -> list[int]:
-        """Of everything that runs in it, workers included."""
+        """All processes of the cluster, workers included."""
         return [process.pid for process in session_members(self._process.pid)]
 
 
@@ -139,7 +140,7 @@ def disconnect() -> None:
 
 
 def worker_resources() -> dict[str, float]:
-    """What each worker asks for so that Ray can count workers: ours, if the cluster offers it."""
+    """The custom resource by which Ray counts workers, if the cluster offers it."""
     import ray
 
     return {WORKER_RESOURCE: 1} if WORKER_RESOURCE in ray.cluster_resources() else {}
@@ -161,3 +162,20 @@ def _connect(address: str) -> None:
         disconnect()
         cause = str(error).splitlines()[0]
         raise DeployError(f"cannot connect to Ray at {address}: {cause}; check --ray-address and its token") from error
+
+
+def trim_ray_start(ray_params: Any, head: bool) -> None:
+    """Leave out two servers that nothing here uses. Runs inside `ray start`, which loads it by ``RAY_START_HOOK``.
+
+    The Ray Client server would listen on a fixed port, and the API server (which runs even without a dashboard, and
+    which the start waits two seconds for) on another; both would collide between clusters. The API server has no
+    switch, but the start goes on without it when its address cannot be bound.
+    """
+    ray_params.ray_client_server_port = None
+    ray_params.dashboard_host = "0.0.0.1"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The router's process: started, told of the workers, watched, and started again at the same ports when it dies.
+"""The router's process: starts it, gives it its workers, and starts it again at the same ports when it dies.
 
 The supervisor calls it from its loop. Talks to the router through the admin port only.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,22 +17,22 @@ from typing import Any
 
 import httpx
 
+from pdserve.contracts.codec import to_json, to_plain
 from pdserve.contracts.placement import WorkerEndpoint
-from pdserve.deploy.processes import end_session, last_line, start_tied
-from pdserve.engine.worker_config import endpoint_to_fields
-from pdserve.router.process_config import RouterProcessConfig, config_to_json
+from pdserve.deploy.processes import end_session, last_error, start_tied
+from pdserve.router.process_config import RouterProcessConfig
 
 _ADMIN_TIMEOUT_S = 2.0
 
 
 class RouterProcess:
-    """One router, over the processes that it has in its life."""
+    """One router, whatever number of processes it takes."""
 
     def __init__(self, config: RouterProcessConfig, log_path: Path) -> None:
         """Start it; returns at once."""
         self.config = config
         self.is_listening = False
-        """Whether its addresses are known; `url` and `admin_url` are meant from then on."""
+        """Its addresses are known; `url` and `admin_url` are valid from then on."""
         self._log_path = log_path
         self._http = httpx.Client(timeout=_ADMIN_TIMEOUT_S, trust_env=False)
         self._start()
@@ -58,7 +59,10 @@ class RouterProcess:
     @property
     def failure(self) -> str:
         """Why it ended, in one line."""
-        return last_line(self._log_path).removeprefix("python -m pdserve.router: ") or f"exit code {self.exit_code}"
+        if self.exit_code is not None and self.exit_code < 0:
+            return f"killed by {signal.Signals(-self.exit_code).name}"
+        reason = last_error(self._log_path).removeprefix("python -m pdserve.router: ")
+        return reason or f"ended with exit code {self.exit_code}"
 
     def check_listening(self) -> bool:
         """Whether it listens by now; takes its addresses, and keeps the ports for its successors."""
@@ -75,11 +79,11 @@ class RouterProcess:
         Raises:
             httpx.HTTPError: it does not answer, or refuses.
         """
-        fields = [endpoint_to_fields(endpoint) for endpoint in endpoints]
+        fields = to_plain(list(endpoints))
         self._http.put(f"{self.admin_url}/targets", json=fields).raise_for_status()
 
     def status(self) -> dict[str, Any]:
-        """What the admin port says of requests and workers.
+        """Requests and workers, from the admin port.
 
         Raises:
             httpx.HTTPError: it does not answer.
@@ -129,6 +133,6 @@ class RouterProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         # A command line can be read by every user of the machine, and the configuration holds the cluster's token.
-        self._process.stdin.write(config_to_json(self.config).encode() + b"\n")
+        self._process.stdin.write(to_json(self.config).encode() + b"\n")
         self._process.stdin.close()
         os.set_blocking(self._process.stdout.fileno(), False)

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
+from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy import plan_options as options
 from pdserve.deploy.config import (
-    ConfigError,
     Use,
     check_deployment,
-    kv_memory_bytes,
     override,
     read_deployment,
     read_profile,
@@ -195,7 +194,7 @@ def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) 
     usual = options.device(devices.gpu, added)
     decode = options.device(devices.decode_gpu, added) if devices.decode_gpu else usual
     pools = {
-        role: DevicePool(decode if role is WorkerRole.DECODE else usual, kv_memory_bytes(getattr(config, role.value)))
+        role: DevicePool(decode if role is WorkerRole.DECODE else usual, config.phase(role).kv_memory_bytes)
         for role in WorkerRole
     }
     with options.failure():

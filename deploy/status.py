@@ -8,7 +8,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.errors import DeployError
 
 _TIMEOUT_S = 5.0
 

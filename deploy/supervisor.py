@@ -1,8 +1,8 @@
 """Runs a cluster from the first process to the last: starts everything, says when it serves, keeps it serving, ends it.
 
-One loop, `Supervisor.run`, looks after Ray, the router and the seats in turn; nothing in it waits long,
-so that a signal is obeyed at once. What fails before the cluster serves ends it with one line that says why; what fails
-afterwards is started again. A first SIGINT or SIGTERM drains, a second one cuts the drain short.
+One loop, `Supervisor.run`, looks after Ray, the router and the workers in turn; nothing in it waits long, so that a
+signal is obeyed at once. A failure before the cluster serves ends it with one line that says why; whatever fails later
+is started again, with a growing delay. A first SIGINT or SIGTERM drains, a second one cuts the drain short.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import dataclasses
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,18 +24,18 @@ from typing import Any
 import httpx
 import psutil
 
-from pdserve.deploy import gpus, preflight
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy import preflight
 from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote
-from pdserve.deploy.cores import split_cores
-from pdserve.deploy.demo_model import QUESTION, demo_model_folder
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.deploy.model_check import check_model
-from pdserve.deploy.processes import pin_process
+from pdserve.deploy.processes import end_session, last_line, pin_process, start_tied
 from pdserve.deploy.progress import Progress
 from pdserve.deploy.ray_cluster import PrivateRay, connect_existing, disconnect, num_gpus, worker_resources
+from pdserve.deploy.resources import gpu_shares, gpu_warning, split_cores
 from pdserve.deploy.router_process import RouterProcess
-from pdserve.deploy.worker_seat import SeatState, WorkerSeat, restart_delay_s
+from pdserve.deploy.worker_process import WorkerProcess, WorkerState, restart_delay_s
+from pdserve.kernels.cpu_build import is_built
 
 START_TIMEOUT_S = 600.0
 """A cluster that does not serve after this long is given up; loading weights may take minutes."""
@@ -44,10 +46,11 @@ ROUTER_HANG_S = 10.0
 _TICK_S = 0.05
 _STOP_WORKERS_S = 3.0
 _CLOSE_STREAMS_S = 8.0
+_QUESTION = "What is 17 + 25?"  # the demo model answers 42
 
 
 class Supervisor:
-    """See the module. Use it once, from the main thread."""
+    """Use it once, from the main thread."""
 
     def __init__(self, launch: Launch, progress: Progress) -> None:
         self._launch = launch
@@ -69,7 +72,8 @@ class Supervisor:
         self._router_alive_s = 0.0
         self._router_checked_s = 0.0
         self._are_targets_due = False
-        self._seats: list[WorkerSeat] = []
+        self._workers: list[WorkerProcess] = []
+        self._compiler: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Serve until a signal; returns the exit status: 0, or 1 if the drain was cut short.
@@ -85,7 +89,7 @@ class Supervisor:
         preflight.check_ports(launch)
         preflight.check_devices(launch, {len(cores) or len(self._cores) for cores in self._split.worker_cores})
         if not launch.config.model.path:
-            self._model_path = demo_model_folder()
+            self._model_path = preflight.demo_model_folder()
         notes = check_model(launch, self._model_path)
         self._folder = ClusterFolder()
         self._take_signals()
@@ -110,7 +114,7 @@ class Supervisor:
         """Start what depends on nothing, all at once.
 
         Args:
-            notes: what there is to say of the model.
+            notes: warnings about the model.
         """
         self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
         if len(self._cores) < len(self._launch.roles):
@@ -124,20 +128,24 @@ class Supervisor:
         if not self._launch.ray_address:
             self._start_ray()
         self._start_router()
+        self._start_compiler()
 
     def _tick(self) -> None:
         """Look after everything once."""
         now_s = time.monotonic()
-        self._tend_ray(now_s)
+        self._reconcile_ray(now_s)
         if self._is_connected:
-            if not self._seats:
-                self._make_seats()
-            for seat in self._seats:
-                self._tend_seat(seat, now_s)
+            if not self._workers:
+                self._make_workers()
+            for worker in self._workers:
+                self._reconcile_worker(worker, now_s)
         if self._router is not None:
-            self._tend_router(self._router, now_s)
+            self._reconcile_router(self._router, now_s)
             if not self._is_ready and self._router.is_listening and self._router.is_ready():
-                self._announce(self._router)
+                with contextlib.suppress(httpx.HTTPError):  # it is asked again
+                    self._announce(self._router)
+        if self._compiler is not None:
+            self._reconcile_compiler(self._compiler)
         if not self._is_ready and now_s > self._start_deadline_s:
             raise DeployError(f"the cluster does not serve after {START_TIMEOUT_S:.0f} s; try a smaller model")
 
@@ -147,7 +155,7 @@ class Supervisor:
         self._ray = PrivateRay(self._folder.path / "ray", len(self._launch.roles), self._ray_token)
         self._ray_deadline_s = time.monotonic() + RAY_START_TIMEOUT_S
 
-    def _tend_ray(self, now_s: float) -> None:
+    def _reconcile_ray(self, now_s: float) -> None:
         if self._ray is None:
             if not self._is_connected:
                 connect_existing(self._launch.ray_address)
@@ -159,49 +167,65 @@ class Supervisor:
             self._join("private cluster, loopback only")
 
     def _replace_ray(self, ray: PrivateRay) -> None:
-        """After its end, with every worker: a new cluster, and every seat filled anew."""
+        """Start a new cluster, and all workers in it, after the end of the old one."""
         if not self._is_ready:
             raise DeployError(f"Ray did not start: {ray.failure or 'no reason given'}")
         self._progress.warn("ray", "ended; starting it and every worker again")
         ray.stop()
         self._take_signals()
         self._is_connected = False
-        for seat in self._seats:
-            seat.vacate()
+        for worker in self._workers:
+            worker.clear()
         self._are_targets_due = True
         self._start_ray()
 
     def _join(self, how: str) -> None:
-        """Note that Ray is there."""
         self._is_connected = True
         self._take_signals()
         self._progress.note("ray", how)
 
     # Workers
 
-    def _make_seats(self) -> None:
+    def _make_workers(self) -> None:
         counted = worker_resources()
         board = str(self._folder.path / "cores")
         configs = worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token, board)
-        shares = gpus.gpu_shares(configs, num_gpus())
-        if text := gpus.warning(configs, shares, num_gpus()):
+        shares = gpu_shares(configs, num_gpus())
+        if text := gpu_warning(configs, shares, num_gpus()):
             self._progress.warn("gpus", text)
         for config, share in zip(configs, shares, strict=True):
             resources = counted | self._launch.phase(config.role).resources
-            seated = config if share else dataclasses.replace(config, device="cpu")
-            self._seats.append(WorkerSeat(seated, WORKER_CLASSES[config.role], resources, share))
+            config = config if share else dataclasses.replace(config, device="cpu")
+            self._workers.append(WorkerProcess(config, WORKER_CLASSES[config.role], resources, share))
 
-    def _tend_seat(self, seat: WorkerSeat, now_s: float) -> None:
-        num_restarts, state = seat.num_restarts, seat.state
-        if seat.check(now_s):
+    def _reconcile_worker(self, worker: WorkerProcess, now_s: float) -> None:
+        num_restarts, state = worker.num_restarts, worker.state
+        if worker.check(now_s):
             self._are_targets_due = True
-        if seat.num_restarts > num_restarts:
+        if worker.num_restarts > num_restarts:
             if not self._is_ready:
-                raise DeployError(f"{seat.worker_id} did not start: {seat.failure}")
-            self._progress.warn(seat.worker_id, f"{seat.failure}; starting it again")
-        elif seat.state is SeatState.UP and state is not SeatState.UP:
-            assert seat.endpoint is not None
-            self._progress.note(seat.worker_id, f"up at {seat.endpoint.address}")
+                raise DeployError(f"{worker.worker_id} did not start: {worker.failure}")
+            self._progress.warn(worker.worker_id, f"{worker.failure}; starting it again")
+        elif worker.state is WorkerState.UP and state is not WorkerState.UP:
+            assert worker.endpoint is not None
+            self._progress.note(worker.worker_id, f"up at {worker.endpoint.address}")
+
+    def _start_compiler(self) -> None:
+        """Compile the kernels for CPUs while the rest starts; workers wait for it."""
+        if self._launch.emulate or preflight.kernel_warning(self._launch) or is_built():
+            return
+        self._progress.note("kernels", "compiling CPU kernels (once for this machine)")
+        command = [sys.executable, "-m", "pdserve.kernels.cpu_build"]
+        self._compiler = start_tied(command, env=os.environ, log_path=self._folder.path / "kernels.log")
+
+    def _reconcile_compiler(self, compiler: subprocess.Popen[bytes]) -> None:
+        if compiler.poll() is None:
+            return
+        if compiler.returncode == 0:
+            self._progress.note("kernels", "compiled")
+        else:
+            self._progress.warn("kernels", last_line(self._folder.path / "kernels.log"))
+        self._compiler = None
 
     # The router
 
@@ -209,7 +233,7 @@ class Supervisor:
         config = router_config(self._launch, self._model_path, self._split, len(self._cores), self._cluster_token)
         self._router = RouterProcess(config, self._folder.path / "router.log")
 
-    def _tend_router(self, router: RouterProcess, now_s: float) -> None:
+    def _reconcile_router(self, router: RouterProcess, now_s: float) -> None:
         if router.exit_code is not None:
             self._replace_router(router, now_s)
             return
@@ -222,7 +246,7 @@ class Supervisor:
         if self._are_targets_due and now_s - self._router_checked_s >= _TICK_S:
             self._router_checked_s = now_s
             with contextlib.suppress(httpx.HTTPError):  # it is asked again, or found dead
-                router.put_targets([seat.endpoint for seat in self._seats if seat.endpoint is not None])
+                router.put_targets([worker.endpoint for worker in self._workers if worker.endpoint is not None])
                 self._are_targets_due = False
         elif now_s - self._router_checked_s >= ROUTER_CHECK_INTERVAL_S:
             self._router_checked_s = now_s
@@ -232,7 +256,7 @@ class Supervisor:
                 router.kill()
 
     def _replace_router(self, router: RouterProcess, now_s: float) -> None:
-        """After its end: start it again, at once for the first time and later after each further failure."""
+        """Start it again after its end: at once the first time, and later after each further failure."""
         if not self._is_ready:
             raise DeployError(f"the router did not start: {router.failure}")
         if self._num_signals:
@@ -240,7 +264,7 @@ class Supervisor:
         if not self._router_retry_at_s:
             self._num_router_failures += 1
             self._router_retry_at_s = now_s + restart_delay_s(self._num_router_failures, 0.5)
-            self._progress.warn("router", f"ended with code {router.exit_code}; starting it again")
+            self._progress.warn("router", f"{router.failure}; starting it again")
         if now_s >= self._router_retry_at_s:
             self._router_retry_at_s = 0.0
             router.restart()
@@ -248,30 +272,29 @@ class Supervisor:
     # Ready
 
     def _announce(self, router: RouterProcess) -> None:
+        rows = self._banner_rows(router)
         self._is_ready = True
         self._leave_cores_to_workers(router)
         note = ClusterNote(pid=os.getpid(), url=router.url, admin_url=router.admin_url, model=router.config.served_name)
         self._folder.write_note(note)
-        self._progress.banner(self._banner_rows(router), curl_command(note))
+        self._progress.banner(rows, curl_command(note))
 
     def _leave_cores_to_workers(self, router: RouterProcess) -> None:
         """Move the router and Ray's daemons, which started on every core, to the cores that no worker has."""
         if not self._split.spare_cores:
             return
         workers: set[int] = set()
-        for seat in self._seats:
+        for worker in self._workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                worker = psutil.Process(seat.process_id)
-                workers |= {worker.pid, *(child.pid for child in worker.children(recursive=True))}
+                process = psutil.Process(worker.process_id)
+                workers |= {process.pid, *(child.pid for child in process.children(recursive=True))}
         daemons = self._ray.process_ids() if self._ray else []
         for process_id in {router.process_id, *daemons} - workers:
             pin_process(process_id, self._split.spare_cores)
 
     def _banner_rows(self, router: RouterProcess) -> list[tuple[str, str]]:
         config = self._launch.config
-        quantization = config.model.quantization
-        held = config.model.dtype + (f", {quantization} weights" if quantization != "none" else "")
-        rows = [("model", f"{router.config.served_name} ({held})")]
+        rows = [("model", f"{router.config.served_name} ({config.model.precision})")]
         if self._launch.emulate:
             rows[0] = ("model", f"{rows[0][1]}, emulated on {self._launch.emulate}")
         workers = router.status()["workers"]
@@ -303,6 +326,8 @@ class Supervisor:
         """End every process and remove every file, whatever state they are in."""
         if self._router is not None:
             self._router.close()
+        if self._compiler is not None:
+            end_session(self._compiler, 0)
         if self._is_connected:
             self._stop_workers()
         disconnect()
@@ -314,7 +339,7 @@ class Supervisor:
     def _stop_workers(self) -> None:
         import ray
 
-        stopping: list[Any] = [ending for seat in self._seats if (ending := seat.stop()) is not None]
+        stopping: list[Any] = [ending for worker in self._workers if (ending := worker.stop()) is not None]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_WORKERS_S)
 
@@ -328,5 +353,5 @@ def kv_tokens(worker: dict[str, Any], block_size: int) -> int:
 
 def curl_command(note: ClusterNote) -> str:
     """A request to try, for a shell."""
-    body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 32}}'
+    body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 32}}'
     return f"curl {note.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

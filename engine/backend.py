@@ -14,6 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
@@ -23,7 +24,6 @@ from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.emulated_executor import EmulatedExecutor
 from pdserve.model.hardware import Hardware, hardware, slowed
-from pdserve.model.hardware_json import hardware_from_json
 from pdserve.model.model_hash import model_hash
 from pdserve.model.weight_files import check_weights
 
@@ -64,12 +64,10 @@ def _model_backend(config: WorkerConfig) -> Backend:
     folder = Path(config.model_path)
     model = DecoderConfig.from_folder(folder)
     limits = model.limits(config.max_model_len)
-    cost = CostModel(
-        model.shape, _device(config), config.dtype, kv_dtype=config.kv_dtype, quantization=config.quantization
-    )
+    cost = CostModel(model.shape, _device(config), config.precision)
     model = model.at_length(limits.max_model_len)
     check_weights(folder, model.shape)
-    content_hash = model_hash(folder, f"{model.layers} {config.dtype} {config.quantization}")
+    content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
     _configure_openmp(config)
 
     from pdserve.engine.model_device import CPU, build_pool, check_kv_dtype, choose_device, room_for_kv
@@ -97,8 +95,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
             config=model,
             layout=layout,
             pool=pool,
-            dtype=config.dtype,
-            quantization=config.quantization,
+            dtype=config.precision.dtype,
+            quantization=config.precision.quantization,
             num_swap_slots=num_slots,
             # Of no use to a prefill worker, and on a CPU.
             max_captured_rows=0 if config.role is WorkerRole.PREFILL or device == CPU else config.max_batch_size,
@@ -113,7 +111,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
     from pdserve.model.core_sharing import CoreBoard, CoreSharingExecutor
 
-    return CoreSharingExecutor(executor, CoreBoard(Path(config.core_board), config.core_seat, config.core_seats))
+    return CoreSharingExecutor(executor, CoreBoard(Path(config.core_board), config.core_index, config.core_sets))
 
 
 def _emulated_backend(config: WorkerConfig) -> Backend:
@@ -124,10 +122,8 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     cost = CostModel(
         model.shape,
         _device(config) if is_instant else slowed(_device(config), config.time_scale),
-        config.dtype,
+        config.precision,
         config.tensor_parallel,
-        config.kv_dtype,
-        config.quantization,
     )
     max_blocks = cost.max_kv_blocks(
         config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
@@ -181,7 +177,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
 
 def _device(config: WorkerConfig) -> Hardware:
     if config.hardware:
-        return hardware_from_json(config.hardware)
+        return from_json(Hardware, config.hardware, "the worker's hardware")
     return hardware(config.emulate or "cpu", num_cores=_num_threads(config))
 
 

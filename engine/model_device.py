@@ -51,7 +51,7 @@ def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, hos
         ValueError: they do not fit.
     """
     if device == CPU:
-        return room_on_cpu(held_bytes(cost.shape, config.dtype, config.quantization), host_bytes)
+        return room_on_cpu(held_bytes(cost.shape, config.precision.dtype, config.precision.quantization), host_bytes)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     needed = cost.rank_memory(max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size)
     return room_on_gpu(

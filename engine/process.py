@@ -11,7 +11,6 @@ that takes too long, drops what still runs and exits 1, as does a step loop that
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import queue
@@ -21,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from pdserve.contracts.codec import from_json, from_plain, to_json, to_plain
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.engine.worker import EngineWorker, SchedulerFactory
-from pdserve.engine.worker_config import config_from_fields, config_from_json, endpoint_to_fields
 from pdserve.kv_transfer.parent_death import die_with_parent
 
 DRAIN_TIMEOUT_S = 30.0
@@ -40,7 +39,7 @@ class WorkerActor:
         Raises:
             ValueError: it is not one.
         """
-        self._worker = EngineWorker(config_from_fields(config), scheduler_factory)
+        self._worker = EngineWorker(from_plain(WorkerConfig, config, "the worker's configuration"), scheduler_factory)
 
     def process_id(self) -> int:
         return os.getpid()
@@ -51,7 +50,8 @@ class WorkerActor:
         Raises:
             ValueError: the configuration cannot be served; the text names the remedy.
         """
-        return endpoint_to_fields(self._worker.start())
+        endpoint: dict[str, Any] = to_plain(self._worker.start())
+        return endpoint
 
     def ping(self) -> int:
         """The worker's epoch.
@@ -85,7 +85,7 @@ def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | N
     except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(f"{prog}: {' '.join(str(error).split())}\n")
         return 1
-    sys.stdout.write(json.dumps(endpoint_to_fields(endpoint)) + "\n")
+    sys.stdout.write(to_json(endpoint) + "\n")
     sys.stdout.flush()
     signals.wait()
     is_drained = worker.drain(arguments.drain_timeout_s)
@@ -105,7 +105,7 @@ def _parse_arguments(prog: str, argv: Sequence[str] | None) -> argparse.Namespac
 
 def _read_config(argument: str) -> WorkerConfig:
     # A command line can be read by every user of the host, and the configuration holds the cluster token.
-    return config_from_json(sys.stdin.readline() if argument == "-" else argument)
+    return from_json(WorkerConfig, sys.stdin.readline() if argument == "-" else argument, "the worker's configuration")
 
 
 class _StopSignals:

@@ -196,9 +196,9 @@ class EngineWorker:
                 max_batch_size=config.max_batch_size,
                 hardware=backend.cost.hardware.name,
                 tensor_parallel=config.tensor_parallel,
-                dtype=config.dtype,
-                kv_dtype=config.kv_dtype,
-                quantization=config.quantization,
+                dtype=config.precision.dtype,
+                kv_dtype=config.precision.kv_dtype,
+                quantization=config.precision.quantization,
             ),
             limits=backend.limits,
         )

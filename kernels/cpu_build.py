@@ -1,7 +1,7 @@
 """Compiles the C++ kernels for this machine's CPU on first use and keeps the result in a per-user cache.
 
 Needs g++ only: no torch or Python headers. Of several processes that start at once, one builds and the others wait.
-Never fails the caller: without a compiler there is simply no library.
+Never fails the caller: without a compiler there is no library. ``python -m pdserve.kernels.cpu_build`` compiles ahead.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve"
 
 
+def is_built() -> bool:
+    """Whether the library for this machine is in the cache."""
+    compiler = shutil.which("g++")
+    return compiler is not None and _library(compiler, cache_folder()).exists()
+
+
+def _library(compiler: str, folder: Path) -> Path:
+    return folder / f"cpu_kernels-{_build_key(compiler)}.so"
+
+
 def build_library(compiler: str, folder: Path) -> Path:
     """Path of the shared library for these sources, compiler and CPU in ``folder``; compiled if it is not there yet.
 
@@ -69,7 +80,7 @@ def build_library(compiler: str, folder: Path) -> Path:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
         OSError: ``folder`` cannot be written.
     """
-    library = folder / f"cpu_kernels-{_build_key(compiler)}.so"
+    library = _library(compiler, folder)
     if library.exists():
         return library
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,3 +132,7 @@ def _cpu_features() -> bytes:
 
 def _run(command: list[str]) -> bytes:
     return subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(load_library() is None)

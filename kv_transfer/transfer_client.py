@@ -11,7 +11,6 @@ dies is not restarted here: the worker ends with it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -20,8 +19,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from pdserve.contracts.codec import to_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Shutdown, TransferToEngine
@@ -56,15 +56,6 @@ class TransferConfig:
     """Cores to run on; empty leaves the affinity alone."""
     parent_pid: int
     """The engine's process, with which the transfer process dies."""
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> TransferConfig:
-        fields = json.loads(data)
-        layout = KvLayout(**fields.pop("layout"))
-        return cls(layout=layout, cpu_cores=tuple(fields.pop("cpu_cores")), **fields)
 
 
 def encode_frame(payload: bytes) -> bytes:
@@ -158,7 +149,7 @@ class TransferProcess:
             parent_pid=os.getpid(),
         )
         process = cls(memory.fd, on_message, on_death)
-        process._pipe.sendall(encode_frame(config.to_json()))
+        process._pipe.sendall(encode_frame(to_json(config).encode()))
         process._thread.start()
         process._started.wait(START_TIMEOUT_S)
         if not process.address:

@@ -17,6 +17,7 @@ import sys
 
 import grpc
 
+from pdserve.contracts.codec import from_json
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
@@ -102,7 +103,7 @@ def main() -> None:
     first_frame = receive_frame(pipe)
     if first_frame is None:
         return
-    config = TransferConfig.from_json(first_frame)
+    config = from_json(TransferConfig, first_frame, "the transfer process's configuration")
     if os.getppid() != config.parent_pid:  # it died before the kernel was asked to tell
         return
     if config.cpu_cores:

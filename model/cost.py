@@ -35,6 +35,7 @@ from math import expm1
 from typing import NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
+from pdserve.contracts.precision import Precision
 from pdserve.model.hardware import Hardware
 from pdserve.model.shape import ModelShape
 from pdserve.model.weight_bytes import weight_bytes
@@ -72,10 +73,8 @@ class CostModel:
     Args:
         shape: the whole model.
         hardware: one device; a worker has ``tensor_parallel * pipeline_parallel`` of them.
-        dtype: of weights and activations; one of `MODEL_DTYPES`.
+        precision: of weights, activations and KV; arithmetic stays in its ``dtype``, one of `MODEL_DTYPES`.
         tensor_parallel: ranks that share the model's heads and columns.
-        kv_dtype: ``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``.
-        quantization: of the weights: ``none``, ``int8`` or ``int4``; arithmetic stays in ``dtype``.
         pipeline_parallel: stages that have an equal share of the layers each.
 
     Raises:
@@ -87,23 +86,22 @@ class CostModel:
         self,
         shape: ModelShape,
         hardware: Hardware,
-        dtype: str,
+        precision: Precision,
         tensor_parallel: int = 1,
-        kv_dtype: str = "auto",
-        quantization: str = "none",
         pipeline_parallel: int = 1,
     ) -> None:
         _check_divides(shape, tensor_parallel, pipeline_parallel)
+        dtype = precision.dtype
         if dtype not in MODEL_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of a model; use one of {', '.join(MODEL_DTYPES)}")
         self.shape = shape
         self.hardware = hardware
         self.dtype = dtype
-        self.kv_dtype = resolve_kv_dtype(kv_dtype, dtype)
+        self.kv_dtype = resolve_kv_dtype(precision.kv_dtype, dtype)
         hardware.check_reads(self.kv_dtype)
         self.tensor_parallel = tensor_parallel
         self.pipeline_parallel = pipeline_parallel
-        self._weights = weights = weight_bytes(shape, dtype, quantization)
+        self._weights = weights = weight_bytes(shape, dtype, precision.quantization)
         self.weight_bytes = weights.total
         """Of the whole model, all ranks together."""
         self.kv_bytes_per_token = shape.kv_vectors_per_token * kv_vector_bytes(shape.head_dim, self.kv_dtype)

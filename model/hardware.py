@@ -10,10 +10,15 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
+from pdserve.contracts.codec import ABOVE_ZERO, NotNegative, Positive, Rule, Share, between
 from pdserve.model.curve import Curve
 from pdserve.model.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, Gpu
+
+Range = Annotated[
+    tuple[int, int], Rule(lambda ends: 0 <= ends[0] <= ends[1], "the fewest and the most, as in [1, 512]")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +29,13 @@ class Measured:
     """As in 2026-11-21."""
     model: str
     """Name of the model, with its dtype and quantization, that ran."""
-    step_tokens: tuple[int, int]
+    step_tokens: Range
     """Fewest and most new tokens of a step."""
-    batch_size: tuple[int, int]
+    batch_size: Range
     """Fewest and most sequences that decoded together."""
-    context_tokens: tuple[int, int]
+    context_tokens: Range
     """Fewest and most cached tokens of one row."""
-    errors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    errors: Mapping[str, NotNegative] = field(default_factory=dict, hash=False)
     """Median relative error of predictions of steps that were held out, by kind of step: ``prefill``, ``decode``."""
 
     def covers(self, step_tokens: int, batch_size: int, context_tokens: int) -> bool:
@@ -44,44 +49,44 @@ class Hardware:
     """One device that a worker's rank runs on: a GPU, or some cores of a CPU."""
 
     name: str
-    peak_flops: Mapping[str, float] = field(hash=False)
+    peak_flops: Mapping[str, Positive] = field(hash=False)
     """Dense operations per second by dtype, without sparsity, a multiply and an add counting two."""
     compute_efficiency: Curve
     """Share of ``peak_flops`` that matrix products of so many tokens reach."""
     prefill_attention_efficiency: Curve
     """Share of ``peak_flops`` that attention of so many new tokens of one sequence reaches."""
-    memory_bytes: int
-    memory_reserve_bytes: int
+    memory_bytes: Annotated[int, ABOVE_ZERO]
+    memory_reserve_bytes: Annotated[int, between(0, 2**60)]
     """Of a device, for what is neither weights, activations nor KV: the runtime, buffers of collectives, graphs."""
-    memory_bandwidth: float
+    memory_bandwidth: Positive
     """Bytes per second."""
-    memory_efficiency: float
+    memory_efficiency: Share
     """Share of ``memory_bandwidth`` at which weights are read."""
-    decode_attention_efficiency: float
+    decode_attention_efficiency: Share
     """Share of ``memory_bandwidth``, or of ``peak_flops`` where those are what limits it, that attention of one new
     token reaches."""
-    link_bandwidth: float
+    link_bandwidth: Positive
     """Bytes per second, one direction, between a device and the others of its host, all its links together."""
-    link_latency_s: float
+    link_latency_s: NotNegative
     """Seconds of one step of a collective between devices of a host, beside the bytes."""
-    link_efficiency: float
+    link_efficiency: Share
     """Share of ``link_bandwidth``, and of ``network_bandwidth``, that large messages reach."""
-    network_bandwidth: float
+    network_bandwidth: Positive
     """Bytes per second, one direction, between devices of two hosts."""
-    network_latency_s: float
+    network_latency_s: NotNegative
     """Seconds of one step of a collective, or of a message, between hosts, beside the bytes."""
-    host_bandwidth: float
+    host_bandwidth: Positive
     """Bytes per second, one direction, between the device's memory and its host's."""
-    devices_per_host: int = 8
-    step_overhead_s: float
+    devices_per_host: Annotated[int, ABOVE_ZERO] = 8
+    step_overhead_s: NotNegative
     """Seconds of a step that no kernel accounts for: preparing inputs, sampling, reading results back."""
-    layer_overhead_s: float
+    layer_overhead_s: NotNegative
     """Seconds per layer that arithmetic and memory do not account for: launches, gaps, small kernels."""
-    row_overhead_s: float = 0.0
+    row_overhead_s: NotNegative = 0.0
     """Seconds of a step per row that samples, beside the output projection."""
-    pipeline_depth: int = 2
+    pipeline_depth: Annotated[int, between(1, 2)] = 2
     """Steps that are submitted before the first result is taken: 2 on GPUs, 1 where the step loop computes itself."""
-    price_per_hour_usd: float | None = None
+    price_per_hour_usd: Positive | None = None
     """On-demand list price of one device; None where none is known."""
     measured: Measured | None = None
     """What its efficiencies were fitted to; None for estimates."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout, resolve_kv_dtype
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, Executor, StepBatch
 from pdserve.contracts.step import StepRow as BatchRow
@@ -78,6 +79,9 @@ class Profile(NamedTuple):
     """Bytes per second of copying KV blocks between the pool and the host."""
 
 
+FLOAT32 = Precision()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledModel:
     """What is measured: a model, how it is held, and on which cores."""
@@ -87,9 +91,7 @@ class ProfiledModel:
     config: DecoderConfig
     has_weights: bool
     """The folder holds safetensors; without, weights are random."""
-    dtype: str = "float32"
-    kv_dtype: str = "auto"
-    quantization: str = "none"
+    precision: Precision = FLOAT32
     block_size: int = 16
     cores: tuple[int, ...]
     """Of this machine; one thread computes on each."""
@@ -102,7 +104,9 @@ class ProfiledModel:
 
     def limits(self) -> GridLimits:
         """Raises ValueError when ``max_model_len`` is beyond the model's, or not even two blocks fit in the memory."""
-        layout = self.config.kv_layout(1, self.block_size, resolve_kv_dtype(self.kv_dtype, self.dtype), "profile")
+        layout = self.config.kv_layout(
+            1, self.block_size, resolve_kv_dtype(self.precision.kv_dtype, self.precision.dtype), "profile"
+        )
         num_blocks = self.kv_memory_bytes // layout.block_bytes
         if num_blocks < 2:
             raise ValueError(f"{self.kv_memory_bytes} bytes of KV hold no two blocks of {layout.block_bytes} bytes")
@@ -124,7 +128,7 @@ def measure_model(model: ProfiledModel, budget_s: float, progress: Progress) -> 
     limits = model.limits()
     steps = step_grid(limits)
     num_blocks = max(step.num_blocks(model.block_size) for step in steps)
-    kv_dtype = resolve_kv_dtype(model.kv_dtype, model.dtype)
+    kv_dtype = resolve_kv_dtype(model.precision.kv_dtype, model.precision.dtype)
     layout = model.config.kv_layout(num_blocks, model.block_size, kv_dtype, "profile")
     progress(0.0, "loading the model")
     with profiled_executor(model, layout) as executor:
@@ -164,14 +168,14 @@ def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Execut
         folder = model.folder
         if not model.has_weights:
             folder = Path(scratch)
-            write_random_weights(folder / "model.safetensors", model.config, model.dtype)
+            write_random_weights(folder / "model.safetensors", model.config, model.precision.dtype)
         executor = ModelExecutor(
             folder=folder,
             config=model.config.at_length(model.config.limits(model.max_model_len).max_model_len),
             layout=layout,
             pool=pool,
-            dtype=model.dtype,
-            quantization=model.quantization,
+            dtype=model.precision.dtype,
+            quantization=model.precision.quantization,
             num_swap_slots=_num_copied_blocks(layout),
         )
     try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdserve.contracts.deployment import QUANTIZATION_SETTINGS
 from pdserve.contracts.kv_layout import DTYPE_BYTES
+from pdserve.contracts.precision import QUANTIZATION_SETTINGS
 from pdserve.model.shape import ModelShape
 
 _SCALE_BYTES = 4

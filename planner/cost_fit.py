@@ -138,7 +138,7 @@ def _held_out(steps: Sequence[TimedStep], num_layers: int) -> set[int]:
 
 def _cost(hardware: Hardware, model: PlannedModel, num_layers: int) -> CostModel:
     shape = replace(model.shape, num_layers=num_layers)
-    return CostModel(shape, hardware, model.dtype, 1, model.kv_dtype, model.quantization)
+    return CostModel(shape, hardware, model.precision)
 
 
 def _predict(hardware: Hardware, model: PlannedModel, steps: Sequence[TimedStep]) -> FloatArray:
@@ -156,7 +156,7 @@ def _with_headroom(base: Hardware, model: PlannedModel, steps: Sequence[TimedSte
     reached_bandwidth = max(
         max(cost.weight_bytes, cost.kv_bytes_per_token * timed.step.num_cached) / timed.seconds for timed in whole
     )
-    ratio = max(1.0, _HEADROOM * reached_flops / base.peak(model.dtype))
+    ratio = max(1.0, _HEADROOM * reached_flops / base.peak(model.precision.dtype))
     return replace(
         base,
         peak_flops={dtype: flops * ratio for dtype, flops in base.peak_flops.items()},

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import yaml
 
+from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.hardware import Hardware
@@ -56,9 +57,7 @@ def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_pat
     return DeploymentConfig(
         model=ModelConfig(
             path=model_path,
-            dtype=model.dtype,
-            kv_dtype=model.kv_dtype,
-            quantization=model.quantization,
+            **to_plain(model.precision),
             max_model_len=model.max_model_len,
             block_size=model.block_size,
         ),
@@ -96,7 +95,7 @@ def layout_of(
     """
     found: dict[str, Pool] = {}
     for role in WorkerRole:
-        phase: PhaseConfig = getattr(config, role.value)
+        phase: PhaseConfig = config.phase(role)
         if phase.replicas:
             found[role.value] = _pool(role, phase, model, pools[role])
     layout = Layout(prefill=found.get("prefill"), decode=found.get("decode"), mixed=found.get("mixed"))
@@ -181,10 +180,10 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
 
 
 def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:
-    yield "model", dataclasses.asdict(dataclasses.replace(config.model, served_name=""))
-    yield "slo", dataclasses.asdict(config.slo)
+    yield "model", to_plain(dataclasses.replace(config.model, served_name=""))
+    yield "slo", to_plain(config.slo)
     for role in WorkerRole:
-        phase: PhaseConfig = getattr(config, role.value)
+        phase: PhaseConfig = config.phase(role)
         planned = _PLANNED_KEYS if phase.replicas else ("replicas",)
         yield role.value, {key: getattr(phase, key) for key in planned}
 

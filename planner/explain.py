@@ -70,8 +70,8 @@ class _Numbers:
     def __init__(self, model: PlannedModel, pool: Pool, cost: CostModel) -> None:
         self._model, self._pool, self._cost = model, pool, cost
         self._shape, self._hardware = model.shape, pool.hardware
-        self._weights = weight_bytes(model.shape, model.dtype, model.quantization)
-        self._value_bytes = DTYPE_BYTES[model.dtype]
+        self._weights = weight_bytes(model.shape, model.precision.dtype, model.precision.quantization)
+        self._value_bytes = DTYPE_BYTES[model.precision.dtype]
         self._bytes_each = self._weights.layers / (model.shape.num_layers * model.shape.layer_parameters)
         self._memory = cost.rank_memory(
             MEMORY_FRACTION, max_batch_tokens=pool.max_batch_tokens, max_batch_size=pool.max_batch_size
@@ -148,7 +148,7 @@ class _Numbers:
     def ridge(self) -> Explanation:
         """Tokens of a step from which on arithmetic takes longer than reading the weights."""
         hardware = self._hardware
-        peak = hardware.peak(self._model.dtype)
+        peak = hardware.peak(self._model.precision.dtype)
         tokens = 1.0
         for _ in range(100):  # the share grows slower than the tokens, so that this settles
             share = hardware.compute_efficiency.at(tokens)
@@ -231,7 +231,7 @@ class _Numbers:
 
     def _product(self, num_rows: float, num_weights: float) -> str:
         hardware, ranks = self._hardware, self._pool.tensor_parallel
-        peak, share = hardware.peak(self._model.dtype), hardware.compute_efficiency.at(num_rows)
+        peak, share = hardware.peak(self._model.precision.dtype), hardware.compute_efficiency.at(num_rows)
         return (
             f"max(2 * {_short(num_rows)} * {_short(num_weights)} / ({ranks} * {_short(peak)} * {_short(share)}), "
             f"{_short(num_weights)} * {_short(self._bytes_each)} / ({ranks} * {_short(hardware.bandwidth)}))"

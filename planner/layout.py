@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import Hardware
 from pdserve.model.shape import ModelShape
+
+BFLOAT16 = Precision(dtype="bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,16 +25,16 @@ class PlannedModel:
     shape: ModelShape
     name: str = ""
     """As its folder or config.json is called."""
-    dtype: str = "bfloat16"
-    kv_dtype: str = "auto"
-    quantization: str = "none"
+    precision: Precision = BFLOAT16
     block_size: int = 16
     max_model_len: int = 8192
 
     @property
     def held_name(self) -> str:
         """Its name and what is held of it, such as ``Llama-3.1-8B bfloat16 int8``."""
-        return f"{self.name} {self.dtype}" + (f" {self.quantization}" if self.quantization != "none" else "")
+        precision = self.precision
+        quantization = f" {precision.quantization}" if precision.quantization != "none" else ""
+        return f"{self.name} {precision.dtype}{quantization}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +69,8 @@ class Pool:
         return CostModel(
             model.shape,
             self.hardware,
-            model.dtype,
+            model.precision,
             self.tensor_parallel,
-            model.kv_dtype,
-            model.quantization,
             pipeline_parallel=self.pipeline_parallel,
         )
 

@@ -48,7 +48,7 @@ def enumerate_layouts(question: Question) -> Enumeration:
             num_without_memory += 1
     if not layouts:
         for supply in question.fleet:
-            supply.hardware.check_reads(question.model.kv_dtype)
+            supply.hardware.check_reads(question.model.precision.kv_dtype)
         raise FitsNowhereError(_remedy(question))
     return Enumeration(layouts, num_without_memory)
 
@@ -181,7 +181,7 @@ def _remedy(question: Question) -> str:
     have = " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in fleet)
     name = model.name or "the model"
     smallest = [found for supply in fleet if (found := smallest_worker(supply.hardware, model)) is not None]
-    what = f"{name} in {model.dtype} and one sequence of {model.max_model_len} tokens do not fit {have}"
+    what = f"{name} in {model.precision.dtype} and one sequence of {model.max_model_len} tokens do not fit {have}"
     if not smallest:
         return f"{what}, nor any number of them: use larger devices, a smaller max_model_len, or int8 or int4 weights"
     pool = min(smallest, key=lambda pool: pool.devices_per_worker)

@@ -6,13 +6,12 @@ the command line.
 
 from __future__ import annotations
 
-import dataclasses
 from math import isfinite
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.codec import to_plain
 from pdserve.planner.attainment import Attainment, Distribution
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.plan import Candidate, Plan, PoolFigures
+from pdserve.planner.plan import Candidate, Plan
 from pdserve.planner.plan_rows import findings, screening_words
 
 Json = dict[str, object]
@@ -31,7 +30,7 @@ def plan_json(plan: Plan, traffic: str) -> Json:
         "traffic": traffic,
         "mean_prompt_tokens": plan.mean_prompt_tokens,
         "mean_output_tokens": plan.mean_output_tokens,
-        "slo": slo_json(question.slo),
+        "slo": to_plain(question.slo),
         "fleet": [
             {
                 "hardware": supply.hardware.name,
@@ -51,7 +50,7 @@ def plan_json(plan: Plan, traffic: str) -> Json:
         },
         "findings": list(findings(plan)),
         "candidates": [_candidate(plan, candidate) for candidate in plan.candidates],
-        "screening": {**dataclasses.asdict(plan.screening), "text": screening_words(plan)},
+        "screening": {**to_plain(plan.screening), "text": screening_words(plan)},
         "notes": list(plan.notes),
         "elapsed_s": plan.elapsed_s,
     }
@@ -62,17 +61,10 @@ def model_json(model: PlannedModel) -> Json:
     return {
         "name": model.name,
         "num_parameters": model.shape.num_parameters,
-        "dtype": model.dtype,
-        "kv_dtype": model.kv_dtype,
-        "quantization": model.quantization,
+        **to_plain(model.precision),
         "block_size": model.block_size,
         "max_model_len": model.max_model_len,
     }
-
-
-def slo_json(slo: SloConfig) -> Json:
-    """The objectives, as the deployment file calls them."""
-    return dataclasses.asdict(slo)
 
 
 def layout_json(layout: Layout) -> Json:
@@ -99,7 +91,7 @@ def attainment_json(point: Attainment) -> Json:
         "warm_up_s": point.warm_up_s,
         "mean_residence_s": _finite(point.mean_residence_s),
         "output_tokens_per_s": point.output_tokens_per_s,
-        "pools": [{**dataclasses.asdict(pool), "role": pool.role.value} for pool in point.pools],
+        "pools": to_plain(point.pools),
         "is_partial": point.is_partial,
     }
 
@@ -132,16 +124,12 @@ def _candidate(plan: Plan, candidate: Candidate) -> Json:
         "dollars_per_million_tokens": _finite(candidate.dollars_per_million_tokens(plan.mean_output_tokens)),
         "output_tokens_per_s": candidate.rate * plan.mean_output_tokens,
         "cliff_rate": _finite(candidate.cliff_rate),
-        "sensitivity": [dataclasses.asdict(each) for each in candidate.sensitivity],
-        "pools": [_figures(figures) for figures in candidate.pools],
+        "sensitivity": to_plain(candidate.sensitivity),
+        "pools": to_plain(candidate.pools),
         "reasons": list(candidate.reasons),
         "at_winners_rate": attainment_json(candidate.at_winners_rate) if candidate.at_winners_rate else None,
         "points": [attainment_json(point) for point in goodput.points] if goodput is not None else [],
     }
-
-
-def _figures(figures: PoolFigures) -> Json:
-    return {**dataclasses.asdict(figures), "role": figures.role.value}
 
 
 def _distribution(latency: Distribution) -> Json:

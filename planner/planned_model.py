@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from pdserve.contracts.precision import Precision
 from pdserve.model.shape import ModelShape, positive_int
-from pdserve.planner.layout import PlannedModel
+from pdserve.planner.layout import BFLOAT16, PlannedModel
 
 MAX_DEFAULT_LENGTH = 8192
 """Tokens of a sequence, unless told otherwise: many models could take far more than their users ask for, and every
@@ -20,9 +21,7 @@ layout must hold one such sequence."""
 def read_planned_model(
     path: Path,
     *,
-    dtype: str = "bfloat16",
-    kv_dtype: str = "auto",
-    quantization: str = "none",
+    precision: Precision = BFLOAT16,
     block_size: int = 16,
     max_model_len: int = 0,
 ) -> PlannedModel:
@@ -44,9 +43,7 @@ def read_planned_model(
     return PlannedModel(
         shape=shape,
         name=_name(file),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        quantization=quantization,
+        precision=precision,
         block_size=block_size,
         max_model_len=max_model_len or min(own_limit, MAX_DEFAULT_LENGTH),
     )

@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pdserve.contracts.codec import to_plain
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.attainment import PoolUse
 from pdserve.planner.hosts import host_sentence
-from pdserve.planner.plan_json import Json, attainment_json, layout_json, model_json, slo_json
+from pdserve.planner.plan_json import Json, attainment_json, layout_json, model_json
 from pdserve.planner.simulated_run import RunResult
 from pdserve.planner.simulation import Timeline
 
@@ -51,7 +52,7 @@ def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
         "model": model_json(run.model),
         "layout": layout_json(run.layout),
         "traffic": traffic,
-        "slo": slo_json(run.slo),
+        "slo": to_plain(run.slo),
         "concurrency": run.concurrency or None,
         "seed": run.seed,
         "requests_per_s": result.requests_per_s,
@@ -65,7 +66,7 @@ def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
 def _introduction(result: RunResult, traffic: str) -> Iterator[str]:
     run = result.run
     kinds = ", ".join(f"{wording.ROLE_NAMES[pool.role]} on {pool.hardware.name}" for pool in run.layout.pools)
-    yield f"{run.model.name or 'The model'}, {run.model.dtype}: {run.layout} ({kinds})"
+    yield f"{run.model.name or 'The model'}, {run.model.precision.dtype}: {run.layout} ({kinds})"
     if run.layout.spans_hosts:
         yield host_sentence(run.layout, result.attainment)
     load = f"{run.concurrency} at a time" if run.concurrency else wording.rate(run.rate)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from pdserve.contracts.codec import from_plain, read_value, to_plain
 from pdserve.contracts.deployment import ModelConfig, SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.model.hardware import Hardware
-from pdserve.model.hardware_json import hardware_from_fields
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.live import LiveError, ObservedTraffic
 from pdserve.planner.plan import Supply
@@ -38,9 +39,7 @@ class RunningWorker:
     host: str
     hardware: str
     tensor_parallel: int
-    dtype: str
-    kv_dtype: str
-    quantization: str
+    precision: Precision
     max_model_len: int
     block_size: int
     num_kv_blocks: int
@@ -72,8 +71,8 @@ def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
     """
     try:
         workers = tuple(_worker(each) for each in status["workers"] if each["up"])
-        slo = SloConfig(**{name: float(value) for name, value in status["slo"].items()})
-        devices = {WorkerRole(role): hardware_from_fields(device) for role, device in status["devices"].items()}
+        slo = from_plain(SloConfig, status["slo"], "the status")
+        devices = read_value(dict[WorkerRole, Hardware], status["devices"], "the status", "devices")
         path, name = str(status["model"]["path"]), str(status["model"]["name"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LiveError("this is no status of a pdserve router of this version; name its admin address") from error
@@ -83,15 +82,19 @@ def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
 
 
 def _held(path: str, name: str, workers: Sequence[RunningWorker]) -> ModelConfig:
-    ways = {(each.dtype, each.kv_dtype, each.quantization, each.block_size) for each in workers}
+    ways = {(each.precision, each.block_size) for each in workers}
     if len(ways) > 1:
-        raise LiveError(f"the workers do not hold the model alike: {sorted(ways)}; a placement holds it in one way")
-    ((dtype, kv_dtype, quantization, block_size),) = ways
+        words = " and ".join(
+            sorted(
+                f"{held.dtype}, KV {held.kv_dtype}, weights {held.quantization}, blocks of {size}"
+                for held, size in ways
+            )
+        )
+        raise LiveError(f"the workers do not hold the model alike: {words}; a placement holds it in one way")
+    ((precision, block_size),) = ways
     return ModelConfig(
         path=path,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        quantization=quantization,
+        **to_plain(precision),
         max_model_len=min(each.max_model_len for each in workers),
         block_size=block_size,
         served_name=name,
@@ -106,9 +109,7 @@ def _worker(status: Mapping[str, Any]) -> RunningWorker:
         host=str(status["address"]).rpartition(":")[0],
         hardware=str(status["hardware"]),
         tensor_parallel=int(status["tensor_parallel"]),
-        dtype=str(status["dtype"]),
-        kv_dtype=str(status["kv_dtype"]),
-        quantization=str(status["quantization"]),
+        precision=from_plain(Precision, {name: status[name] for name in to_plain(Precision())}, "the status"),
         max_model_len=int(limits["max_model_len"]),
         block_size=int(limits["block_size"]),
         num_kv_blocks=int(limits["num_blocks"]),

@@ -33,7 +33,7 @@ _TOKEN_0 = SampledToken(0, None)
 
 
 class StepCorrections(NamedTuple):
-    """Times as long as predicted that steps take: see `pdserve.engine.step_times`."""
+    """Times as long as predicted that steps take: see `pdserve.engine.loop.StepTimes`."""
 
     prefill: float = 1.0
     """Those with rows of several new tokens."""

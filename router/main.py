@@ -25,12 +25,12 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from pdserve.contracts.codec import from_json
 from pdserve.contracts.placement import WorkerRole
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config import DecoderConfig
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware, slowed
-from pdserve.model.hardware_json import hardware_from_json
 from pdserve.router.admin import ServedCluster, create_admin_app
 from pdserve.router.app import create_app
 from pdserve.router.cluster import Cluster
@@ -39,7 +39,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.http_protocol import BoundedHttpProtocol
 from pdserve.router.metrics import EdgeMetrics, RouterMetrics
 from pdserve.router.policy import Costs
-from pdserve.router.process_config import RouterProcessConfig, config_from_json
+from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.session import Credentials
 from pdserve.router.tokenizer import ChatTokenizer
 
@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         die_with_parent()
     try:
         # A command line can be read by every user of the host, and the configuration holds the cluster token.
-        config = config_from_json(sys.stdin.readline() if arguments.config == "-" else arguments.config)
+        text = sys.stdin.readline() if arguments.config == "-" else arguments.config
+        config = from_json(RouterProcessConfig, text, "the router's configuration")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(config))
     except (ValueError, OSError) as error:
@@ -117,10 +118,9 @@ def build_cost_models(config: RouterProcessConfig) -> Costs:
     catalogued = hardware(config.hardware, num_cores=config.cores_per_worker)
     costs = {}
     for role in WorkerRole:
-        measured = config.devices.get(role.value)
-        device = slowed(hardware_from_json(measured) if measured else catalogued, config.time_scale)
-        num_ranks = config.tensor_parallel.get(role.value, 1)
-        costs[role] = CostModel(shape, device, config.dtype, num_ranks, config.kv_dtype, config.quantization)
+        device = slowed(config.devices.get(role, catalogued), config.time_scale)
+        num_ranks = config.tensor_parallel.get(role, 1)
+        costs[role] = CostModel(shape, device, config.precision, num_ranks)
     return costs
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import queue
 import subprocess
 import sys
@@ -19,10 +18,10 @@ from typing import Self
 import grpc
 import psutil
 
+from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.events import TokenEvent
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
-from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 from pdserve.kv_transfer.rpc import call_metadata
 from pdserve.proto.codec import request_to_proto, source_to_proto, unpack_tokens
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
@@ -189,13 +188,13 @@ class WorkerProcess:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with self.process.stdin as stdin:
-            stdin.write(json.dumps(config_to_fields(config)) + "\n")
+            stdin.write(to_json(config) + "\n")
         self._stdout = self.process.stdout
         line = self._stdout.readline()
         if not line:
             self.close()
         assert line, f"the worker did not start: exit status {self.process.returncode}"
-        self.endpoint = endpoint_from_fields(json.loads(line))
+        self.endpoint = from_json(WorkerEndpoint, line, "the endpoint")
         self.cluster_token = config.cluster_token
 
     def __enter__(self) -> Self:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pdserve.bench.cost_check import SHAPES, Group, Row, check, distserve_rows, errors, fit, splitwise_rows
+from pdserve.contracts.precision import Precision
 from pdserve.model.cost import CostModel
 from pdserve.model.curve import Curve
 from pdserve.model.hardware import hardware
@@ -62,7 +63,7 @@ def test_a_fit_finds_a_device_again() -> None:
         layer_overhead_s=1e-4,
         decode_attention_efficiency=0.5,
     )
-    cost = CostModel(SHAPES["opt-13b"], device, "float16")
+    cost = CostModel(SHAPES["opt-13b"], device, Precision(dtype="float16"))
     group = Group("made up", "a100-80gb-sxm", "opt-13b", 1, "", True)
     steps = [[(count, 0)] for count in (64, 256, 1000, 2000)]
     steps += [[(1, context)] * size for size in (1, 8, 48) for context in (100, 1000)]

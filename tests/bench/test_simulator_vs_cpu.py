@@ -88,7 +88,7 @@ def test_the_deployment_is_the_layout_that_is_simulated(cluster: tuple[PlannedMo
         assert (pool.max_batch_tokens, pool.max_batch_size) == (phase.max_batch_tokens, phase.max_batch_size)
         kv_bytes = pool.num_kv_blocks * pool.cost(model).kv_bytes_per_token * model.block_size
         assert kv_bytes == pytest.approx(KV_BYTES, rel=0.001)
-    assert (model.block_size, model.dtype) == (config.model.block_size, config.model.dtype)
+    assert (model.block_size, model.precision.dtype) == (config.model.block_size, config.model.dtype)
     assert (config.slo.ttft_seconds, config.slo.tpot_seconds) == (SLO.ttft_seconds, SLO.tpot_seconds)
     assert [pool.hardware.name for pool in layout.pools] == ["cpu-2", "cpu-1"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy.chat import Conversation, converse
-from pdserve.deploy.errors import DeployError
 
 
 class Server(ThreadingHTTPServer):

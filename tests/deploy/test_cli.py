@@ -48,7 +48,7 @@ def test_version() -> None:
         (["up", "--modle", "x"], 2, "--modle"),
         (["up", "--port", "http"], 2, "--port"),
         (["up", "--prefill", "0"], 2, "prefill.replicas is 0"),
-        (["up", "--decode", "1000"], 2, "decode.replicas is 1000; write a number from 0 to 64"),
+        (["up", "--decode", "1000"], 2, "decode.replicas is 1000; write a whole number from 0 to 64"),
         (["up", "/absent/deployment.yaml"], 2, "cannot read /absent/deployment.yaml"),
         (["up", "--model", "/absent"], 1, "no model folder at /absent; give --model a folder"),
         (["up", "--ray-address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
@@ -104,5 +104,5 @@ def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:
     path.write_text("prefill: {replica: 2}\n")
     run = pdserve("up", str(path))
     assert run.returncode == 2
-    assert run.stderr.startswith(f"pdserve: {path}: unknown key 'replica' in prefill; did you mean 'replicas'?")
+    assert run.stderr.startswith(f"pdserve: {path}:1: unknown key 'replica' in prefill; did you mean 'replicas'?")
     assert run.stderr.count("\n") == 1

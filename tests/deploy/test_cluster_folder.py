@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy import cluster_folder
 from pdserve.deploy.cluster_folder import ClusterFolder, ClusterNote, find_cluster, running_clusters
-from pdserve.deploy.errors import DeployError
 
 NOTE = ClusterNote(pid=1, url="http://127.0.0.1:8000", admin_url="http://127.0.0.1:9000", model="m")
 

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pdserve.contracts.deployment import DeploymentConfig
+from pdserve.contracts.deployment import DeploymentConfig, parse_bytes
+from pdserve.contracts.errors import ConfigError
 from pdserve.deploy.config import (
-    ConfigError,
     Use,
-    parse_bytes,
     parse_deployment,
     read_deployment,
     read_profile,
-    swap_memory_bytes,
 )
 from pdserve.model.hardware import hardware
 from pdserve.planner.hardware_file import write_hardware_file
@@ -77,43 +75,43 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("prefill: {replica: 2}", "unknown key 'replica' in prefill; did you mean 'replicas'?"),
         ("router: {prot: 1}", "did you mean 'port'?"),
         ("slo: {ttft: 1}", "did you mean 'ttft_seconds'?"),
-        ("prefill: {replicas: two}", "prefill.replicas is 'two' (str); write a whole number"),
-        ("prefill: {replicas: true}", "prefill.replicas is True (bool); write a whole number"),
+        ("prefill: {replicas: two}", "prefill.replicas is 'two' (str); write a whole number from 0 to 64"),
+        ("prefill: {replicas: true}", "prefill.replicas is True (bool); write a whole number from 0 to 64"),
         ("decode: {lend_cores: 1}", "decode.lend_cores is 1 (int); write true or false"),
-        ("prefill: {replicas: 1.5}", "prefill.replicas is 1.5 (float); write a whole number"),
+        ("prefill: {replicas: 1.5}", "prefill.replicas is 1.5 (float); write a whole number from 0 to 64"),
         ("model: {path: 3}", "model.path is 3 (int); write text"),
         ("model: {path: }", "model.path is empty; write text"),
         ("slo: {ttft_seconds: soon}", "slo.ttft_seconds is 'soon' (str); write a number"),
         ("slo: {tpot_seconds: 0}", "slo.tpot_seconds is 0.0; write a number above 0"),
         ("slo: {tpot_seconds: .nan}", "slo.tpot_seconds is nan; write a number above 0"),
-        ("slo: {attainment: 90}", "write 0.9 for 90 %"),
+        ("slo: {attainment: 90}", "slo.attainment is 90.0; write a share above 0 and up to 1: 0.9 for 90 %"),
         ("model: {dtype: int4}", "model.dtype is 'int4'; write one of float32, bfloat16, float16"),
         ("model: {kv_dtype: fp8}", "model.kv_dtype is 'fp8'; write one of auto, int8, float8_e4m3fn"),
         ("model: {quantization: awq}", "model.quantization is 'awq'; write one of none, int8, int4"),
         ("decode: {device: gpu}", "decode.device is 'gpu'; write one of auto, cpu, cuda"),
         (
             "decode: {gpu_memory_utilization: 90}",
-            "decode.gpu_memory_utilization is 90.0; it is a share of a GPU's memory",
+            "decode.gpu_memory_utilization is 90.0; write a share above 0 and up to 1: 0.9 for 90 %",
         ),
-        ("model: {block_size: 0}", "model.block_size is 0; write a number from 1"),
-        ("decode: {replicas: -1}", "decode.replicas is -1; write a number from 0"),
+        ("model: {block_size: 0}", "model.block_size is 0; write a whole number from 1"),
+        ("decode: {replicas: -1}", "decode.replicas is -1; write a whole number from 0"),
         (
             "decode: {tensor_parallel: 2}",
             "decode.tensor_parallel is 2; only 1 is supported today; pdserve up --emulate GPU",
         ),
         ("prefill: {pipeline_parallel: 4}", "prefill.pipeline_parallel is 4; only 1 is supported today"),
         ("router: {replicas: 2}", "router.replicas is 2; only 1 is supported today"),
-        ("router: {port: 70000}", "router.port is 70000; write a number from 0 to 65535"),
+        ("router: {port: 70000}", "router.port is 70000; write a whole number from 0 to 65535"),
         ("router: {host: ''}", "router.host is empty; write 127.0.0.1"),
         ("kv_transfer: {transport: rdma}", "kv_transfer.transport is 'rdma'; write one of auto, memfd, grpc"),
-        ("decode: {kv_memory: 8GB}", "decode.kv_memory: '8GB' is not a size"),
-        ("decode: {swap_memory: some}", "decode.swap_memory: 'some' is not a size"),
-        ("decode: {swap_memory: -1}", "decode.swap_memory: '-1' is not a size"),
+        ("decode: {kv_memory: 8GB}", "decode.kv_memory is '8GB'; write auto, or bytes with a unit, such as 512MiB"),
+        ("decode: {swap_memory: some}", "decode.swap_memory is 'some'; write auto, 0, or bytes with a unit"),
+        ("decode: {swap_memory: -1}", "decode.swap_memory is -1; write auto, 0, or bytes with a unit"),
         ("decode: {swap_memory: [1]}", "decode.swap_memory is [1] (list); write auto, 0, or bytes with a unit"),
         ("prefill: {swap_memory: 1GiB}", "prefill workers preempt nothing: leave it out"),
         ("decode: {replicas: 0}", "decode.replicas is 0; give both at least 1, or mixed.replicas"),
         ("decode: {resources: {host_a: 0}}", "decode.resources.host_a is 0.0; write a number above 0"),
-        ("decode: {resources: [host_a]}", "decode.resources is ['host_a'] (list); write names and amounts"),
+        ("decode: {resources: [host_a]}", "decode.resources is ['host_a'] (list); write keys and values"),
         ("prefill: 2", "prefill holds 2 (int); write keys and values"),
         ("[prefill]", "the deployment file holds ['prefill'] (list)"),
     ],
@@ -138,12 +136,13 @@ def test_what_is_emulated_may_be_tensor_parallel_and_what_is_simulated_both() ->
     [
         ("model: {path: a}\nmodel: {path: b}\n", "key 'model' is written twice"),
         ("model: {path: [}\n", "is not valid YAML"),
-        ("prefil: {}\n", "did you mean 'prefill'?"),
-        ("? [model]\n: {path: a}\n", "is not valid YAML: a key is no text"),
+        ("\n\nprefil: {}\n", "bad.yaml:3: unknown key 'prefil' in the deployment file; did you mean 'prefill'?"),
+        ("decode:\n  swap_memory: x\n", "bad.yaml:2: decode.swap_memory is 'x'; write"),
+        ("? [model]\n: {path: a}\n", "is not valid YAML: a key is not text"),
         ("[" * 5000, "nested too deeply"),
         ("decode: {max_batch_size: " + "9" * 5000 + "}\n", "is not valid YAML: Exceeds the limit"),
         ("slo: {ttft_seconds: " + "9" * 400 + "}\n", "slo.ttft_seconds is larger than"),
-        ("decode: {kv_memory: " + "9" * 400 + "GiB}\n", "is not a size"),
+        ("decode: {kv_memory: " + "9" * 400 + "GiB}\n", "write auto, or bytes with a unit"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, content: str, said: str) -> None:
@@ -186,4 +185,4 @@ def test_the_example_in_the_readme_is_valid() -> None:
 )
 def test_swap_memory_is_automatic_none_or_a_size(written: str, num_bytes: int | None) -> None:
     config = parse_deployment(yaml.safe_load(f"decode: {{swap_memory: {written}}}"))
-    assert swap_memory_bytes(config.decode) == num_bytes
+    assert config.decode.swap_memory_bytes == num_bytes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.codec import from_json
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.deploy.config import Use, parse_deployment
-from pdserve.deploy.cores import split_cores
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
-from pdserve.model.hardware import hardware
-from pdserve.model.hardware_json import hardware_from_json
+from pdserve.deploy.resources import split_cores
+from pdserve.model.hardware import Hardware, hardware
 
 DOCUMENT = {
     "model": {
@@ -29,6 +29,10 @@ DOCUMENT = {
 MODEL_PATH, BOARD = Path("/models/small"), "/run/cores"
 
 
+def device_of(config: WorkerConfig) -> Hardware:
+    return from_json(Hardware, config.hardware, "a device")
+
+
 def test_each_worker_gets_its_phase_and_its_cores() -> None:
     launch = Launch(config=parse_deployment(DOCUMENT), emulate="a100", time_scale=2.0)
     split = split_cores(range(8), launch.roles)
@@ -36,16 +40,18 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert [config.worker_id for config in (first, second, third)] == ["prefill-0", "prefill-1", "decode-0"]
     assert (first.kv_memory_bytes, third.kv_memory_bytes) == (2**30, 0)
     assert (second.max_batch_tokens, third.max_batch_size) == (100, 7)
-    assert {(config.dtype, config.kv_dtype) for config in (first, second, third)} == {("bfloat16", "int8")}
-    assert {config.quantization for config in (first, second, third)} == {"int8"}
+    assert {(config.precision.dtype, config.precision.kv_dtype) for config in (first, second, third)} == {
+        ("bfloat16", "int8")
+    }
+    assert {config.precision.quantization for config in (first, second, third)} == {"int8"}
     assert (first.device, first.gpu_memory_utilization) == ("auto", 0.9)
     assert (third.device, third.gpu_memory_utilization) == ("cuda", 0.5)
     assert (third.block_size, third.max_model_len, third.transport) == (32, 512, "grpc")
     assert (third.emulate, third.time_scale, third.cluster_token) == ("a100", 2.0, "secret")
     assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == split.worker_cores
     assert first.transfer_cpu_cores == split.spare_cores
-    assert [config.core_seat for config in (first, second, third)] == [0, 1, 2]
-    assert (third.core_board, third.core_seats) == (BOARD, split.worker_cores)
+    assert [config.core_index for config in (first, second, third)] == [0, 1, 2]
+    assert (third.core_board, third.core_sets) == (BOARD, split.worker_cores)
 
 
 def test_degrees_go_to_the_workers_and_the_router() -> None:
@@ -54,7 +60,10 @@ def test_degrees_go_to_the_workers_and_the_router() -> None:
     split = split_cores(range(8), launch.roles)
     configs = worker_configs(launch, MODEL_PATH, split, range(8), "secret", BOARD)
     assert [config.tensor_parallel for config in configs] == [1, 4]
-    assert router_config(launch, MODEL_PATH, split, 8, "secret").tensor_parallel == {"prefill": 1, "decode": 4}
+    assert router_config(launch, MODEL_PATH, split, 8, "secret").tensor_parallel == {
+        WorkerRole.PREFILL: 1,
+        WorkerRole.DECODE: 4,
+    }
 
 
 def test_workers_without_cores_of_their_own_lend_nothing() -> None:
@@ -68,7 +77,7 @@ def test_phases_that_lend_no_cores_take_none_either() -> None:
     split = split_cores(range(8), launch.roles)
     first, second, third = worker_configs(launch, MODEL_PATH, split, range(8), "", BOARD)
     assert [config.core_board for config in (first, second, third)] == ["", BOARD, BOARD]
-    assert third.core_seats == ((), *split.worker_cores[1:])
+    assert third.core_sets == ((), *split.worker_cores[1:])
     assert first.cpu_cores == split.worker_cores[0]
 
 
@@ -84,8 +93,8 @@ def test_the_router_is_told_what_it_predicts_with() -> None:
     launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0)
     config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), 8, "secret")
     assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
-    assert (config.hardware, config.dtype) == ("cpu", "bfloat16")
-    assert (config.kv_dtype, config.quantization) == ("int8", "int8")
+    assert (config.hardware, config.precision.dtype) == ("cpu", "bfloat16")
+    assert (config.precision.kv_dtype, config.precision.quantization) == ("int8", "int8")
     assert config.drain_timeout_s == 3.0
     assert config.cores_per_worker == 3
     assert config.cluster_token == "secret"
@@ -103,13 +112,13 @@ def test_workers_and_the_router_are_told_of_measured_devices() -> None:
     launch = Launch(devices=devices)
     split = split_cores(range(4), launch.roles)
     prefill, decode = worker_configs(launch, MODEL_PATH, split, range(4), "")
-    assert [hardware_from_json(config.hardware) for config in (prefill, decode)] == [devices["cpu-2"], devices["cpu-1"]]
+    assert [device_of(config) for config in (prefill, decode)] == [devices["cpu-2"], devices["cpu-1"]]
     router = router_config(launch, MODEL_PATH, split, 4, "")
-    assert router.devices == {"prefill": prefill.hardware, "decode": decode.hardware}
+    assert router.devices == {WorkerRole.PREFILL: devices["cpu-2"], WorkerRole.DECODE: devices["cpu-1"]}
     unpinned = split_cores([0], launch.roles)
     alone, _ = worker_configs(launch, MODEL_PATH, unpinned, [0], "")
-    assert hardware_from_json(alone.hardware).name == "cpu-1"
-    assert router_config(launch, MODEL_PATH, unpinned, 1, "").devices["decode"] == alone.hardware
+    assert device_of(alone).name == "cpu-1"
+    assert router_config(launch, MODEL_PATH, unpinned, 1, "").devices[WorkerRole.DECODE] == devices["cpu-1"]
 
 
 def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_router() -> None:
@@ -117,10 +126,10 @@ def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_route
     launch = Launch(config=config, gpu="h200")
     split = split_cores(range(4), launch.roles)
     prefill, decode, mixed = worker_configs(launch, MODEL_PATH, split, range(4), "")
-    assert hardware_from_json(prefill.hardware) == hardware_from_json(mixed.hardware) == hardware("h200")
+    assert device_of(prefill) == device_of(mixed) == hardware("h200")
     assert decode.hardware == ""
     router = router_config(launch, MODEL_PATH, split, 4, "")
-    assert router.devices == {"prefill": prefill.hardware, "mixed": mixed.hardware}
+    assert router.devices == {WorkerRole.PREFILL: hardware("h200"), WorkerRole.MIXED: hardware("h200")}
     emulated = worker_configs(replace(launch, emulate="l4"), MODEL_PATH, split, range(4), "")
     assert {config.hardware for config in emulated} == {""}
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.deploy.cli import run
-from pdserve.model.hardware_json import hardware_to_json
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from tests.planner.test_live import Router
 from tests.planner.test_planned_model import written
@@ -93,11 +94,22 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
 ) -> None:
     """Real processes; the GPUs are emulated, and the model of a size that keeps them busy."""
     folder = large(write_random_checkpoint(tmp_path / "large"))
-    held = {"dtype": "bfloat16", "time_scale": 1.0, "num_kv_blocks": 0, "max_model_len": 2048, "max_batch_tokens": 2048}
+    held = {
+        "precision": Precision(dtype="bfloat16"),
+        "time_scale": 1.0,
+        "num_kv_blocks": 0,
+        "max_model_len": 2048,
+        "max_batch_tokens": 2048,
+    }
     slo = SloConfig(ttft_seconds=0.4, tpot_seconds=0.03, attainment=0.8)
+    of_router = {
+        "precision": Precision(dtype="bfloat16"),
+        "hardware": "h100-sxm",
+        "tensor_parallel": {WorkerRole.MIXED: 2},
+    }
     with (
         WorkerProcess(emulated_config(folder, WorkerRole.MIXED, tensor_parallel=2, **held)) as worker,
-        running_router(folder, slo=slo, dtype="bfloat16", hardware="h100-sxm", tensor_parallel={"mixed": 2}) as router,
+        running_router(folder, slo=slo, **of_router) as router,
     ):
         router.put_targets(worker)
         router.wait_until_ready()
@@ -165,7 +177,7 @@ def test_options_override_the_cluster_and_that_is_said(
 
 
 def test_devices_are_those_that_the_router_predicts_with(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    devices = {"mixed": json.loads(hardware_to_json(SLOW))}
+    devices = {"mixed": to_plain(SLOW)}
     with admin_port({**serving(model), "devices": devices}) as url:
         assert live(url) == 1
     assert "not even an idle cluster meets TTFT 250 ms and TPOT 20 ms" in capsys.readouterr().err

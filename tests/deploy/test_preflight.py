@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy import preflight
-from pdserve.deploy.errors import DeployError
 from pdserve.deploy.launch import Launch
 from pdserve.model.hardware import hardware
 
@@ -108,3 +108,11 @@ def test_what_makes_kernels_slow_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "install g++" in preflight.kernel_warning(LAUNCH)
     assert preflight.kernel_warning(Launch(emulate="h100-sxm")) == ""
+
+
+def test_an_installation_without_the_demo_model_says_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "DEMO_MODEL", tmp_path / "pdserve-demo")
+    with pytest.raises(DeployError, match=r"the demo model is not in .*pdserve-demo; name a model with --model FOLDER"):
+        preflight.demo_model_folder()

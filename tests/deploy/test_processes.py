@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
-from pdserve.deploy.processes import end_session, last_line, pin_process, session_members, start_tied
+from pdserve.deploy.processes import end_session, last_error, last_line, pin_process, session_members, start_tied
 
 FAMILY = """
 import signal, subprocess, sys, time
@@ -72,3 +73,21 @@ def test_the_last_line_that_says_something(tmp_path: Path) -> None:
     assert last_line(log) == ""
     log.write_text("first\n  cause  \n\n")
     assert last_line(log) == "cause"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", ""),
+        ("INFO started\nINFO error rates are fine\n", ""),
+        ("ValueError: old\n" + "INFO served\n" * 50, ""),
+        ("Traceback (most recent call last):\n  raise X\nmodel.Broken.Error: no\n\n", "model.Broken.Error: no"),
+        ("Fatal Python error: Segmentation fault\n\nThread 0x1:\n  File x\n", "Fatal Python error: Segmentation fault"),
+        ("terminate called after throwing\n  what():  bad\n", "what():  bad"),
+        ("KeyError: 'a'\npython -m pdserve.router: port 80 is taken\n", "python -m pdserve.router: port 80 is taken"),
+    ],
+)
+def test_the_last_error_near_the_end_of_a_log(tmp_path: Path, text: str, error: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(text)
+    assert last_error(log) == error

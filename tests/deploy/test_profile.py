@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pdserve.contracts.precision import Precision
 from pdserve.deploy import profile
 from pdserve.deploy.cli import run
 from pdserve.deploy.profile import show
@@ -80,8 +81,8 @@ def test_a_budget_that_is_too_small_is_said(
 
 @pytest.mark.parametrize(("spread", "is_said"), [(0.02, False), (0.3, True)])
 def test_a_busy_machine_is_said(spread: float, is_said: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    model = PlannedModel(name="small", dtype="float32", shape=SHAPE)
-    cost = CostModel(SHAPE, hardware("cpu"), "float32")
+    model = PlannedModel(name="small", precision=Precision(dtype="float32"), shape=SHAPE)
+    cost = CostModel(SHAPE, hardware("cpu"), Precision(dtype="float32"))
     steps = step_grid(GridLimits(max_model_len=512, max_batch_size=8, num_kv_blocks=1000))
     times_s = [cost.step_s(step.rows) for step in steps]
     fit = fit_hardware(

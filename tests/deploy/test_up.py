@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pdserve.deploy.cluster_folder import running_clusters
+from pdserve.model.demo_model import DEMO_MODEL
 from tests.deploy.clusters import UpProcess, pdserve, wait_for
 
 ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "1", "--decode", "1")
@@ -140,8 +144,22 @@ def test_a_killed_supervisor_takes_everything_with_it(tmp_path: Path) -> None:
     assert up.process.pid not in [note.pid for note in running_clusters()]
 
 
-def test_a_signal_while_starting_ends_it_cleanly(tmp_path: Path) -> None:
-    up = UpProcess(tmp_path / "log", *ARGUMENTS)
-    wait_for(lambda: up.members("ray.scripts"), "Ray to be starting")
+def test_a_signal_while_starting_ends_it_cleanly_and_the_compiler_too(tmp_path: Path) -> None:
+    up = UpProcess(tmp_path / "log", "--prefill", "1", "--decode", "1", XDG_CACHE_HOME=str(tmp_path))
+    wait_for(lambda: up.members("ray.scripts") and up.members("cpu_build"), "Ray and the compiler to be starting")
+    assert any("compiling CPU kernels (once for this machine)" in line for line in up.lines)
     assert up.stop(signal.SIGINT) == 0, up.lines
     assert up.leftovers() == []
+
+
+def test_a_model_of_nan_is_one_line_that_says_so(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    save_file({name: weight * math.nan for name, weight in weights.items()}, file)
+    run = pdserve("up", "--model", str(folder), "--port", "0", "--prefill", "0", "--decode", "0", "--mixed", "1")
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("pdserve: mixed-0 did not start: its process ended: RuntimeError: ")
+    assert "maximum is not finite" in last
+    assert "Traceback" not in run.stdout + run.stderr

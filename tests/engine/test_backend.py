@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from pdserve.contracts.codec import to_json
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.engine import backend
 from pdserve.engine.backend import choose_backend
 from pdserve.engine.pool_size import AUTO_MEMORY_SHARE
 from pdserve.model.config import DecoderConfig
 from pdserve.model.decoder_weights import held_bytes as weights_held
 from pdserve.model.hardware import hardware
-from pdserve.model.hardware_json import hardware_to_json
 from pdserve.model.random_checkpoint import write_random_checkpoint
 
 MAX_MODEL_LEN = 64
@@ -33,7 +34,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
         vocab_size=512,
     )
     return WorkerConfig(
-        worker_id="w", role=WorkerRole.MIXED, model_path=str(folder), dtype="bfloat16", max_model_len=MAX_MODEL_LEN
+        worker_id="w",
+        role=WorkerRole.MIXED,
+        model_path=str(folder),
+        precision=Precision(dtype="bfloat16"),
+        max_model_len=MAX_MODEL_LEN,
     )
 
 
@@ -43,8 +48,14 @@ def settings_of_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
 
 
+def with_precision(config: WorkerConfig, **changed: str) -> WorkerConfig:
+    return replace(config, precision=replace(config.precision, **changed))
+
+
 def held_bytes(config: WorkerConfig) -> int:
-    return weights_held(DecoderConfig.from_folder(Path(config.model_path)).shape, config.dtype, config.quantization)
+    return weights_held(
+        DecoderConfig.from_folder(Path(config.model_path)).shape, config.precision.dtype, config.precision.quantization
+    )
 
 
 def test_an_automatic_pool_shares_what_the_weights_leave(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +68,7 @@ def test_an_automatic_pool_shares_what_the_weights_leave(config: WorkerConfig, m
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_a_quantised_pool_has_more_blocks_in_the_same_memory(config: WorkerConfig, dtype: str) -> None:
     config = replace(config, kv_memory_bytes=10**5)
-    whole, quantised = choose_backend(config), choose_backend(replace(config, kv_dtype=dtype))
+    whole, quantised = choose_backend(config), choose_backend(with_precision(config, kv_dtype=dtype))
     assert quantised.layout.dtype == dtype
     assert quantised.layout.num_blocks == 10**5 // quantised.layout.block_bytes
     # Of 8 values, in bfloat16 16 bytes, and in a byte each with a scale 12.
@@ -74,7 +85,7 @@ def test_weights_are_counted_as_they_are_held(config: WorkerConfig, monkeypatch:
 def test_quantised_weights_leave_more_memory_and_are_another_model(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, quantization: str
 ) -> None:
-    quantised = replace(config, quantization=quantization)
+    quantised = with_precision(config, quantization=quantization)
     saved_bytes = held_bytes(config) - held_bytes(quantised)
     assert saved_bytes > 0
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**6)
@@ -84,8 +95,8 @@ def test_quantised_weights_leave_more_memory_and_are_another_model(
 
 
 def test_int8_kv_of_another_dtype_is_of_another_model(config: WorkerConfig) -> None:
-    config = replace(config, kv_dtype="int8")
-    layouts = [choose_backend(replace(config, dtype=dtype)).layout for dtype in ("float32", "bfloat16")]
+    config = with_precision(config, kv_dtype="int8")
+    layouts = [choose_backend(with_precision(config, dtype=dtype)).layout for dtype in ("float32", "bfloat16")]
     assert not layouts[0].is_compatible(layouts[1])
 
 
@@ -100,10 +111,16 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
     ("fields", "remedy"),
     [
         ({"block_size": 0}, "block_size 0"),
-        ({"dtype": "int8"}, "use one of float32"),
+        ({"precision": Precision(dtype="int8")}, "use one of float32"),
         ({"device": "tpu"}, "device 'tpu' is not supported: use one of auto, cpu, cuda"),
-        ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported: use one of auto, int8, float8_e4m3fn"),
-        ({"quantization": "awq"}, "quantization 'awq' is not supported: use one of none, int8, int4"),
+        (
+            {"precision": Precision(kv_dtype="int4")},
+            "kv_dtype 'int4' is not supported: use one of auto, int8, float8_e4m3fn",
+        ),
+        (
+            {"precision": Precision(quantization="awq")},
+            "quantization 'awq' is not supported: use one of none, int8, int4",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, Any], remedy: str) -> None:
@@ -142,7 +159,7 @@ def test_a_pool_on_a_gpu_is_sized_by_what_is_free_there(
     told = replace(
         config,
         device=device,
-        hardware=hardware_to_json(replace(hardware("cpu"), memory_reserve_bytes=50_000)),
+        hardware=to_json(replace(hardware("cpu"), memory_reserve_bytes=50_000)),
         gpu_memory_utilization=0.5,
         max_batch_tokens=16,
         max_batch_size=100,
@@ -165,10 +182,10 @@ def test_kv_of_float8_is_of_gpus_that_have_it(
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10**9, 10**9))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    choose_backend(replace(config, kv_dtype=kv_dtype))
+    choose_backend(with_precision(config, kv_dtype=kv_dtype))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="NVIDIA A100 has no float8: set kv_dtype to int8"):
-        choose_backend(replace(config, kv_dtype="float8_e4m3fn"))
+        choose_backend(with_precision(config, kv_dtype="float8_e4m3fn"))
 
 
 def test_pickles_are_named_before_anything_is_allocated(config: WorkerConfig, tmp_path: Path) -> None:
@@ -192,9 +209,9 @@ def test_an_emulated_worker_predicts_the_time_that_its_steps_really_take(config:
 
 def test_a_measured_device_predicts_the_worker(config: WorkerConfig) -> None:
     measured = replace(hardware("cpu"), step_overhead_s=0.25)
-    computed = choose_backend(replace(config, hardware=hardware_to_json(measured)))
+    computed = choose_backend(replace(config, hardware=to_json(measured)))
     assert computed.cost.hardware == measured
-    emulated = choose_backend(replace(config, emulate="mine", time_scale=0.0, hardware=hardware_to_json(measured)))
+    emulated = choose_backend(replace(config, emulate="mine", time_scale=0.0, hardware=to_json(measured)))
     assert emulated.cost.hardware == measured
 
 

@@ -20,6 +20,7 @@ from pdserve.contracts.events import (
     SchedulerLoad,
     TokenEvent,
 )
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.engine.live_loop import Inbox, LiveLoop, PartDied, StopLoop, WorkerReport, message_from_proto
@@ -54,7 +55,7 @@ LIMITS = ModelLimits(max_model_len=256, vocab_size=512)
 SHAPE = ModelShape(
     num_layers=1, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=512
 )
-COST = CostModel(SHAPE, hardware("cpu"), "float32")
+COST = CostModel(SHAPE, hardware("cpu"), Precision(dtype="float32"))
 SOURCE = KvSource(address="127.0.0.1:5", worker_epoch=3, handle=bytes(16))
 
 

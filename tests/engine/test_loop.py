@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
 from pdserve.engine.loop import (
@@ -27,7 +28,7 @@ from tests.engine.test_live_loop import CountingScheduler, FakeExecutor
 SHAPE = ModelShape(
     num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=512
 )
-COST = CostModel(SHAPE, hardware("h100-sxm"), "bfloat16")
+COST = CostModel(SHAPE, hardware("h100-sxm"), Precision(dtype="bfloat16"))
 
 
 def a_batch(*rows: tuple[int, int]) -> StepBatch:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.codec import from_plain, to_plain
+from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.decode_worker.worker import DecodeWorker
-from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.prefill_worker.worker import PrefillWorker
@@ -28,8 +28,8 @@ def local_ray() -> Iterator[None]:
 def start_actor(worker_class: type, config: WorkerConfig) -> tuple[Any, RouterClient]:
     import ray
 
-    actor = ray.remote(worker_class).options(num_cpus=0, max_concurrency=2).remote(config_to_fields(config))
-    endpoint = endpoint_from_fields(ray.get(actor.start.remote()))
+    actor = ray.remote(worker_class).options(num_cpus=0, max_concurrency=2).remote(to_plain(config))
+    endpoint = from_plain(WorkerEndpoint, ray.get(actor.start.remote()), "the endpoint")
     assert ray.get(actor.ping.remote()) == endpoint.epoch
     assert (endpoint.worker_id, endpoint.role) == (config.worker_id, config.role)
     return actor, RouterClient(endpoint.address, token=config.cluster_token)

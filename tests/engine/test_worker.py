@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,9 +15,10 @@ import grpc
 import psutil
 import pytest
 
+from pdserve.contracts.codec import to_json
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
-from pdserve.engine.worker_config import config_to_fields
 from pdserve.model.hash_chain import expected_tokens
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
@@ -165,8 +165,7 @@ def real_model_config(checkpoint: Path, role: WorkerRole, core: int, quantizatio
         device="cpu",
         num_kv_blocks=64,
         max_batch_tokens=64,
-        kv_dtype="auto" if quantization == "none" else "int8",
-        quantization=quantization,
+        precision=Precision(kv_dtype="auto" if quantization == "none" else "int8", quantization=quantization),
         cpu_cores=(cores[core % len(cores)],),
     )
 
@@ -349,7 +348,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
     checkpoint: Path, module: str, fields: dict[str, object], complaint: str
 ) -> None:
     config = replace(emulated_config(checkpoint, WorkerRole.DECODE), **fields)  # type: ignore[arg-type]
-    command = [sys.executable, "-m", f"pdserve.{module}.worker", "--config", json.dumps(config_to_fields(config))]
+    command = [sys.executable, "-m", f"pdserve.{module}.worker", "--config", to_json(config)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stdout == ""

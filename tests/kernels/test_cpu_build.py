@@ -30,10 +30,15 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 
 
 @pytest.mark.usefixtures("sources")
-def test_a_library_of_all_sources_is_built_once_and_loads(tmp_path: Path, compiler: str) -> None:
-    library = cpu_build.build_library(compiler, tmp_path / "cache")
+def test_a_library_of_all_sources_is_built_once_and_loads(
+    tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not cpu_build.is_built()
+    library = cpu_build.build_library(compiler, tmp_path / "pdserve")
+    assert cpu_build.is_built()
     built_at = library.stat().st_mtime_ns
-    assert cpu_build.build_library(compiler, tmp_path / "cache") == library
+    assert cpu_build.build_library(compiler, tmp_path / "pdserve") == library
     assert library.stat().st_mtime_ns == built_at
     assert os.listdir(library.parent) == [library.name]
     kernels = ctypes.CDLL(str(library))

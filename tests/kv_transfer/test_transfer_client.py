@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_client import TransferConfig, TransferProcess, encode_frame, read_frame, receive_frame
+from pdserve.kv_transfer.transfer_client import TransferProcess, encode_frame, read_frame, receive_frame
 from pdserve.proto.v1 import transfer_pb2
-from tests.kv_transfer.peer import EPOCH, LAYOUT, Peer, running_peer
+from tests.kv_transfer.peer import LAYOUT, Peer, running_peer
 
 ENGINE = """
 import time
@@ -182,16 +182,3 @@ def test_the_same_frames_on_an_event_loop() -> None:
         return [await read_frame(reader) for _ in range(len(PAYLOADS) + 1)]
 
     assert asyncio.run(read_all()) == [*PAYLOADS, None]
-
-
-def test_survives_the_pipe() -> None:
-    config = TransferConfig(
-        layout=LAYOUT,
-        worker_epoch=EPOCH,
-        host="127.0.0.1",
-        cluster_token="geheim ü",
-        transport="auto",
-        cpu_cores=(0, 3),
-        parent_pid=12,
-    )
-    assert TransferConfig.from_json(config.to_json()) == config

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.contracts.precision import Precision
 from pdserve.model.config import parse_config
 from pdserve.model.cost import CostModel, OnlineCorrection, num_experts_touched
 from pdserve.model.curve import Curve
@@ -21,7 +22,7 @@ H100 = hardware("h100-sxm")
 
 def cost_model(config: dict[str, object], tensor_parallel: int = 1, pipeline_parallel: int = 1) -> CostModel:
     shape = ModelShape.from_hf_config(config)
-    return CostModel(shape, H100, "bfloat16", tensor_parallel, pipeline_parallel=pipeline_parallel)
+    return CostModel(shape, H100, Precision(dtype="bfloat16"), tensor_parallel, pipeline_parallel=pipeline_parallel)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -36,7 +37,9 @@ def test_bytes_of_known_models(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_quantised_kv_is_smaller_and_read_faster(dtype: str) -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
-    whole, quantised = (CostModel(shape, H100, "bfloat16", kv_dtype=kv_dtype) for kv_dtype in ("auto", dtype))
+    whole, quantised = (
+        CostModel(shape, H100, Precision(dtype="bfloat16", kv_dtype=kv_dtype)) for kv_dtype in ("auto", dtype)
+    )
     assert quantised.kv_bytes_per_token == 2 * 32 * 8 * (128 + 4)
     assert quantised.weight_bytes == whole.weight_bytes
     assert quantised.max_kv_blocks(16) > 1.9 * whole.max_kv_blocks(16)
@@ -47,7 +50,9 @@ def test_quantised_kv_is_smaller_and_read_faster(dtype: str) -> None:
 
 def test_int8_weights_are_smaller_and_read_faster() -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
-    whole, quantised = (CostModel(shape, H100, "bfloat16", quantization=how) for how in ("none", "int8"))
+    whole, quantised = (
+        CostModel(shape, H100, Precision(dtype="bfloat16", quantization=how)) for how in ("none", "int8")
+    )
     # Per layer: matrices as above, and outputs of q, k, v, o, gate and up, down. Tables and norms stay in bfloat16.
     num_in_layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     num_outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
@@ -56,12 +61,14 @@ def test_int8_weights_are_smaller_and_read_faster() -> None:
     assert saved_s == pytest.approx((num_in_layers - 4 * num_outputs) / H100.bandwidth)
     assert whole.prefill_s(8192) == quantised.prefill_s(8192)
     with pytest.raises(ValueError, match="quantization 'awq' is not supported: use one of none, int8, int4"):
-        CostModel(shape, H100, "bfloat16", quantization="awq")
+        CostModel(shape, H100, Precision(dtype="bfloat16", quantization="awq"))
 
 
 def test_int4_weights_take_half_a_byte_and_a_scale_for_128_of_them() -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
-    whole, quantised = (CostModel(shape, H100, "bfloat16", quantization=how) for how in ("none", "int4"))
+    whole, quantised = (
+        CostModel(shape, H100, Precision(dtype="bfloat16", quantization=how)) for how in ("none", "int4")
+    )
     num_in_layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert quantised.weight_bytes == num_in_layers * (1 / 2 + 4 / 128) + 2 * (2 * 128256 * 4096 + 65 * 4096)
     saved_s = whole.decode_s(1, 0) - quantised.decode_s(1, 0)
@@ -132,7 +139,7 @@ def test_activations_are_of_the_largest_step() -> None:
 
 def test_rows_that_sample_have_an_overhead() -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
-    slower = CostModel(shape, replace(H100, row_overhead_s=1e-3), "bfloat16")
+    slower = CostModel(shape, replace(H100, row_overhead_s=1e-3), Precision(dtype="bfloat16"))
     assert slower.decode_s(7, 700) == pytest.approx(cost_model(LLAMA_3_8B).decode_s(7, 700) + 7e-3)
 
 
@@ -193,7 +200,7 @@ def test_all_ways_to_ask_for_a_step_agree_to_the_bit(
     contexts: list[int], num_new: int, num_cached: int, parallel: tuple[int, int], device: Hardware
 ) -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
-    model = CostModel(shape, device, "bfloat16", parallel[0], pipeline_parallel=parallel[1])
+    model = CostModel(shape, device, Precision(dtype="bfloat16"), parallel[0], pipeline_parallel=parallel[1])
     decoding = [(1, context) for context in contexts]
     assert model.decode_s(len(contexts), sum(contexts)) == model.step_s(decoding)
     assert model.prefill_s(num_new, num_cached) == model.step_s([(num_new, num_cached)])
@@ -271,9 +278,9 @@ def test_heads_that_do_not_divide_are_refused(tensor_parallel: int) -> None:
 def test_a_dtype_without_a_figure_is_refused() -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
     with pytest.raises(ValueError, match="dtype 'int8' is not one of a model; use one of float32, bfloat16"):
-        CostModel(shape, H100, "int8")
+        CostModel(shape, H100, Precision(dtype="int8"))
     with pytest.raises(ValueError, match="h100-sxm has no figure for 'bfloat16'; use one of float32"):
-        CostModel(shape, replace(H100, peak_flops={"float32": 67e12}), "bfloat16")
+        CostModel(shape, replace(H100, peak_flops={"float32": 67e12}), Precision(dtype="bfloat16"))
 
 
 def test_correction_follows_what_is_observed() -> None:

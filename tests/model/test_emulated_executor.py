@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
 from pdserve.model.cost import CostModel
@@ -331,7 +332,7 @@ def a_cost_model() -> CostModel:
         head_dim=16,
         vocab_size=VOCAB_SIZE,
     )
-    return CostModel(shape, hardware("h100"), "bfloat16")
+    return CostModel(shape, hardware("h100"), Precision(dtype="bfloat16"))
 
 
 def test_steps_last_as_the_cost_model_says_one_after_the_other() -> None:

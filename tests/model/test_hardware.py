@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from pdserve.contracts.precision import Precision
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import HARDWARE_NAMES, Hardware, Measured, catalogue_name, hardware, slowed
 from pdserve.model.hardware_catalogue import ALIASES, DRIVER_NAMES
@@ -136,7 +137,10 @@ SHAPE = ModelShape.from_hf_config(LLAMA_31_8B)
 @pytest.mark.parametrize("tensor_parallel", [1, 4])
 def test_all_that_lasts_lasts_so_many_times_as_long(time_scale: float, tensor_parallel: int) -> None:
     device = hardware("h100-sxm")
-    real, slow = (CostModel(SHAPE, each, "bfloat16", tensor_parallel) for each in (device, slowed(device, time_scale)))
+    real, slow = (
+        CostModel(SHAPE, each, Precision(dtype="bfloat16"), tensor_parallel)
+        for each in (device, slowed(device, time_scale))
+    )
     durations: list[Callable[[CostModel], float]] = [
         lambda cost: cost.step_s([(500, 0), (1, 3000)]),
         lambda cost: cost.prefill_s(2048, 512),

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pdserve.contracts.precision import Precision
 from pdserve.model.cost import CostModel
 from pdserve.model.curve import Curve
 from pdserve.model.hardware import Hardware, hardware
@@ -21,7 +22,7 @@ from pdserve.planner.layout import PlannedModel
 
 MODEL = PlannedModel(
     name="small",
-    dtype="float32",
+    precision=Precision(dtype="float32"),
     shape=ModelShape(
         num_layers=8,
         hidden_size=512,
@@ -52,7 +53,7 @@ def timed(device: Hardware, noise: float = NOISE) -> list[TimedStep]:
     random = np.random.default_rng(0)
     result = []
     for num_layers, steps in ((8, STEPS), (1, STEPS[:60:3])):
-        cost = CostModel(replace(MODEL.shape, num_layers=num_layers), device, MODEL.dtype)
+        cost = CostModel(replace(MODEL.shape, num_layers=num_layers), device, MODEL.precision)
         for step in steps:
             seconds = cost.step_s(step.rows) * float(np.exp(random.normal(0, noise)))
             result.append(TimedStep(step, seconds, num_layers))
@@ -76,7 +77,7 @@ def test_models_of_another_depth_are_predicted(num_layers: int) -> None:
     """Overhead per step and what each layer takes are told apart."""
     fitted = fit(timed(TRUE)).hardware
     shape = replace(MODEL.shape, num_layers=num_layers)
-    predicted, true = (CostModel(shape, device, MODEL.dtype) for device in (fitted, TRUE))
+    predicted, true = (CostModel(shape, device, MODEL.precision) for device in (fitted, TRUE))
     for batch_size, context in ((1, 100), (32, 32 * 500)):
         assert predicted.decode_s(batch_size, context) == pytest.approx(true.decode_s(batch_size, context), rel=0.05)
 

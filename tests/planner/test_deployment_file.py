@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import WorkerRole
-from pdserve.deploy.config import ConfigError, kv_memory_bytes, read_deployment
+from pdserve.deploy.config import read_deployment
 from pdserve.model.hardware import hardware
 from pdserve.planner.deployment_file import DevicePool, deployment_of, deployment_text, has_parallel_workers, layout_of
 from pdserve.planner.layout import Layout
@@ -23,7 +24,7 @@ def written(candidate: Candidate, tmp_path: Path) -> Path:
 
 
 def on_h100s(config: DeploymentConfig) -> Layout:
-    pools = {role: DevicePool(H100, kv_memory_bytes(getattr(config, role.value))) for role in WorkerRole}
+    pools = {role: DevicePool(H100, config.phase(role).kv_memory_bytes) for role in WorkerRole}
     return layout_of(config, MODEL, pools)
 
 

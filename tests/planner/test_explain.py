@@ -7,6 +7,7 @@ from math import floor
 import pytest
 
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
 from pdserve.planner.explain import Explanation, explain
@@ -20,7 +21,9 @@ def explanations(
     device: str = "h100",
     quantization: str = "none",
 ) -> dict[str, Explanation]:
-    model = PlannedModel(shape=ModelShape.from_hf_config(config), quantization=quantization)
+    model = PlannedModel(
+        shape=ModelShape.from_hf_config(config), precision=Precision(dtype="bfloat16", quantization=quantization)
+    )
     pool = Pool(
         role=WorkerRole.DECODE,
         replicas=1,

@@ -42,7 +42,7 @@ def test_each_way_beyond_is_named_once() -> None:
         tensor_parallel=2,
     )
     layout = Layout(prefill=pool, decode=replace(pool, role=WorkerRole.DECODE))
-    found = extrapolations(replace(MODEL, quantization="int8"), layout, 5000)
+    found = extrapolations(replace(MODEL, precision=replace(MODEL.precision, quantization="int8")), layout, 5000)
     assert len(found) == 5
     for number, text in enumerate(("with llama bfloat16 and", "there may be 4096", "may be 300", "4999", "2 of them")):
         assert text in found[number]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.model.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.layouts import dollars_per_hour, enumerate_layouts
@@ -134,7 +135,7 @@ def test_a_model_that_fits_nowhere_names_the_smallest_worker_that_would() -> Non
 
 
 def test_kv_of_float8_is_for_devices_that_read_it() -> None:
-    model = replace(LLAMA_3_8B, kv_dtype="float8_e4m3fn")
+    model = replace(LLAMA_3_8B, precision=Precision(dtype="bfloat16", kv_dtype="float8_e4m3fn"))
     a100 = Supply(hardware=hardware("a100"), devices_per_node=2)
     with pytest.raises(ValueError, match="a100-80gb-sxm has no float8; use kv_dtype int8"):
         enumerate_layouts(a_question(a100, model=model))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.precision import Precision
 from pdserve.planner.planned_model import MAX_DEFAULT_LENGTH, read_planned_model
 
 CONFIG = {
@@ -27,9 +28,9 @@ def written(folder: Path, **changes: object) -> Path:
 
 def test_a_folder_and_its_file_are_the_same_model(tmp_path: Path) -> None:
     folder = written(tmp_path / "Llama-3-8B")
-    model = read_planned_model(folder, dtype="float16")
-    assert model == read_planned_model(folder / "config.json", dtype="float16")
-    assert (model.name, model.dtype, model.shape.num_kv_heads) == ("Llama-3-8B", "float16", 8)
+    model = read_planned_model(folder, precision=Precision(dtype="float16"))
+    assert model == read_planned_model(folder / "config.json", precision=Precision(dtype="float16"))
+    assert (model.name, model.precision.dtype, model.shape.num_kv_heads) == ("Llama-3-8B", "float16", 8)
 
 
 def test_a_file_of_another_name_is_called_by_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.planner.attainment import Interval
 from pdserve.planner.goodput import Goodput
 from pdserve.planner.layout import Layout
@@ -22,9 +23,7 @@ def a_worker(role: WorkerRole, num_requests: int = 10, num_cached_blocks: int = 
         host="10.0.0.1",
         hardware="h100-sxm",
         tensor_parallel=1,
-        dtype="bfloat16",
-        kv_dtype="auto",
-        quantization="none",
+        precision=Precision(dtype="bfloat16"),
         max_model_len=8192,
         block_size=16,
         num_kv_blocks=1000,

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
+from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import ModelConfig, SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.model.hardware import Hardware, hardware, slowed
-from pdserve.model.hardware_json import hardware_to_json
 from pdserve.planner.live import LengthHistogram, LiveError, ObservedTraffic
 from pdserve.planner.running import (
     RunningWorker,
@@ -90,9 +90,7 @@ def test_workers_that_are_up_are_read() -> None:
             host="10.0.0.1",
             hardware="h100-sxm",
             tensor_parallel=1,
-            dtype="bfloat16",
-            kv_dtype="auto",
-            quantization="none",
+            precision=Precision(dtype="bfloat16"),
             max_model_len=8192,
             block_size=16,
             num_kv_blocks=1000,
@@ -109,7 +107,7 @@ def test_what_is_planned_for_is_what_the_cluster_says() -> None:
         status(
             status_of("m-0", "mixed", dtype="float16", kv_dtype="int8", quantization="int4"),
             status_of("m-1", "mixed", dtype="float16", kv_dtype="int8", quantization="int4"),
-            devices={"mixed": json.loads(hardware_to_json(SLOW))},
+            devices={"mixed": to_plain(SLOW)},
         )
     )
     assert running.model == ModelConfig(
@@ -145,7 +143,7 @@ def test_a_foreign_status_is_refused(changes: dict[str, object]) -> None:
 
 
 def test_workers_that_hold_the_model_in_two_ways_are_refused() -> None:
-    with pytest.raises(LiveError, match=r"do not hold the model alike: .*'float16'"):
+    with pytest.raises(LiveError, match=r"do not hold the model alike: .*float16"):
         cluster(status_of("p", "prefill"), status_of("d", "decode", dtype="float16"))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
@@ -32,7 +33,7 @@ SHAPE = ModelShape(
     head_dim=16,
     vocab_size=512,
 )
-COST = CostModel(SHAPE, hardware("cpu"), "float32")
+COST = CostModel(SHAPE, hardware("cpu"), Precision(dtype="float32"))
 STALL_TIMEOUT_S = 1.2
 
 

@@ -17,13 +17,12 @@ import httpx
 import psutil
 import pytest
 
+from pdserve.contracts.codec import from_json, to_json, to_plain
 from pdserve.contracts.placement import WorkerRole
-from pdserve.engine.worker_config import endpoint_to_fields
 from pdserve.model.hardware import hardware
-from pdserve.model.hardware_json import hardware_to_json
 from pdserve.model.random_checkpoint import write_random_checkpoint
 from pdserve.router.main import build_cost_models
-from pdserve.router.process_config import RouterProcessConfig, config_from_json, config_to_json
+from pdserve.router.process_config import RouterProcessConfig
 from tests.workers import WorkerProcess, emulated_config, wait_until
 
 TOKEN = "secret"
@@ -45,7 +44,7 @@ class RouterProcess:
         return httpx.post(f"{self.url}/v1/completions", json={"ignore_eos": True, **body}, timeout=30)
 
     def put_targets(self, *workers: WorkerProcess) -> None:
-        targets = [endpoint_to_fields(worker.endpoint) for worker in workers]
+        targets = [to_plain(worker.endpoint) for worker in workers]
         httpx.put(f"{self.admin_url}/targets", json=targets).raise_for_status()
 
     def wait_until_ready(self) -> None:
@@ -56,7 +55,7 @@ def start_router(checkpoint: Path, *arguments: str, **fields: object) -> subproc
     values: dict[str, object] = {"port": 0, "cluster_token": TOKEN, **fields}
     config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", **values)  # type: ignore[arg-type]
     return subprocess.Popen(
-        [sys.executable, "-m", "pdserve.router", "--config", config_to_json(config), *arguments],
+        [sys.executable, "-m", "pdserve.router", "--config", to_json(config), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -163,8 +162,8 @@ def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
         model_path=str(checkpoint),
         served_name="s",
         cores_per_worker=2,
-        devices={"decode": hardware_to_json(slow)},
-        tensor_parallel={"decode": 2},
+        devices={WorkerRole.DECODE: slow},
+        tensor_parallel={WorkerRole.DECODE: 2},
     )
     costs = build_cost_models(config)
     assert costs[WorkerRole.DECODE].decode_s(1, 1) > 5.0
@@ -174,16 +173,16 @@ def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
 
 def test_the_configuration_survives_json_and_unknown_keys_do_not() -> None:
     config = RouterProcessConfig(model_path="m", served_name="s", port=1, cluster_token="t")
-    assert config_from_json(config_to_json(config)) == config
+    assert from_json(RouterProcessConfig, to_json(config), "it") == config
     for text, named in (
         ('{"model_path": "m", "served_name": "s", "prot": 1}', "prot"),
         ('{"model_path": "m", "served_name": "s", "slo": {"ttft": 1}}', "ttft"),
         ('{"model_path": "m"}', "served_name"),
-        ("[]", "object"),
+        ("[]", "keys and values"),
         ("{", "JSON"),
     ):
         with pytest.raises(ValueError, match=named):
-            config_from_json(text)
+            from_json(RouterProcessConfig, text, "it")
 
 
 PARENT = """
@@ -205,7 +204,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 def test_dies_with_its_parent(checkpoint: Path) -> None:
     config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", port=0)
-    command = [sys.executable, "-c", PARENT, config_to_json(config)]
+    command = [sys.executable, "-c", PARENT, to_json(config)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None
     router = psutil.Process(int(parent.stdout.readline()))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.model.cost import CostModel
 from pdserve.model.hardware import hardware
 from pdserve.model.shape import ModelShape
@@ -34,7 +35,7 @@ SHAPE = ModelShape(
     head_dim=128,
     vocab_size=32000,
 )
-COST = CostModel(SHAPE, hardware("h100-sxm"), "bfloat16")
+COST = CostModel(SHAPE, hardware("h100-sxm"), Precision(dtype="bfloat16"))
 COSTS = dict.fromkeys(WorkerRole, COST)
 
 
@@ -372,7 +373,7 @@ def test_room_means_blocks_and_a_seat(snapshot: WorkerSnapshot, num_tokens: int)
 
 
 def test_every_role_has_a_cost_model_of_its_own() -> None:
-    slow = CostModel(SHAPE, replace(hardware("h100-sxm"), memory_bandwidth=1e11), "bfloat16")
+    slow = CostModel(SHAPE, replace(hardware("h100-sxm"), memory_bandwidth=1e11), Precision(dtype="bfloat16"))
     costs = {**COSTS, WorkerRole.DECODE: slow}
     choice = choose_decode(prompt(100), [D0], costs)
     assert choice is not None

@@ -1,17 +1,60 @@
-"""This host's GPUs: which they are, and which workers get one, or how much of one.
+"""Divides this host's cores and GPUs among workers.
 
-The first is asked before anything starts, the second when Ray is there. Pure but for a look into the driver's files.
+Threads of two processes that wait for each other on the same cores slow both down, so workers get disjoint sets. They
+pin themselves to theirs; a worker without any uses every core with threads that wait passively. Pure but for
+`installed_gpu`, which reads the driver's files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
 
-from pdserve.contracts.placement import WorkerConfig
-from pdserve.deploy.errors import DeployError
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.model.hardware import catalogue_name
+
+_LOAD = {WorkerRole.PREFILL: 2.0, WorkerRole.MIXED: 2.0, WorkerRole.DECODE: 1.0}
+"""Share of the cores by role: prefill is bound by compute and gains from each core, decode by memory bandwidth, which
+few cores saturate."""
+
+_CORES_PER_SPARE = 8
+"""One core in this many is kept for the router and the daemons, once every worker has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSplit:
+    worker_cores: tuple[tuple[int, ...], ...]
+    """Cores of each worker, in the order of the roles; all empty where there are fewer cores than workers."""
+    spare_cores: tuple[int, ...]
+    """Cores of no worker; empty where there are none to spare."""
+
+
+def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
+    """Give each worker a contiguous run of ``cores``, sized by its role's load.
+
+    Each gets one, a few are spared, and every further core goes to the worker that has the least for its load.
+
+    Args:
+        cores: ids of the usable cores, at least one.
+        roles: one entry per worker, at least one.
+    """
+    assert cores
+    assert roles
+    if len(cores) < len(roles):
+        return CoreSplit(worker_cores=((),) * len(roles), spare_cores=())
+    num_extra = len(cores) - len(roles)
+    num_spare = min(num_extra, max(1, len(cores) // _CORES_PER_SPARE))
+    counts = [1] * len(roles)
+    for _ in range(num_extra - num_spare):
+        neediest = min(range(len(roles)), key=lambda index: counts[index] / _LOAD[roles[index]])
+        counts[neediest] += 1
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    runs = tuple(tuple(cores[end - count : end]) for count, end in zip(counts, ends, strict=True))
+    return CoreSplit(worker_cores=runs, spare_cores=tuple(cores[ends[-1] :]))
+
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _MAX_SHARE = 0.5
@@ -51,8 +94,8 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
     return shares
 
 
-def warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gpus: float) -> str:
-    """What to say of workers that could have had GPUs if there were more; empty where there are none of them.
+def gpu_warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gpus: float) -> str:
+    """A warning about workers that would have GPUs if there were more; empty without such workers.
 
     Args:
         shares: of `gpu_shares`.

@@ -1,7 +1,7 @@
-"""One worker's seat: keeps an actor in it, watches it, and fills it again with a new one when it fails.
+"""One worker process: starts its actor, watches it, and starts it again when it fails.
 
-The supervisor calls `WorkerSeat.check` from its loop, about ten times a second; nothing here waits. A seat keeps its
-worker id for life; each actor in it brings a new epoch.
+The supervisor calls `WorkerProcess.check` from its loop, about ten times a second; nothing here waits. The worker id
+stays for life; each actor brings a new epoch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import os
 import random
 import signal
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
-from pdserve.engine.worker_config import config_to_fields, endpoint_from_fields
+from pdserve.deploy.processes import last_error
 
 PING_INTERVAL_S = 0.5
 PING_TIMEOUT_S = 10.0
@@ -22,13 +24,13 @@ PING_TIMEOUT_S = 10.0
 STABLE_S = 30.0
 """A worker that has been up for this long starts the count of failures anew."""
 _MAX_DELAY_S = 15.0
-_CONCURRENT_CALLS = 4  # so that a ping is answered while a drain runs
+_CONCURRENT_CALLS = 4  # so that a ping is answered while the worker stops
 
 
-class SeatState(Enum):
-    """``EMPTY -> STARTING -> UP``, and back to ``EMPTY`` on a failure."""
+class WorkerState(Enum):
+    """``STOPPED -> STARTING -> UP``, and back to ``STOPPED`` on a failure."""
 
-    EMPTY = "empty"
+    STOPPED = "stopped"
     STARTING = "starting"
     UP = "up"
 
@@ -37,20 +39,18 @@ def restart_delay_s(num_failures: int, jitter: float) -> float:
     """Seconds to wait after the ``num_failures``-th failure in a row: none at first, then doubling.
 
     Args:
-        jitter: in [0, 1); spreads the delay over +-25 %, so that seats that failed together start apart.
+        jitter: in [0, 1); spreads the delay over +-25 %, so that workers that failed together start apart.
     """
     if num_failures <= 1:
         return 0.0
     return min(_MAX_DELAY_S, 0.5 * 2.0 ** (num_failures - 2)) * (0.75 + 0.5 * jitter)
 
 
-class WorkerSeat:
-    """See the module."""
-
+class WorkerProcess:
     def __init__(
         self, config: WorkerConfig, worker_class: type, resources: dict[str, float], num_gpus: float = 0.0
     ) -> None:
-        """An empty seat; `check` fills it.
+        """Nothing runs until `check` starts it.
 
         Args:
             worker_class: becomes the actor, and gives it its name; its methods are those of
@@ -59,13 +59,13 @@ class WorkerSeat:
             num_gpus: GPUs, or a share of one, that it asks for; Ray shows the actor no others.
         """
         self.config = config
-        self.state = SeatState.EMPTY
+        self.state = WorkerState.STOPPED
         self.endpoint: WorkerEndpoint | None = None
-        """Of the worker in the seat, once it is up."""
+        """None unless it is up."""
         self.process_id = 0
-        """Of the worker in the seat, 0 until known."""
+        """0 until known."""
         self.failure = ""
-        """Why the last worker failed, in one line."""
+        """Why it failed last, in one line."""
         self.num_restarts = 0
         self._worker_class = worker_class
         self._resources = resources
@@ -74,9 +74,9 @@ class WorkerSeat:
         self._retry_at_s = 0.0
         self._up_since_s = 0.0
         self._pinged_at_s = 0.0
+        self._log_path: Path | None = None
         self._actor: Any = None
         self._pending: Any = None
-        self._pending_process_id: Any = None
 
     @property
     def worker_id(self) -> str:
@@ -84,29 +84,25 @@ class WorkerSeat:
 
     def check(self, now_s: float) -> bool:
         """Do what is due, without waiting. Returns whether `endpoint` changed."""
-        if self.state is SeatState.EMPTY:
+        if self.state is WorkerState.STOPPED:
             if now_s >= self._retry_at_s:
-                self._fill()
+                self._start()
             return False
-        if self.state is SeatState.STARTING:
+        if self.state is WorkerState.STARTING:
             return self._check_starting(now_s)
         return self._check_up(now_s)
 
-    def drain(self, timeout_s: float) -> Any:
-        """Ask the worker to finish what runs; returns what to wait for, ``None`` if the seat has no worker up."""
-        return self._actor.drain.remote(timeout_s) if self.state is SeatState.UP else None
-
     def stop(self) -> Any:
-        """Ask the worker to release everything; returns what to wait for, ``None`` if the seat has no worker up."""
-        return self._actor.stop.remote() if self.state is SeatState.UP else None
+        """Ask the worker to release everything; returns the Ray reference to wait for, ``None`` unless it is up."""
+        return self._actor.stop.remote() if self.state is WorkerState.UP else None
 
-    def vacate(self) -> None:
-        """Forget the worker, as after the end of its Ray cluster; the next `check` fills the seat at once."""
-        self.state = SeatState.EMPTY
-        self.endpoint = self._actor = self._pending = self._pending_process_id = None
+    def clear(self) -> None:
+        """Forget the actor, as after the end of its Ray cluster; the next `check` starts another at once."""
+        self.state = WorkerState.STOPPED
+        self.endpoint = self._actor = self._pending = self._log_path = None
         self.process_id = 0
 
-    def _fill(self) -> None:
+    def _start(self) -> None:
         import ray
 
         options = {
@@ -115,25 +111,26 @@ class WorkerSeat:
             "resources": self._resources,
             "max_concurrency": _CONCURRENT_CALLS,
         }
-        self._actor = ray.remote(self._worker_class).options(**options).remote(config_to_fields(self.config))
-        self._pending_process_id = self._actor.process_id.remote()
-        self._pending = self._actor.start.remote()
-        self.state = SeatState.STARTING
+        self._actor = ray.remote(self._worker_class).options(**options).remote(to_plain(self.config))
+        self._pending = self._actor.process_id.remote()
+        self.state = WorkerState.STARTING
 
     def _check_starting(self, now_s: float) -> bool:
         try:
-            if not self.process_id:
-                if not _is_done(self._pending_process_id):
-                    return False
-                self.process_id = _result(self._pending_process_id)
             if not _is_done(self._pending):
                 return False
-            endpoint = _result(self._pending)
+            result = _result(self._pending)
         except Exception as error:  # whatever the worker raised, or how it died
             self._fail(now_s, error)
             return False
-        self.endpoint = endpoint_from_fields(endpoint)
-        self.state = SeatState.UP
+        if not self.process_id:  # before `start`, so that the log of one that dies in it is known
+            self.process_id = result
+            with contextlib.suppress(OSError):
+                self._log_path = Path(f"/proc/{self.process_id}/fd/2").readlink()
+            self._pending = self._actor.start.remote()
+            return False
+        self.endpoint = from_plain(WorkerEndpoint, result, "the endpoint")
+        self.state = WorkerState.UP
         self._up_since_s = now_s
         self._ping(now_s)
         return True
@@ -158,12 +155,12 @@ class WorkerSeat:
         self._pinged_at_s = now_s
 
     def _fail(self, now_s: float, error: Exception) -> None:
-        self.failure = describe_failure(error)
+        self.failure = describe_failure(error, self._log_path)
         self._num_failures += 1
         self.num_restarts += 1
         self._retry_at_s = now_s + restart_delay_s(self._num_failures, random.random())
         self._kill()
-        self.vacate()
+        self.clear()
 
     def _kill(self) -> None:
         import ray
@@ -176,17 +173,23 @@ class WorkerSeat:
             ray.kill(self._actor)
 
 
-def describe_failure(error: Exception) -> str:
-    """One line on why a worker failed: what it raised itself where it did."""
+def describe_failure(error: Exception, log_path: Path | None) -> str:
+    """One line on why a worker failed: the exception that it raised, or the last error in its log."""
     from ray.exceptions import RayActorError
 
     if isinstance(error, RayActorError):
-        return "its process ended"
+        reason = last_error(log_path) if log_path else _creation_error(str(error))
+        return f"its process ended{f': {reason}' if reason else ''}"
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if not lines:
         return type(cause).__name__
     return lines[0] if isinstance(cause, ValueError | TimeoutError) else f"{type(cause).__name__}: {lines[0]}"
+
+
+def _creation_error(message: str) -> str:
+    """The exception of an actor that could not even be made; Ray's message ends with its traceback."""
+    return message.strip().splitlines()[-1] if "creation task" in message else ""
 
 
 def _is_done(reference: Any) -> bool:

@@ -1,14 +1,59 @@
-"""Who computes on GPUs."""
+"""Cores are split by load, disjoint and complete; GPUs are whole or shared."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.deploy.errors import DeployError
-from pdserve.deploy.gpus import gpu_shares, installed_gpu, warning
+from pdserve.deploy.resources import gpu_shares, gpu_warning, installed_gpu, split_cores
+
+P, D, M = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "roles", "worker_cores", "spare"),
+    [
+        (2, [P, D], ((0,), (1,)), ()),
+        (3, [P, D], ((0,), (1,)), (2,)),
+        (4, [P, D], ((0, 1), (2,)), (3,)),
+        (4, [M], ((0, 1, 2),), (3,)),
+        (1, [M], ((0,),), ()),
+    ],
+)
+def test_small_machines(
+    num_cores: int, roles: list[WorkerRole], worker_cores: tuple[tuple[int, ...], ...], spare: tuple[int, ...]
+) -> None:
+    split = split_cores(range(num_cores), roles)
+    assert split.worker_cores == worker_cores
+    assert split.spare_cores == spare
+
+
+def test_with_more_workers_than_cores_nobody_is_pinned() -> None:
+    split = split_cores([4, 6], [P, D, M])
+    assert split.worker_cores == ((), (), ())
+    assert split.spare_cores == ()
+
+
+@given(st.integers(1, 96), st.lists(st.sampled_from(WorkerRole), min_size=1, max_size=12))
+def test_every_core_has_one_owner(num_cores: int, roles: list[WorkerRole]) -> None:
+    split = split_cores(range(num_cores), roles)
+    assert len(split.worker_cores) == len(roles)
+    assert all(split.worker_cores) == (num_cores >= len(roles))
+    if num_cores >= len(roles):
+        owned = [core for cores in split.worker_cores for core in cores] + list(split.spare_cores)
+        assert owned == list(range(num_cores))
+
+
+def test_prefill_gets_about_twice_what_decode_gets() -> None:
+    split = split_cores(range(32), [P, D])
+    prefill, decode = (len(cores) for cores in split.worker_cores)
+    assert 1.8 < prefill / decode < 2.2
+    assert len(split.spare_cores) == 4
 
 
 def worker(device: str, utilization: float = 0.9, emulate: str = "") -> WorkerConfig:
@@ -39,11 +84,11 @@ def test_gpus_that_automatic_workers_leave_alone_are_told_of() -> None:
     text = (
         "1 of them do not hold all workers whose device is auto, and 2 of those compute on the CPU: lower gpu_memory_u"
     )
-    assert warning(pair, gpu_shares(pair, 1), 1).startswith(text)
-    assert warning(pair, gpu_shares(pair, 2), 2) == ""
-    assert warning(pair, gpu_shares(pair, 0), 0) == ""
+    assert gpu_warning(pair, gpu_shares(pair, 1), 1).startswith(text)
+    assert gpu_warning(pair, gpu_shares(pair, 2), 2) == ""
+    assert gpu_warning(pair, gpu_shares(pair, 0), 0) == ""
     others = [worker("cpu"), worker("auto", emulate="h100-sxm")]
-    assert warning(others, gpu_shares(others, 1), 1) == ""
+    assert gpu_warning(others, gpu_shares(others, 1), 1) == ""
 
 
 def test_emulated_workers_take_none() -> None:

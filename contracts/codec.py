@@ -1,0 +1,245 @@
+"""Frozen dataclasses as plain values (what JSON and YAML hold) and back: the one codec of all configuration.
+
+Strict: an unknown key, an absent one without a default and a value of another type each raise `ConfigError`, which
+names the key and the remedy. A field's type is all the schema there is: numbers, text, enums (by value), tuples,
+mappings, unions, other dataclasses, and ``Annotated`` with a `Rule` for their values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from math import inf
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pdserve.contracts.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Rule(NamedTuple):
+    """A limit on the values of a field, as a part of its type: ``Annotated[int, between(1, 64)]``."""
+
+    holds: Callable[[Any], bool]
+    to_write: str
+    """Remedy, after "write"."""
+
+
+def between(low: int, high: int) -> Rule:
+    return Rule(lambda value: low <= value <= high, f"a whole number from {low} to {high}")
+
+
+def one_of(*names: str) -> Rule:
+    return Rule(lambda value: value in names, f"one of {', '.join(names)}")
+
+
+ABOVE_ZERO = Rule(lambda value: 0 < value < inf, "a number above 0")
+Positive = Annotated[float, ABOVE_ZERO]
+NotNegative = Annotated[float, Rule(lambda value: 0 <= value < inf, "0 or a number above it")]
+Share = Annotated[float, Rule(lambda value: 0 < value <= 1, "a share above 0 and up to 1: 0.9 for 90 %")]
+
+_TO_WRITE: dict[object, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+    tuple: "a list in brackets",
+    dict: "keys and values below it",
+    Mapping: "keys and values below it",
+}
+
+
+def to_plain(value: Any) -> Any:
+    """``value`` as JSON holds it: dataclasses and mappings as dicts, tuples as lists, enums as their values."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {to_plain(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(to_plain(value))
+
+
+def from_json(kind: type[T], text: str | bytes, name: str) -> T:
+    """The ``kind`` that `to_json` has written; ``name`` is what errors call it.
+
+    Raises:
+        ConfigError: see the module.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
+    return from_plain(kind, value, name)
+
+
+def from_plain(kind: type[T], value: object, name: str, key: str = "") -> T:
+    """The ``kind`` (a dataclass) that ``value`` describes.
+
+    Args:
+        name: what errors call the document.
+        key: of ``value`` in it; empty at the top.
+
+    Raises:
+        ConfigError: see the module.
+    """
+    return typing.cast(T, _dataclass(kind, value, name, key))
+
+
+def read_fields(kind: type, value: object, name: str, key: str = "") -> dict[str, Any]:
+    """The fields of a dataclass that ``value`` gives, checked; absent ones stay absent.
+
+    Args:
+        name: what errors call the document.
+        key: of ``value`` in it; empty at the top.
+
+    Raises:
+        ConfigError: see the module.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key or name} holds {_shown(value)}; write keys and values, as in {{key: value}}", key)
+    types = _types(kind)
+    read = {}
+    for field, item in value.items():
+        below = f"{key}.{field}" if key else str(field)
+        if field not in types:
+            raise ConfigError(f"unknown key {str(field)!r} in {key or name}{nearest(str(field), types)}", below)
+        default = _sections(kind).get(field)
+        if default is None:
+            read[field] = read_value(types[field], item, name, below)
+        elif item is not None:  # absent keys of a section keep the defaults of the whole
+            given = read_fields(type(default), item, name, below)
+            read[field] = dataclasses.replace(typing.cast(Any, default), **given)
+    return read
+
+
+def read_value(kind: Any, value: object, name: str, key: str, to_write: str = "") -> Any:
+    """``value`` as a ``kind``, which may be anything that a field is annotated with.
+
+    Args:
+        to_write: what errors about its type say to write; empty for the name of the type.
+    """
+    if kind is Any:
+        return value
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        rule: Rule = arguments[1]
+        read = read_value(arguments[0], value, name, key, rule.to_write)
+        if not rule.holds(read):
+            raise ConfigError(f"{key} is {read!r}; write {rule.to_write}", key)
+        return read
+    if origin in (typing.Union, UnionType):
+        return _alternative(arguments, value, name, key, to_write)
+    if dataclasses.is_dataclass(kind):
+        return value if isinstance(value, typing.cast(type, kind)) else _dataclass(kind, value, name, key)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _member(kind, value, key)
+    if origin is tuple and isinstance(value, list | tuple):
+        return _tuple(arguments, value, name, key, to_write)
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {
+            read_value(arguments[0], str(each), name, key): read_value(arguments[1], item, name, f"{key}.{each}")
+            for each, item in value.items()
+        }
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{key} is larger than any number that is of use; write a smaller one", key) from None
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{key} is {_shown(value)}; write {to_write or _TO_WRITE[origin or kind]}", key)
+
+
+def nearest(key: str, valid: Iterable[str]) -> str:
+    """The end of an error about ``key``: the valid one that is most like it, and all of them."""
+    valid = list(valid)
+    (likely,) = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
+    return f"; did you mean {likely!r}? (valid: {', '.join(valid)})"
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+@cache
+def _required(kind: type) -> tuple[str, ...]:
+    missing = dataclasses.MISSING
+    return tuple(
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is missing and field.default_factory is missing
+    )
+
+
+@cache
+def _sections(kind: type) -> dict[str, object]:
+    """Defaults of the fields that are dataclasses themselves: their absent keys keep these."""
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(kind)
+    }
+    return {name: value for name, value in defaults.items() if dataclasses.is_dataclass(value)}
+
+
+def _dataclass(kind: Any, value: object, name: str, key: str) -> object:
+    fields = read_fields(kind, value, name, key)
+    if missing := [field for field in _required(kind) if field not in fields]:
+        them = "it" if len(missing) == 1 else "them"
+        raise ConfigError(f"{key or name} lacks {', '.join(missing)}; write {them}", key)
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise ConfigError(f"{key or name}: {error}", key) from error
+
+
+def _alternative(kinds: tuple[Any, ...], value: object, name: str, key: str, to_write: str) -> Any:
+    """``value`` as the first of ``kinds`` that takes it; the errors of a single kind are its own."""
+    if value is None and NoneType in kinds:
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    if len(kinds) == 1:
+        return read_value(kinds[0], value, name, key, to_write)
+    for kind in kinds:
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return value
+    words = " or ".join(_TO_WRITE[kind] for kind in kinds)
+    raise ConfigError(f"{key} is {_shown(value)}; write {to_write or words}", key)
+
+
+def _member(kind: type[Enum], value: object, key: str) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(str(each.value) for each in kind)
+        raise ConfigError(f"{key} is {value!r}; write one of {names}", key) from None
+
+
+def _tuple(kinds: tuple[Any, ...], value: Sequence[object], name: str, key: str, to_write: str) -> Any:
+    if kinds[-1] is Ellipsis:
+        kinds = (kinds[0],) * len(value)
+    if len(kinds) != len(value):
+        raise ConfigError(f"{key} is {list(value)!r}; write {to_write or f'{len(kinds)} values in brackets'}", key)
+    return tuple(
+        read_value(kind, item, name, f"{key}[{index}]")
+        for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _shown(value: object) -> str:
+    return "empty" if value is None else f"{value!r} ({type(value).__name__})"

@@ -1,0 +1,33 @@
+"""The precision of a model: what its weights, activations and KV are held in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pdserve.contracts.codec import one_of
+from pdserve.contracts.kv_layout import KV_DTYPE_SETTINGS
+
+QUANTIZATION_SETTINGS = ("none", "int8", "int4")
+
+Dtype = Annotated[str, one_of("float32", "bfloat16", "float16")]
+KvDtype = Annotated[str, one_of(*KV_DTYPE_SETTINGS)]
+Quantization = Annotated[str, one_of(*QUANTIZATION_SETTINGS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """One for all workers of a deployment."""
+
+    dtype: Dtype = "float32"
+    """Weights and activations."""
+    kv_dtype: KvDtype = "auto"
+    """``auto``, which is ``dtype``, or ``int8`` or ``float8_e4m3fn``: about a fourth of float32's memory, and a little
+    less accurate. ``float8_e4m3fn`` is for GPUs; on CPUs plain torch attends to it, slowly."""
+    quantization: Quantization = "none"
+    """``none``, or how the matrices of the layers are held: ``int8``, with one scale per output, or ``int4``, with one
+    per output and group of 128 inputs."""
+
+    def __str__(self) -> str:
+        weights = f", {self.quantization} weights" if self.quantization != "none" else ""
+        return f"{self.dtype}{weights}"

@@ -1,0 +1,81 @@
+"""Reads YAML as plain values, with the line of every key: the one reader of files that users write.
+
+Numbers such as 24e9 are numbers and dates are text, unlike in YAML 1.1. A key that is written twice is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from pdserve.contracts.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own
+        first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE]\d+$"), list("+-0123456789"))
+
+
+@dataclass(frozen=True, slots=True)
+class YamlFile:
+    path: Path
+    value: object
+    """Plain values; None where the file is empty."""
+    lines: Mapping[str, int]
+    """Line of each key, by the keys above it and itself, with dots."""
+
+    def error(self, error: ConfigError) -> ConfigError:
+        """``error`` with the file, and the line if a key is at fault."""
+        key = re.split(r"\[\d", error.key)[0]
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        place = f"{self.path}:{self.lines[key]}" if key else str(self.path)
+        return ConfigError(f"{place}: {error}", error.key)
+
+
+def read_yaml(path: Path) -> YamlFile:
+    """Raises ConfigError if the file cannot be read, is not YAML, or has a key twice."""
+    lines: dict[str, int] = {}
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if node is not None:
+            _index(node, "", lines, set())
+        return YamlFile(path, None if node is None else loader.construct_document(node), lines)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML passes on what int() and the like raise
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; it has sections with keys in them") from None
+
+
+def _index(node: yaml.Node, key: str, lines: dict[str, int], seen: set[int]) -> None:
+    """Note the lines of all keys below ``node``."""
+    if id(node) in seen:
+        return  # an alias
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _index(item, key, lines, seen)
+    elif isinstance(node, yaml.MappingNode):
+        names = set()
+        for key_node, value in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(None, None, "a key is not text; write a name", key_node.start_mark)
+            if key_node.value in names:
+                problem = f"key {key_node.value!r} is written twice; keep one of them"
+                raise yaml.MarkedYAMLError(None, None, problem, key_node.start_mark)
+            names.add(key_node.value)
+            below = f"{key}.{key_node.value}" if key else key_node.value
+            lines.setdefault(below, key_node.start_mark.line + 1)
+            _index(value, below, lines, seen)
