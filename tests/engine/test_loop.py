@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
 from pdserve.engine.loop import (
