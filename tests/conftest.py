@@ -1,7 +1,12 @@
-"""What all tests share."""
+"""What all tests share, and the order in which files are handed to several processes."""
+
+from __future__ import annotations
 
 import contextlib
 import signal
+from typing import Any
+
+import pytest
 
 # A shell lets what it starts in the background ignore SIGINT, and every process started from there inherits that: a
 # cluster or a chat could then not be interrupted by the tests that do so.
@@ -13,3 +18,41 @@ with contextlib.suppress(ModuleNotFoundError):  # A machine that runs the tests 
     # How long one example takes says nothing of what is tested, but of the machine.
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+LONG_FILES = (
+    "tests/e2e/test_same_tokens.py",
+    "tests/bench/test_kernels_compile.py",
+    "tests/planner/test_search.py",
+    "tests/kernels/test_gpu_rehearsal.py",
+    "tests/e2e/",
+    "tests/deploy/test_up.py",
+    "tests/bench/",
+    "tests/kernels/",
+    "tests/deploy/",
+    "tests/planner/",
+)
+"""Started first, in this order, so that no process is left with a long file at the end."""
+DIVISIBLE_FILES = ("tests/e2e/test_same_tokens.py", "tests/bench/test_kernels_compile.py")
+"""Long files whose tests share next to nothing: they may run in several processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return next((i for i, prefix in enumerate(LONG_FILES) if item.nodeid.startswith(prefix)), len(LONG_FILES))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, but for `DIVISIBLE_FILES`, and in the order of collection."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Schedule(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith(DIVISIBLE_FILES) else str(super()._split_scope(nodeid))
+
+    config.option.loadscopereorder = False
+    return Schedule(config, log)
