@@ -32,8 +32,11 @@ LONG_FILES = (
     "tests/planner/",
 )
 """Started first, in this order, so that no process is left with a long file at the end."""
-DIVISIBLE_FILES = ("tests/e2e/test_same_tokens.py", "tests/bench/test_kernels_compile.py")
-"""Long files whose tests share next to nothing: they may run in several processes."""
+INDEPENDENT_TESTS = (
+    "tests/e2e/test_same_tokens.py::test_same_tokens_of_every_family",
+    "tests/bench/test_kernels_compile.py::test_a_launch_fits_the_gpu",
+)
+"""Many and long, and they share next to nothing: they may be divided among processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,14 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but for `DIVISIBLE_FILES`, and in the order of collection."""
+    """``--dist loadfile``, but for `INDEPENDENT_TESTS`, and in the order of collection."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Schedule(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith(DIVISIBLE_FILES) else str(super()._split_scope(nodeid))
+            return nodeid if nodeid.startswith(INDEPENDENT_TESTS) else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False
     return Schedule(config, log)
