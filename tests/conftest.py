@@ -20,28 +20,30 @@ with contextlib.suppress(ModuleNotFoundError):  # A machine that runs the tests 
     settings.load_profile("untimed")
 
 LONG_FILES = (
-    "tests/e2e/test_same_tokens.py",
-    "tests/bench/test_kernels_compile.py",
-    "tests/planner/test_search.py",
-    "tests/kernels/test_gpu_rehearsal.py",
+    "test_same_tokens.py",
+    "test_kernels_compile.py",
+    "test_real_workers.py",
+    "test_search.py",
+    "test_worker.py",
     "tests/e2e/",
-    "tests/deploy/test_up.py",
+    "test_schedulers_property.py",
+    "test_gpu_rehearsal.py",
+    "test_model_executor.py",
+    "test_up.py",
+    "tests/deploy/",
     "tests/bench/",
     "tests/kernels/",
-    "tests/deploy/",
     "tests/planner/",
 )
-"""Started first, in this order, so that no process is left with a long file at the end."""
-INDEPENDENT_TESTS = (
-    "tests/e2e/test_same_tokens.py::test_same_tokens_of_every_family",
-    "tests/bench/test_kernels_compile.py::test_a_launch_fits_the_gpu",
-)
+"""Parts of paths of files that are started first, in this order: no process is left with a long file at the end."""
+INDEPENDENT_TESTS = ("::test_same_tokens_of_every_family[", "::test_a_launch_fits_the_gpu[")
 """Many and long, and they share next to nothing: they may be divided among processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
-        return next((i for i, prefix in enumerate(LONG_FILES) if item.nodeid.startswith(prefix)), len(LONG_FILES))
+        path = item.nodeid.partition("::")[0]
+        return next((i for i, part in enumerate(LONG_FILES) if part in path), len(LONG_FILES))
 
     items.sort(key=place)
 
@@ -55,7 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Schedule(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith(INDEPENDENT_TESTS) else str(super()._split_scope(nodeid))
+            is_alone = any(name in nodeid for name in INDEPENDENT_TESTS)
+            return nodeid if is_alone else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False
     return Schedule(config, log)
