@@ -1,7 +1,12 @@
-"""What all tests share."""
+"""What all tests share, and the order in which files are handed to several processes."""
+
+from __future__ import annotations
 
 import contextlib
 import signal
+from typing import Any
+
+import pytest
 
 # A shell lets what it starts in the background ignore SIGINT, and every process started from there inherits that: a
 # cluster or a chat could then not be interrupted by the tests that do so.
@@ -13,3 +18,47 @@ with contextlib.suppress(ModuleNotFoundError):  # A machine that runs the tests 
     # How long one example takes says nothing of what is tested, but of the machine.
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+LONG_FILES = (
+    "test_same_tokens.py",
+    "test_kernels_compile.py",
+    "test_real_workers.py",
+    "test_search.py",
+    "test_worker.py",
+    "tests/e2e/",
+    "test_schedulers_property.py",
+    "test_gpu_rehearsal.py",
+    "test_model_executor.py",
+    "test_up.py",
+    "tests/deploy/",
+    "tests/bench/",
+    "tests/kernels/",
+    "tests/planner/",
+)
+"""Parts of paths of files that are started first, in this order: no process is left with a long file at the end."""
+INDEPENDENT_TESTS = ("::test_same_tokens_of_every_family[", "::test_a_launch_fits_the_gpu[")
+"""Many and long, and they share next to nothing: they may be divided among processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.nodeid.partition("::")[0]
+        return next((i for i, part in enumerate(LONG_FILES) if part in path), len(LONG_FILES))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, but for `INDEPENDENT_TESTS`, and in the order of collection."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Schedule(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            is_alone = any(name in nodeid for name in INDEPENDENT_TESTS)
+            return nodeid if is_alone else str(super()._split_scope(nodeid))
+
+    config.option.loadscopereorder = False
+    return Schedule(config, log)

@@ -106,7 +106,8 @@ async def leave_early(url: str, count: int) -> None:
     rng = random.Random(3)
 
     async def one(index: int, after_s: float) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        # Reading the certificates of HTTPS 200 times would keep clients from leaving when they should.
+        async with httpx.AsyncClient(base_url=url, timeout=120, verify=False) as client:
             body = request_body(index % 40, max_tokens=2000, stream=index % 3 != 0)
             request = asyncio.create_task(client.post("/v1/completions", json=body))
             await asyncio.sleep(after_s)

@@ -52,12 +52,17 @@ def test_another_source_is_another_library(tmp_path: Path, compiler: str, source
     assert [ctypes.CDLL(str(path)).two() for path in (first, second)] == [42, 43]
 
 
-def test_of_builders_at_the_same_time_one_compiles(tmp_path: Path, compiler: str) -> None:
+def test_of_builders_at_the_same_time_one_compiles(tmp_path: Path, compiler: str, sources: tuple[Path, Path]) -> None:
     log, wrapper = tmp_path / "log", tmp_path / "bin" / "g++"
     wrapper.parent.mkdir()
-    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {compiler} "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nsleep 0.2\necho "$@" >> {log}\nexec {compiler} "$@"\n')
     wrapper.chmod(0o755)
-    program = "from pdserve.kernels.cpu_build import load_library; assert load_library().paged_attention"
+    program = f"""
+from pathlib import Path
+from pdserve.kernels import cpu_build
+cpu_build._SOURCES = tuple(map(Path, {[*map(str, sources)]}))
+assert cpu_build.load_library().two() == 42
+"""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PATH": f"{wrapper.parent}:{os.environ['PATH']}"}
     builders = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
     assert [builder.wait(timeout=240) for builder in builders] == [0, 0, 0]
