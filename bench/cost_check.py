@@ -34,10 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.contracts.precision import Precision
-from pdserve.model.cost import CostModel
-from pdserve.model.curve import Curve
-from pdserve.model.hardware import Hardware, hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.curve import Curve
+from pdserve.model.cost.hardware import Hardware, hardware
 
 FloatArray = npt.NDArray[np.float64]
 

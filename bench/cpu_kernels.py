@@ -32,7 +32,7 @@ from rich.table import Table
 from torch.nn.functional import linear
 
 from pdserve.bench.shapes import SHAPES
-from pdserve.kernels.cpu_threads import use_threads
+from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.selection import CPU_KERNELS
 
 NUM_ROWS = (1, 8, 32, 256, 2048)

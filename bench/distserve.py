@@ -26,9 +26,9 @@ from rich.console import Console
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.model.cost import CostModel
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.attainment import measure
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.presets import preset

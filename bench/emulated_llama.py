@@ -19,9 +19,9 @@ import psutil
 from pdserve.bench.cluster import running_cluster
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import hardware
-from pdserve.model.random_checkpoint import write_tokenizer
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import hardware
+from pdserve.model.weights.random_checkpoint import write_tokenizer
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 
 LLAMA_3_8B: dict[str, Any] = {

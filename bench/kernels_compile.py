@@ -28,14 +28,14 @@ from triton.runtime.jit import JITFunction
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, KvPoolShape, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DrawTensors, QkNorm, TopPTensors
-from pdserve.kernels.triton_block_copy import gather_blocks, scatter_blocks
-from pdserve.kernels.triton_decode_attention import decode_attention
-from pdserve.kernels.triton_gate import gate
-from pdserve.kernels.triton_norm import rms_normalise
-from pdserve.kernels.triton_prefill_attention import prefill_attention
-from pdserve.kernels.triton_quantized_matmul import quantized_matmul
-from pdserve.kernels.triton_rope import rope_and_write_kv
-from pdserve.kernels.triton_sampling import draw_tokens, find_top_p
+from pdserve.kernels.triton.block_copy import gather_blocks, scatter_blocks
+from pdserve.kernels.triton.decode_attention import decode_attention
+from pdserve.kernels.triton.gate import gate
+from pdserve.kernels.triton.norm import rms_normalise
+from pdserve.kernels.triton.prefill_attention import prefill_attention
+from pdserve.kernels.triton.quantized_matmul import quantized_matmul
+from pdserve.kernels.triton.rope import rope_and_write_kv
+from pdserve.kernels.triton.sampling import draw_tokens, find_top_p
 from pdserve.kernels.weight_quantisation import Int4Weight, QuantisedWeight, quantise_int4, quantise_int8
 
 _TARGET = GPUTarget("cuda", 90, 32)

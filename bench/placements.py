@@ -24,8 +24,8 @@ from rich.table import Table
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.precision import Precision
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel
 from pdserve.planner.plan import Candidate, Effort, Plan, Question, SloOutOfReachError, Supply
 from pdserve.planner.presets import preset

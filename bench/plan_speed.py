@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel
 from pdserve.planner.plan import Effort, Question, Supply
 from pdserve.planner.presets import preset

@@ -33,9 +33,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, StepBatch, StepRow, TokenLogprobs
-from pdserve.engine.backend import choose_backend
+from pdserve.engine.worker.backend import choose_backend
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.model.config import DecoderConfig
+from pdserve.model.config.decoder_config import DecoderConfig
 
 VOCAB_SIZE, WINDOW_TOKENS, CHUNK_TOKENS, BLOCK_SIZE, BATCH_WINDOWS = 1024, 256, 64, 16, 8
 TRAIN_BATCH, LEARNING_RATE = 16, 2e-3

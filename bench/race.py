@@ -40,8 +40,8 @@ from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.shapes import SHAPES
-from pdserve.model.random_checkpoint import write_random_checkpoint
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 
 NUM_CONCURRENT, PROMPT_TOKENS, ANSWER_TOKENS = 32, 256, 64
 BURST_TIMEOUT_S = 1800.0

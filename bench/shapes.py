@@ -1,4 +1,5 @@
-"""Llama shapes that several benchmarks use: arguments of `pdserve.model.random_checkpoint.write_random_checkpoint`."""
+"""Llama shapes that several benchmarks use: arguments of
+`pdserve.model.weights.random_checkpoint.write_random_checkpoint`."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ from pdserve.bench.distserve import OPT_13B
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner import simulator
 from pdserve.planner.conversations import Conversations, SystemPrompts
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -46,7 +46,7 @@ from pdserve.planner.presets import preset
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.workload import Workload, WorkloadSample
 from pdserve.prefill_worker.scheduler import PrefillScheduler
-from pdserve.router.worker import InFlightLoad
+from pdserve.router.cluster.worker import InFlightLoad
 
 LLAMA_3_8B = PlannedModel(
     shape=ModelShape.from_hf_config(

@@ -55,9 +55,9 @@ from pdserve.bench.step_times import StepTimeRatios, watched_step_times
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.model.hardware import Hardware
-from pdserve.model.random_checkpoint import write_random_checkpoint
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import Hardware
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.planner.conversations import Conversations
 from pdserve.planner.hardware_file import read_hardware_file
 from pdserve.planner.layout import Layout, PlannedModel, Pool

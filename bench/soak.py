@@ -30,7 +30,7 @@ from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.shapes import SHAPES
-from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 
 SAMPLE_S = 10.0
 KV_POOL_MIB = 64

@@ -27,13 +27,13 @@ import torch
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
-from pdserve.kernels.cpu_threads import use_threads
+from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
-from pdserve.model.config import DecoderConfig
-from pdserve.model.model_executor import ModelExecutor
-from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.executors.model import ModelExecutor
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 BATCH_SIZE = 8

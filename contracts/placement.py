@@ -67,8 +67,8 @@ class WorkerConfig:
     emulate: str = ""
     """Name of a GPU in the hardware catalogue to emulate instead of computing; empty runs the model."""
     hardware: str = ""
-    """The device that this computes on, or emulates: a `pdserve.model.hardware.Hardware` as JSON; empty looks it up in
-    the catalogue."""
+    """The device that this computes on, or emulates: a `pdserve.model.cost.hardware.Hardware` as JSON; empty looks it
+    up in the catalogue."""
     time_scale: float = 1.0
     """Emulated seconds are stretched by this factor."""
     park_timeout_s: float = 30.0

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.request import KvSource, RequestState
-from pdserve.engine.scheduler import AbortPullEvent, PullResult, StartPullEvent
-from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_table import SequenceTable
+from pdserve.engine.scheduling.interface import AbortPullEvent, PullResult, StartPullEvent
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.scheduling.table import SequenceTable
 
 
 class _Reservation(NamedTuple):

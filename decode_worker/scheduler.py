@@ -32,9 +32,9 @@ from pdserve.decode_worker.steady_steps import (
     fast_forward,
 )
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
-from pdserve.engine.scheduler import Event, PullResult
-from pdserve.engine.sequence import Sequence, sum_blocks_missing
-from pdserve.engine.sequence_table import PlannedStep
+from pdserve.engine.scheduling.interface import Event, PullResult
+from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
+from pdserve.engine.scheduling.table import PlannedStep
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
 
@@ -59,7 +59,7 @@ class _Room:
 
 
 class DecodeScheduler:
-    """Implements `pdserve.engine.scheduler.Scheduler` for a decode or a mixed worker."""
+    """Implements `pdserve.engine.scheduling.interface.Scheduler` for a decode or a mixed worker."""
 
     def __init__(
         self,

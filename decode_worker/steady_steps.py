@@ -16,8 +16,8 @@ from typing import NamedTuple
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import SampledToken, StepRow
-from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_table import PlannedStep, SequenceTable
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 
 _TOKEN = SampledToken(0, None)

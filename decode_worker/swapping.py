@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_table import PlannedStep, SequenceTable
-from pdserve.model.cost import CostModel
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
+from pdserve.model.cost.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
-from pdserve.engine.backend import Backend
-from pdserve.engine.process import WorkerActor, main
+from pdserve.engine.worker.backend import Backend
+from pdserve.engine.worker.process import WorkerActor, main
 from pdserve.kv_transfer.block_pool import BlockPool
 
 

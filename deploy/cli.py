@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from pdserve.contracts.deployment import DeploymentConfig
-from pdserve.deploy import bench_commands
-from pdserve.deploy.plan_cli import plan
-from pdserve.deploy.simulate_cli import simulate
+from pdserve.deploy.commands import bench as bench_commands
+from pdserve.deploy.commands.plan import plan
+from pdserve.deploy.commands.simulate import simulate
 
 app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
@@ -94,11 +94,11 @@ def up(
     """Start a cluster and serve until Ctrl-C."""
     from rich.console import Console
 
+    from pdserve.deploy.cluster.resources import installed_gpu
+    from pdserve.deploy.cluster.supervisor import Supervisor
+    from pdserve.deploy.commands.progress import Progress
     from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
     from pdserve.deploy.launch import Launch
-    from pdserve.deploy.progress import Progress
-    from pdserve.deploy.resources import installed_gpu
-    from pdserve.deploy.supervisor import Supervisor
 
     use = Use.EMULATE if emulate else Use.SERVE
     config = read_deployment(file, use=use) if file else DeploymentConfig()
@@ -140,8 +140,8 @@ def profile(
     from rich.console import Console
 
     from pdserve.contracts.deployment import ModelConfig
+    from pdserve.deploy.commands.profile import ProfileRequest, run_profile
     from pdserve.deploy.config import check_deployment
-    from pdserve.deploy.profile import ProfileRequest, run_profile
 
     config = ModelConfig(
         path=str(model), dtype=dtype, kv_dtype=kv_dtype, quantization=quantization, max_model_len=max_model_len
@@ -167,8 +167,8 @@ def chat(
     """Talk to the model that is served; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     from rich.console import Console
 
-    from pdserve.deploy.chat import Conversation, converse
-    from pdserve.deploy.cluster_folder import find_cluster
+    from pdserve.deploy.cluster.folder import find_cluster
+    from pdserve.deploy.commands.chat import Conversation, converse
 
     conversation = Conversation(
         url or find_cluster().url, max_tokens=max_tokens, temperature=temperature, console=Console()
@@ -183,8 +183,8 @@ def status(
     """Show the workers of a running cluster and what they do."""
     from rich.console import Console
 
-    from pdserve.deploy.cluster_folder import find_cluster
-    from pdserve.deploy.status import show_status
+    from pdserve.deploy.cluster.folder import find_cluster
+    from pdserve.deploy.commands.status import show_status
 
     return show_status(admin_url or find_cluster().admin_url, Console())
 

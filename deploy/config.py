@@ -13,7 +13,7 @@ from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import Hardware
+from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.hardware_file import read_hardware_file
 from pdserve.planner.yaml_file import read_yaml
 

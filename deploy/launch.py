@@ -10,8 +10,8 @@ from pdserve.contracts.codec import to_json
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.worker import DecodeWorker
-from pdserve.deploy.resources import CoreSplit
-from pdserve.model.hardware import Hardware, hardware
+from pdserve.deploy.cluster.resources import CoreSplit
+from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.prefill_worker.worker import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig
 

@@ -1,8 +1,8 @@
 """The geometry of one step's ragged batch, as every attention kernel takes it.
 
 Built once per step by an executor and shared by all layers. Bounds are asserted here, once, so that kernels index
-without checks. A batch may be padded to a size for which a decode step was captured (`pdserve.model.decode_graphs`).
-Holds no tokens and no model knowledge.
+without checks. A batch may be padded to a size for which a decode step was captured
+(`pdserve.model.executors.decode_graphs`). Holds no tokens and no model knowledge.
 """
 
 from __future__ import annotations

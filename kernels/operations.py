@@ -179,7 +179,7 @@ class DrawTensors(NamedTuple):
 
 class DrawTokens(Protocol):
     def __call__(self, logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
-        """A token id for each draw, as `pdserve.kernels.torch_sampling` defines it: integers ``[D]`` on the device.
+        """A token id for each draw, as `pdserve.kernels.torch.sampling` defines it: integers ``[D]`` on the device.
 
         The host does not wait. Rows are not checked, and where the best logit is not finite the token is any number.
 

@@ -1,6 +1,6 @@
 """Philox4x32-10, the counter-based random generator, on integer tensors of any device.
 
-Called by `pdserve.kernels.torch_sampling`; other kernels have it in their own language. Holds no state: the same
+Called by `pdserve.kernels.torch.sampling`; other kernels have it in their own language. Holds no state: the same
 counter and key give the same words in any batch, in any order of evaluation and in any implementation, which lets
 another worker continue a seeded answer.
 

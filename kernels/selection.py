@@ -9,17 +9,15 @@ from importlib.util import find_spec
 
 import torch
 
-from pdserve.kernels import (
-    cpu_attention,
-    cpu_dense,
-    cpu_sampling,
-    torch_attention,
-    torch_dense,
-    torch_sampling,
-)
-from pdserve.kernels.cpu_build import load_library
+from pdserve.kernels.cpu import attention as cpu_attention
+from pdserve.kernels.cpu import dense as cpu_dense
+from pdserve.kernels.cpu import sampling as cpu_sampling
+from pdserve.kernels.cpu.build import load_library
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import DecoderKernels, SamplingKernels
+from pdserve.kernels.torch import attention as torch_attention
+from pdserve.kernels.torch import dense as torch_dense
+from pdserve.kernels.torch import sampling as torch_sampling
 
 TORCH_KERNELS = DecoderKernels(
     name="torch",
@@ -38,7 +36,7 @@ CPU_KERNELS = DecoderKernels(
     gate=cpu_dense.gate,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,
     paged_attention=cpu_attention.paged_attention,
-    # Some blocks of rows of cpu_dense.cpp, so that every core has its share and the caches hold what it works on.
+    # Some blocks of rows of dense.cpp, so that every core has its share and the caches hold what it works on.
     mlp_rows=256,
 )
 
@@ -57,7 +55,7 @@ def select_sampling_kernels(device: torch.device) -> SamplingKernels:
         return TORCH_SAMPLING if load_library() is None else CPU_SAMPLING
     if find_spec("triton") is None:
         return TORCH_SAMPLING
-    from pdserve.kernels.triton_kernels import TRITON_SAMPLING
+    from pdserve.kernels.triton.kernels import TRITON_SAMPLING
 
     return TRITON_SAMPLING
 
@@ -76,6 +74,6 @@ def select_kernels(kv_pool: KvPool) -> DecoderKernels:
 def _gpu_kernels() -> DecoderKernels:
     if find_spec("triton") is None:
         return TORCH_KERNELS
-    from pdserve.kernels.triton_kernels import TRITON_KERNELS
+    from pdserve.kernels.triton.kernels import TRITON_KERNELS
 
     return TRITON_KERNELS

@@ -2,7 +2,7 @@
 
 Transfer processes and peers map a worker's pool as a file (`pdserve.kv_transfer.pool_memory`). For a pool in GPU memory
 the file is a staging area: every block has its place in it, and holds bytes once it was granted to another worker or
-pulled from one. Called by `pdserve.engine.staged_transfer`; knows neither grants nor pulls.
+pulled from one. Called by `pdserve.engine.worker.staged_transfer`; knows neither grants nor pulls.
 
 Copies wait for no step, and no step waits for them, because the blocks that are copied are in no step:
 

@@ -32,8 +32,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.model.cost import CostModel
-from pdserve.model.hardware import Hardware
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import Hardware
 from pdserve.planner import links
 from pdserve.planner.attainment import BoolArray
 from pdserve.planner.demand import Demand

@@ -1,8 +1,9 @@
 """Fits a device's efficiencies to steps that were measured on it, and says how far off predictions of others are.
 
-`pdserve profile` calls `fit_hardware` with what `pdserve.model.profiling` measured. What is varied are figures of
-`pdserve.model.hardware.Hardware` and what predicts is `pdserve.model.cost.CostModel` itself, so that a fit cannot drift
-away from the model that uses it. Some steps of each kind are held out: the errors on them are those of the file.
+`pdserve profile` calls `fit_hardware` with what `pdserve.model.cost.profiling` measured. What is varied are figures of
+`pdserve.model.cost.hardware.Hardware` and what predicts is `pdserve.model.cost.cost_model.CostModel` itself, so that a
+fit cannot drift away from the model that uses it. Some steps of each kind are held out: the errors on them are those of
+the file.
 
 The squares of log(predicted / measured) are minimised, by the method of Levenberg and Marquardt (Marquardt, 1963), over
 logarithms of the figures: none can become negative. Each is pulled a little towards what the catalogue says, which
@@ -19,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.model.cost import CostModel
-from pdserve.model.curve import Curve
-from pdserve.model.hardware import Hardware, Measured
-from pdserve.model.step_grid import Step, StepKind
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.curve import Curve
+from pdserve.model.cost.hardware import Hardware, Measured
+from pdserve.model.cost.step_grid import Step, StepKind
 from pdserve.planner.layout import PlannedModel
 
 HELD_OUT_EVERY = 4

@@ -15,7 +15,7 @@ import yaml
 from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import Hardware
+from pdserve.model.cost.hardware import Hardware
 from pdserve.planner import wording
 from pdserve.planner.hosts import ONE_HOST_TODAY, host_sentence, placed
 from pdserve.planner.layout import Layout, PlannedModel, Pool

@@ -1,7 +1,8 @@
 """The cost model's formulas with a model's and a device's numbers filled in: how a prediction comes about.
 
 `explain` gives plain lines; `pdserve plan --explain` prints them. The numbers of a line are the arithmetic that gives
-its result, so that anybody can do it again; results come from `pdserve.model.cost`, which has the formulas' sources.
+its result, so that anybody can do it again; results come from `pdserve.model.cost.cost_model`, which has the formulas'
+sources.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes
-from pdserve.model.cost import CostModel, StepParts, num_experts_touched
-from pdserve.model.weight_bytes import weight_bytes
+from pdserve.model.cost.cost_model import CostModel, StepParts, num_experts_touched
+from pdserve.model.weights.bytes import weight_bytes
 from pdserve.planner.layout import PlannedModel, Pool
 
 MEMORY_FRACTION = 0.9

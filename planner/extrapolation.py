@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdserve.model.hardware import Measured
+from pdserve.model.cost.hardware import Measured
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, Protocol
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.model.cost import CostModel
+from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.attainment import Attainment, Interval, measure
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.requests import SimulatedRequest

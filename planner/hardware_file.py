@@ -16,10 +16,11 @@
                    context_tokens: [0, 4096], errors: {prefill: 0.04, decode: 0.06}}
         sources: {compute_efficiency: pdserve profile}
 
-The keys are the fields of `pdserve.model.hardware.Hardware`, where their units stand, and ``base`` and ``num_cores``.
-Without a base every field that has no default must be given. A figure without a source has the file's name for one.
+The keys are the fields of `pdserve.model.cost.hardware.Hardware`, where their units stand, and ``base`` and
+``num_cores``. Without a base every field that has no default must be given. A figure without a source has the file's
+name for one.
 
-Read by the command line and the search; what it gives goes to `pdserve.model.hardware.hardware` as ``added``.
+Read by the command line and the search; what it gives goes to `pdserve.model.cost.hardware.hardware` as ``added``.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ import yaml
 
 from pdserve.contracts.codec import between, from_plain, nearest, read_fields, read_value, to_plain
 from pdserve.contracts.errors import ConfigError
-from pdserve.model.curve import Curve
-from pdserve.model.hardware import Hardware, hardware
-from pdserve.model.hardware_catalogue import ALIASES
+from pdserve.model.cost.curve import Curve
+from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.model.cost.hardware_catalogue import ALIASES
 from pdserve.planner.yaml_file import read_yaml
 
 _NAME = "the hardware file"

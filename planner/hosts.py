@@ -6,7 +6,7 @@ assumed here is what an operator would do, or Ray with its SPREAD strategy.
 
 - Hosts have devices of one kind, and as few of them are taken as the workers fit on.
 - A stage's tensor-parallel group is on one host, and the stages of a pipeline fill a host before the next one, as the
-  cost model takes them to (`pdserve.model.cost`).
+  cost model takes them to (`pdserve.model.cost.cost_model`).
 - Of what is left, every worker takes the emptiest host, the larger workers first. So both phases are spread over all
   hosts, and as many workers as can be have one of the other phase beside them: the low node affinity of Zhong et al.,
   "DistServe" (OSDI 2024, section 4.2), without its splitting of both phases' pipelines over the same hosts.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.model.cost import CostModel
-from pdserve.model.hardware import Hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import Hardware
 
 BFLOAT16 = Precision(dtype="bfloat16")
 

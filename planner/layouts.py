@@ -12,7 +12,7 @@ from itertools import product
 from typing import NamedTuple
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import Hardware
+from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.bounds import fits
 from pdserve.planner.hosts import placed
 from pdserve.planner.layout import Layout, PlannedModel, Pool

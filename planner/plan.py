@@ -11,7 +11,7 @@ from enum import Enum
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import Hardware
+from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.attainment import Attainment
 from pdserve.planner.bounds import Bounds, Resource
 from pdserve.planner.goodput import Goodput

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.contracts.precision import Precision
-from pdserve.model.shape import ModelShape, positive_int
+from pdserve.model.config.shape import ModelShape, positive_int
 from pdserve.planner.layout import BFLOAT16, PlannedModel
 
 MAX_DEFAULT_LENGTH = 8192

@@ -18,7 +18,7 @@ from pdserve.contracts.codec import from_plain, read_value, to_plain
 from pdserve.contracts.deployment import ModelConfig, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.model.hardware import Hardware
+from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.live import LiveError, ObservedTraffic
 from pdserve.planner.plan import Supply

@@ -14,17 +14,17 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import ModelLimits
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
-from pdserve.engine.pool_size import AUTO_SWAP_SHARE
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.scheduling.interface import Scheduler
+from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.kv_transfer.block_pool import BlockPool
-from pdserve.model.cost import CostModel
+from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerSink
 from pdserve.planner.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
-from pdserve.router.policy import WorkerSnapshot
-from pdserve.router.worker import InFlightLoad
+from pdserve.router.cluster.worker import InFlightLoad
+from pdserve.router.requests.policy import WorkerSnapshot
 
 
 @dataclass(slots=True, eq=False)

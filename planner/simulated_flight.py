@@ -18,7 +18,7 @@ from pdserve.planner.prompts import NO_PROMPT, Prompt
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulated_cluster import Seat
 from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes
-from pdserve.router.policy import PromptBlocks
+from pdserve.router.requests.policy import PromptBlocks
 
 _NO_BLOCKS = PromptBlocks((), 1)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from pdserve.engine.loop import LeaseOpened, PromptReleased, PullEnded, TransferReport
-from pdserve.engine.scheduler import GrantEvent, PullResult, StartPullEvent
+from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent
+from pdserve.engine.worker.loop import LeaseOpened, PromptReleased, PullEnded, TransferReport
 from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.simulated_cluster import Seat
 

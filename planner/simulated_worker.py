@@ -1,9 +1,9 @@
 """One worker under the virtual clock: the live step loop over the scheduler of its phase.
 
-Drives `pdserve.engine.loop` as its thread does, with an executor that says how long a step takes and computes nothing:
-as long as the cost model predicts. With an executor of pipeline depth 2, step N + 1 is planned and submitted while step
-N runs, and what arrives meanwhile is heard when step N ends, in time for step N + 2. With one of depth 1, and where
-there was nothing to plan yet, a turn of the loop lies between two steps.
+Drives `pdserve.engine.worker.loop` as its thread does, with an executor that says how long a step takes and computes
+nothing: as long as the cost model predicts. With an executor of pipeline depth 2, step N + 1 is planned and submitted
+while step N runs, and what arrives meanwhile is heard when step N ends, in time for step N + 2. With one of depth 1,
+and where there was nothing to plan yet, a turn of the loop lies between two steps.
 
 Most steps of a decode worker change nothing but lengths (`DecodeScheduler.steady_steps`). They are not planned: the
 worker looks ahead to the last turn of such a *run*, or to the first one at which it hears of something that arrived
@@ -23,17 +23,17 @@ from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.engine.loop import Message, StepLoop, StepReport, Wait
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.scheduling.interface import Scheduler
+from pdserve.engine.worker.loop import Message, StepLoop, StepReport, Wait
 from pdserve.kv_transfer.block_pool import BlockPool
-from pdserve.model.cost import CostModel
+from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.event_queue import EventQueue
 
 _TOKEN_0 = SampledToken(0, None)
 
 
 class StepCorrections(NamedTuple):
-    """Times as long as predicted that steps take: see `pdserve.engine.loop.StepTimes`."""
+    """Times as long as predicted that steps take: see `pdserve.engine.worker.loop.StepTimes`."""
 
     prefill: float = 1.0
     """Those with rows of several new tokens."""

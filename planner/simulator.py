@@ -2,7 +2,8 @@
 
 `simulate` is what the search, the CLI and the benchmarks call. Real are the router's policy and its view of workers,
 both phases' schedulers, block pools, reservations and prefix caches; modelled are the time of steps and transfers
-(`pdserve.model.cost`) and the few delays of `Overheads`. The same arguments give the same result, to the bit.
+(`pdserve.model.cost.cost_model`) and the few delays of `Overheads`. The same arguments give the same result, to the
+bit.
 
 Life of a request: it arrives, the policy names a prefill worker, which says STARTED, LAST_CHUNK (the policy names a
 decode worker, whose pull starts once it has reserved blocks) and token 0; the pull ends when the last chunk was granted
@@ -27,9 +28,9 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import KvSource
-from pdserve.engine.loop import AddRequest, CancelRequest, PrepareRequest, StepReport
-from pdserve.engine.scheduler import GrantEvent, StartPullEvent
-from pdserve.model.cost import CostModel
+from pdserve.engine.scheduling.interface import GrantEvent, StartPullEvent
+from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest, StepReport
+from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.prompts import Prompt, PromptTable
@@ -40,9 +41,9 @@ from pdserve.planner.simulated_flight import SimulatedFlight, request_times
 from pdserve.planner.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulated_worker import SimulatedWorker, StepCorrections
 from pdserve.planner.simulation import Simulation
-from pdserve.router.dispatch import MAX_ATTEMPTS
-from pdserve.router.policy import PromptBlocks, choose_decode, choose_prefill
-from pdserve.router.request import MIN_DURATION_S
+from pdserve.router.requests.dispatch import MAX_ATTEMPTS
+from pdserve.router.requests.policy import PromptBlocks, choose_decode, choose_prefill
+from pdserve.router.requests.request import MIN_DURATION_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +248,7 @@ class _Run:
     # The router
 
     def _place(self, flight: SimulatedFlight) -> None:
-        """Name a worker for the prompt, as `pdserve.router.dispatch` does."""
+        """Name a worker for the prompt, as `pdserve.router.requests.dispatch` does."""
         flight.attempt += 1
         if flight.attempt == MAX_ATTEMPTS:
             self._reject(flight)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import inf
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind
-from pdserve.engine.scheduler import FirstToken, GrantEvent, OfferEvent, WithdrawEvent
-from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_table import SequenceTable
+from pdserve.engine.scheduling.interface import FirstToken, GrantEvent, OfferEvent, WithdrawEvent
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.scheduling.table import SequenceTable
 
 
 @dataclass(slots=True, eq=False)

@@ -21,10 +21,10 @@ from math import inf
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
-from pdserve.engine.scheduler import Event, PullResult
-from pdserve.engine.sequence import Sequence
-from pdserve.engine.sequence_queue import SequenceQueue
-from pdserve.engine.sequence_table import PlannedStep, RowResult, SequenceTable
+from pdserve.engine.scheduling.interface import Event, PullResult
+from pdserve.engine.scheduling.queue import SequenceQueue
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.scheduling.table import PlannedStep, RowResult, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.parking import Parking
 
@@ -35,7 +35,7 @@ DEFAULT_PARK_TIMEOUT_S = 30.0
 
 
 class PrefillScheduler:
-    """Implements `pdserve.engine.scheduler.Scheduler` for a prefill worker."""
+    """Implements `pdserve.engine.scheduling.interface.Scheduler` for a prefill worker."""
 
     def __init__(
         self,

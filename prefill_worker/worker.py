@@ -9,8 +9,8 @@ from typing import Any
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import HANDLE_BYTES
-from pdserve.engine.backend import Backend
-from pdserve.engine.process import WorkerActor, main
+from pdserve.engine.worker.backend import Backend
+from pdserve.engine.worker.process import WorkerActor, main
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 

@@ -17,11 +17,11 @@ from starlette.responses import Response
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
-from pdserve.model.hardware import Hardware
-from pdserve.router.cluster import Cluster
-from pdserve.router.dispatch import Dispatcher
-from pdserve.router.fleet import Fleet, RemoteWorker
+from pdserve.model.cost.hardware import Hardware
+from pdserve.router.cluster.cluster import Cluster
+from pdserve.router.cluster.fleet import Fleet, RemoteWorker
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.requests.dispatch import Dispatcher
 
 _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_batch_size")
 _HELD = ("hardware", "tensor_parallel", "dtype", "kv_dtype", "quantization")

@@ -28,20 +28,20 @@ from fastapi import FastAPI
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.placement import WorkerRole
 from pdserve.kv_transfer.parent_death import die_with_parent
-from pdserve.model.config import DecoderConfig
-from pdserve.model.cost import CostModel
-from pdserve.model.hardware import hardware, slowed
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.router.admin import ServedCluster, create_admin_app
-from pdserve.router.app import create_app
-from pdserve.router.cluster import Cluster
-from pdserve.router.dispatch import Dispatcher, DispatchSettings
-from pdserve.router.fleet import Fleet
-from pdserve.router.http_protocol import BoundedHttpProtocol
+from pdserve.router.cluster.cluster import Cluster
+from pdserve.router.cluster.fleet import Fleet
+from pdserve.router.cluster.session import Credentials
+from pdserve.router.http.app import create_app
+from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.metrics import EdgeMetrics, RouterMetrics
-from pdserve.router.policy import Costs
 from pdserve.router.process_config import RouterProcessConfig
-from pdserve.router.session import Credentials
-from pdserve.router.tokenizer import ChatTokenizer
+from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.policy import Costs
+from pdserve.router.text.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.dispatch import Dispatcher, DispatchObserver
-from pdserve.router.request import Request, RequestSpec
-from pdserve.router.timing import AnswerTiming, EdgeObserver
+from pdserve.router.http.timing import AnswerTiming, EdgeObserver
+from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
+from pdserve.router.requests.request import Request, RequestSpec
 
 PHASES = ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode")
 """Values of the ``phase`` label. By the router's clock: ``queue``, arrival to the first dispatch; ``prefill``, the

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.model.hardware import Hardware
+from pdserve.model.cost.hardware import Hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RouterProcessConfig:
     cluster_token: str = ""
     """Bearer token that workers ask for."""
     hardware: str = "cpu"
-    """Device of a worker's rank, for predictions: a name of `pdserve.model.hardware`."""
+    """Device of a worker's rank, for predictions: a name of `pdserve.model.cost.hardware`."""
     devices: dict[WorkerRole, Hardware] = field(default_factory=dict)
     """The same by role of the workers, where it was measured."""
     cores_per_worker: int = 1

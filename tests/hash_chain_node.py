@@ -16,11 +16,11 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import BlockCopy, ModelLimits, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import SwapSpace
-from pdserve.engine.scheduler import Event
+from pdserve.engine.scheduling.interface import Event
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.model.emulated_executor import EmulatedExecutor
+from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 
 VOCAB_SIZE = 500

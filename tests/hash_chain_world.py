@@ -17,7 +17,7 @@ from random import Random
 
 from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
-from pdserve.engine.scheduler import (
+from pdserve.engine.scheduling.interface import (
     AbortPullEvent,
     Event,
     GrantEvent,
@@ -26,7 +26,7 @@ from pdserve.engine.scheduler import (
     StartPullEvent,
     WithdrawEvent,
 )
-from pdserve.model.hash_chain import expected_tokens
+from pdserve.model.executors.hash_chain import expected_tokens
 from tests.hash_chain_node import EOS, VOCAB_SIZE, Node, WorldConfig
 
 STOP_TOKEN_IDS = (100,)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pdserve.deploy.ray_cluster import PrivateRay
+from pdserve.deploy.cluster.ray_cluster import PrivateRay
 
 _TOKEN = "0" * 64
 

@@ -16,14 +16,14 @@ import torch
 
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker import worker as decode_worker
-from pdserve.engine.backend import Backend, BuiltExecutor, choose_backend
-from pdserve.engine.process import main
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.scheduling.interface import Scheduler
+from pdserve.engine.worker.backend import Backend, BuiltExecutor, choose_backend
+from pdserve.engine.worker.process import main
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.model.device_queue import HostQueue
-from pdserve.model.model_executor import ModelExecutor
+from pdserve.model.executors.device_queue import HostQueue
+from pdserve.model.executors.model import ModelExecutor
 from pdserve.prefill_worker import worker as prefill_worker
 
 COPY_S = 0.02
@@ -71,8 +71,8 @@ def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) 
 
 if __name__ == "__main__":
     with (
-        patch("pdserve.engine.worker.choose_backend", staged_backend),
-        patch("pdserve.model.model_executor.select_queue", lambda device: PipelinedQueue()),
-        patch("pdserve.model.model_executor.ModelExecutor", CapturingExecutor),
+        patch("pdserve.engine.worker.worker.choose_backend", staged_backend),
+        patch("pdserve.model.executors.model.select_queue", lambda device: PipelinedQueue()),
+        patch("pdserve.model.executors.model.ModelExecutor", CapturingExecutor),
     ):
         sys.exit(main(build_scheduler, "staged_worker"))

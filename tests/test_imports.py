@@ -20,15 +20,15 @@ TORCH_FREE = [
     "pdserve.router*",
     "pdserve.planner*",
     "pdserve.*_worker.scheduler",
-    "pdserve.engine.scheduler",
+    "pdserve.engine.scheduling.interface",
     "pdserve.kv_transfer.block_pool",
-    "pdserve.model.block_copies",
-    "pdserve.model.config",
-    "pdserve.model.cost",
-    "pdserve.model.hardware",
-    "pdserve.model.hash_chain",
-    "pdserve.model.step_grid",
-    "pdserve.model.weight_files",
+    "pdserve.model.executors.block_copies",
+    "pdserve.model.config.decoder_config",
+    "pdserve.model.cost.cost_model",
+    "pdserve.model.cost.hardware",
+    "pdserve.model.executors.hash_chain",
+    "pdserve.model.cost.step_grid",
+    "pdserve.model.weights.files",
 ]
 ENGINE = ["pdserve.contracts*", "pdserve.engine*", "pdserve.kernels*", "pdserve.kv_transfer*", "pdserve.model*"]
 CLUSTER_LIBRARIES = ["ray", "fastapi", "uvicorn", "httpx", "msgspec", "typer"]
@@ -72,4 +72,4 @@ def test_kernels_are_measured_where_only_torch_and_triton_are() -> None:
 
 
 def test_the_check_sees_what_is_loaded() -> None:
-    assert loaded_by(["pdserve.model.sampling"], ["torch", "ray"]) == ["torch"]
+    assert loaded_by(["pdserve.model.sampling.sampling"], ["torch", "ray"]) == ["torch"]

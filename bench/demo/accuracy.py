@@ -22,8 +22,8 @@ from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.demo.corpus import EXAMINED, Examined, examine
-from pdserve.model.config import DecoderConfig
-from pdserve.model.demo_model import DEMO_MODEL
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.weights.demo_model import DEMO_MODEL
 
 MIXED = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}}
 WAYS: dict[str, dict[str, Any]] = {

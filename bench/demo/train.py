@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pdserve.bench.demo import tokenizer as words
 from pdserve.bench.demo.corpus import PHASE_ENDS, conversation, system_message
 from pdserve.bench.demo.muon import Muon
-from pdserve.model.demo_model import DEMO_MODEL, DRAFT_MODEL
+from pdserve.model.weights.demo_model import DEMO_MODEL, DRAFT_MODEL
 
 TOKENS_PER_STEP = 3072
 NUM_SHARDS = 4

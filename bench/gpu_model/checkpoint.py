@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pdserve.model.shape import ModelShape
-from pdserve.model.weight_files import tensor_shapes
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.weights.files import tensor_shapes
 
 LLAMA_8B: Mapping[str, Any] = {
     "hidden_size": 4096,

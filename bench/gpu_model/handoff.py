@@ -1,7 +1,7 @@
 """How long the KV of a prompt takes from one pool on a device to another: the way of two workers of one host.
 
 Called by `pdserve.bench.gpu_model.measure`. Each pool has its staging file and its transfer process, as
-`pdserve.engine.worker` gives them; there is no step loop, and nobody else on the link.
+`pdserve.engine.worker.worker` gives them; there is no step loop, and nobody else on the link.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from pdserve.bench.gpu_model.own import noise_pool
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.engine.staged_transfer import StagedTransfer
+from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.contracts.kv_layout import kv_vector_bytes
-from pdserve.model.shape import ModelShape
-from pdserve.model.weight_bytes import weight_bytes
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.weights.bytes import weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from pdserve.bench.gpu_model.plan import DecodeShape, Plan, decode_shapes, num_b
 from pdserve.bench.gpu_model.report import Report, Row
 from pdserve.bench.kernels.contest import PeerAbsentError
 from pdserve.bench.kernels.timing import clocks_under
-from pdserve.model.config import DecoderConfig
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.shape import ModelShape
 
 _GREEDY_PROMPT, _GREEDY_ANSWER = 32, 8
 OWN, PEER = "pdserve", "transformers"

@@ -22,8 +22,8 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool
-from pdserve.model.config import DecoderConfig
-from pdserve.model.model_executor import ModelExecutor
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.executors.model import ModelExecutor
 
 BLOCK_SIZE = 16
 _WARM_STEPS = 4

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from pdserve.bench.gpu_model.checkpoint import LLAMA_8B, TINY
 from pdserve.bench.gpu_model.limits import Variant, kv_token_bytes
 from pdserve.bench.gpu_model.own import BLOCK_SIZE
-from pdserve.model.shape import ModelShape
-from pdserve.model.weight_bytes import weight_bytes
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.weights.bytes import weight_bytes
 
 _ACTIVATION_BYTES = 6 * 10**9
 """Left for activations, logits and graphs."""

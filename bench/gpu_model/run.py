@@ -36,7 +36,7 @@ from pdserve.bench.gpu_model.plot import plot
 from pdserve.bench.gpu_model.report import Report
 from pdserve.bench.kernels.run import NoGpuError, commit, cuda_device, limits_of, measured_limits
 from pdserve.bench.kernels.timing import CudaTimer, Timer
-from pdserve.model.hardware import catalogue_name
+from pdserve.model.cost.hardware import catalogue_name
 
 PARTS = ("decode", "prefill", "handoff", "peer")
 _QUANTISED = (("int8", "auto"), ("int4", "auto"), ("none", "int8"), ("none", "float8_e4m3fn"))

@@ -1,6 +1,6 @@
 """Attention as it is benchmarked: batches over a paged pool, and the same KV as the peers of other layouts take it.
 
-The cases of `pdserve.kernels.triton_prefill_attention` and `triton_decode_attention`; their peers are in
+The cases of `pdserve.kernels.triton.prefill_attention` and `triton_decode_attention`; their peers are in
 `pdserve.bench.kernels.attention_peers`. The quantised KV that a peer cannot read is given to it in bfloat16, so that
 the ratio tells what quantising gains.
 
@@ -23,9 +23,9 @@ from pdserve.bench.kernels.contest import Contender, Contest, Work
 from pdserve.kernels.kv_pool import KvPool, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
-from pdserve.kernels.triton_configs import AttentionTile, KvSplit, dtype_name
-from pdserve.kernels.triton_decode_attention import decode_attention
-from pdserve.kernels.triton_prefill_attention import prefill_attention
+from pdserve.kernels.triton.configs import AttentionTile, KvSplit, dtype_name
+from pdserve.kernels.triton.decode_attention import decode_attention
+from pdserve.kernels.triton.prefill_attention import prefill_attention
 
 BLOCK_SIZE = 16
 _TOLERANCE = 0.02

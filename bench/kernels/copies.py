@@ -1,6 +1,6 @@
 """Block copies as they are benchmarked: some blocks of a pool, all heads or half of them, to a staging buffer and back.
 
-The cases of `pdserve.kernels.triton_block_copy`. Peers are torch's indexing, and a copy of its own for every block,
+The cases of `pdserve.kernels.triton.block_copy`. Peers are torch's indexing, and a copy of its own for every block,
 which on a GPU is ``cudaMemcpyAsync``.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from pdserve.bench.kernels.contest import Contender, Contest, Work
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.triton_block_copy import gather_blocks, scatter_blocks
+from pdserve.kernels.triton.block_copy import gather_blocks, scatter_blocks
 
 _BLOCK_SIZE = 16
 

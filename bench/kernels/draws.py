@@ -1,6 +1,6 @@
 """Sampling as it is benchmarked: a draw, and top-p, for every row of a batch of logits.
 
-The cases of `pdserve.kernels.triton_sampling`, whose answers stay on the device, as in a captured step. Peers that draw
+The cases of `pdserve.kernels.triton.sampling`, whose answers stay on the device, as in a captured step. Peers that draw
 with random numbers of their own are left out, for there would be nothing to compare.
 
 Shape suffixes: B rows, V vocabulary.
@@ -15,8 +15,9 @@ from math import inf
 import torch
 
 from pdserve.bench.kernels.contest import Contender, Contest, Work
-from pdserve.kernels import torch_sampling, triton_sampling
 from pdserve.kernels.operations import LAST_ID, DrawTensors, Thresholds, TopPTensors
+from pdserve.kernels.torch import sampling as torch_sampling
+from pdserve.kernels.triton import sampling as triton_sampling
 
 _LOGIT_BYTES = 4
 

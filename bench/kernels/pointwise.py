@@ -1,6 +1,6 @@
 """Norm, gate and rotary write as they are benchmarked: kernels that memory bounds, beside torch's and FlashInfer's.
 
-The cases of `pdserve.kernels.triton_norm`, `triton_gate` and `triton_rope`.
+The cases of `pdserve.kernels.triton.norm`, `triton_gate` and `triton_rope`.
 
 Shape suffixes: T tokens, E features, F = 2 I features, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2.
 """
@@ -14,13 +14,14 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from pdserve.bench.kernels.contest import Contender, Contest, Work, import_peer
-from pdserve.kernels import torch_attention, triton_rope
 from pdserve.kernels.kv_pool import KvPool, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import RopeAndWriteKv
-from pdserve.kernels.triton_configs import dtype_name
-from pdserve.kernels.triton_gate import gate
-from pdserve.kernels.triton_norm import rms_normalise
+from pdserve.kernels.torch import attention as torch_attention
+from pdserve.kernels.triton import rope as triton_rope
+from pdserve.kernels.triton.configs import dtype_name
+from pdserve.kernels.triton.gate import gate
+from pdserve.kernels.triton.norm import rms_normalise
 
 _EPS = 1e-5
 _BLOCK_SIZE = 16

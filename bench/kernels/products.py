@@ -1,6 +1,6 @@
 """Products with quantised weights as they are benchmarked, beside torch's own with the same weights in bfloat16.
 
-The cases of `pdserve.kernels.triton_quantized_matmul`. The peer is cuBLAS on a GPU: the ratio tells what smaller
+The cases of `pdserve.kernels.triton.quantized_matmul`. The peer is cuBLAS on a GPU: the ratio tells what smaller
 weights gain.
 
 Shape suffixes: T tokens, E inputs, F outputs.
@@ -16,8 +16,8 @@ import torch
 from torch.nn.functional import linear
 
 from pdserve.bench.kernels.contest import Contender, Contest, Work
-from pdserve.kernels.triton_configs import MatmulTile
-from pdserve.kernels.triton_quantized_matmul import quantized_matmul
+from pdserve.kernels.triton.configs import MatmulTile
+from pdserve.kernels.triton.quantized_matmul import quantized_matmul
 from pdserve.kernels.weight_quantisation import (
     GROUP_INPUTS,
     Int4Weight,

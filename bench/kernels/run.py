@@ -33,8 +33,8 @@ from pdserve.bench.kernels.report import Report
 from pdserve.bench.kernels.tile_launches import tile_launches
 from pdserve.bench.kernels.timing import CudaTimer, Timer, clocks_under
 from pdserve.bench.kernels_compile import compile_all, launches
-from pdserve.kernels.tuned_tiles import tuned_tiles
-from pdserve.model.hardware import catalogue_name, hardware
+from pdserve.kernels.triton.tuned_tiles import tuned_tiles
+from pdserve.model.cost.hardware import catalogue_name, hardware
 
 
 class NoGpuError(RuntimeError):

@@ -14,8 +14,8 @@ import torch
 from pdserve.bench.kernels.attention import AttentionCase, Row
 from pdserve.bench.kernels.products import ProductCase
 from pdserve.bench.kernels_compile import Launch
-from pdserve.kernels.triton_configs import AttentionTile, KvCut, MatmulTile
-from pdserve.kernels.tuned_tiles import AttentionShape, Key, Tile
+from pdserve.kernels.triton.configs import AttentionTile, KvCut, MatmulTile
+from pdserve.kernels.triton.tuned_tiles import AttentionShape, Key, Tile
 from pdserve.kernels.weight_quantisation import GROUP_INPUTS, Int4Weight, QuantisedWeight
 
 _KV_HEADS = 2

@@ -5,8 +5,8 @@
 For each shape of the table: candidates are compiled, and those that spill registers, need too much shared memory or do
 not use Hopper's product where they should are dropped; the others are timed on some batches of that shape, in turns
 with the tile that serving takes now. The table gets the one with the largest gain, as a geometric mean over the
-batches, if that is worth it. `pdserve.kernels.tuned_tiles` reads the table. The tests compile what is in it for sm_90,
-so that only Hopper GPUs can be tuned for.
+batches, if that is worth it. `pdserve.kernels.triton.tuned_tiles` reads the table. The tests compile what is in it for
+sm_90, so that only Hopper GPUs can be tuned for.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pdserve.bench.kernels.run import NoGpuError, commit, cuda_device
 from pdserve.bench.kernels.tile_launches import tile_launch
 from pdserve.bench.kernels.timing import CudaTimer, Timer, alternate
 from pdserve.bench.kernels_compile import compile_launch, fits
-from pdserve.kernels.triton_configs import MANY_TOKENS, AttentionTile, KvCut, MatmulTile, device_name
-from pdserve.kernels.tuned_tiles import TABLE, AttentionShape, Key, ProductShape, Tile, read_tiles, table_entry
+from pdserve.kernels.triton.configs import MANY_TOKENS, AttentionTile, KvCut, MatmulTile, device_name
+from pdserve.kernels.triton.tuned_tiles import TABLE, AttentionShape, Key, ProductShape, Tile, read_tiles, table_entry
 
 TunedCase = AttentionCase | ProductCase
 Run = Callable[[], torch.Tensor]

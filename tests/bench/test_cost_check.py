@@ -10,9 +10,9 @@ import pytest
 
 from pdserve.bench.cost_check import SHAPES, Group, Row, check, distserve_rows, errors, fit, splitwise_rows
 from pdserve.contracts.precision import Precision
-from pdserve.model.cost import CostModel
-from pdserve.model.curve import Curve
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.curve import Curve
+from pdserve.model.cost.hardware import hardware
 
 DISTSERVE = """# source: a comment
 engine,model,tp,phase,bs_threshold,a_ms,b_ms_per_token,c

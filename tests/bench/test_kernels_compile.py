@@ -20,7 +20,7 @@ from pdserve.bench.kernels_compile import (
     launches_of_a_step,
     product_launch,
 )
-from pdserve.kernels.tuned_tiles import tuned_tiles
+from pdserve.kernels.triton.tuned_tiles import tuned_tiles
 
 
 @pytest.mark.parametrize("launch", [*launches(), *tile_launches(tuned_tiles())], ids=lambda launch: launch.name)

@@ -11,7 +11,7 @@ from pdserve.bench.simulator_speed import Case, Peer, Stopwatch, cases, measure,
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.planner import simulator
 from pdserve.prefill_worker.scheduler import PrefillScheduler
-from pdserve.router.worker import InFlightLoad
+from pdserve.router.cluster.worker import InFlightLoad
 
 SIMPY = """
 import time

@@ -36,7 +36,7 @@ from pdserve.bench.simulator_vs_cpu import (
 )
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import parse_deployment
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulated_worker import StepCorrections

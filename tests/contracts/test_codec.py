@@ -16,7 +16,7 @@ from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.kv_transfer.transfer_client import TransferConfig
-from pdserve.model.hardware import HARDWARE_NAMES, Hardware, Measured, hardware
+from pdserve.model.cost.hardware import HARDWARE_NAMES, Hardware, Measured, hardware
 from pdserve.router.process_config import RouterProcessConfig
 from tests.kv_transfer.peer import EPOCH, LAYOUT
 

@@ -8,8 +8,8 @@ from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
 from pdserve.decode_worker.reservations import Reservations
-from pdserve.engine.sequence import LOOKAHEAD_TOKENS
-from pdserve.engine.sequence_table import SequenceTable
+from pdserve.engine.scheduling.sequence import LOOKAHEAD_TOKENS
+from pdserve.engine.scheduling.table import SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 
 SOURCE = KvSource(address="there", worker_epoch=1, handle=b"handle")

@@ -12,8 +12,15 @@ from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource,
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
-from pdserve.engine.scheduler import AbortPullEvent, Event, FirstToken, OfferEvent, PullResult, StartPullEvent
-from pdserve.engine.sequence import LOOKAHEAD_TOKENS
+from pdserve.engine.scheduling.interface import (
+    AbortPullEvent,
+    Event,
+    FirstToken,
+    OfferEvent,
+    PullResult,
+    StartPullEvent,
+)
+from pdserve.engine.scheduling.sequence import LOOKAHEAD_TOKENS
 from pdserve.kv_transfer.block_pool import BlockPool
 
 EOS = 2

@@ -13,7 +13,7 @@ from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOut
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, SteadySteps
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
-from pdserve.engine.scheduler import Event, FirstToken, PullResult, StartPullEvent
+from pdserve.engine.scheduling.interface import Event, FirstToken, PullResult, StartPullEvent
 from pdserve.kv_transfer.block_pool import BlockPool
 
 BLOCK_SIZE = 4

@@ -14,11 +14,11 @@ from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingP
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import SwapSpace, swap_space
-from pdserve.engine.scheduler import Event
+from pdserve.engine.scheduling.interface import Event
 from pdserve.kv_transfer.block_pool import BlockPool
-from pdserve.model.cost import CostModel
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware
 
 EOS = 2
 BLOCK_SIZE = 4

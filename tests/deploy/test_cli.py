@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.deploy.clusters import pdserve
 
 

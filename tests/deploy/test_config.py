@@ -16,7 +16,7 @@ from pdserve.deploy.config import (
     read_deployment,
     read_profile,
 )
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.hardware_file import write_hardware_file
 
 EXAMPLE = """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.deploy.cluster.resources import split_cores
 from pdserve.deploy.config import Use, parse_deployment
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
-from pdserve.deploy.resources import split_cores
-from pdserve.model.hardware import Hardware, hardware
+from pdserve.model.cost.hardware import Hardware, hardware
 
 DOCUMENT = {
     "model": {

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pdserve.deploy.cluster_folder import running_clusters
-from pdserve.model.demo_model import DEMO_MODEL
+from pdserve.deploy.cluster.folder import running_clusters
+from pdserve.model.weights.demo_model import DEMO_MODEL
 from tests.deploy.clusters import UpProcess, pdserve, wait_for
 
 ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "1", "--decode", "1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pdserve.bench.demo.accuracy import MIXED, ask_all
 from pdserve.bench.demo.corpus import Examined, examine
-from pdserve.model.demo_model import DEMO_MODEL, DRAFT_MODEL
+from pdserve.model.weights.demo_model import DEMO_MODEL, DRAFT_MODEL
 from tests.e2e.cluster import running_cluster
 
 PROMISED = {

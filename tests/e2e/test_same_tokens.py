@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.model.random_checkpoint import write_random_checkpoint, write_tokenizer
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint, write_tokenizer
 from tests.e2e.cluster import running_cluster
 from tests.e2e.reference import ReferenceAnswer, assert_same_tokens, greedy_answers
 from tests.model.checkpoints import FAMILIES, write_family

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.e2e.cluster import Cluster, running_cluster
 
 NUM_TOKENS = 160

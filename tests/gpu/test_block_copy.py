@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool
-from pdserve.kernels.triton_block_copy import gather_blocks, scatter_blocks
+from pdserve.kernels.triton.block_copy import gather_blocks, scatter_blocks
 from tests.gpu.device import on_device, sized, some
 from tests.kernels.paged_batch import nan_pool
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.triton_configs import kv_split
-from pdserve.kernels.triton_decode_attention import decode_attention
+from pdserve.kernels.triton.configs import kv_split
+from pdserve.kernels.triton.decode_attention import decode_attention
 from tests.gpu.attention_cases import (
     BF16,
     CASES,

@@ -13,10 +13,10 @@ from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.selection import select_kernels
-from pdserve.model.config import DecoderConfig
-from pdserve.model.decoder import Decoder
-from pdserve.model.demo_model import DEMO_MODEL
-from pdserve.model.model_executor import ModelExecutor
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.decoder.decoder import Decoder
+from pdserve.model.executors.model import ModelExecutor
+from pdserve.model.weights.demo_model import DEMO_MODEL
 from tests.gpu.device import DEVICE, sized, some
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import reference_logits, write_family

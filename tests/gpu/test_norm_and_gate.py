@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from pdserve.kernels.triton_gate import gate
-from pdserve.kernels.triton_norm import rms_normalise
+from pdserve.kernels.triton.gate import gate
+from pdserve.kernels.triton.norm import rms_normalise
 from tests.gpu.device import on_device, sized, some
 
 DTYPES = some((torch.bfloat16, torch.float16, torch.float32), 1)

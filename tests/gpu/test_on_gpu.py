@@ -39,5 +39,5 @@ def test_with_the_shapes_of_serving(path: Path) -> None:
 
 @pytest.mark.parametrize("kernel", INTERPRETED)
 def test_as_in_the_interpreter(kernel: str) -> None:
-    output = failures(ROOT / f"tests/kernels/test_triton_{kernel}.py", INTERPRETED[kernel])
+    output = failures(ROOT / f"tests/kernels/triton/test_{kernel}.py", INTERPRETED[kernel])
     assert not output, output

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.kernels.triton_attention import paged_attention
-from pdserve.kernels.triton_kernels import TRITON_KERNELS
-from pdserve.kernels.triton_prefill_attention import prefill_attention
+from pdserve.kernels.triton.attention import paged_attention
+from pdserve.kernels.triton.kernels import TRITON_KERNELS
+from pdserve.kernels.triton.prefill_attention import prefill_attention
 from tests.gpu.attention_cases import (
     BF16,
     CASES,

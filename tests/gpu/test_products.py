@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pdserve.kernels.triton_quantized_matmul import quantized_matmul
+from pdserve.kernels.triton.quantized_matmul import quantized_matmul
 from pdserve.kernels.weight_quantisation import (
     Int4Weight,
     QuantisedWeight,

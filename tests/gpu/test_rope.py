@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.kernels import torch_attention
 from pdserve.kernels.kv_pool import LARGEST_VALUES
-from pdserve.kernels.triton_rope import rope_and_write_kv
+from pdserve.kernels.torch import attention as torch_attention
+from pdserve.kernels.triton.rope import rope_and_write_kv
 from tests.gpu.device import on_device, sized, some
 from tests.kernels.paged_batch import LAYER, Row, make_batch
 from tests.kernels.rotation import (

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pdserve.kernels import torch_sampling
-from pdserve.kernels.triton_sampling import draw_tokens, find_top_p
+from pdserve.kernels.torch import sampling as torch_sampling
+from pdserve.kernels.triton.sampling import draw_tokens, find_top_p
 from tests.gpu.device import on_device, sized, some
 from tests.kernels.sampling_tensors import ALL_KEPT, Draw, Kept, TopP, draw, find
 

@@ -13,7 +13,7 @@ from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.kv_transfer import host_staging
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.model.demo_model import DEMO_MODEL
+from pdserve.model.weights.demo_model import DEMO_MODEL
 from tests.gpu.device import DEVICE, sized
 from tests.workers import WorkerProcess, hand_off
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.kernels.cpu_threads import use_threads
+from pdserve.kernels.cpu.threads import use_threads
 from tests.gpu.device import on_device
 from tests.gpu.on_gpu import IS_ON_GPU
 from tests.kernels.interpreted_files import InterpretedFiles
@@ -57,7 +57,7 @@ def _kernels_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if module_path.name.startswith("test_triton_") and not (IS_INTERPRETING or IS_ON_GPU):
+    if module_path.parent.name == "triton" and not (IS_INTERPRETING or IS_ON_GPU):
         module: pytest.Collector = _InterpretedModule.from_parent(parent, path=module_path)
         return module
     return None

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pdserve.kernels.cpu_threads import use_threads
+from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS

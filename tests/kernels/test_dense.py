@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from pdserve.kernels.cpu_threads import use_threads
+from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.operations import DecoderKernels, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
-from pdserve.kernels.torch_dense import matrix_dtype
+from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import INT8_MAX, dequantise_int4, quantise_int4, quantise_int8
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pdserve.kernels import cpu_attention, cpu_build
+from pdserve.kernels.cpu import attention as cpu_attention
+from pdserve.kernels.cpu import build as cpu_build
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, QkNorm
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from tests.kernels.padding import assert_padding_is_nobodys

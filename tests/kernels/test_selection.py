@@ -12,7 +12,7 @@ from pdserve.kernels.selection import (
     select_kernels,
     select_sampling_kernels,
 )
-from pdserve.kernels.triton_kernels import TRITON_KERNELS, TRITON_SAMPLING
+from pdserve.kernels.triton.kernels import TRITON_KERNELS, TRITON_SAMPLING
 from tests.kernels.paged_batch import nan_pool
 
 

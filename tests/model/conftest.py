@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pdserve.kernels.cpu_threads import use_threads
+from pdserve.kernels.cpu.threads import use_threads
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve.model.device_queue import Event, HostQueue
+from pdserve.model.executors.device_queue import Event, HostQueue
 
 NOT_YET = -12345
 

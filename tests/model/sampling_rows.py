@@ -10,7 +10,7 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken, StepRow
 from pdserve.kernels.operations import DrawTensors, SamplingKernels
 from pdserve.kernels.selection import CPU_SAMPLING
-from pdserve.model.sampling import Sampler, likeliest, plan_draws
+from pdserve.model.sampling.sampling import Sampler, likeliest, plan_draws
 
 
 def sampling_row(

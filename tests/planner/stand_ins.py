@@ -9,8 +9,8 @@ import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.attainment import Attainment
 from pdserve.planner.goodput import Goodput, OneRate, Runner, Trial, pursue
 from pdserve.planner.goodput import Workload as RequestSource

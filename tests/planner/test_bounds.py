@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import Hardware
+from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.bounds import BoundBook, Resource, fits, mean_wait_s
 from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Trial

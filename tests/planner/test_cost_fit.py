@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pdserve.contracts.precision import Precision
-from pdserve.model.cost import CostModel
-from pdserve.model.curve import Curve
-from pdserve.model.hardware import Hardware, hardware
-from pdserve.model.shape import ModelShape
-from pdserve.model.step_grid import GridLimits, StepKind, step_grid
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.curve import Curve
+from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.model.cost.step_grid import GridLimits, StepKind, step_grid
 from pdserve.planner.cost_fit import CostFit, TimedStep, fit_hardware
 from pdserve.planner.hardware_file import read_hardware_file, write_hardware_file
 from pdserve.planner.layout import PlannedModel

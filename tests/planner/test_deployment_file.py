@@ -9,7 +9,7 @@ from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import read_deployment
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.deployment_file import DevicePool, deployment_of, deployment_text, has_parallel_workers, layout_of
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Candidate

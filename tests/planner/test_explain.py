@@ -8,8 +8,8 @@ import pytest
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.explain import Explanation, explain
 from pdserve.planner.layout import PlannedModel, Pool
 from tests.model.planned_configs import LLAMA_3_70B, MIXTRAL_8X7B, OPT_13B, QWEN3_30B_A3B

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import Measured, hardware
+from pdserve.model.cost.hardware import Measured, hardware
 from pdserve.planner.extrapolation import extrapolations
 from pdserve.planner.layout import Layout, Pool
 from tests.planner.stand_ins import LLAMA_3_8B

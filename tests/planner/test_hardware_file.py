@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.errors import ConfigError
-from pdserve.model.curve import Curve
-from pdserve.model.hardware import HARDWARE_NAMES, Hardware, Measured, hardware
+from pdserve.model.cost.curve import Curve
+from pdserve.model.cost.hardware import HARDWARE_NAMES, Hardware, Measured, hardware
 from pdserve.planner.hardware_file import read_hardware_file, write_hardware_file
 
 

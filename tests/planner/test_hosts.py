@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.hosts import host_words, placed
 from pdserve.planner.layout import Hosts, Layout
 from pdserve.planner.plan import Supply

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from tests.model.planned_configs import LLAMA_3_8B
 

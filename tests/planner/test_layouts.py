@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.layouts import dollars_per_hour, enumerate_layouts
 from pdserve.planner.plan import FitsNowhereError, Objective, Question, Space, Supply

@@ -6,8 +6,8 @@ import pytest
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.live import LiveError, observe
+from pdserve.router.http.timing import AnswerTiming
 from pdserve.router.metrics import EdgeMetrics, RouterMetrics, WorkerMetrics
-from pdserve.router.timing import AnswerTiming
 
 
 class Router:

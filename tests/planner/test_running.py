@@ -8,7 +8,7 @@ from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import ModelConfig, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.model.hardware import Hardware, hardware, slowed
+from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.planner.live import LengthHistogram, LiveError, ObservedTraffic
 from pdserve.planner.running import (
     RunningWorker,

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.plan import (
     Effort,
     Objective,

@@ -13,7 +13,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulated_worker import StepCorrections

@@ -5,7 +5,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.plan import Plan, Supply
 from pdserve.planner.tables import print_plan
 from tests.planner.plans import a_plan

@@ -9,7 +9,7 @@ import pytest
 from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, TokenLogprobs
-from pdserve.engine.scheduler import Event, FirstToken, GrantEvent, OfferEvent, WithdrawEvent
+from pdserve.engine.scheduling.interface import Event, FirstToken, GrantEvent, OfferEvent, WithdrawEvent
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import PATIENCE_S, PrefillScheduler
 

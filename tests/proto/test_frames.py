@@ -134,5 +134,5 @@ def test_columns_that_do_not_fit_together_are_refused(tokens: worker_pb2.Tokens)
 
 
 def test_frames_and_the_service_need_no_torch() -> None:
-    script = "import sys, pdserve.proto.codec, pdserve.engine.service; sys.exit('torch' in sys.modules)"
+    script = "import sys, pdserve.proto.codec, pdserve.engine.worker.service; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

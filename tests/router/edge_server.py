@@ -15,12 +15,12 @@ import uvicorn
 from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.router.app import create_app
-from pdserve.router.generation import ServedModel
-from pdserve.router.http_protocol import BoundedHttpProtocol
-from pdserve.router.request import GenerationError
-from pdserve.router.timing import AnswerTiming, EdgeObserver
-from pdserve.router.tokenizer import ChatTokenizer
+from pdserve.router.http.app import create_app
+from pdserve.router.http.protocol import BoundedHttpProtocol
+from pdserve.router.http.timing import AnswerTiming, EdgeObserver
+from pdserve.router.requests.generation import ServedModel
+from pdserve.router.requests.request import GenerationError
+from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
 MODEL = "small"

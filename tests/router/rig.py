@@ -12,16 +12,16 @@ from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
-from pdserve.model.cost import CostModel
-from pdserve.model.hardware import hardware
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.cluster import Cluster, TokenStream
-from pdserve.router.dispatch import Dispatcher, DispatchSettings
-from pdserve.router.fleet import Fleet
+from pdserve.router.cluster.cluster import Cluster, TokenStream
+from pdserve.router.cluster.fleet import Fleet
+from pdserve.router.cluster.session import Credentials
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.request import Attempt
-from pdserve.router.session import Credentials
+from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.request import Attempt
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
 
 SHAPE = ModelShape(

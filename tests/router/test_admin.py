@@ -13,10 +13,10 @@ import pytest
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.running import running_cluster
 from pdserve.router.admin import ServedCluster, create_admin_app
-from pdserve.router.request import GenerationError
+from pdserve.router.requests.request import GenerationError
 from tests.router.rig import Rig, hand_off, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 

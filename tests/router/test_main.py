@@ -19,8 +19,8 @@ import pytest
 
 from pdserve.contracts.codec import from_json, to_json, to_plain
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.hardware import hardware
-from pdserve.model.random_checkpoint import write_random_checkpoint
+from pdserve.model.cost.hardware import hardware
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.main import build_cost_models
 from pdserve.router.process_config import RouterProcessConfig
 from tests.workers import WorkerProcess, emulated_config, wait_until

@@ -9,8 +9,8 @@ from pdserve.contracts import metrics as contract
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.http.timing import AnswerTiming
 from pdserve.router.metrics import EdgeMetrics, RouterMetrics, WorkerMetrics
-from pdserve.router.timing import AnswerTiming
 
 FAMILIES = [value for value in vars(contract).values() if isinstance(value, contract.Metric)]
 

@@ -25,7 +25,7 @@ def test_a_tree_is_counted_room_by_room_with_sub_rooms(tmp_path: Path) -> None:
     for name in ("router", "router/http", "deploy", "proto", "proto/v1", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
-    for name in ("router/http/load.py", "deploy/plan_cli.py", "proto/v1/stubs_pb2.py", "tests/test_load.py"):
+    for name in ("router/http/load.py", "deploy/commands/plan.py", "proto/v1/stubs_pb2.py", "tests/test_load.py"):
         (tmp_path / name).write_text(SOURCE)
     output = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=True).stdout
     rows = {line[:16].strip(): line[16:].split() for line in output.splitlines() if line[16:].split()[0].isdigit()}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from pdserve.bench.demo import tokenizer as words
 from pdserve.bench.demo.corpus import EXAMINED, conversation, examine, messages
 from pdserve.bench.demo.words import CITIES, ENGLISH, NAMES
-from pdserve.router.tokenizer import ChatTokenizer
+from pdserve.router.text.tokenizer import ChatTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from pdserve.bench.demo import tokenizer as words
 from pdserve.bench.demo import train
 from pdserve.bench.demo.train import IGNORED, LAST_SHARE, Size, Training, draw_rows, number_features
-from pdserve.model.config import DecoderConfig
-from pdserve.model.weight_files import check_weights
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.weights.files import check_weights
 
 TINY = Size("tiny", 32, 64, 2, 2, 1, 100, 0)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from pdserve.bench.gpu_model.checkpoint import LLAMA_8B, TINY, write_weights
-from pdserve.model.config import DecoderConfig
-from pdserve.model.decoder_weights import Checkpoint
-from pdserve.model.shape import ModelShape
-from pdserve.model.weight_files import check_weights, shard_paths
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.weights.decoder_weights import Checkpoint
+from pdserve.model.weights.files import check_weights, shard_paths
 
 
 def test_it_has_the_parameters_of_llama_3_1_8b() -> None:

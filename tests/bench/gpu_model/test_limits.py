@@ -12,7 +12,7 @@ from pdserve.bench.gpu_model.limits import (
     prefill_flops,
     prefill_limit_s,
 )
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
 
 LLAMA = ModelShape.from_hf_config(LLAMA_8B)
 BF16 = Variant(dtype="bfloat16")

@@ -10,8 +10,8 @@ from pdserve.bench.gpu_model.own import OwnModel, noise_pool, random_tokens
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepHandle, StepRow
-from pdserve.model.config import DecoderConfig
-from pdserve.model.model_executor import ModelExecutor
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.executors.model import ModelExecutor
 
 CPU = torch.device("cpu")
 FLOAT32 = Variant(dtype="float32")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pdserve.bench.gpu_model.checkpoint import LLAMA_8B
 from pdserve.bench.gpu_model.limits import Variant
 from pdserve.bench.gpu_model.plan import LLAMA, DecodeShape, decode_shapes, num_blocks
-from pdserve.model.shape import ModelShape
+from pdserve.model.config.shape import ModelShape
 
 SHAPE = ModelShape.from_hf_config(LLAMA_8B)
 BF16 = Variant(dtype="bfloat16")

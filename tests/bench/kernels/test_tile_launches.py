@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.bench.kernels.tile_launches import tile_launch, tile_launches
 from pdserve.bench.kernels_compile import compile_launch, compiled_kernels
-from pdserve.kernels.tuned_tiles import AttentionShape, Key, ProductShape, Shape, Tile
+from pdserve.kernels.triton.tuned_tiles import AttentionShape, Key, ProductShape, Shape, Tile
 
 BF16_128 = AttentionShape("bfloat16", "bfloat16", 128, 4)
 INT8_128 = AttentionShape("bfloat16", "int8", 128, 8)

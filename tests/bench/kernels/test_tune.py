@@ -14,7 +14,7 @@ import torch
 from pdserve.bench.kernels import tune
 from pdserve.bench.kernels.tile_launches import tile_launch
 from pdserve.bench.kernels.tune import Found, Target, is_sound, targets, with_entry, write_table
-from pdserve.kernels.tuned_tiles import AttentionShape, Key, Tile, read_tiles, table_entry
+from pdserve.kernels.triton.tuned_tiles import AttentionShape, Key, Tile, read_tiles, table_entry
 from tests.bench.kernels.fake_timer import FakeTimer
 
 SHAPE = AttentionShape("bfloat16", "bfloat16", 128, 4)

@@ -1,0 +1,146 @@
+"""Checks that a model can be served as a deployment asks: its files, its limits, the memory of its workers.
+
+Asked before anything starts. Reads small files only: the configuration, the tokenizer, the headers of the weights.
+Workers look again when they start, at the memory that is free by then. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import WorkerConfig
+from pdserve.deploy.cluster.resources import CoreSplit
+from pdserve.deploy.launch import Launch, worker_configs
+from pdserve.engine.worker.backend import choose_backend
+from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
+from pdserve.kv_transfer.pool_memory import available_memory_bytes
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware
+from pdserve.model.weights.files import check_weights
+from pdserve.router.text.tokenizer import ChatTokenizer
+
+
+def check_model(launch: Launch, folder: Path) -> list[str]:
+    """Warnings about a model that can be served, a line each.
+
+    Raises:
+        DeployError: it cannot be served.
+    """
+    if not folder.is_dir():
+        raise DeployError(
+            f"no model folder at {folder}; give --model a folder with config.json, safetensors, tokenizer"
+        )
+    try:
+        model = DecoderConfig.from_folder(folder)
+        tokenizer = ChatTokenizer.from_folder(folder)
+        model.limits(launch.config.model.max_model_len)
+        if not launch.emulate:
+            check_weights(folder, model.shape)
+    except (ValueError, OSError) as error:
+        raise DeployError(" ".join(str(error).split())) from error
+    except Exception as error:  # the files are a user's: whatever they cause is one line
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DeployError(f"the model in {folder} cannot be read: {cause}") from error
+    configs = _worker_configs(launch, folder)
+    if launch.emulate:
+        _check_emulated(configs)
+    else:
+        check_memory(configs, model)
+    return [] if tokenizer.has_chat_template else [NO_CHAT_TEMPLATE]
+
+
+NO_CHAT_TEMPLATE = (
+    "it has no chat template, so /v1/chat/completions is refused and /v1/completions serves; "
+    "put a chat_template.jinja into its folder"
+)
+
+
+def _check_emulated(configs: Sequence[WorkerConfig]) -> None:
+    """Check that the model and its KV fit into the emulated GPU, as each worker does again."""
+    for config in configs:
+        try:
+            choose_backend(config)
+        except ValueError as error:
+            raise DeployError(f"{config.worker_id}: {error}") from error
+
+
+def _worker_configs(launch: Launch, folder: Path) -> list[WorkerConfig]:
+    """The configuration of the workers, without cores and secrets."""
+    nowhere = CoreSplit(worker_cores=((),) * len(launch.roles), spare_cores=())
+    if not launch.emulate:
+        launch = dataclasses.replace(launch, devices={})
+    return worker_configs(launch, folder, nowhere, (), "")
+
+
+PROCESS_BYTES = 300 * 2**20
+"""Memory of a worker's processes without weights and KV."""
+
+
+class WorkerMemory(NamedTuple):
+    """Bytes of the host that one worker takes."""
+
+    weights: int
+    """0 where they are surely on a GPU."""
+    kv: int
+    """Pool, or its staging memory: as configured; where automatic, the need of one sequence of the model's length."""
+    swap: int
+    """As configured; 0 where automatic, because that takes free memory only."""
+
+
+def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
+    """Raises ValueError for sizes that no memory would make right; the text names the remedy."""
+    cost = CostModel(model.shape, hardware("cpu"), config.precision)
+    limits = model.limits(config.max_model_len)
+    block_bytes = cost.kv_bytes_per_token * config.block_size
+    needed_bytes = -(-limits.max_model_len // config.block_size) * block_bytes
+    num_blocks = num_kv_blocks(config, limits, block_bytes, needed_bytes)
+    num_slots = num_swap_slots(config, 0, block_bytes, sys.maxsize)
+    weight_bytes = 0 if config.device == "cuda" else cost.weight_bytes
+    return WorkerMemory(weight_bytes, num_blocks * block_bytes, num_slots * block_bytes)
+
+
+def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig) -> None:
+    """Raises DeployError if the workers do not fit into this host's memory; it names the setting to change."""
+    each = []
+    for config in configs:
+        try:
+            each.append(worker_memory(config, model))
+        except ValueError as error:
+            raise DeployError(f"{config.worker_id}: {error}") from error
+    weights, kv, swap = (sum(column) for column in zip(*each, strict=True))
+    processes = len(configs) * PROCESS_BYTES
+    available = available_memory_bytes()
+    if weights + kv + swap + processes > available:
+        raise DeployError(
+            f"{_workers(len(configs))} {_size(weights + kv + swap + processes)} of memory (weights {_size(weights)}, "
+            f"KV cache {_size(kv)}, swap {_size(swap)}, processes {_size(processes)}) and {_size(available)} is "
+            f"available; {_remedy(configs, weights_fit=weights + processes <= available)}"
+        )
+
+
+def _remedy(configs: Sequence[WorkerConfig], *, weights_fit: bool) -> str:
+    if not weights_fit:
+        remedies = ["fewer workers", "a smaller model"]
+        precision = configs[0].precision
+        if precision.dtype == "float32":
+            remedies.append("model.dtype bfloat16")
+        if precision.quantization != "int4":
+            remedies.append("model.quantization " + ("int8 or int4" if precision.quantization == "none" else "int4"))
+        return f"use {', '.join(remedies[:-1])} or {remedies[-1]}"
+    knobs = [f"{config.role.value}.kv_memory" for config in configs if config.kv_memory_bytes]
+    knobs += [f"{config.role.value}.swap_memory" for config in configs if config.swap_memory_bytes]
+    return f"lower {' or '.join(dict.fromkeys(knobs or ['model.max_model_len']))}, or use fewer workers"
+
+
+def _workers(count: int) -> str:
+    return f"{count} workers need" if count > 1 else "1 worker needs"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

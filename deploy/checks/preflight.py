@@ -1,0 +1,163 @@
+"""Checks before anything is started: each raises one line with its remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.launch import Launch
+from pdserve.kernels.cpu.build import cache_folder
+from pdserve.model.weights.demo_model import DEMO_MODEL
+
+_FILES_BESIDE_CLIENTS = 256
+"""Open files that a process needs in addition to one per client connection."""
+
+_MAX_WORKERS_PER_CORE = 8
+_CONNECT_TIMEOUT_S = 5.0
+
+
+def check_ports(launch: Launch) -> None:
+    """Raises DeployError if the router cannot listen where it should: another process does, or the host is not here."""
+    router = launch.config.router
+    for key, host, port in (("port", router.host, router.port), ("admin_port", "127.0.0.1", router.admin_port)):
+        error = _listen_error(host, port)
+        if error is None:
+            continue
+        reason, remedy = error.strerror or str(error), "set router.host to an address of this host"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            option = "--port 0" if key == "port" else "router.admin_port: 0"
+            remedy = f"choose another router.{key}, or {option}"
+        if error.errno == errno.EADDRINUSE and (listener := _listener_of(port)):
+            reason += f" by {listener}"
+        raise DeployError(f"cannot listen on {host}:{port}: {reason}; {remedy}")
+
+
+def raise_file_limit(launch: Launch) -> None:
+    """Allow as many open files as the system lets us; children inherit it.
+
+    Raises:
+        DeployError: not enough for the requests that the router admits.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    num_needed = launch.config.router.max_queued_requests + _FILES_BESIDE_CLIENTS
+    if hard != resource.RLIM_INFINITY and hard < num_needed:
+        raise DeployError(
+            f"the limit of open files is {hard} and {num_needed} are needed; raise it (ulimit -Hn {num_needed}) "
+            f"or lower router.max_queued_requests to {max(1, hard - _FILES_BESIDE_CLIENTS)}"
+        )
+
+
+def check_cores(launch: Launch, num_cores: int) -> None:
+    """Raises DeployError if the workers would starve each other."""
+    num_workers = len(launch.roles)
+    if num_workers > _MAX_WORKERS_PER_CORE * num_cores:
+        raise DeployError(
+            f"{num_workers} workers are too many for {num_cores} cores; "
+            f"lower the replicas to {_MAX_WORKERS_PER_CORE * num_cores} in all"
+        )
+
+
+def check_resources(launch: Launch) -> None:
+    """Raises DeployError if a worker asks a private cluster for resources that only other clusters have."""
+    for role in set(launch.roles):
+        names = launch.phase(role).resources
+        if names and not launch.ray_address:
+            raise DeployError(
+                f"{role.value}.resources names {', '.join(names)}, which a private Ray cluster does not have; "
+                "remove it, or give --ray-address"
+            )
+
+
+def check_ray_address(launch: Launch) -> None:
+    """Raises DeployError if nothing listens at the address of the existing Ray cluster."""
+    if not launch.ray_address:
+        return
+    host, _, port = launch.ray_address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise DeployError(f"{launch.ray_address!r} is not an address of Ray; write --ray-address HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise DeployError(f"no Ray cluster answers at {launch.ray_address}: {error}; check --ray-address") from error
+
+
+def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
+    """Raises DeployError for a GPU that cannot be emulated, a profile without the workers' devices, or either without
+    the model's dtype or that of its KV.
+
+    Args:
+        num_cores: of the workers.
+    """
+    for count in num_cores:
+        try:
+            device = launch.device(count)
+            device.peak(launch.config.model.dtype)
+            device.check_reads(launch.config.model.kv_dtype)
+        except ValueError as error:
+            raise DeployError(f"{'--emulate' if launch.emulate else 'model.profile'}: {error}") from error
+
+
+def kernel_warning(launch: Launch) -> str:
+    """Why kernels are slow on this host; empty if they are not."""
+    folder = cache_folder()
+    if launch.emulate:
+        return ""
+    if shutil.which("g++") is None:
+        return "g++ was not found: kernels run on plain torch, slower; install g++"
+    if not _is_writable(folder):
+        return f"{folder} cannot be written: kernels run on plain torch, slower; set XDG_CACHE_HOME to another folder"
+    return ""
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, or the folder itself where it is missing."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _listen_error(host: str, port: int) -> OSError | None:
+    """Why a server cannot listen on ``host:port``; ``None`` if it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def _listener_of(port: int) -> str:
+    """The process that listens on ``port`` of this host, for a message; empty if it cannot be known."""
+    for connection in psutil.net_connections("tcp"):
+        is_it = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+        if is_it and connection.pid:
+            with contextlib.suppress(psutil.Error):
+                return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
+    return ""
+
+
+def demo_model_folder() -> Path:
+    """The folder of the demo model.
+
+    Raises:
+        DeployError: this installation has none.
+    """
+    if not (DEMO_MODEL / "config.json").is_file():
+        raise DeployError(
+            f"no model is named, and the demo model is not in {DEMO_MODEL}; name a model with --model FOLDER "
+            "(config.json, safetensors, tokenizer) or as model.path in the deployment file"
+        )
+    return DEMO_MODEL

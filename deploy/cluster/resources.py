@@ -1,0 +1,127 @@
+"""Divides this host's cores and GPUs among workers.
+
+Threads of two processes that wait for each other on the same cores slow both down, so workers get disjoint sets. They
+pin themselves to theirs; a worker without any uses every core with threads that wait passively. Pure but for
+`installed_gpu`, which reads the driver's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isclose
+from pathlib import Path
+
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.model.cost.hardware import catalogue_name
+
+_LOAD = {WorkerRole.PREFILL: 2.0, WorkerRole.MIXED: 2.0, WorkerRole.DECODE: 1.0}
+"""Share of the cores by role: prefill is bound by compute and gains from each core, decode by memory bandwidth, which
+few cores saturate."""
+
+_CORES_PER_SPARE = 8
+"""One core in this many is kept for the router and the daemons, once every worker has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSplit:
+    worker_cores: tuple[tuple[int, ...], ...]
+    """Cores of each worker, in the order of the roles; all empty where there are fewer cores than workers."""
+    spare_cores: tuple[int, ...]
+    """Cores of no worker; empty where there are none to spare."""
+
+
+def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
+    """Give each worker a contiguous run of ``cores``, sized by its role's load.
+
+    Each gets one, a few are spared, and every further core goes to the worker that has the least for its load.
+
+    Args:
+        cores: ids of the usable cores, at least one.
+        roles: one entry per worker, at least one.
+    """
+    assert cores
+    assert roles
+    if len(cores) < len(roles):
+        return CoreSplit(worker_cores=((),) * len(roles), spare_cores=())
+    num_extra = len(cores) - len(roles)
+    num_spare = min(num_extra, max(1, len(cores) // _CORES_PER_SPARE))
+    counts = [1] * len(roles)
+    for _ in range(num_extra - num_spare):
+        neediest = min(range(len(roles)), key=lambda index: counts[index] / _LOAD[roles[index]])
+        counts[neediest] += 1
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    runs = tuple(tuple(cores[end - count : end]) for count, end in zip(counts, ends, strict=True))
+    return CoreSplit(worker_cores=runs, spare_cores=tuple(cores[ends[-1] :]))
+
+
+_DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+_MAX_SHARE = 0.5
+"""A worker that takes more of a GPU's memory has it to itself."""
+
+
+def installed_gpu(folder: Path = _DRIVER_FOLDER) -> str:
+    """Catalogue name of this host's GPUs, of which the first stands for all; empty where there is none, or the
+    catalogue does not have it."""
+    for path in sorted(folder.glob("*/information")):
+        fields = dict(line.partition(":")[::2] for line in path.read_text(errors="replace").splitlines())
+        return catalogue_name(fields.get("Model", "").strip())
+    return ""
+
+
+def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
+    """GPUs that each worker asks Ray for; 0 for one that computes on the CPU, or emulates.
+
+    A worker takes a GPU of its own, or as large a share of one as of its memory, if that is a half or less. Workers
+    whose ``device`` is ``auto`` get GPUs if there are enough for all of them.
+
+    Args:
+        num_gpus: of the cluster.
+
+    Raises:
+        DeployError: there are too few for those whose ``device`` is ``cuda``.
+    """
+    shares = [0.0 if config.emulate or config.device == "cpu" else _share(config) for config in configs]
+    if _num_gpus(shares) <= num_gpus:
+        return shares
+    shares = [share if config.device == "cuda" else 0.0 for share, config in zip(shares, configs, strict=True)]
+    if _num_gpus(shares) > num_gpus:
+        raise DeployError(
+            f"workers with device cuda take {_num_gpus(shares)} GPUs and Ray has {num_gpus:g}: use fewer of them, "
+            f"lower their gpu_memory_utilization to share GPUs, or set device to cpu"
+        )
+    return shares
+
+
+def gpu_warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gpus: float) -> str:
+    """A warning about workers that would have GPUs if there were more; empty without such workers.
+
+    Args:
+        shares: of `gpu_shares`.
+    """
+    is_without = [
+        config.device == "auto" and not config.emulate and not share
+        for config, share in zip(configs, shares, strict=True)
+    ]
+    if not num_gpus or not any(is_without):
+        return ""
+    return (
+        f"{num_gpus:g} of them do not hold all workers whose device is auto, and {sum(is_without)} of those compute on "
+        f"the CPU: lower gpu_memory_utilization to {_MAX_SHARE:g} or less to share GPUs"
+    )
+
+
+def _share(config: WorkerConfig) -> float:
+    return config.gpu_memory_utilization if config.gpu_memory_utilization <= _MAX_SHARE else 1.0
+
+
+def _num_gpus(shares: Iterable[float]) -> int:
+    """GPUs that hold all shares: the largest first, each on the first with room."""
+    left: list[float] = []
+    for share in sorted(filter(None, shares), reverse=True):
+        index = next((index for index, room in enumerate(left) if room > share or isclose(room, share)), len(left))
+        if index == len(left):
+            left.append(1.0)
+        left[index] -= share
+    return len(left)

@@ -1,0 +1,164 @@
+"""``pdserve plan``: the best placement for some traffic on given GPUs, or the fewest GPUs for a rate.
+
+Turns options into a question for `pdserve.deploy.commands.plan_answer`; with ``--live`` the question comes from a
+running cluster instead (`pdserve.deploy.commands.plan_live`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.contracts.deployment import ModelConfig
+from pdserve.contracts.errors import ConfigError
+from pdserve.deploy.commands import plan_options as options
+from pdserve.deploy.commands.plan_answer import Outputs, answer, show_formulas
+from pdserve.deploy.commands.plan_options import Holding, Objectives
+
+if TYPE_CHECKING:
+    from pdserve.planner.plan import Effort, Objective
+
+DEFAULT_WORKLOAD = "chat"
+MAX_NODES = 64
+MAX_GPUS_PER_NODE = 72
+DEFAULT_REQUESTS = 1000
+MIN_REQUESTS = 100
+"""Fewer can meet an objective however fast they come."""
+_LOOKED_AT = 1000
+"""Requests by which the search judges a workload."""
+
+
+def plan(
+    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; no weights are needed.")] = None,
+    gpu: Annotated[str, typer.Option(metavar="KIND", help="GPU, such as h100-sxm; a wrong name lists all.")] = "",
+    nodes: Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Hosts that have them.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=MAX_GPUS_PER_NODE, help="GPUs of each host.")] = 8,
+    decode_gpu: Annotated[str, typer.Option(metavar="KIND", help="A second kind of GPU, each phase on either.")] = "",
+    decode_nodes: Annotated[
+        int | None, typer.Option(min=1, max=MAX_NODES, help="Hosts that have those; else --nodes.")
+    ] = None,
+    hardware_file: options.HardwareFileOption = None,
+    price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU; else its list price.")] = None,
+    dtype: options.DtypeOption = None,
+    kv_dtype: options.KvDtypeOption = None,
+    quantization: options.QuantizationOption = None,
+    max_model_len: options.MaxModelLenOption = None,
+    workload: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Preset (chat, code, summarisation, agent) or a trace.")
+    ] = "",
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt, for no workload.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer, for no workload.")] = None,
+    burstiness: options.BurstinessOption = None,
+    lenient: options.LenientOption = False,
+    ttft: options.TtftOption = None,
+    tpot: options.TpotOption = None,
+    attainment: options.AttainmentOption = None,
+    rate: Annotated[float | None, typer.Option(help="Find the fewest GPUs for so many requests per second.")] = None,
+    objective: Annotated[
+        str, typer.Option(help="rate, rate-per-device, and with --rate fewest-devices or least-cost.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option(help="Write the best as a deployment file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a report: one HTML file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write JSON to this file; - writes it alone, to the output.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 5,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that simulate; 0 is one for each core.")] = 0,
+    requests: Annotated[
+        int, typer.Option(min=MIN_REQUESTS, help="Of each simulation of a finalist: more are surer, and take longer.")
+    ] = DEFAULT_REQUESTS,
+    seed: options.SeedOption = 0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show how memory and times of a worker come about; search nothing.")
+    ] = False,
+    live: Annotated[
+        str, typer.Option(metavar="URL", help="Watch the cluster with this admin address, and compare its placement.")
+    ] = "",
+    window: Annotated[float, typer.Option(help="Seconds to watch it.")] = 60.0,
+    hysteresis: Annotated[float, typer.Option(min=0, help="Gain in goodput that is worth a change.")] = 0.1,
+) -> int:
+    """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
+    holding = Holding(dtype, kv_dtype, quantization, max_model_len)
+    held = options.held(ModelConfig(path=str(model or ""), dtype="bfloat16"), holding)
+    named = options.named_lengths(input_tokens, output_tokens)
+    if named and workload:
+        raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
+    if live and (named or workload or rate or decode_gpu or price or objective or burstiness is not None):
+        raise ConfigError(
+            f"traffic and GPUs are those of {live}: leave out --workload, --burstiness, --rate, --objective, "
+            "--decode-gpu and --price"
+        )
+    if price is not None and decode_gpu:
+        raise ConfigError("--price is of one kind of GPU, and there are two: give their prices in a --hardware-file")
+    for name, value in (("rate", rate), ("price", price), ("window", window)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name} is {value}; write a number above 0")
+    if explain and (output or report or live):
+        raise ConfigError("--explain searches nothing: leave out --output, --report and --live")
+    objectives = Objectives(ttft, tpot, attainment)
+    outputs = Outputs(output, report, json, num_rows=top, num_processes=jobs, model=model)
+    if live:
+        from pdserve.deploy.commands.plan_live import Watch, plan_live
+
+        watch = Watch(live, window, hysteresis, gpu, hardware_file)
+        return plan_live(watch, holding, objectives, _effort(requests, seed), outputs)
+    if not gpu:
+        raise ConfigError("no GPU is named; give --gpu, such as --gpu h100-sxm")
+    added = options.added_hardware(hardware_file)
+    kinds = [(options.device(gpu, added), nodes)]
+    if decode_gpu:
+        kinds.append((options.device(decode_gpu, added), decode_nodes or nodes))
+        if kinds[0][0].name == kinds[1][0].name:
+            raise ConfigError(
+                f"--decode-gpu is {kinds[0][0].name}, as --gpu is: leave it out, and count all in --nodes"
+            )
+    planned = options.planned_model(held)
+
+    from pdserve.planner.plan import Question, Supply
+
+    traffic = options.traffic(
+        named or workload or DEFAULT_WORKLOAD,
+        max_model_len=planned.max_model_len,
+        lenient=lenient,
+        burstiness=burstiness,
+    ).with_at_least(max(requests, _LOOKED_AT))
+    question = Question(
+        model=planned,
+        slo=options.objectives(traffic.usual_slo, objectives),
+        fleet=tuple(
+            Supply(hardware=kind, num_nodes=count, devices_per_node=gpus_per_node, dollars_per_hour=price)
+            for kind, count in kinds
+        ),
+        objective=_objective(objective, rate),
+        rate=rate or 0.0,
+        effort=dataclasses.replace(_effort(requests, seed), most_requests=traffic.max_requests),
+    )
+    return show_formulas(question, traffic, outputs) if explain else answer(question, traffic, outputs)
+
+
+def _effort(num_requests: int, seed: int) -> Effort:
+    from pdserve.planner.plan import Effort
+
+    usual = Effort()
+    return Effort(
+        final_requests=num_requests,
+        screen_requests=min(num_requests, usual.screen_requests),
+        seeds=tuple(seed + index for index in range(len(usual.seeds))),
+    )
+
+
+def _objective(name: str, rate: float | None) -> Objective:
+    """What is looked for; with a rate, the fewest GPUs unless told otherwise."""
+    from pdserve.planner.plan import Objective
+
+    name = name or (Objective.RATE if rate is None else Objective.FEWEST_DEVICES).value
+    found = {objective.value: objective for objective in Objective}.get(name)
+    if found is None:
+        raise ConfigError(f"--objective is {name!r}; write one of {', '.join(each.value for each in Objective)}")
+    if found.has_rate != (rate is not None):
+        problem = "needs a rate: add --rate" if found.has_rate else "takes no rate: leave out --rate"
+        raise ConfigError(f"--objective {name} {problem}")
+    return found

@@ -1,0 +1,161 @@
+"""Answers a planning question for ``pdserve plan``: searches with a progress bar, prints, and writes files.
+
+What is in the files is the business of `pdserve.planner`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.commands import plan_options as options
+
+if TYPE_CHECKING:
+    from pdserve.model.cost.hardware import Hardware
+    from pdserve.planner.layout import PlannedModel, Pool
+    from pdserve.planner.plan import Plan, Question
+    from pdserve.planner.traffic import Traffic
+
+
+_NUM_EXPLAINED = 1000
+"""Requests from which mean lengths are taken."""
+
+
+class Outputs(NamedTuple):
+    """What to write, and how."""
+
+    deployment: Path | None
+    report: Path | None
+    json: Path | None
+    """``-`` writes it to standard output, and nothing else there."""
+    num_rows: int
+    """Of the table."""
+    num_processes: int
+    """That simulate side by side; 0 takes one for each core."""
+    model: Path | None
+    """As it was named; a deployment points to it."""
+
+    @property
+    def is_json_alone(self) -> bool:
+        return str(self.json) == "-"
+
+
+def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
+    """Find the plan, print it, and write what was asked for; returns the exit status."""
+    from pdserve.planner.plan_json import plan_json
+    from pdserve.planner.tables import print_plan
+
+    words, notes = traffic.described()
+    found = search(question, traffic, num_processes=outputs.num_processes)
+    if not outputs.is_json_alone:
+        console = options.console()
+        for line in (words, *traffic.notes):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_plan(found, console, num_rows=outputs.num_rows)
+    if outputs.json is not None:
+        options.write_json(outputs.json, {**plan_json(found, words), "traffic_notes": list(notes)})
+    write_files(found, traffic, words, outputs)
+    return 0
+
+
+def show_formulas(question: Question, traffic: Traffic, outputs: Outputs) -> int:
+    """How memory and times come about, of a worker of as few GPUs of each kind as hold the model."""
+    from pdserve.planner.explain import explain
+    from pdserve.planner.tables import print_explanations
+
+    statistics = traffic.draw(traffic.at_most(_NUM_EXPLAINED), 0).statistics()
+    found = {}
+    for supply in question.fleet:
+        pool = _smallest_worker(supply.hardware, question.model)
+        worker = f"{pool.hardware.name}, TP{pool.tensor_parallel} PP{pool.pipeline_parallel}"
+        found[worker] = explain(
+            question.model,
+            pool,
+            prompt_tokens=round(statistics.mean_prompt_tokens),
+            context_tokens=round(statistics.mean_prompt_tokens + statistics.mean_output_tokens / 2),
+        )
+    if not outputs.is_json_alone:
+        for worker, lines in found.items():
+            print_explanations(f"{question.model.name} on {worker}", lines, options.console())
+    if outputs.json is not None:
+        document = {worker: [line._asdict() for line in lines] for worker, lines in found.items()}
+        options.write_json(outputs.json, document)
+    return 0
+
+
+def _smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool:
+    from pdserve.planner.layouts import smallest_worker
+
+    pool = smallest_worker(hardware, model)
+    if pool is None:
+        raise DeployError(
+            f"no number of {hardware.name} holds {model.name or 'the model'} and one sequence of {model.max_model_len} "
+            "tokens: use larger devices, a smaller --max-model-len, or --quantization int8 or int4"
+        )
+    return pool
+
+
+def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
+    """The plan, with a bar on the terminal while it is looked for.
+
+    Raises:
+        DeployError: there is none; the text says why, and what would help.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from pdserve.planner.extrapolation import extrapolations
+    from pdserve.planner.search import find_plan
+
+    terminal = Console(stderr=True)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
+    with options.failure(), bar as progress:
+        task = progress.add_task("searching", total=1.0)
+        plan = find_plan(
+            question,
+            traffic.workload,
+            num_processes=num_processes,
+            progress=lambda fraction, text: progress.update(task, completed=fraction, description=text),
+        )
+    beyond = extrapolations(question.model, plan.best.layout, question.model.max_model_len)
+    return dataclasses.replace(plan, notes=(*plan.notes, *(f"{text}." for text in beyond)))
+
+
+def write_files(plan: Plan, traffic: Traffic, words: str, outputs: Outputs) -> None:
+    """The deployment and the report, if they were asked for."""
+    if outputs.deployment is not None:
+        _write_deployment(plan, outputs)
+    if outputs.report is not None:
+        _write_report(plan, traffic, words, outputs.report, outputs.num_processes or options.num_cores())
+
+
+def _write_deployment(plan: Plan, outputs: Outputs) -> None:
+    from pdserve.planner.deployment_file import NOT_SERVED_YET, deployment_text, has_parallel_workers
+
+    path, model = outputs.deployment, outputs.model
+    assert path is not None
+    options.write_text(path, deployment_text(plan, plan.best, _model_path(model)))
+    if has_parallel_workers(plan.best.layout) and not outputs.is_json_alone:
+        note = f"{path}: {NOT_SERVED_YET}"
+        options.console().print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _model_path(model: Path | None) -> str:
+    """The folder of a config.json, which is what can be served; a file of another name is read again by itself."""
+    if model is None:
+        return ""
+    return str((model.parent if model.name == "config.json" else model).resolve())
+
+
+def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_processes: int) -> None:
+    from pdserve.planner.curves import attainment_curves
+    from pdserve.planner.report import report_html
+    from pdserve.planner.report_charts import contenders
+
+    drawn = [contender.candidate for contender in contenders(plan)]
+    with options.failure(), options.working("simulating curves for the report"):
+        curves = attainment_curves(plan.question, drawn, traffic.workload, num_processes=num_processes)
+    options.write_text(path, report_html(plan, words, curves))

@@ -1,0 +1,170 @@
+"""``pdserve plan --live``: watches a running cluster, and says whether another placement would do better.
+
+Fetches what the router's admin port tells: placement, model, objectives and devices, which options may override. The
+comparison is `pdserve.planner.replan`'s. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import httpx
+
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.commands import plan_options as options
+from pdserve.deploy.commands.plan_answer import Outputs, search, write_files
+from pdserve.deploy.commands.plan_options import Holding, Objectives
+from pdserve.deploy.commands.status import fetch_status
+
+if TYPE_CHECKING:
+    from pdserve.model.cost.hardware import Hardware
+    from pdserve.planner.live import ObservedTraffic
+    from pdserve.planner.plan import Effort, Plan, Question
+    from pdserve.planner.replan import Proposal
+    from pdserve.planner.running import RunningCluster, RunningWorker
+
+_TIMEOUT_S = 10.0
+
+
+class Watch(NamedTuple):
+    """Which cluster is watched, and what would be reason enough to change it."""
+
+    url: str
+    window_s: float
+    hysteresis: float
+    gpu: str
+    """That every worker is on; empty takes what the cluster says."""
+    hardware_file: Path | None
+
+
+def plan_live(watch: Watch, holding: Holding, objectives: Objectives, effort: Effort, outputs: Outputs) -> int:
+    """Watch, search, compare, print; returns the exit status. What options leave open is as the cluster says."""
+    from pdserve.planner.plan import Question
+    from pdserve.planner.replan import propose
+    from pdserve.planner.running import observed_traffic, running_cluster, running_layout, supplies
+
+    added = options.added_hardware(watch.hardware_file)
+    with options.failure():
+        cluster = running_cluster(fetch_status(watch.url, "--live"))
+        layout = running_layout(cluster.workers, lambda worker: _device(worker, cluster, watch.gpu, added))
+    folder = outputs.model or _served_folder(cluster)
+    held = dataclasses.replace(cluster.model, path=str(folder))
+    question = Question(
+        model=options.planned_model(options.held(held, holding)),
+        slo=options.objectives(cluster.slo, objectives),
+        fleet=supplies(layout, cluster.workers),
+        effort=effort,
+    )
+    overrides = list(_overrides(cluster, question, holding, objectives))
+    observed = _observe(watch)
+    traffic = observed_traffic(observed, question.model)
+    found = search(question, traffic, num_processes=outputs.num_processes)
+    with options.failure(), options.working("comparing with the placement that runs"):
+        proposal = propose(
+            found,
+            layout,
+            cluster.workers,
+            traffic.workload,
+            observed_rate=observed.requests_per_s,
+            hysteresis=watch.hysteresis,
+            num_processes=outputs.num_processes or options.num_cores(),
+        )
+    _tell(proposal, found, (_words(observed), _question_words(question), *overrides), outputs)
+    write_files(found, traffic, _words(observed), outputs._replace(model=folder))
+    return 0
+
+
+def _tell(proposal: Proposal, plan: Plan, introduction: Sequence[str], outputs: Outputs) -> None:
+    from pdserve.planner.replan import proposal_json, sentences
+
+    said = (*introduction, *sentences(proposal))
+    if not outputs.is_json_alone:
+        console = options.console()
+        for sentence in said:
+            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    if outputs.json is not None:
+        options.write_json(outputs.json, {**proposal_json(proposal, plan), "text": list(said)})
+
+
+def _device(worker: RunningWorker, cluster: RunningCluster, gpu: str, added: Mapping[str, Hardware]) -> Hardware:
+    """What a worker's ranks are: as they were named here, or else as the router predicts them."""
+    name = options.device(gpu, added).name if gpu else worker.hardware
+    told = cluster.devices.get(worker.role)
+    return told if told is not None and told.name == name and name not in added else options.device(name, added)
+
+
+def _served_folder(cluster: RunningCluster) -> Path:
+    """Of the model that runs, if it can be read from here."""
+    folder = Path(cluster.model.path)
+    if not os.access(folder / "config.json", os.R_OK):
+        raise DeployError(
+            f"the cluster serves {cluster.model.served_name} from {folder}, which cannot be read on this machine; give "
+            "--model its folder, or its config.json"
+        )
+    return folder
+
+
+def _overrides(cluster: RunningCluster, question: Question, holding: Holding, objectives: Objectives) -> Iterator[str]:
+    """A sentence for each option that contradicts the cluster."""
+    from pdserve.planner.planned_model import read_planned_model
+
+    told = {**dataclasses.asdict(cluster.model), **dataclasses.asdict(cluster.slo)}
+    for name, given in {**holding._asdict(), **objectives._asdict()}.items():
+        if given not in (None, told[name]):
+            option = name.removesuffix("_seconds").replace("_", "-")
+            yield f"--{option} {given} overrides {told[name]}, which the cluster has."
+    running, asked = ({each.hardware for each in cluster.workers}, {each.hardware.name for each in question.fleet})
+    if running != asked:
+        yield f"--gpu {', '.join(asked)} overrides {', '.join(sorted(running))}, which the cluster has."
+    served = Path(cluster.model.path)
+    if os.access(served / "config.json", os.R_OK):
+        with options.failure():
+            shape = read_planned_model(served).shape
+        if shape != question.model.shape:
+            yield f"--model names another model than the one in {served}, which the cluster serves."
+
+
+def _observe(watch: Watch) -> ObservedTraffic:
+    """What happens in the window."""
+    from pdserve.planner.live import observe
+
+    before, begun_s = _fetch_metrics(watch.url), time.monotonic()
+    with options.working(f"watching {watch.url} for {watch.window_s:g} s"):
+        time.sleep(watch.window_s)
+    after, ended_s = _fetch_metrics(watch.url), time.monotonic()
+    with options.failure():
+        return observe(before, after, ended_s - begun_s)
+
+
+def _fetch_metrics(url: str) -> str:
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=_TIMEOUT_S, trust_env=False)
+        return answer.raise_for_status().text
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise DeployError(f"no pdserve router answers at {url}: {error}; check --live") from error
+
+
+def _question_words(question: Question) -> str:
+    from pdserve.planner import wording
+
+    slo = question.slo
+    return (
+        f"Planned for {question.model.held_name}, a TTFT of {wording.seconds(slo.ttft_seconds)} and a TPOT of "
+        f"{wording.seconds(slo.tpot_seconds)} for {wording.share(slo.attainment)} of requests."
+    )
+
+
+def _words(observed: ObservedTraffic) -> str:
+    from pdserve.planner import wording
+
+    met = f"; {wording.share(observed.attainment)} met its objectives" if observed.attainment >= 0 else ""
+    return (
+        f"Observed in {wording.seconds(observed.seconds)}: {wording.rate(observed.requests_per_s)}, prompts of "
+        f"{observed.prompt_tokens.mean:,.0f} tokens and answers of {observed.output_tokens.mean:,.0f} on average, "
+        f"{wording.share(observed.cached_share)} of prompt tokens from caches{met}."
+    )

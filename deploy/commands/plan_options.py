@@ -1,0 +1,211 @@
+"""Options that the planner's commands share: their names and help, and what their values mean.
+
+Nothing of the planner is imported before a value is asked for, so that ``--help`` is instant. A name or number that
+makes no sense is bad usage (`ConfigError`); what is wrong with the model or the fleet is a failure (`DeployError`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, SloConfig
+from pdserve.contracts.errors import ConfigError, DeployError
+from pdserve.deploy.config import check_deployment, override
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pdserve.model.cost.hardware import Hardware
+    from pdserve.planner.layout import PlannedModel
+    from pdserve.planner.traffic import Traffic
+
+GpuOption = Annotated[
+    str, typer.Option(metavar="KIND", help="GPU of every worker, such as h100-sxm; a wrong name lists all.")
+]
+DecodeGpuOption = Annotated[str, typer.Option(metavar="KIND", help="GPU of decode workers, if it is another one.")]
+HardwareFileOption = Annotated[
+    Path | None, typer.Option(help="YAML file of devices, as pdserve profile writes it: more kinds for --gpu.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="Of weights and activations: float32, bfloat16 (the default) or float16.")
+]
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="Of the KV cache: auto is the dtype of the model, or int8 or float8_e4m3fn.")
+]
+QuantizationOption = Annotated[str | None, typer.Option(help="Of the layers' weights: none, int8 or int4.")]
+MaxModelLenOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="Prompt and answer tokens together, at most; else the model's limit, up to 8192."),
+]
+TtftOption = Annotated[
+    float | None, typer.Option(help="Objective for the time to the first token, in seconds; else the workload's usual.")
+]
+TpotOption = Annotated[
+    float | None, typer.Option(help="Objective for the time per token after it, in seconds; else the workload's usual.")
+]
+AttainmentOption = Annotated[float | None, typer.Option(help="Share of requests that should meet both; else 0.9.")]
+BurstinessOption = Annotated[
+    float | None,
+    typer.Option(help="Variation of the gaps between arrivals: 1 is Poisson, more is bursts. Else the workload's own."),
+]
+LenientOption = Annotated[bool, typer.Option("--lenient", help="Skip malformed lines of a trace, and count them.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
+
+_FILE_WIDTH = 160
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """A ValueError inside is bad usage."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def failure() -> Iterator[None]:
+    """A ValueError inside is a failure."""
+    try:
+        yield
+    except ValueError as error:
+        raise DeployError(str(error)) from error
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Say on the terminal, if there is one, what is waited for."""
+    from rich.console import Console
+
+    terminal = Console(stderr=True)
+    with terminal.status(text) if terminal.is_terminal else nullcontext():
+        yield
+
+
+def planned_model(held: ModelConfig) -> PlannedModel:
+    """The model of a checked deployment."""
+    if not held.path:
+        raise ConfigError("no model is named; give --model a folder with a config.json, or the file itself")
+    from pdserve.planner.planned_model import read_planned_model
+
+    with failure():
+        return read_planned_model(
+            Path(held.path),
+            precision=held.precision,
+            max_model_len=held.max_model_len,
+            block_size=held.block_size,
+        )
+
+
+def added_hardware(file: Path | None) -> Mapping[str, Hardware]:
+    """The devices of a user's file; none without one."""
+    if file is None:
+        return {}
+    from pdserve.planner.hardware_file import read_hardware_file
+
+    with usage():
+        return read_hardware_file(file)
+
+
+def device(name: str, added: Mapping[str, Hardware]) -> Hardware:
+    """The kind of GPU of that name."""
+    from pdserve.model.cost.hardware import hardware
+
+    with usage():
+        return hardware(name, added=added)
+
+
+def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[int, int] | None:
+    """Tokens of every prompt and every answer; ``None`` where neither is named."""
+    if input_tokens is None and output_tokens is None:
+        return None
+    if input_tokens is None or output_tokens is None:
+        raise ConfigError("--input-tokens and --output-tokens need each other: give both")
+    return input_tokens, output_tokens
+
+
+def traffic(
+    named: str | tuple[int, int], *, max_model_len: int, lenient: bool = False, burstiness: float | None = None
+) -> Traffic:
+    """The preset or the trace of that name, or prompts and answers of so many tokens."""
+    from pdserve.planner.traffic import fixed_traffic, named_traffic
+
+    with usage():
+        if isinstance(named, str):
+            found = named_traffic(named, max_model_len=max_model_len, lenient=lenient)
+        else:
+            found = fixed_traffic(*named, max_model_len=max_model_len)
+        return found if burstiness is None else found.bursty(burstiness)
+
+
+class Objectives(NamedTuple):
+    """As options give them, named as in `SloConfig`; ``None`` for the usual."""
+
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+    attainment: float | None
+
+
+def objectives(usual: SloConfig, asked: Objectives) -> SloConfig:
+    """What was asked, and else what is usual."""
+    return _overridden(DeploymentConfig(slo=usual), "slo", asked).slo
+
+
+class Holding(NamedTuple):
+    """How the model is held, as options give it, named as in `ModelConfig`; ``None`` for the usual."""
+
+    dtype: str | None
+    kv_dtype: str | None
+    quantization: str | None
+    max_model_len: int | None
+
+
+def held(usual: ModelConfig, asked: Holding) -> ModelConfig:
+    """What was asked, and else what is usual."""
+    return _overridden(DeploymentConfig(model=usual), "model", asked).model
+
+
+def _overridden(usual: DeploymentConfig, section: str, asked: Objectives | Holding) -> DeploymentConfig:
+    config = override(usual, section, **asked._asdict())
+    check_deployment(config)
+    return config
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def console() -> Console:
+    """Standard output: as wide as its terminal, and wide enough for any table where it is a file or a pipe."""
+    from rich.console import Console
+
+    is_given = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_given else _FILE_WIDTH)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user named."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DeployError(f"cannot write {path}: {error.strerror}; name another file") from error
+
+
+def write_json(path: Path, document: Mapping[str, object]) -> None:
+    """Write a file of JSON, or to standard output for ``-``."""
+    text = json.dumps(document, allow_nan=False, indent=2)
+    if str(path) == "-":
+        typer.echo(text)
+    else:
+        write_text(path, f"{text}\n")

@@ -1,0 +1,293 @@
+"""`pdserve profile`: measures this machine with a model, fits the cost model to it, and writes a hardware file.
+
+Measuring is `pdserve.model.cost.profiling`'s, fitting `pdserve.planner.cost_fit`'s; here is what a user gives and sees.
+Torch is imported once the arguments were found good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pdserve.contracts.deployment import ModelConfig
+from pdserve.contracts.errors import ConfigError, DeployError
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.cluster.resources import split_cores
+from pdserve.kv_transfer.pool_memory import available_memory_bytes
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.model.cost.step_grid import StepKind
+from pdserve.planner.cost_fit import CostFit, FittedStep, TimedStep, fit_hardware
+from pdserve.planner.hardware_file import read_hardware_file, write_hardware_file
+from pdserve.planner.layout import PlannedModel
+
+if TYPE_CHECKING:
+    from pdserve.model.cost.profiling import MeasuredStep, ProfiledModel
+
+_KV_MEMORY_SHARE, _MAX_KV_BYTES = 0.25, 2**31
+"""Of what is available, for the pool that is measured in, and at most."""
+_MIN_STEPS = 16
+"""Fewer say too little about the figures that are fitted."""
+_MUCH_NOISE = 0.1
+_SHOWN_STEPS = 6
+"""Of the held-out steps of each kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What `pdserve profile` was asked for."""
+
+    model: ModelConfig
+    """``path`` is a folder, or a config.json of which random weights are made."""
+    num_cores: tuple[int, ...]
+    """Of workers; each is measured on its own. Empty takes those that `pdserve up` gives to its workers by default."""
+    output: Path
+    json_output: Path | None = None
+    budget_s: float = 120.0
+
+
+def run_profile(request: ProfileRequest, console: Console) -> int:
+    """Measure, fit, write and tell; returns the exit status.
+
+    Raises:
+        DeployError: the model cannot be measured, or the file not be written.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    counts = request.num_cores or _default_counts(cores)
+    if max(counts) > len(cores):
+        raise DeployError(f"--cores {max(counts)}: this machine has {len(cores)} usable cores; ask for fewer")
+    for path in (request.output, request.json_output or request.output):
+        if not path.resolve().parent.is_dir():
+            raise DeployError(f"cannot write {path}: there is no folder {path.parent}; make it, or name another file")
+    devices = _other_devices(request.output)
+    results = []
+    for count in counts:
+        budget_s = request.budget_s / len(counts)
+        model = _profiled_model(request.model, tuple(cores[:count]))
+        fit, measured = _profile(model, count, budget_s, console)
+        devices[fit.hardware.name] = fit.hardware
+        show(fit, measured, console)
+        results.append(_as_json(fit, measured))
+    try:
+        write_hardware_file(request.output, devices.values())
+        if request.json_output is not None:
+            request.json_output.write_text(json.dumps({"profiles": results}, indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise DeployError(f"cannot write {error.filename}: {error.strerror}; name another file") from error
+    names = ", ".join(f"cpu-{count}" for count in counts)
+    console.print(f"\n{request.output} holds {names}. To predict with it, write into the deployment file:")
+    console.print(f"model: {{profile: {request.output}}}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _default_counts(cores: Sequence[int]) -> tuple[int, ...]:
+    """Cores of a prefill and of a decode worker; all of them where there are too few to divide."""
+    split = split_cores(cores, [WorkerRole.PREFILL, WorkerRole.DECODE])
+    return tuple(sorted({len(of_worker) or len(cores) for of_worker in split.worker_cores}))
+
+
+def _other_devices(path: Path) -> dict[str, Hardware]:
+    """What the output file holds already, which stays unless it is measured again."""
+    try:
+        return read_hardware_file(path) if path.exists() else {}
+    except ConfigError as error:
+        raise DeployError(f"{error}; repair it, or name another --output") from error
+
+
+def _profiled_model(model: ModelConfig, cores: tuple[int, ...]) -> ProfiledModel:
+    path = Path(model.path)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file() or (path != folder and path.name != "config.json"):
+        raise DeployError(f"no model at {path}; give --model a folder with config.json, or that config.json")
+    try:
+        config = DecoderConfig.from_folder(folder)
+        config.limits(model.max_model_len)
+    except ValueError as error:
+        raise DeployError(" ".join(str(error).split())) from error
+
+    from pdserve.model.cost.profiling import ProfiledModel
+
+    return ProfiledModel(
+        name=path.resolve().name if path == folder else folder.resolve().name,
+        folder=folder,
+        config=config,
+        has_weights=path == folder and any(folder.glob("*.safetensors")),
+        precision=model.precision,
+        block_size=model.block_size,
+        max_model_len=model.max_model_len,
+        cores=cores,
+        kv_memory_bytes=min(_MAX_KV_BYTES, int(_KV_MEMORY_SHARE * available_memory_bytes())),
+    )
+
+
+def _profile(
+    model: ProfiledModel, num_cores: int, budget_s: float, console: Console
+) -> tuple[CostFit, list[MeasuredStep]]:
+    from pdserve.model.cost.profiling import measure_model
+
+    with _on_cores_of_its_own(), _bar(console) as bar:
+        task = bar.add_task(f"{num_cores} cores", total=1.0, what="")
+        try:
+            profile = measure_model(
+                model, budget_s, lambda share, what: bar.update(task, completed=share, what=what[:60])
+            )
+        except (ValueError, OSError) as error:
+            raise DeployError(" ".join(str(error).split())) from error
+    if len(profile.steps) < _MIN_STEPS:
+        raise DeployError(
+            f"{budget_s:.0f} s were enough for {len(profile.steps)} steps of this model, and {_MIN_STEPS} are needed: "
+            "raise --budget, or profile a smaller model"
+        )
+    if profile.left_out:
+        console.print(f"[yellow]{len(profile.left_out)} of the largest steps were left out: raise --budget[/]")
+    date = datetime.now(UTC).date().isoformat()
+    source = f"pdserve profile of {model.name}, {model.precision.dtype}, on {num_cores} cores of {_processor()}"
+    base = hardware("cpu", num_cores=num_cores)
+    copied = dict.fromkeys(("host_bandwidth", "link_bandwidth"), f"measured {date}, copying KV blocks: {source}")
+    base = replace(
+        base,
+        name=f"cpu-{num_cores}",
+        host_bandwidth=profile.host_bandwidth,
+        link_bandwidth=profile.host_bandwidth,
+        sources={**base.sources, **copied},
+    )
+    planned = PlannedModel(
+        shape=model.config.shape,
+        name=model.name,
+        precision=model.precision,
+    )
+    steps = [TimedStep(entry.step, entry.median_s, entry.num_layers) for entry in profile.steps]
+    return fit_hardware(base, planned, steps, date=date, source=source), profile.steps
+
+
+@contextmanager
+def _on_cores_of_its_own() -> Iterator[None]:
+    """Measuring pins this process; afterwards it may run where it could before."""
+    affinity = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, affinity)
+
+
+def _processor() -> str:
+    """Such as ``AMD EPYC 7763 64-Core Processor``."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else os.uname().machine
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}"),
+        console=console,
+        transient=True,
+    )
+
+
+def show(fit: CostFit, measured: Sequence[MeasuredStep], console: Console) -> None:
+    """What was measured, what was fitted, how far off it is and how far it reaches."""
+    console.print(_errors_table(fit, measured))
+    console.print(_steps_table(fit))
+    console.print(_figures_table(fit.hardware))
+    noise = _noise(measured)
+    if noise > _MUCH_NOISE:
+        console.print(
+            f"[yellow]Repeats of a step differed by ± {noise:.0%}: something else ran here. Profile again when it is "
+            "quiet, or with a larger --budget[/]"
+        )
+    reach = fit.hardware.measured
+    assert reach is not None
+    console.print(
+        f"Measured up to {reach.step_tokens[1]} new tokens a step, {reach.batch_size[1]} sequences decoding together "
+        f"and {reach.context_tokens[1]} cached tokens of a sequence. What lies beyond is extrapolated."
+    )
+
+
+def _errors_table(fit: CostFit, measured: Sequence[MeasuredStep]) -> Table:
+    table = Table(title=f"{fit.hardware.name}: steps measured, and errors of predictions", title_justify="left")
+    for column in ("steps", "measured", "from", "to", "noise", "held out", "median error", "p90"):
+        table.add_column(column, justify="left" if column == "steps" else "right")
+    for kind in StepKind:
+        of_kind = [entry for entry in measured if entry.step.kind is kind]
+        if not of_kind:
+            continue
+        times_s = sorted(entry.median_s for entry in of_kind)
+        errors = fit.errors(kind)
+        held_out = [str(errors.num_steps), f"{errors.median:.1%}", f"{errors.p90:.1%}"] if errors.num_steps else ["0"]
+        table.add_row(
+            kind.value, str(len(of_kind)), _ms(times_s[0]), _ms(times_s[-1]), f"± {_noise(of_kind):.1%}", *held_out
+        )
+    return table
+
+
+def _noise(measured: Sequence[MeasuredStep]) -> float:
+    """Half of the distance between the quartiles of a step's repeats, of the median step."""
+    return sorted(entry.spread for entry in measured)[len(measured) // 2]
+
+
+def _steps_table(fit: CostFit) -> Table:
+    table = Table(title="Some of the steps that were held out", title_justify="left")
+    table.add_column("new tokens, cached ones")
+    for column in ("measured", "predicted", "error"):
+        table.add_column(column, justify="right")
+    for kind in StepKind:
+        held_out = [step for step in fit.steps if step.is_held_out and step.step.kind is kind]
+        for step in held_out[:: max(1, len(held_out) // _SHOWN_STEPS)]:
+            table.add_row(f"{kind.value}: {step.step}", *_cells(step))
+    return table
+
+
+def _cells(step: FittedStep) -> tuple[str, str, str]:
+    return _ms(step.seconds), _ms(step.predicted_s), f"{step.error:+.1%}"
+
+
+def _figures_table(device: Hardware) -> Table:
+    table = Table(title="Fitted figures", title_justify="left", show_header=False)
+    for name, unit in (("peak_flops", "GFLOP/s"), ("memory_bandwidth", "GB/s"), ("host_bandwidth", "GB/s")):
+        value: Any = getattr(device, name)
+        table.add_row(name, f"{(max(value.values()) if name == 'peak_flops' else value) / 1e9:.1f} {unit}")
+    for name in ("compute_efficiency", "prefill_attention_efficiency"):
+        points = getattr(device, name).points
+        table.add_row(name, ", ".join(f"{share:.2f} at {count}" for count, share in points))
+    for name in ("memory_efficiency", "decode_attention_efficiency"):
+        table.add_row(name, f"{getattr(device, name):.3f}")
+    for name in ("step_overhead_s", "layer_overhead_s", "row_overhead_s"):
+        table.add_row(name, f"{getattr(device, name) * 1e6:.0f} us")
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _as_json(fit: CostFit, measured: Sequence[MeasuredStep]) -> dict[str, Any]:
+    return {
+        "device": fit.hardware.name,
+        "errors": {kind.value: fit.errors(kind)._asdict() for kind in StepKind},
+        "steps": [
+            {
+                "rows": [list(row) for row in entry.step.rows],
+                "num_layers": entry.num_layers,
+                "median_s": entry.median_s,
+                "fastest_s": entry.fastest_s,
+                "num_repeats": entry.num_repeats,
+                "predicted_s": fitted.predicted_s,
+                "is_held_out": fitted.is_held_out,
+            }
+            for entry, fitted in zip(measured, fit.steps, strict=True)
+        ],
+    }

@@ -1,0 +1,220 @@
+"""``pdserve simulate``: what a placement would make of some traffic, without a GPU.
+
+Reads options and a deployment file and builds the layout; the work is done by `pdserve.planner.simulated_run`, and
+nothing of the planner is imported before the options are found good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
+from pdserve.contracts.errors import ConfigError
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.commands import plan_options as options
+from pdserve.deploy.config import (
+    Use,
+    check_deployment,
+    override,
+    read_deployment,
+    read_profile,
+)
+
+if TYPE_CHECKING:
+    from pdserve.planner.layout import Layout, PlannedModel
+    from pdserve.planner.simulated_run import Run
+    from pdserve.planner.traffic import Traffic
+
+DEFAULT_REQUESTS = 3000
+_TRAFFIC_HELP = "give --workload chat, --trace FILE, or --input-tokens and --output-tokens"
+Replicas = Annotated[int | None, typer.Option(min=1, help="How many workers there are of this kind.")]
+TensorParallel = Annotated[int | None, typer.Option(min=1, help="GPUs that share every layer of a worker.")]
+PipelineParallel = Annotated[int | None, typer.Option(min=1, help="Groups of GPUs that share a worker's layers.")]
+
+
+def simulate(
+    gpu: options.GpuOption,
+    file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML), as pdserve plan writes it.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; no weights are needed.")] = None,
+    colocated: Annotated[bool, typer.Option("--colocated", help="Workers that serve both phases.")] = False,
+    replicas: Replicas = None,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
+    prefill: Replicas = None,
+    prefill_tp: TensorParallel = None,
+    prefill_pp: PipelineParallel = None,
+    decode: Replicas = None,
+    decode_tp: TensorParallel = None,
+    decode_pp: PipelineParallel = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="New tokens of a step: the chunk budget.")] = None,
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences decoded in one step.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each host; else all are on one host, up to as many as one has.")
+    ] = None,
+    decode_gpu: options.DecodeGpuOption = "",
+    hardware_file: options.HardwareFileOption = None,
+    dtype: options.DtypeOption = None,
+    kv_dtype: options.KvDtypeOption = None,
+    quantization: options.QuantizationOption = None,
+    max_model_len: options.MaxModelLenOption = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second; of a trace, in place of its own.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at a time, in place of a rate.")] = None,
+    workload: Annotated[str, typer.Option(metavar="NAME", help="Preset: chat, code, summarisation, agent.")] = "",
+    trace: Annotated[str, typer.Option(metavar="FILE", help="Mooncake, Azure, BurstGPT or ShareGPT file.")] = "",
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer.")] = None,
+    burstiness: options.BurstinessOption = None,
+    lenient: options.LenientOption = False,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help=f"How many to simulate; else {DEFAULT_REQUESTS}, or the whole trace.")
+    ] = None,
+    ttft: options.TtftOption = None,
+    tpot: options.TpotOption = None,
+    attainment: options.AttainmentOption = None,
+    seed: options.SeedOption = 0,
+    json: Annotated[
+        Path | None, typer.Option(help="Write JSON to this file; - writes it alone, to the output.")
+    ] = None,
+) -> int:
+    """Predict latencies, attainment and throughput of a placement under load, without a GPU."""
+    config = _deployment(file, is_colocated=colocated)
+    path = str(model) if model is not None else None
+    config = override(
+        config,
+        "model",
+        path=path,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+    )
+    for phase, workers in (
+        ("prefill", _Workers(prefill, prefill_tp, prefill_pp)),
+        ("decode", _Workers(decode, decode_tp, decode_pp)),
+        ("mixed", _Workers(replicas, tensor_parallel, pipeline_parallel)),
+    ):
+        config = _with_workers(config, phase, workers)
+        config = override(config, phase, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
+    check_deployment(config, use=Use.SIMULATE)
+    named = _named_traffic(workload, trace, input_tokens, output_tokens)
+    if concurrency is not None and rate is not None:
+        raise ConfigError("--rate and --concurrency exclude each other: a closed loop has the rate that comes about")
+    if rate is not None and not 0 < rate < float("inf"):
+        raise ConfigError(f"--rate is {rate}; write requests per second, a number above 0")
+
+    from pdserve.planner.simulated_run import Run
+
+    planned = options.planned_model(config.model)
+    traffic = options.traffic(named, max_model_len=planned.max_model_len, lenient=lenient, burstiness=burstiness)
+    usual = config.slo if file is not None else traffic.usual_slo
+    num_requests = requests or traffic.max_requests or DEFAULT_REQUESTS
+    run = Run(
+        model=planned,
+        layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, gpus_per_node or 0)),
+        traffic=traffic,
+        slo=options.objectives(usual, options.Objectives(ttft, tpot, attainment)),
+        num_requests=num_requests,
+        rate=0.0 if concurrency else _rate(rate, traffic, num_requests, seed),
+        concurrency=concurrency or 0,
+        max_in_flight=config.router.max_queued_requests,
+        seed=seed,
+    )
+    return _report(run, json)
+
+
+class _Workers(NamedTuple):
+    """Of one kind, as far as options tell."""
+
+    replicas: int | None
+    tensor_parallel: int | None
+    pipeline_parallel: int | None
+
+
+class _Devices(NamedTuple):
+    gpu: str
+    decode_gpu: str
+    hardware_file: Path | None
+    gpus_per_node: int
+
+
+def _deployment(file: Path | None, *, is_colocated: bool) -> DeploymentConfig:
+    """What options change: the file's, or one worker of each phase."""
+    config = read_deployment(file, use=Use.SIMULATE) if file else DeploymentConfig(model=ModelConfig(dtype="bfloat16"))
+    if is_colocated and not config.mixed.replicas:
+        none = PhaseConfig(replicas=0)
+        config = dataclasses.replace(config, prefill=none, decode=none, mixed=PhaseConfig())
+    return config
+
+
+def _with_workers(config: DeploymentConfig, phase: str, workers: _Workers) -> DeploymentConfig:
+    """``config`` with the workers that options tell of.
+
+    Raises:
+        ConfigError: there are none of this kind, so that their options would change nothing.
+    """
+    if not getattr(config, phase).replicas and any(value is not None for value in workers):
+        remedy = (
+            "--replicas, --tensor-parallel and --pipeline-parallel are of colocated workers: add --colocated, or use "
+            "--prefill, --prefill-tp, --decode, --decode-tp and the like"
+            if phase == "mixed"
+            else f"there are no {phase} workers to give options of: leave out --colocated"
+        )
+        raise ConfigError(remedy)
+    return override(config, phase, **workers._asdict())
+
+
+def _named_traffic(
+    workload: str, trace: str, input_tokens: int | None, output_tokens: int | None
+) -> str | tuple[int, int]:
+    """The one kind of traffic that was named: a preset or a file, or the tokens of a prompt and of an answer."""
+    lengths = options.named_lengths(input_tokens, output_tokens)
+    if (bool(workload), bool(trace), lengths is not None).count(True) != 1:
+        raise ConfigError(f"name one kind of traffic: {_TRAFFIC_HELP}")
+    return lengths or workload or trace
+
+
+def _rate(rate: float | None, traffic: Traffic, num_requests: int, seed: int) -> float:
+    if rate is not None:
+        return rate
+    with options.failure():
+        found = traffic.recorded_rate(num_requests, seed)
+    if found is None:
+        raise ConfigError("no rate is named: give --rate in requests per second, or --concurrency for a closed loop")
+    return found
+
+
+def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) -> Layout:
+    from pdserve.planner.deployment_file import DevicePool, layout_of
+
+    added = {**read_profile(config), **options.added_hardware(devices.hardware_file)}
+    usual = options.device(devices.gpu, added)
+    decode = options.device(devices.decode_gpu, added) if devices.decode_gpu else usual
+    pools = {
+        role: DevicePool(decode if role is WorkerRole.DECODE else usual, config.phase(role).kv_memory_bytes)
+        for role in WorkerRole
+    }
+    with options.failure():
+        return layout_of(config, planned, pools, devices_per_host=devices.gpus_per_node)
+
+
+def _report(run: Run, json: Path | None) -> int:
+    from pdserve.planner.extrapolation import extrapolations
+    from pdserve.planner.run_tables import print_run, run_json
+    from pdserve.planner.simulated_run import carry_out
+
+    with options.failure():
+        words, notes = run.traffic.described()
+        with options.working(f"simulating {run.num_requests:,} requests"):
+            result = carry_out(run)
+        times = result.simulation.times
+        longest = int((times.num_prompt_tokens + times.num_output_tokens).max())
+        notes = (*notes, *extrapolations(run.model, run.layout, longest))
+    if json is None or str(json) != "-":
+        print_run(result, options.console(), words, notes)
+    if json is not None:
+        options.write_json(json, run_json(result, words, notes))
+    return 0

@@ -1,0 +1,364 @@
+"""The sequences of one worker, the steps planned for them, and the events that they caused.
+
+What every phase's scheduler does alike: open and close sequences, take a step's results one step late, apply the stop
+rules, report complete blocks to the prefix cache. Which sequence runs is the schedulers' business.
+
+The rule of retiring blocks: a sequence that is over, or preempted, keeps its blocks until no planned step and no pull
+writes to them, because both write whether or not anybody still wants the result; and until no planned step copies them
+to the host, because a pull into their next owner would not wait for that step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdserve.contracts.events import (
+    PromptLogprobsEvent,
+    RefusalCode,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    TokenEvent,
+)
+from pdserve.contracts.request import FinishReason, GenerationRequest
+from pdserve.contracts.step import BlockCopy, ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.engine.scheduling.interface import Event, FirstToken
+from pdserve.engine.scheduling.queue import SequenceQueue
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.kv_transfer.block_pool import BlockPool
+
+
+class RowResult(NamedTuple):
+    """A completed row that its scheduler has to look at."""
+
+    sequence: Sequence
+    is_finished: bool
+    """It has its last token and must be closed."""
+    first_token: FirstToken | None = None
+    """Of a handoff, if the row sampled."""
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step while its scheduler decides it, and the sequence of each of its rows."""
+
+    batch: StepBatch
+    sequences: list[Sequence] = field(default_factory=list)
+    swapped_out: list[Sequence] = field(default_factory=list)
+    num_chunk_tokens: int = 0
+    """Tokens of its chunks of prompts."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has neither rows nor copies."""
+        return not self.num_rows and not self.swapped_out
+
+    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add a row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""
+        start = sequence.num_computed
+        end = start + num_tokens
+        self.num_chunk_tokens += num_tokens
+        samples = end == len(sequence.tokens)
+        self.batch.rows.append(
+            StepRow(
+                sequence_id=sequence.sequence_id,
+                tokens=sequence.tokens[start:end],
+                cached_length=start,
+                block_table=sequence.block_table,
+                sample=sequence.sampling if samples else None,
+                sample_position=end,
+                history=sequence.history if samples else (),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                banned_tokens=sequence.banned_at(end) if samples else (),
+                prompt_targets=sequence.tokens[start + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
+                num_prompt_logprobs=sequence.sampling.num_prompt_logprobs,
+                choice=sequence.request.choice,
+            )
+        )
+        self._account(sequence, end, samples)
+
+    def add_decode(self, sequence: Sequence) -> None:
+        """Add a row that computes the newest token, known or not yet, and samples the one after it."""
+        start, tokens = sequence.num_computed, sequence.tokens
+        is_pending = start == len(tokens)
+        self.batch.rows.append(
+            StepRow(
+                sequence_id=sequence.sequence_id,
+                tokens=() if is_pending else (tokens[start],),
+                previous_row=sequence.last_row if is_pending else -1,
+                cached_length=start,
+                block_table=sequence.block_table,
+                sample=sequence.sampling,
+                sample_position=start + 1,
+                history=sequence.history,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                banned_tokens=sequence.early_end_ids and sequence.banned_at(start + 1),
+                choice=sequence.request.choice,
+            )
+        )
+        self._account(sequence, start + 1, True)
+
+    def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
+        """Copy the sequence's leading blocks to host slots, as they are when the steps before have run."""
+        self.batch.swap_outs += map(BlockCopy, sequence.block_table, slots)
+        sequence.num_in_flight += 1
+        self.swapped_out.append(sequence)
+
+    def add_swap_in(self, sequence: Sequence, slots: list[int], num_skipped: int) -> None:
+        """Copy host slots back to the sequence's blocks, all but the first ``num_skipped``; then decode."""
+        blocks = sequence.block_table[num_skipped : len(slots)]
+        self.batch.swap_ins += map(BlockCopy, slots[num_skipped:], blocks)
+        sequence.num_computed = len(sequence.tokens) - 1
+        self.add_decode(sequence)
+
+    def _account(self, sequence: Sequence, num_computed: int, samples: bool) -> None:
+        sequence.num_computed = num_computed
+        sequence.num_in_flight += 1
+        sequence.num_pending += samples
+        sequence.last_row = len(self.sequences)
+        self.sequences.append(sequence)
+
+
+class SequenceTable:
+    """Live sequences by key, steps in flight in order, events in order."""
+
+    def __init__(self, pool: BlockPool, limits: ModelLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.events: list[Event] = []
+        self.num_retiring = 0
+        """Sequences whose blocks come back when the steps in flight are completed."""
+        self.must_drain = False
+        """Nothing may be planned: the step in flight builds on one that failed and may fail with it. What is planned on
+        top of it would fail in turn, and so on for as long as new sequences arrive."""
+        self._live: dict[RequestKey, Sequence] = {}
+        self._deadlines = SequenceQueue()
+        self._steps: deque[PlannedStep] = deque()
+        self._num_opened = 0
+        self._num_steps = 0
+
+    # Requests
+
+    def open(self, key: RequestKey, request: GenerationRequest, now_s: float, *, is_handoff: bool) -> Sequence | None:
+        """Take a request, or reject one that could never run; a key that is alive already is ignored.
+
+        Args:
+            is_handoff: only its prompt is computed here, and parked; else it is decoded here to the end.
+        """
+        if key in self._live:
+            return None
+        sampling = request.sampling
+        eos_token_ids = () if sampling.ignore_eos else self.limits.eos_token_ids
+        ends = (*self.limits.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
+        sequence = Sequence(
+            sequence_id=self._num_opened,
+            key=key,
+            request=request,
+            arrived_s=now_s,
+            block_size=self.pool.block_size,
+            is_handoff=is_handoff,
+            max_length=len(request.prompt_tokens) + sampling.max_tokens,
+            stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
+            early_end_ids=tuple(token for token in ends if token < self.limits.vocab_size),
+        )
+        refusal = self._refusal(sequence)
+        if refusal:
+            self.reject(key, refusal)
+            return None
+        self._num_opened += 1
+        self._live[key] = sequence
+        self._deadlines.push(sequence, now_s + request.deadline_s)
+        return sequence
+
+    def _refusal(self, sequence: Sequence) -> str:
+        """Why the request can never run here; empty when it can."""
+        request = sequence.request
+        num_prompt, max_tokens = len(request.prompt_tokens), request.sampling.max_tokens
+        limit = self.limits.max_model_len
+        if num_prompt + max_tokens > limit:
+            return (
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} exceed max_model_len {limit}: "
+                "shorten the prompt, lower max_tokens, or raise max_model_len"
+            )
+        if not num_prompt or len(request.emitted_tokens) >= max_tokens:
+            return f"nothing to generate: {num_prompt} prompt tokens, all of max_tokens {max_tokens} emitted already"
+        num_kv_tokens = request.num_known_tokens if sequence.is_handoff else sequence.num_kv_tokens_max
+        num_blocks = self.pool.num_blocks_for(num_kv_tokens)
+        if num_blocks > self.pool.num_blocks:
+            return (
+                f"{num_kv_tokens} tokens need {num_blocks} KV blocks of {self.pool.block_size} and the worker has "
+                f"{self.pool.num_blocks}: shorten the prompt, lower max_tokens, or raise kv_memory"
+            )
+        return ""
+
+    def get(self, key: RequestKey) -> Sequence | None:
+        return self._live.get(key)
+
+    def reject(self, key: RequestKey, message: str) -> None:
+        self.events.append(
+            RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message, refusal=RefusalCode.INVALID)
+        )
+
+    def emit(self, key: RequestKey, kind: RequestEventKind, message: str = "") -> None:
+        self.events.append(RequestEvent(key=key, kind=kind, message=message))
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def close(self, sequence: Sequence) -> None:
+        """The request is over on this worker: forget it and retire its blocks."""
+        assert not sequence.is_over, f"{sequence.key} is closed twice"
+        sequence.is_over = True
+        del self._live[sequence.key]
+        self._deadlines.discard(sequence)
+        self.retire(sequence)
+
+    def past_deadline(self, now_s: float) -> Sequence | None:
+        """A request whose deadline has come, for its scheduler to end."""
+        return self._deadlines.first_due(now_s)
+
+    def next_deadline_s(self) -> float | None:
+        return self._deadlines.first_instant_s()
+
+    # Blocks
+
+    def retire(self, sequence: Sequence) -> None:
+        """Give the sequence's blocks back, at once or when nothing in flight writes to them any more."""
+        if sequence.is_idle:
+            self.pool.release(sequence.lose_blocks())
+        elif not sequence.is_retiring:
+            sequence.is_retiring = True
+            self.num_retiring += sequence.num_in_flight > 0
+
+    def settle(self, sequence: Sequence) -> None:
+        """Something that wrote to the sequence's blocks has ended: give them back if they were waiting for it."""
+        if sequence.is_retiring and sequence.is_idle:
+            self.pool.release(sequence.lose_blocks())
+
+    def register_written(self, sequence: Sequence) -> None:
+        """Report every block that is full by now to the prefix cache."""
+        num_full = sequence.num_written // sequence.block_size
+        if num_full == sequence.num_registered_blocks or not self.pool.caches_content:
+            return
+        num_known = sequence.num_registered_blocks
+        self.pool.register(sequence.block_table[num_known:num_full], sequence.block_hashes(num_full, num_known))
+        sequence.num_registered_blocks = num_full
+
+    # Steps
+
+    @property
+    def steps_in_flight(self) -> Collection[PlannedStep]:
+        """In the order in which they were planned."""
+        return self._steps
+
+    @property
+    def next_step_id(self) -> int:
+        """Of the next step that is committed."""
+        return self._num_steps
+
+    @property
+    def num_chunk_tokens_in_flight(self) -> int:
+        """Prompt tokens that the steps in flight compute."""
+        return sum([step.num_chunk_tokens for step in self._steps])
+
+    def skip_steps(self, num_steps: int) -> None:
+        """Leave out the numbers of steps that were taken unplanned."""
+        self._num_steps += num_steps
+
+    def begin_step(self) -> PlannedStep:
+        assert len(self._steps) <= 1, "two steps are in flight already"
+        return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
+
+    def commit(self, step: PlannedStep) -> StepBatch | None:
+        """The step is decided; ``None`` if it is empty."""
+        if step.is_empty:
+            return None
+        self._num_steps += 1
+        self._steps.append(step)
+        return step.batch
+
+    def complete(self, output: StepOutput) -> list[RowResult]:
+        """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished, and
+        all rows of sequences with a handle."""
+        step = self.take_step(output.step_id)
+        self.must_drain = False
+        caches_content = self.pool.caches_content
+        results = []
+        for index, (sequence, row, sampled) in enumerate(
+            zip(step.sequences, step.batch.rows, output.sampled, strict=True)
+        ):
+            if sequence.is_retiring:
+                self._leave_step(sequence)
+                if sequence.is_over:
+                    continue
+            else:
+                sequence.num_in_flight -= 1
+            sequence.num_written = num_written = row.cached_length + (len(row.tokens) or 1)
+            if caches_content and num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
+                self.register_written(sequence)
+            if row.prompt_targets:
+                entries = output.prompt_logprobs[index]
+                assert len(entries) == len(row.prompt_targets), f"{len(entries)} prompt logprobs of row {index}"
+                self.events.append(PromptLogprobsEvent(sequence.key, row.cached_length + 1, entries))
+            if sampled is not None:
+                finish = self.take_token(sequence, sampled)
+                if finish or sequence.handle:
+                    results.append(RowResult(sequence, bool(finish), FirstToken(sampled.token, finish)))
+            elif sequence.handle:
+                results.append(RowResult(sequence, False))
+            if sequence.is_retiring:
+                self.settle(sequence)
+        for sequence in step.swapped_out:
+            self._leave_step(sequence)
+            self.settle(sequence)
+        return results
+
+    def take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
+        sequence.num_pending -= 1
+        index = len(sequence.tokens) - sequence.num_prompt_tokens
+        token, logprobs = sampled
+        finish = sequence.append(token)
+        self.events.append(TokenEvent(sequence.key, sequence.request.choice, index, token, logprobs, finish))
+        return finish
+
+    def receive(self, sequence: Sequence, num_tokens: int, first: FirstToken) -> FinishReason:
+        """The KV of a prompt was pulled, and with it token 0, which the worker that sampled it has emitted. Returns
+        whether that token ends the answer."""
+        finish = first.finish or sequence.finish_with(first.token)
+        if not finish:
+            sequence.receive(num_tokens)
+            self.register_written(sequence)
+            sequence.append(first.token)
+        return finish
+
+    def fail_step(self, step_id: int) -> list[Sequence]:
+        """A step raised: returns the live sequences that it computed or copied, for their scheduler to end. The prefix
+        cache forgets their blocks."""
+        step = self.take_step(step_id)
+        self.must_drain = bool(self._steps)
+        sequences = step.sequences + step.swapped_out
+        for sequence in sequences:
+            if not sequence.is_over:
+                self.pool.forget(sequence.block_table)
+            self._leave_step(sequence)
+        return [sequence for sequence in dict.fromkeys(sequences) if not sequence.is_over]
+
+    def take_step(self, step_id: int) -> PlannedStep:
+        step = self._steps.popleft()
+        assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
+        return step
+
+    def _leave_step(self, sequence: Sequence) -> None:
+        sequence.num_in_flight -= 1
+        if sequence.is_retiring and not sequence.num_in_flight:
+            self.num_retiring -= 1
+        if sequence.is_over:
+            self.settle(sequence)

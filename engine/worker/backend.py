@@ -1,0 +1,192 @@
+"""The executor of a worker: the real model on a CPU or a GPU, or an emulated GPU. Chosen once, at its start.
+
+Called on the step loop's thread, after that thread was pinned. Torch is imported for the real model only, and only once
+the rest of the configuration was found good; nothing heavy is allocated before the executor is built.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.contracts.codec import from_json
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.step import Executor, ModelLimits
+from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
+from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.model_hash import model_hash
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import Hardware, hardware, slowed
+from pdserve.model.executors.emulated import EmulatedExecutor
+from pdserve.model.weights.files import check_weights
+
+if TYPE_CHECKING:  # it imports torch
+    from pdserve.kv_transfer.host_staging import HostStaging
+
+
+class BuiltExecutor(NamedTuple):
+    executor: Executor
+    staging: HostStaging | None = None
+    """Copies blocks between a pool on a GPU and the memory that the transfer process maps; ``None`` on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """The executor of a worker and the figures of its pool."""
+
+    limits: ModelLimits
+    layout: KvLayout
+    cost: CostModel
+    num_swap_slots: int
+    """Host slots for KV blocks of preempted sequences."""
+    build_executor: Callable[[PoolMemory], BuiltExecutor]
+    """Given the memory that the transfer process maps."""
+    emulated_pull_s: Callable[[int], float] | None = None
+    """Seconds that pulling this many blocks lasts at least; ``None`` when nothing is emulated."""
+
+
+def choose_backend(config: WorkerConfig) -> Backend:
+    """Raises ValueError when the model cannot be served so; the text names the remedy."""
+    return _emulated_backend(config) if config.emulate else _model_backend(config)
+
+
+def _model_backend(config: WorkerConfig) -> Backend:
+    """The checkpoint, on this host's CPU or on a GPU."""
+    if config.tensor_parallel != 1:
+        raise ValueError(f"tensor_parallel is {config.tensor_parallel}; only 1 is computed today, more can be emulated")
+    folder = Path(config.model_path)
+    model = DecoderConfig.from_folder(folder)
+    limits = model.limits(config.max_model_len)
+    cost = CostModel(model.shape, _device(config), config.precision)
+    model = model.at_length(limits.max_model_len)
+    check_weights(folder, model.shape)
+    content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
+    _configure_openmp(config)
+
+    from pdserve.engine.worker.model_device import CPU, build_pool, check_kv_dtype, choose_device, room_for_kv
+    from pdserve.kernels.cpu.threads import use_cores
+    from pdserve.kv_transfer.host_staging import HostStaging
+    from pdserve.model.executors.model import ModelExecutor
+
+    device = choose_device(config.device)
+    check_kv_dtype(device, cost.kv_dtype)
+    room = room_for_kv(device, config, cost, available_memory_bytes())
+    block_bytes = cost.kv_bytes_per_token * config.block_size
+    num_blocks = num_kv_blocks(config, limits, block_bytes, room.auto_bytes)
+    check_pool_fits(num_blocks * block_bytes, room.max_bytes)
+    if device != CPU:
+        check_staging_fits(num_blocks * block_bytes, room.host_bytes)
+    num_slots = num_swap_slots(config, num_blocks, block_bytes, room.host_bytes - num_blocks * block_bytes)
+    layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
+
+    def build_executor(memory: PoolMemory) -> BuiltExecutor:
+        if device == CPU:
+            use_cores(config.cpu_cores or sorted(os.sched_getaffinity(0)))
+        pool = build_pool(device, memory)
+        executor = ModelExecutor(
+            folder=folder,
+            config=model,
+            layout=layout,
+            pool=pool,
+            dtype=config.precision.dtype,
+            quantization=config.precision.quantization,
+            num_swap_slots=num_slots,
+            # Of no use to a prefill worker, and on a CPU.
+            max_captured_rows=0 if config.role is WorkerRole.PREFILL or device == CPU else config.max_batch_size,
+        )
+        if device == CPU:
+            return BuiltExecutor(_lending_cores(executor, config) if config.core_board else executor)
+        return BuiltExecutor(executor, HostStaging(pool.blocks, memory))
+
+    return Backend(limits=limits, layout=layout, cost=cost, num_swap_slots=num_slots, build_executor=build_executor)
+
+
+def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
+    from pdserve.model.executors.core_sharing import CoreBoard, CoreSharingExecutor
+
+    return CoreSharingExecutor(executor, CoreBoard(Path(config.core_board), config.core_index, config.core_sets))
+
+
+def _emulated_backend(config: WorkerConfig) -> Backend:
+    """A GPU that is not here: its step times, its transfer times and as many blocks as its memory would hold."""
+    model = DecoderConfig.from_folder(Path(config.model_path))
+    limits = model.limits(config.max_model_len)
+    is_instant = config.time_scale == 0
+    cost = CostModel(
+        model.shape,
+        _device(config) if is_instant else slowed(_device(config), config.time_scale),
+        config.precision,
+        config.tensor_parallel,
+    )
+    max_blocks = cost.max_kv_blocks(
+        config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
+    )
+    if max_blocks == 0:
+        raise ValueError(
+            f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on {config.tensor_parallel} x "
+            f"{cost.hardware.name}: "
+            f"emulate a larger GPU or serve a smaller model"
+        )
+    block_bytes = cost.kv_bytes_per_token * config.block_size
+    layout = KvLayout(
+        num_blocks=num_kv_blocks(config, limits, block_bytes, max_blocks * block_bytes),
+        num_kv_heads=1,
+        num_layers=1,
+        block_size=config.block_size,
+        head_dim=1,
+        dtype="uint64",
+        model_hash=f"emulated-{blake2b(repr(model).encode(), digest_size=16).hexdigest()}",
+    )
+
+    # The emulated host has what is asked of it.
+    num_slots = num_swap_slots(config, layout.num_blocks, block_bytes, sys.maxsize)
+
+    def build_executor(memory: PoolMemory) -> BuiltExecutor:
+        executor = EmulatedExecutor(
+            layout=layout,
+            pool=memory.blocks,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=limits.eos_token_ids,
+            cost=cost,
+            time_scale=0.0 if is_instant else 1.0,
+            num_swap_slots=num_slots,
+            # Against the clock the host's time belongs to the steps; the last cached token is checked all the same.
+            check_context=is_instant,
+        )
+        return BuiltExecutor(executor)
+
+    def emulated_pull_s(num_blocks: int) -> float:
+        return 0.0 if is_instant else cost.transfer_s(num_blocks * config.block_size, same_host=True)
+
+    return Backend(
+        limits=limits,
+        layout=layout,
+        cost=cost,
+        num_swap_slots=num_slots,
+        build_executor=build_executor,
+        emulated_pull_s=emulated_pull_s,
+    )
+
+
+def _device(config: WorkerConfig) -> Hardware:
+    if config.hardware:
+        return from_json(Hardware, config.hardware, "the worker's hardware")
+    return hardware(config.emulate or "cpu", num_cores=_num_threads(config))
+
+
+def _configure_openmp(config: WorkerConfig) -> None:
+    """Must come before torch is imported. What the operator has set stays."""
+    if not config.cpu_cores:
+        # Other workers may share these cores, and OpenMP threads that spin there stop each other for milliseconds.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def _num_threads(config: WorkerConfig) -> int:
+    return len(config.cpu_cores) or len(os.sched_getaffinity(0))

@@ -1,0 +1,435 @@
+"""The step loop: owns a worker's scheduler, the order of its steps, and which requests are alive.
+
+It knows no clock, thread, socket or protobuf, so that two drivers run the same class: the live one
+(`pdserve.engine.worker.live_loop`) with a thread and real time, the planner's simulator with virtual time. A driver
+passes messages with `StepLoop.handle`, turns the loop with `StepLoop.turn`, and ends steps with `StepLoop.step_ended`.
+Events leave as a `StepReport` through one `ReportSink`.
+
+With an executor of pipeline depth 2, step N + 1 is planned and submitted before the result of step N is taken.
+
+A failed step costs its own requests only, and those of the step behind it, if that one was submitted by then with rows
+of the same sequences.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from pdserve.contracts.events import (
+    ClientEvent,
+    PromptLogprobsEvent,
+    RefusalCode,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    TokenEvent,
+)
+from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.step import Executor, StepBatch, StepHandle, StepOutput
+from pdserve.engine.scheduling.interface import PullResult, Scheduler, TransferEvent
+from pdserve.model.cost.cost_model import CostModel, OnlineCorrection
+
+MAX_LIVE_REQUESTS = 16384
+"""Requests on a worker, waiting ones included, before it refuses more."""
+
+MAX_FAILED_STEPS_IN_A_ROW = 16
+"""After so many failures in a row the executor is beyond repair and the loop raises."""
+
+
+# Messages to the loop
+
+
+class AddRequest(NamedTuple):
+    """Prefill here."""
+
+    key: RequestKey
+    request: GenerationRequest
+    received_s: float
+    """On the driver's clock: objectives run from here, not from when the loop has time to look."""
+
+
+class PrepareRequest(NamedTuple):
+    """Decode here what another worker prefills."""
+
+    key: RequestKey
+    request: GenerationRequest
+    source: KvSource
+    received_s: float
+
+
+class CancelRequest(NamedTuple):
+    key: RequestKey
+
+
+class SessionEnded(NamedTuple):
+    """A session is gone for good: cancel all its requests."""
+
+    session: int
+
+
+class LeaseOpened(NamedTuple):
+    """A decode worker pulls a parked prompt."""
+
+    handle: bytes
+
+
+class LeaseLost(NamedTuple):
+    """The puller went away without release."""
+
+    handle: bytes
+
+
+class PromptReleased(NamedTuple):
+    """The puller has every block of a parked prompt."""
+
+    handle: bytes
+
+
+class TransferReport(NamedTuple):
+    """A pull's end, for the routers' metrics."""
+
+    transport: str
+    seconds: float
+    num_bytes: int
+    failure_stage: str
+    """Empty on success."""
+
+
+class PullEnded(NamedTuple):
+    result: PullResult
+    report: TransferReport
+
+
+class StartDrain(NamedTuple):
+    """Refuse new work; finish what runs."""
+
+
+Message = (
+    AddRequest
+    | PrepareRequest
+    | CancelRequest
+    | SessionEnded
+    | LeaseOpened
+    | LeaseLost
+    | PromptReleased
+    | PullEnded
+    | StartDrain
+)
+
+
+# Step times
+
+
+class Prediction(NamedTuple):
+    has_prefill: bool
+    predicted_s: float
+    """Before correction."""
+    is_typical: bool
+    """Only computes and samples its rows' tokens, so that its duration predicts that of others."""
+
+
+class StepTimes:
+    """Predicted and observed step times, and the two corrections between them: steps with prefill rows and pure decode
+    steps err differently."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._prefill = OnlineCorrection()
+        self._decode = OnlineCorrection()
+
+    def predict(self, batch: StepBatch) -> Prediction:
+        num_rows = len(batch.rows)
+        is_typical = not (batch.swap_outs or batch.swap_ins or any(row.prompt_targets for row in batch.rows))
+        if batch.num_new_tokens == num_rows:
+            predicted_s = self._cost.decode_s(num_rows, sum([row.cached_length for row in batch.rows]))
+            return Prediction(False, predicted_s, is_typical)
+        predicted_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
+        return Prediction(True, predicted_s, is_typical)
+
+    def corrected_s(self, prediction: Prediction) -> float:
+        """Expected seconds of a step, by the durations observed so far."""
+        return prediction.predicted_s * self._correction(prediction).factor
+
+    def observe(self, prediction: Prediction, duration_s: float) -> None:
+        """Correct later predictions by the duration of a step that is typical."""
+        if prediction.is_typical:
+            self._correction(prediction).observe(prediction.predicted_s, duration_s)
+
+    @property
+    def prefill_correction(self) -> float:
+        return self._prefill.factor
+
+    @property
+    def decode_correction(self) -> float:
+        return self._decode.factor
+
+    def _correction(self, prediction: Prediction) -> OnlineCorrection:
+        return self._prefill if prediction.has_prefill else self._decode
+
+
+# Reports of the loop
+
+
+class FinishedStep(NamedTuple):
+    """A completed step, for the routers' metrics."""
+
+    duration_s: float
+    num_new_tokens: int
+    prediction: Prediction | None
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Everything that happened since the last report, in order within each list."""
+
+    orders: list[TransferEvent] = field(default_factory=list)
+    """For the transfer process."""
+    events: list[ClientEvent] = field(default_factory=list)
+    """For the routers."""
+    transfers: list[TransferReport] = field(default_factory=list)
+    """Pulls that ended."""
+    step: FinishedStep | None = None
+
+
+class ReportSink(Protocol):
+    """Receives the reports of a loop, on the driver's thread; must return at once."""
+
+    def publish(self, report: StepReport) -> None: ...
+
+
+class Wait(Enum):
+    """What a driver waits for before the next turn."""
+
+    NOTHING = "nothing"
+    STEP = "step"
+    """The end of the oldest step in flight."""
+    MESSAGE = "message"
+    """A message, or the instant `StepLoop.next_deadline_s`: the loop is idle."""
+
+
+class StepInFlight(NamedTuple):
+    step_id: int
+    num_new_tokens: int
+    prediction: Prediction | None
+    handle: StepHandle
+
+
+class _FailedSubmission:
+    """Handle of a step whose submission raised, so that it fails in its turn."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def result(self) -> StepOutput:
+        raise self._error
+
+
+class Refusal(NamedTuple):
+    """The reason why a request is refused."""
+
+    code: RefusalCode
+    message: str
+
+
+class _LiveRequests:
+    """Requests that have not ended, by session."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, set[RequestKey]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def refusal(self, key: RequestKey) -> Refusal | None:
+        """Why the key cannot be added; ``None`` when it can."""
+        if key in self._sessions.get(key.session, ()):
+            return Refusal(RefusalCode.INVALID, "the worker already runs this attempt")
+        if self._count >= MAX_LIVE_REQUESTS:
+            return Refusal(RefusalCode.OVERLOADED, f"the worker holds {MAX_LIVE_REQUESTS} requests already")
+        return None
+
+    def add(self, key: RequestKey) -> None:
+        self._sessions.setdefault(key.session, set()).add(key)
+        self._count += 1
+
+    def discard(self, key: RequestKey) -> None:
+        """Forget a request that ended; unknown keys are ignored."""
+        keys = self._sessions.get(key.session)
+        if keys is None or key not in keys:
+            return
+        keys.remove(key)
+        self._count -= 1
+        if not keys:
+            del self._sessions[key.session]
+
+    def of_session(self, session: int) -> list[RequestKey]:
+        return sorted(self._sessions.get(session, ()))
+
+
+class StepLoop:
+    """Runs one scheduler over one executor. Not thread-safe: one driver owns it."""
+
+    def __init__(
+        self, *, scheduler: Scheduler, executor: Executor, sink: ReportSink, times: StepTimes | None = None
+    ) -> None:
+        """
+        Args:
+            times: predicts and corrects step times; ``None`` where the driver knows them, as a simulator does.
+        """
+        self.scheduler = scheduler
+        self._executor = executor
+        self._sink = sink
+        self._times = times
+        self._live = _LiveRequests()
+        self._in_flight: deque[StepInFlight] = deque()
+        self._report = StepReport()
+        self._num_failed_in_a_row = 0
+        self.is_draining = False
+        self.expected_step_s = 0.0
+        """Expected seconds of the step submitted last; 0 without ``times``."""
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def oldest_step(self) -> StepInFlight:
+        """The step that must end first; there must be one."""
+        return self._in_flight[0]
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether a drain was asked for and nothing is left."""
+        return self.is_draining and not self._in_flight and not self._live
+
+    def next_deadline_s(self) -> float | None:
+        """The instant at which an idle loop must turn to expire something; ``None`` for none."""
+        return self.scheduler.next_deadline_s()
+
+    def handle(self, message: Message, now_s: float) -> None:
+        """Take a message. Its events leave with the next report."""
+        scheduler = self.scheduler
+        match message:
+            case AddRequest(key, request, received_s):
+                if self._accept(key):
+                    scheduler.add(key, request, received_s)
+            case PrepareRequest(key, request, source, received_s):
+                if self._accept(key):
+                    scheduler.prepare(key, request, source, received_s)
+            case CancelRequest(key):
+                scheduler.cancel(key, now_s)
+            case SessionEnded(session):
+                for key in self._live.of_session(session):
+                    scheduler.cancel(key, now_s)
+            case LeaseOpened(handle):
+                scheduler.lease_opened(handle, now_s)
+            case LeaseLost(handle):
+                scheduler.lease_lost(handle, now_s)
+            case PromptReleased(handle):
+                scheduler.released(handle, now_s)
+            case PullEnded(result, report):
+                self._report.transfers.append(report)
+                scheduler.pull_done(result, now_s)
+            case StartDrain():
+                self.is_draining = True
+
+    def _accept(self, key: RequestKey) -> bool:
+        """Whether the request may go to the scheduler; a refusal is an event like any other."""
+        refusal = Refusal(RefusalCode.DRAINING, "draining") if self.is_draining else self._live.refusal(key)
+        if refusal is not None:
+            self._report.events.append(
+                RequestEvent(key, RequestEventKind.REJECTED, refusal.message, refusal=refusal.code)
+            )
+            return False
+        self._live.add(key)
+        return True
+
+    def turn(self, now_s: float) -> Wait:
+        """Plan a step and submit it, if there is one. A `Wait.STEP` must be followed by `step_ended` or `step_failed`.
+
+        Publishes first what the plan decided, because a pull or a handoff must not wait for a computation; and once
+        more unless the driver is to wait for a step, whose end publishes.
+        """
+        batch = self.scheduler.plan(now_s)
+        self._collect(self.scheduler.take_events())
+        if self._report.events or self._report.orders:
+            self._publish()
+        if batch is not None:
+            self._submit(batch)
+        if self._in_flight and (batch is None or len(self._in_flight) >= self._executor.pipeline_depth):
+            return Wait.STEP
+        self._publish()
+        return Wait.NOTHING if self._in_flight else Wait.MESSAGE
+
+    def step_ended(self, output: StepOutput, now_s: float) -> None:
+        """Take the results of the oldest step."""
+        step = self._in_flight.popleft()
+        self._num_failed_in_a_row = 0
+        self.scheduler.complete(output, now_s)
+        if self._times is not None and step.prediction is not None:
+            self._times.observe(step.prediction, output.duration_s)
+        self._report.step = FinishedStep(output.duration_s, step.num_new_tokens, step.prediction)
+        self.flush()
+
+    def step_failed(self, error: RuntimeError, now_s: float) -> None:
+        """The oldest step raised ``error``.
+
+        Raises:
+            RuntimeError: so did every one of the last `MAX_FAILED_STEPS_IN_A_ROW` steps.
+        """
+        step = self._in_flight.popleft()
+        self.scheduler.fail_step(step.step_id, str(error), now_s)
+        self.flush()
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise RuntimeError(f"{self._num_failed_in_a_row} steps failed in a row, the last with: {error}") from error
+
+    def flush(self) -> None:
+        """Publish the scheduler's events: after a driver called the scheduler itself."""
+        self._collect(self.scheduler.take_events())
+        self._publish()
+
+    def skip_to(self, batch: StepBatch | None) -> None:
+        """Go on where a driver that called the scheduler itself left it: publish, and submit ``batch``, which is in
+        flight in place of the step that was."""
+        self._in_flight.clear()
+        self.flush()
+        if batch is not None:
+            self._submit(batch)
+
+    def _submit(self, batch: StepBatch) -> None:
+        prediction = None
+        if self._times is not None:
+            prediction = self._times.predict(batch)
+            self.expected_step_s = self._times.corrected_s(prediction)
+        handle: StepHandle
+        try:
+            handle = self._executor.submit(batch)
+        except RuntimeError as error:
+            handle = _FailedSubmission(error)
+        self._in_flight.append(StepInFlight(batch.step_id, batch.num_new_tokens, prediction, handle))
+
+    def _collect(self, events: Iterable[ClientEvent | TransferEvent]) -> None:
+        report = self._report
+        for event in events:
+            if isinstance(event, TokenEvent):
+                if event.finish:
+                    self._live.discard(event.key)
+                report.events.append(event)
+            elif isinstance(event, RequestEvent):
+                if event.kind.is_terminal:
+                    self._live.discard(event.key)
+                report.events.append(event)
+            elif isinstance(event, PromptLogprobsEvent):
+                report.events.append(event)
+            else:
+                report.orders.append(event)
+
+    def _publish(self) -> None:
+        report, self._report = self._report, StepReport()
+        self._sink.publish(report)

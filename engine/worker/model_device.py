@@ -1,0 +1,76 @@
+"""The device of a worker's model, its room for KV, and the KV pool on it.
+
+Called by `pdserve.engine.worker.backend` for a real model, once torch may be imported. What is not torch's is decided
+in `pdserve.engine.worker.pool_size`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.contracts.placement import DEVICE_SETTINGS, WorkerConfig
+from pdserve.engine.worker.pool_size import PoolRoom, room_on_cpu, room_on_gpu
+from pdserve.kernels.kv_pool import KvPool
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.weights.decoder_weights import held_bytes
+
+CPU = torch.device("cpu")
+_FLOAT8_CAPABILITY = (8, 9)
+"""Ada's: the first NVIDIA GPU that converts float8."""
+
+
+def choose_device(setting: str) -> torch.device:
+    """The device of one of `DEVICE_SETTINGS`. Raises ValueError for what is none of them, or not here."""
+    if setting not in DEVICE_SETTINGS:
+        raise ValueError(f"device {setting!r} is not supported: use one of {', '.join(DEVICE_SETTINGS)}")
+    has_gpu = torch.cuda.is_available()
+    if setting == "cuda" and not has_gpu:
+        raise ValueError(
+            "device is cuda and torch sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, install a build of torch "
+            "for CUDA, or set device to cpu"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu and setting != "cpu" else CPU
+
+
+def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
+    """Raises ValueError for KV that no kernel reads on ``device``."""
+    if device == CPU or kv_dtype != "float8_e4m3fn":
+        return
+    if torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        raise ValueError(f"{torch.cuda.get_device_name(device)} has no float8: set kv_dtype to int8")
+
+
+def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, host_bytes: int) -> PoolRoom:
+    """Memory that weights, activations and the rest will leave.
+
+    Args:
+        host_bytes: available memory of the host.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    if device == CPU:
+        return room_on_cpu(held_bytes(cost.shape, config.precision.dtype, config.precision.quantization), host_bytes)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    needed = cost.rank_memory(max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size)
+    return room_on_gpu(
+        weight_bytes=cost.weight_bytes,
+        activation_bytes=int(needed.activation_bytes),
+        reserve_bytes=needed.reserve_bytes,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        utilization=config.gpu_memory_utilization,
+        host_bytes=host_bytes,
+    )
+
+
+def build_pool(device: torch.device, memory: PoolMemory) -> KvPool:
+    """The pool that a model computes in: on a CPU the memory that the transfer process maps, and on a GPU as much
+    there, zeroed, because the unused end of a block goes to other workers with it."""
+    layout = memory.layout
+    if device == CPU:
+        pool_bytes = torch.frombuffer(memory.blocks, dtype=torch.uint8)
+    else:
+        pool_bytes = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
+    return KvPool(pool_bytes, layout.shape, getattr(torch, layout.dtype))

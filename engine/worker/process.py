@@ -1,0 +1,128 @@
+"""A worker in a process of its own: as a Ray actor, or as ``python -m pdserve.prefill_worker.worker --config JSON``.
+
+`WorkerActor` is how Ray starts, pings and ends a worker; no token and no KV passes through it. The class is plain:
+the deployment decorates it with ``ray.remote``, with ``num_cpus=0`` and a ``max_concurrency`` of 2 at least, so that
+`WorkerActor.ping` answers while `WorkerActor.drain` waits.
+
+`main` prints one JSON line with the endpoint and serves. SIGTERM or SIGINT drains and exits 0; a second one, or a drain
+that takes too long, drops what still runs and exits 1, as does a step loop that died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from pdserve.contracts.codec import from_json, from_plain, to_json, to_plain
+from pdserve.contracts.placement import WorkerConfig
+from pdserve.engine.worker.worker import EngineWorker, SchedulerFactory
+from pdserve.kv_transfer.parent_death import die_with_parent
+
+DRAIN_TIMEOUT_S = 30.0
+
+
+class WorkerActor:
+    """One worker in an actor's process. A step loop that dies ends the process, and so the actor."""
+
+    def __init__(self, config: Mapping[str, Any], scheduler_factory: SchedulerFactory) -> None:
+        """
+        Args:
+            config: a `WorkerConfig` as JSON values.
+
+        Raises:
+            ValueError: it is not one.
+        """
+        self._worker = EngineWorker(from_plain(WorkerConfig, config, "the worker's configuration"), scheduler_factory)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def start(self) -> dict[str, Any]:
+        """Serve; returns the fields of the `WorkerEndpoint`.
+
+        Raises:
+            ValueError: the configuration cannot be served; the text names the remedy.
+        """
+        endpoint: dict[str, Any] = to_plain(self._worker.start())
+        return endpoint
+
+    def ping(self) -> int:
+        """The worker's epoch.
+
+        Raises:
+            RuntimeError: the step loop does not turn.
+        """
+        if not self._worker.is_healthy():
+            raise RuntimeError("the step loop does not turn")
+        return self._worker.epoch
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for what runs; returns whether it finished in time."""
+        return self._worker.drain(timeout_s)
+
+    def stop(self) -> None:
+        """End the worker; what still runs is dropped."""
+        self._worker.stop()
+
+
+def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | None = None) -> int:
+    """Run a worker until a signal ends it; returns the exit status. ``prog`` is for the usage text."""
+    arguments = _parse_arguments(prog, argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if arguments.die_with_parent:
+        die_with_parent()
+    signals = _StopSignals()
+    try:
+        worker = EngineWorker(_read_config(arguments.config), scheduler_factory)
+        endpoint = worker.start()
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.stderr.write(f"{prog}: {' '.join(str(error).split())}\n")
+        return 1
+    sys.stdout.write(to_json(endpoint) + "\n")
+    sys.stdout.flush()
+    signals.wait()
+    is_drained = worker.drain(arguments.drain_timeout_s)
+    worker.stop()
+    return 0 if is_drained else 1
+
+
+def _parse_arguments(prog: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description="One worker of a pdserve cluster, as a plain process.")
+    parser.add_argument(
+        "--config", required=True, help="the worker's configuration as a JSON object; - reads a line from stdin"
+    )
+    parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
+    parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, help="seconds a drain may last")
+    return parser.parse_args(argv)
+
+
+def _read_config(argument: str) -> WorkerConfig:
+    # A command line can be read by every user of the host, and the configuration holds the cluster token.
+    return from_json(WorkerConfig, sys.stdin.readline() if argument == "-" else argument, "the worker's configuration")
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT: the first is waited for, the second ends the process on the spot."""
+
+    def __init__(self) -> None:
+        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put may interrupt its get
+        self._count = 0
+        signal.signal(signal.SIGTERM, self._receive)
+        signal.signal(signal.SIGINT, self._receive)
+
+    def wait(self) -> None:
+        """Return after the first signal."""
+        self._received.get()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            os._exit(1)
+        self._received.put(number)

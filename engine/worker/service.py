@@ -1,0 +1,290 @@
+"""The worker's gRPC service: router sessions on an event loop in a thread of its own.
+
+Commands of routers are checked here and put into the step loop's inbox; reports of the step loop come back through
+`WorkerService.publish` and leave as one packed frame per session. A router that does not read its stream, or whose
+cable was cut, costs its own session and never delays a step. Never touches the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import grpc
+
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey
+from pdserve.contracts.step import ModelLimits
+from pdserve.engine.worker.live_loop import Inbox, PartDied, WorkerReport
+from pdserve.engine.worker.loop import (
+    AddRequest,
+    CancelRequest,
+    FinishedStep,
+    Message,
+    PrepareRequest,
+    SessionEnded,
+    StartDrain,
+)
+from pdserve.engine.worker.sessions import Session, SessionTable
+from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
+from pdserve.proto.codec import (
+    WireError,
+    event_to_proto,
+    load_to_proto,
+    pack_frames,
+    request_from_proto,
+    source_from_proto,
+)
+from pdserve.proto.v1 import worker_pb2
+
+HEARTBEAT_S = 0.5
+"""Longest silence of a healthy worker on a session."""
+
+HELLO_TIMEOUT_S = 10.0
+MAX_ROUTER_ID_LENGTH = 128
+MAX_SNAPSHOT_HASHES = 65536
+"""Most block hashes in the first frame of a session: 1.2 MB. The rest is found by hits alone."""
+
+STOP_GRACE_S = 0.5
+"""Time for what is queued to leave before the sessions are cut."""
+
+BYTES_PER_TOKEN_ON_WIRE = 5
+
+_log = logging.getLogger(__name__)
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+
+_RequestStream = AsyncIterator[worker_pb2.RouterMessage]
+_Context = grpc.aio.ServicerContext[worker_pb2.RouterMessage, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    host: str
+    cluster_token: str
+    session_grace_s: float
+    welcome: worker_pb2.Welcome
+    """The first message on every session."""
+    limits: ModelLimits
+
+
+class WorkerService:
+    """Serves `Worker.Session`. ``start``, ``publish`` and ``stop`` may be called from any thread."""
+
+    def __init__(self, settings: ServiceSettings, inbox: Inbox, *, is_healthy: Callable[[], bool]) -> None:
+        """``is_healthy``: heartbeats stop when the step loop does not turn."""
+        self._settings = settings
+        self._inbox = inbox
+        self._is_healthy = is_healthy
+        self._sessions = SessionTable(grace_s=settings.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
+        self._load = worker_pb2.Load()
+        """Load of the last report, without its step."""
+        self._cached_hashes: set[bytes] = set()
+        """The prefix cache as the reports tell it, for sessions that begin later."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Listen on a free port, in a new thread, and return ``host:port``."""
+        address: Future[str] = Future()
+        self._thread = threading.Thread(target=self._run, args=(address,), name="worker-service", daemon=True)
+        self._thread.start()
+        return address.result()
+
+    def publish(self, report: WorkerReport) -> None:
+        """Send a report of the step loop; returns at once."""
+        assert self._loop is not None, "start comes first"
+        self._loop.call_soon_threadsafe(self._deliver, report)
+
+    def stop(self) -> None:
+        """Close every session and the port; the step loop must not publish any more."""
+        if self._thread is not None and self._thread.is_alive():
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _run(self, address: Future[str]) -> None:
+        try:
+            asyncio.run(self._serve(address))
+        except Exception as error:
+            if address.done():
+                self._die()
+            else:
+                address.set_exception(error)
+
+    def _die(self) -> None:
+        """A service that lost a frame, or its event loop, must not go on as if nothing had happened."""
+        _log.exception("the gRPC service died")
+        self._inbox.put(PartDied("the gRPC service"))
+
+    async def _serve(self, address: Future[str]) -> None:
+        self._loop = asyncio.get_running_loop()
+        # Beside the tokens a request has a few short fields: four times their size is ample.
+        max_receive_bytes = max(4 * BYTES_PER_TOKEN_ON_WIRE * self._settings.limits.max_model_len, 1 << 20)
+        server = grpc.aio.server(
+            interceptors=[TokenInterceptor(self._settings.cluster_token)], options=server_options(max_receive_bytes)
+        )
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._session, request_deserializer=worker_pb2.RouterMessage.FromString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Session": handler}),))
+        port = server.add_insecure_port(f"{self._settings.host}:0")
+        await server.start()
+        heartbeat = asyncio.create_task(self._send_heartbeats())
+        address.set_result(f"{self._settings.host}:{port}")
+        await self._stop.wait()
+        heartbeat.cancel()
+        await server.stop(STOP_GRACE_S)
+
+    async def _session(self, requests: _RequestStream, context: _Context) -> None:
+        session = await self._open_session(requests, context)
+        work = (self._read(session, requests), _write(session, context), session.closed.wait())
+        tasks = [asyncio.ensure_future(part) for part in work]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            try:
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+                if isinstance(outcomes[0], WireError):
+                    session.close(str(outcomes[0]))
+            finally:  # the call may be cancelled while its parts end
+                self._sessions.leave(session)
+        if session.close_reason:
+            await context.abort(grpc.StatusCode.ABORTED, session.close_reason)
+
+    async def _open_session(self, requests: _RequestStream, context: _Context) -> Session:
+        """Read the hello, fence older streams, and queue the welcome; aborts the call if there is nothing to open."""
+        try:
+            first = await asyncio.wait_for(anext(aiter(requests), None), HELLO_TIMEOUT_S)
+        except TimeoutError:
+            first = None
+        if first is None or first.WhichOneof("body") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session starts with a hello")
+        hello = first.hello
+        if not 1 <= len(hello.router_id) <= MAX_ROUTER_ID_LENGTH:
+            message = f"router_id must have 1..{MAX_ROUTER_ID_LENGTH} letters"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+        session = self._sessions.enter(hello.router_id, hello.session_epoch)
+        if session is None:
+            message = f"session epoch {hello.session_epoch} is not newer than this router's last"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
+        session.send(worker_pb2.WorkerMessage(welcome=self._settings.welcome))
+        known = itertools.islice(self._cached_hashes, MAX_SNAPSHOT_HASHES)
+        snapshot = worker_pb2.CacheEvents(cleared=True, stored=known)
+        session.send_frame(worker_pb2.StepFrame(load=self._load, cache=snapshot))
+        return session
+
+    async def _read(self, session: Session, requests: _RequestStream) -> None:
+        """Commands to inbox messages until the router closes its half, or the session is closed.
+
+        Raises:
+            WireError: a command that no version of the protocol allows here.
+        """
+        async for message in requests:
+            if session.closed.is_set():
+                return  # its end is in the inbox already: what came after it would never be cancelled
+            body = message.WhichOneof("body")
+            if body in ("submit", "prepare"):
+                self._read_request(session, message)
+            elif body == "cancel":
+                key = RequestKey(session.number, message.cancel.request_id, message.cancel.attempt)
+                self._inbox.put(CancelRequest(key))
+            elif body == "drain":
+                self._inbox.put(StartDrain())
+            else:
+                raise WireError(f"a session does not take {body or 'an empty message'} here")
+
+    def _read_request(self, session: Session, message: worker_pb2.RouterMessage) -> None:
+        """A request that breaks a limit is refused by an event of its own; the session goes on."""
+        is_prepare = message.WhichOneof("body") == "prepare"
+        wire_request = message.prepare.request if is_prepare else message.submit.request
+        key = RequestKey(session.number, wire_request.request_id, wire_request.attempt)
+        if self._inbox.is_full:
+            self._refuse(session, key, RefusalCode.OVERLOADED, "the worker is overloaded")
+            return
+        command: Message
+        try:
+            request = request_from_proto(wire_request, self._settings.limits)
+            if is_prepare:
+                command = PrepareRequest(key, request, source_from_proto(message.prepare.source), time.monotonic())
+            else:
+                command = AddRequest(key, request, time.monotonic())
+        except WireError as error:
+            self._refuse(session, key, RefusalCode.INVALID, str(error))
+            return
+        self._inbox.put(command)
+
+    def _refuse(self, session: Session, key: RequestKey, code: RefusalCode, message: str) -> None:
+        refused = event_to_proto(RequestEvent(key, RequestEventKind.REJECTED, message, refusal=code))
+        session.send_frame(worker_pb2.StepFrame(events=[refused], load=self._load))
+
+    def _deliver(self, report: WorkerReport) -> None:
+        """On the event loop: send a report."""
+        try:
+            self._queue_frames(report)
+        except Exception:
+            self._die()
+
+    def _queue_frames(self, report: WorkerReport) -> None:
+        """Pack a report and queue it to the sessions that it concerns."""
+        self._load = _load_to_proto(report)
+        self._cached_hashes.update(report.cache.stored)
+        self._cached_hashes.difference_update(report.cache.evicted)
+        has_cache = bool(report.cache.stored or report.cache.evicted)
+        frames = pack_frames(report.events)
+        concerned = list(self._sessions.open) if report.is_for_all else list(frames)
+        for number in concerned:
+            session = self._sessions.open.get(number)
+            if session is None:
+                continue  # it ended while the step ran: its requests are being cancelled
+            frame = frames.get(number) or worker_pb2.StepFrame()
+            frame.load.CopyFrom(self._load)
+            if report.step is not None:
+                _add_step(frame.load, report.step)
+            for transfer in report.transfers:
+                frame.transfers.add(
+                    transport=transfer.transport,
+                    seconds=transfer.seconds,
+                    bytes=transfer.num_bytes,
+                    failure_stage=transfer.failure_stage,
+                )
+            if has_cache:
+                frame.cache.stored.extend(report.cache.stored)
+                frame.cache.evicted.extend(report.cache.evicted)
+            session.send_frame(frame)
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S / 2)
+            quiet_since_s = time.monotonic() - HEARTBEAT_S / 2
+            for session in list(self._sessions.open.values()):
+                if session.sent_s <= quiet_since_s and self._is_healthy():
+                    session.send_frame(worker_pb2.StepFrame(load=self._load))
+
+
+def _load_to_proto(report: WorkerReport) -> worker_pb2.Load:
+    load = load_to_proto(report.load)
+    load.draining = report.is_draining
+    load.prefill_correction = report.prefill_correction
+    load.decode_correction = report.decode_correction
+    return load
+
+
+def _add_step(load: worker_pb2.Load, step: FinishedStep) -> None:
+    load.step_s = step.duration_s
+    load.step_tokens = step.num_new_tokens
+    if step.prediction is not None:
+        load.predicted_step_s = step.prediction.predicted_s
+        load.step_has_prefill = step.prediction.has_prefill
+
+
+async def _write(session: Session, context: _Context) -> None:
+    while True:
+        await context.write(await session.next_message())

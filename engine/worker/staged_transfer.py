@@ -1,0 +1,99 @@
+"""The transfer process of a worker whose KV pool lies on a GPU: the process maps a staging file on the host.
+
+Stands between the step loop and the process. Blocks are copied to the host before the order that grants them leaves,
+and to the GPU before the loop receives the end of their pull. The loop does not wait for copies: orders wait in one
+thread, and messages of the process in another, each in its order. Only an offer overtakes, because its puller may come
+at any moment; its grants follow.
+
+Why a puller never uses wrong bytes of the staging file:
+
+- A grant that waits may be of a prompt that ended meanwhile, and its blocks may have new owners. The generations that
+  the grant names are past by then, so that a puller refuses its blocks.
+- If the new owner is a pull, its order comes behind the grant, and the process writes to the blocks after that copy.
+- A granted block has one owner and one content until its generation is raised: copied again, it stays the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from pdserve.engine.worker.live_loop import TransferLink
+from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
+
+if TYPE_CHECKING:  # it imports torch
+    from pdserve.kv_transfer.host_staging import HostStaging
+
+_log = logging.getLogger(__name__)
+
+
+class StagedTransfer:
+    """Implements `pdserve.engine.worker.live_loop.TransferLink`."""
+
+    def __init__(
+        self,
+        staging: HostStaging,
+        start: Callable[[Callable[[TransferToEngine], None]], TransferLink],
+        on_message: Callable[[TransferToEngine], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            start: starts the transfer process, given the receiver of its messages.
+            on_message: called on a thread of this object with every message of the process; must only enqueue.
+            on_failure: called on such a thread when a copy failed; the orders behind it are lost.
+        """
+        self._staging = staging
+        self._on_message = on_message
+        self._on_failure = on_failure
+        self._orders = ThreadPoolExecutor(1, "kv-d2h")
+        self._messages = ThreadPoolExecutor(1, "kv-h2d")
+        self._targets: dict[int, Sequence[int]] = {}
+        """Blocks of each pull under way."""
+        self._process = start(self._receive)
+
+    @property
+    def address(self) -> str:
+        return self._process.address
+
+    def send(self, message: EngineToTransfer) -> None:
+        """Send an order once the blocks that it grants are on the host; returns at once."""
+        if message.HasField("offer"):
+            self._process.send(message)
+            return
+        if message.HasField("start_pull"):
+            self._targets[message.start_pull.pull_id] = message.start_pull.block_ids
+        self._orders.submit(self._pass_on, message).add_done_callback(self._check)
+
+    def close(self) -> None:
+        """End the process and both threads; what waits is dropped."""
+        self._orders.shutdown(cancel_futures=True)
+        self._process.close()
+        self._messages.shutdown(cancel_futures=True)
+
+    def _pass_on(self, message: EngineToTransfer) -> None:
+        if message.HasField("grant"):
+            grant = message.grant.grant
+            self._staging.copy_d2h(grant.block_ids, grant.generations)
+        self._process.send(message)
+
+    def _receive(self, message: TransferToEngine) -> None:
+        self._messages.submit(self._deliver, message).add_done_callback(self._check)
+
+    def _deliver(self, message: TransferToEngine) -> None:
+        if message.HasField("pull_done"):
+            done = message.pull_done
+            targets = self._targets.pop(done.pull_id)
+            if not done.failure_stage:
+                started_s = time.monotonic()
+                self._staging.copy_h2d(targets)
+                done.seconds += time.monotonic() - started_s
+        self._on_message(message)
+
+    def _check(self, future: Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            _log.critical("KV was not copied between GPU and host", exc_info=error)
+            self._on_failure()

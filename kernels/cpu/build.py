@@ -1,0 +1,138 @@
+"""Compiles the C++ kernels for this machine's CPU on first use and keeps the result in a per-user cache.
+
+Needs g++ only: no torch or Python headers. Of several processes that start at once, one builds and the others wait.
+Never fails the caller: without a compiler there is no library. ``python -m pdserve.kernels.cpu.build`` compiles ahead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+_SOURCES = tuple(
+    Path(__file__).with_name(f"{part}.cpp")
+    for part in ("attention", "dense", "pointwise", "rope", "sampling", "threads")
+)
+_HEADERS = tuple(Path(__file__).with_name(f"{part}.h") for part in ("pool", "threads", "tiles", "vectors"))
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", "-pthread", "-fPIC")
+_COMPILE_TIMEOUT_S = 120.0
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels, or ``None`` where they cannot be built; the reason is logged once."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        _log.warning("g++ was not found: models run on plain torch, slower; install g++ to speed it up")
+        return None
+    try:
+        return ctypes.CDLL(str(build_library(compiler, cache_folder())))
+    except subprocess.CalledProcessError as error:
+        _log.warning("g++ failed: models run on plain torch, slower. %s", error.stderr[-2000:])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("the C++ kernels could not be built: models run on plain torch, slower. %s", error)
+    return None
+
+
+def kernel(name: str, *argument_types: Any) -> Any:
+    """The compiled function ``name``, which returns nothing; `load_library` must have found the library."""
+    library = load_library()
+    assert library is not None, "the C++ kernels are not available: the selection was not asked"
+    function = library[name]
+    function.argtypes, function.restype = argument_types, None
+    return function
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/pdserve``, or ``~/.cache/pdserve``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve"
+
+
+def is_built() -> bool:
+    """Whether the library for this machine is in the cache."""
+    compiler = shutil.which("g++")
+    return compiler is not None and _library(compiler, cache_folder()).exists()
+
+
+def _library(compiler: str, folder: Path) -> Path:
+    return folder / f"cpu_kernels-{_build_key(compiler)}.so"
+
+
+def build_library(compiler: str, folder: Path) -> Path:
+    """Path of the shared library for these sources, compiler and CPU in ``folder``; compiled if it is not there yet.
+
+    Raises:
+        subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
+        OSError: ``folder`` cannot be written.
+    """
+    library = _library(compiler, folder)
+    if library.exists():
+        return library
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(folder):
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                _compile(compiler, Path(work) / library.name).replace(library)
+    return library
+
+
+def _compile(compiler: str, library: Path) -> Path:
+    """All sources at the same time, then the library of them; its folder is for this alone."""
+    objects = [library.with_name(f"{source.stem}.o") for source in _SOURCES]
+    commands = [
+        [compiler, *_FLAGS, "-c", str(source), "-o", str(compiled)]
+        for source, compiled in zip(_SOURCES, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(len(commands)) as threads:
+        list(threads.map(_run, commands))
+    _run([compiler, *_FLAGS, "-shared", *map(str, objects), "-o", str(library)])
+    return library
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep others from building in ``folder``; the kernel lets go of it if this process dies."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _build_key(compiler: str) -> str:
+    """Hash of all that decides the machine code: ``-march=native`` makes the CPU's features part of it."""
+    digest = blake2b(digest_size=12)
+    sources = [source.read_bytes() for source in (*_SOURCES, *_HEADERS)]
+    for part in (*sources, " ".join(_FLAGS).encode(), _run([compiler, "--version"]), _cpu_features()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _cpu_features() -> bytes:
+    cpu_info = Path("/proc/cpuinfo").read_bytes().splitlines()
+    wanted = (b"vendor_id", b"cpu family", b"model", b"flags", b"Features")
+    return b"\n".join(sorted({line for line in cpu_info if line.startswith(wanted)}))
+
+
+def _run(command: list[str]) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(load_library() is None)

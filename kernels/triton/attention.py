@@ -1,0 +1,37 @@
+"""Paged attention on a GPU: which of the two kernels takes which rows of a batch.
+
+Called through `pdserve.kernels.selection`. Rows of so few new tokens that memory bounds them go to the decode kernel,
+the others to the prefill kernel; a batch of both kinds is two launches over one output. Launches follow from what the
+host knows of the batch, and never wait for the device.
+
+Shape suffixes: T new tokens, N query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.kernels.kv_pool import KvPool
+from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.operations import AttentionRule
+from pdserve.kernels.triton.decode_attention import decode_attention
+from pdserve.kernels.triton.prefill_attention import prefill_attention
+
+_SHORT_QUERIES = 32
+"""(token, head) pairs of a row and KV head up to which it is short: far below where products bound it."""
+_MAX_SHORT_TOKENS = 8
+
+
+def paged_attention(
+    q_TND: torch.Tensor, kv_pool: KvPool, layer: int, metadata: AttentionMetadata, rule: AttentionRule
+) -> torch.Tensor:
+    """See `pdserve.kernels.operations.PagedAttention`; ``metadata`` is on the device."""
+    o_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
+    group = q_TND.shape[1] // kv_pool.shape.num_kv_heads
+    max_short = min(max(_SHORT_QUERIES // group, 1), _MAX_SHORT_TOKENS)
+    if metadata.min_new_tokens <= max_short:
+        max_new_tokens = min(metadata.max_new_tokens, max_short)
+        decode_attention(q_TND, o_TND, kv_pool, layer, metadata, rule, max_new_tokens=max_new_tokens)
+    if metadata.max_new_tokens > max_short:
+        prefill_attention(q_TND, o_TND, kv_pool, layer, metadata, rule, min_new_tokens=max_short + 1)
+    return o_TND

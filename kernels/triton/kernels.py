@@ -1,0 +1,24 @@
+"""The kernels of a GPU, as a decoder and sampling take them. Imported by `pdserve.kernels.selection` where there is
+one: Triton takes a while to be imported, and workers on CPUs do without."""
+
+from __future__ import annotations
+
+from pdserve.kernels.operations import DecoderKernels, SamplingKernels
+from pdserve.kernels.triton import attention as triton_attention
+from pdserve.kernels.triton import gate as triton_gate
+from pdserve.kernels.triton import norm as triton_norm
+from pdserve.kernels.triton import quantized_matmul as triton_quantized_matmul
+from pdserve.kernels.triton import rope as triton_rope
+from pdserve.kernels.triton import sampling as triton_sampling
+
+TRITON_KERNELS = DecoderKernels(
+    name="triton",
+    activation_dtype=None,
+    pack_linear=triton_quantized_matmul.pack_linear,
+    rms_normalise=triton_norm.rms_normalise,
+    gate=triton_gate.gate,
+    rope_and_write_kv=triton_rope.rope_and_write_kv,
+    paged_attention=triton_attention.paged_attention,
+    is_capturable=True,
+)
+TRITON_SAMPLING = SamplingKernels(triton_sampling.draw_tokens, triton_sampling.find_top_p)

@@ -1,0 +1,168 @@
+"""How each supported architecture differs from Llama where its config.json does not say.
+
+A table of facts, read by `pdserve.model.config.shape` and `pdserve.model.config.decoder_config`; nothing here computes,
+and no other module asks for an architecture by name. Never imports torch.
+
+Sources: Touvron et al. 2023 (LLaMA); Jiang et al. 2023 (Mistral 7B); Qwen team 2024, 2025 (Qwen2, Qwen3); Gemma team
+2024, 2025 (Gemma to Gemma 3); Zhang et al. 2022 (OPT); Jiang et al. 2024 (Mixtral); the configuration classes of
+transformers for defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Layer types, as config.json names them."""
+
+
+def _all_full(values: Mapping[str, object], num_layers: int) -> list[str]:
+    return [FULL] * num_layers
+
+
+def _all_sliding(values: Mapping[str, object], num_layers: int) -> list[str]:
+    return [SLIDING if values.get("sliding_window") else FULL] * num_layers
+
+
+def _upper_sliding(values: Mapping[str, object], num_layers: int) -> list[str]:
+    """Layers from ``max_window_layers`` on have a window, where ``use_sliding_window`` allows any."""
+    first = values.get("max_window_layers")
+    has_windows = values.get("use_sliding_window") and values.get("sliding_window")
+    return [SLIDING if has_windows and isinstance(first, int) and i >= first else FULL for i in range(num_layers)]
+
+
+def _alternating(values: Mapping[str, object], num_layers: int) -> list[str]:
+    """The last of every ``sliding_window_pattern`` layers sees everything."""
+    pattern = values.get("sliding_window_pattern")
+    if not isinstance(pattern, int) or pattern <= 0:
+        raise ValueError(f"config.json: sliding_window_pattern must be a positive integer, not {pattern!r}")
+    return [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture. A family with no field set is Llama."""
+
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that config.json may leave out."""
+    refused: tuple[str, ...] = ()
+    """Keys that mean nothing certain in this family, and are refused when they are set."""
+    layer_types: Callable[[Mapping[str, object], int], list[str]] = _all_full
+    """Types of all layers, from config.json's values and the number of layers, where ``layer_types`` is not given."""
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias and the output has none, whatever ``attention_bias`` says."""
+    qk_norm: bool = False
+    """Every query head and key head is normalised before it is rotated."""
+    post_norms: bool = False
+    """What a part adds to the residual stream is normalised too."""
+    unit_offset_norms: bool = False
+    """Norm weights are stored as their difference from 1."""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the square root of the hidden size."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that mean what Llama's key, the first of each pair, means."""
+    gated_mlp: bool = True
+    """The MLP has a gate; without, two matrices."""
+    has_biases: bool = False
+    """Every projection and norm has a bias."""
+    extra_positions: int | None = None
+    """Positions are a learned table, with so many rows beyond ``max_position_embeddings``."""
+
+
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA_2 = Family(
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
+    refused=("use_bidirectional_attention",),
+    layer_types=_alternating,
+    post_norms=True,
+    unit_offset_norms=True,
+    scaled_embeddings=True,
+)
+FAMILIES = {
+    "LlamaForCausalLM": Family(refused=("layer_types",)),
+    "MistralForCausalLM": Family(
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        refused=("layer_types",),
+        layer_types=_all_sliding,
+    ),
+    "Qwen2ForCausalLM": Family(defaults=_QWEN_DEFAULTS, layer_types=_upper_sliding, qkv_bias=True),
+    "Qwen3ForCausalLM": Family(defaults={**_QWEN_DEFAULTS, "head_dim": 128}, layer_types=_upper_sliding, qk_norm=True),
+    "Gemma2ForCausalLM": _GEMMA_2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA_2,
+        defaults={
+            **_GEMMA_2.defaults,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        # transformers reads attn_logit_softcapping and does not use it; no published checkpoint sets it.
+        refused=(*_GEMMA_2.refused, "attn_logit_softcapping"),
+        qk_norm=True,
+    ),
+}
+"""Every architecture that can be served, by the name that config.json gives it."""
+
+_GEMMA_3_TEXT = {"num_attention_heads": 8, "vocab_size": 262208}
+PLANNED_FAMILIES = {
+    "OPTForCausalLM": Family(
+        defaults={"tie_word_embeddings": True, "do_layer_norm_before": True},
+        renamed={"intermediate_size": "ffn_dim"},
+        gated_mlp=False,
+        has_biases=True,
+        extra_positions=2,
+    ),
+    "GemmaForCausalLM": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
+    "Gemma3ForConditionalGeneration": replace(
+        FAMILIES["Gemma3ForCausalLM"], defaults={**FAMILIES["Gemma3ForCausalLM"].defaults, **_GEMMA_3_TEXT}
+    ),
+    "MixtralForCausalLM": Family(
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        defaults={"num_experts": 60, "num_experts_per_tok": 4},
+        renamed={"intermediate_size": "moe_intermediate_size"},
+        qkv_bias=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        defaults={"num_experts": 128, "num_experts_per_tok": 8},
+        renamed={"intermediate_size": "moe_intermediate_size"},
+        qk_norm=True,
+    ),
+    "Phi3ForCausalLM": Family(),
+}
+"""Architectures that can be planned for and not served yet."""
+
+
+def find_family(config: Mapping[str, object]) -> Family | None:
+    """The family of the first architecture in config.json that can be served."""
+    return _find(config, FAMILIES)
+
+
+def find_planned_family(config: Mapping[str, object]) -> Family | None:
+    """The family of the first architecture in config.json that can be served or planned for."""
+    return _find(config, {**FAMILIES, **PLANNED_FAMILIES})
+
+
+def _find(config: Mapping[str, object], families: Mapping[str, Family]) -> Family | None:
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return next((families[name] for name in names if name in families), None)

@@ -1,0 +1,374 @@
+"""Predicts how long a step, or a transfer of KV, takes: a roofline over the model's shape and the machine's figures.
+
+The router's policy, admission, the planner and the emulated executor all ask the same `CostModel`; `OnlineCorrection`
+scales it by what is observed. Never imports torch, never measures anything itself.
+
+A worker has t * p devices: t ranks share heads and columns, and p stages follow each other with a share of the layers
+each. A step of T new tokens, S sampled rows, takes the sum, over all stages, of what one rank does:
+
+- linear layers: ``max(2 T * layer weights / t / (F e(T)), bytes of those weights / t / W)``, e(T) the share of peak
+  arithmetic F that products of T rows reach, W the rate at which weights are read;
+- of E routed experts, k per token, the same with the weights that the step touches. Were tokens routed evenly and
+  independently, it would touch ``E (1 - (1 - k / E) ** T)`` of them, with ``T k`` over so many rows each;
+- the output projection, as a linear layer of S rows;
+- attention, row by row, q new tokens after c cached ones, causal work only, at least a decode of as long a context:
+  ``max(4 heads * head_dim * layers * (q c + q (q + 1) / 2) / t / (F a(q)), (c + q) * D)``, D being the seconds that one
+  token attends to one other: ``max(4 heads * head_dim * layers / t / F, KV bytes per token / W')``, over the share of
+  either that decode attention reaches;
+- tensor parallelism: two ring all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` each and
+  ``2 (t - 1)`` steps of the link's latency;
+- pipelines: activations are sent between stages;
+- overhead: a fixed time per step, per layer and per sampled row.
+
+For a given batch, decode time is so a straight line in the context. The traffic of activations within a device is left
+out, and so are sliding windows: every layer counts as if it saw the whole context.
+Sources: Williams, Waterman, Patterson, "Roofline" (CACM 2009); Shoeybi et al., "Megatron-LM" (2019, section 3) for the
+all-reduces; Dao et al., "FlashAttention" (2022) for the count of causal work and the single read of KV; Thakur,
+Rabenseifner, Gropp, "Optimization of Collective Communication Operations" (2005) for the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import expm1
+from typing import NamedTuple
+
+from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
+from pdserve.contracts.precision import Precision
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import Hardware
+from pdserve.model.weights.bytes import weight_bytes
+
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
+"""What weights and activations may be."""
+
+
+class StepParts(NamedTuple):
+    """Seconds of one step, by what they go into."""
+
+    layers_s: float
+    output_s: float
+    """The output projection."""
+    attention_s: float
+    all_reduce_s: float
+    send_s: float
+    """Activations, between stages."""
+    overhead_s: float
+
+
+class RankMemory(NamedTuple):
+    """Bytes of the fullest rank."""
+
+    weight_bytes: float
+    activation_bytes: float
+    reserve_bytes: int
+    kv_bytes: float
+    """What the others leave, and can hold KV."""
+
+
+class CostModel:
+    """Seconds and bytes of one model, in one dtype, on the devices of one worker.
+
+    Args:
+        shape: the whole model.
+        hardware: one device; a worker has ``tensor_parallel * pipeline_parallel`` of them.
+        precision: of weights, activations and KV; arithmetic stays in its ``dtype``, one of `MODEL_DTYPES`.
+        tensor_parallel: ranks that share the model's heads and columns.
+        pipeline_parallel: stages that have an equal share of the layers each.
+
+    Raises:
+        ValueError: heads or layers that do not divide so, or a dtype that the hardware has no figure for, or does not
+            read.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        precision: Precision,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+    ) -> None:
+        _check_divides(shape, tensor_parallel, pipeline_parallel)
+        dtype = precision.dtype
+        if dtype not in MODEL_DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not one of a model; use one of {', '.join(MODEL_DTYPES)}")
+        self.shape = shape
+        self.hardware = hardware
+        self.dtype = dtype
+        self.kv_dtype = resolve_kv_dtype(precision.kv_dtype, dtype)
+        hardware.check_reads(self.kv_dtype)
+        self.tensor_parallel = tensor_parallel
+        self.pipeline_parallel = pipeline_parallel
+        self._weights = weights = weight_bytes(shape, dtype, precision.quantization)
+        self.weight_bytes = weights.total
+        """Of the whole model, all ranks together."""
+        self.kv_bytes_per_token = shape.kv_vectors_per_token * kv_vector_bytes(shape.head_dim, self.kv_dtype)
+        """Of the whole model, all ranks together, each KV head counted once."""
+
+        self._rank_flops = hardware.peak(dtype) * tensor_parallel  # a rank does this share of an operation's work
+        self._rank_bandwidth = hardware.bandwidth * tensor_parallel
+        stages_kv_bytes = self.kv_bytes_per_token / min(tensor_parallel, shape.num_kv_heads)
+        self.rank_kv_bytes_per_token = stages_kv_bytes / pipeline_parallel
+        """Of one rank; heads that several ranks hold are counted by each."""
+        self._pair_s = 4 * shape.num_heads * shape.head_dim * shape.num_layers / self._rank_flops
+        decode_s = max(self._pair_s, stages_kv_bytes / hardware.memory_bandwidth)
+        self._decode_token_s = decode_s / hardware.decode_attention_efficiency
+        self._links = _Links(hardware, tensor_parallel, pipeline_parallel)
+        self._activation_bytes = shape.hidden_size * DTYPE_BYTES[dtype]
+        # Asked millions of times for a few counts.
+        self._tokens_s = _Memo(lambda num_tokens: sum(self._token_parts(num_tokens)))
+        self._rows_s = _Memo(lambda num_rows: self._output_s(num_rows) + num_rows * hardware.row_overhead_s)
+        self._pairs_s = _Memo(lambda num_new: self._pair_s / hardware.prefill_attention_efficiency.at(num_new))
+        self._whole_prompts_s = _Memo(lambda num_new: self._sum_s(num_new, 1, self._attention_s(num_new, 0)))
+
+    def step_s(self, rows: Iterable[tuple[int, int]], batch_size: int = 0, context_tokens: int = 0) -> float:
+        """Seconds of one step; 0 for an empty one.
+
+        Args:
+            rows: (new tokens, cached tokens) of each row; a decode row is ``(1, context)``. Each is taken to sample.
+            batch_size: decode rows beside them, ...
+            context_tokens: ... and their cached tokens, of all together.
+        """
+        num_tokens, num_rows, prefill_attention_s, num_seen = self._sum_rows(rows)
+        num_seen += context_tokens + batch_size
+        attention_s = prefill_attention_s + num_seen * self._decode_token_s
+        return self._sum_s(num_tokens + batch_size, num_rows + batch_size, attention_s)
+
+    def prefill_s(self, num_new: int, num_cached: int = 0) -> float:
+        """Seconds of a step that computes ``num_new`` tokens of one prompt after ``num_cached`` cached ones."""
+        if num_new == 1:
+            return self.decode_s(1, num_cached)
+        if not num_cached:
+            return self._whole_prompts_s[num_new]
+        return self._sum_s(num_new, 1, self._attention_s(num_new, num_cached))
+
+    def decode_s(self, batch_size: int, context_tokens: int) -> float:
+        """Seconds of a step that decodes one token of each of ``batch_size`` sequences.
+
+        Args:
+            context_tokens: cached tokens of all the sequences together.
+        """
+        return self._sum_s(batch_size, batch_size, (context_tokens + batch_size) * self._decode_token_s)
+
+    def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float]:
+        """Seconds of a step as in `decode_s`, and by how much each step is longer than the one before while the same
+        sequences decode: for a given batch, time grows in proportion to the context."""
+        return self.decode_s(batch_size, context_tokens), batch_size * self._decode_token_s
+
+    def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
+        """Seconds of a step with a prompt's chunk, as in `prefill_s`, beside a decode, as in `decode_s`."""
+        if num_new <= 1:
+            return self.decode_s(batch_size + num_new, context_tokens + num_new * num_cached)
+        decode_attention_s = (context_tokens + batch_size) * self._decode_token_s
+        attention_s = self._attention_s(num_new, num_cached) + decode_attention_s
+        return self._sum_s(num_new + batch_size, 1 + batch_size, attention_s)
+
+    def parts(self, rows: Iterable[tuple[int, int]]) -> StepParts:
+        """What the seconds of `step_s` go into; ``rows`` are not empty."""
+        num_tokens, num_rows, prefill_attention_s, num_seen = self._sum_rows(rows)
+        tokens = self._token_parts(num_tokens)
+        return StepParts(
+            layers_s=tokens.layers_s,
+            output_s=self._output_s(num_rows),
+            attention_s=prefill_attention_s + num_seen * self._decode_token_s,
+            all_reduce_s=tokens.all_reduce_s,
+            send_s=tokens.send_s,
+            overhead_s=tokens.overhead_s + num_rows * self.hardware.row_overhead_s,
+        )
+
+    def transfer_s(self, num_tokens: int, *, same_host: bool) -> float:
+        """Seconds to move the KV of ``num_tokens`` tokens to another worker, each rank's share in parallel."""
+        bandwidth = self.hardware.link_bandwidth if same_host else self.hardware.network_bandwidth
+        return num_tokens * self.rank_kv_bytes_per_token / (bandwidth * self.hardware.link_efficiency)
+
+    def swap_s(self, num_tokens: int) -> float:
+        """Seconds to copy the KV of ``num_tokens`` tokens to the host or back, each rank's share in parallel."""
+        return num_tokens * self.rank_kv_bytes_per_token / self.hardware.host_bandwidth
+
+    def rank_memory(
+        self, memory_fraction: float = 0.9, *, max_batch_tokens: int = 2048, max_batch_size: int = 256
+    ) -> RankMemory:
+        """What the fullest rank holds in ``memory_fraction`` of its memory.
+
+        Args:
+            max_batch_tokens: new tokens of the largest step, which activations are held of.
+            max_batch_size: rows of the largest step, which logits are held of.
+        """
+        shape, weights = self.shape, self._weights
+        num_tables = 1 if shape.tie_word_embeddings or self.pipeline_parallel > 1 else 2
+        all_tables_bytes = weights.table * (1 if shape.tie_word_embeddings else 2)
+        # The first stage has the embedding table, the last the output projection.
+        stage_bytes = (weights.total - all_tables_bytes) / self.pipeline_parallel + num_tables * weights.table
+        rank_weights = stage_bytes / self.tensor_parallel
+        # At its widest: the residual stream, its norm and what is added to it, and the MLP's two halves and their
+        # product; then logits and their probabilities in float32.
+        width = shape.intermediate_size * max(1, shape.experts_per_token) + shape.shared_intermediate_size
+        layer_bytes = 3 * self._activation_bytes + 3 * width * DTYPE_BYTES[self.dtype] / self.tensor_parallel
+        activations = max_batch_tokens * layer_bytes + max_batch_size * 2 * 4 * shape.vocab_size
+        reserve = self.hardware.memory_reserve_bytes
+        free_bytes = self.hardware.memory_bytes * memory_fraction - rank_weights - activations - reserve
+        return RankMemory(rank_weights, activations, reserve, max(0.0, free_bytes))
+
+    def max_kv_blocks(
+        self,
+        block_size: int,
+        memory_fraction: float = 0.9,
+        *,
+        max_batch_tokens: int = 2048,
+        max_batch_size: int = 256,
+    ) -> int:
+        """Blocks of ``block_size`` tokens of the worker: as many as the fullest rank can hold its share of.
+
+        See `rank_memory` for the arguments. 0 where not even the weights fit.
+        """
+        memory = self.rank_memory(memory_fraction, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
+        return int(memory.kv_bytes // (block_size * self.rank_kv_bytes_per_token))
+
+    # Parts of a step
+
+    def _sum_rows(self, rows: Iterable[tuple[int, int]]) -> tuple[int, int, float, int]:
+        """New tokens, rows, seconds of attention of the rows of several new tokens, and tokens that the others see."""
+        num_tokens = num_rows = num_seen = 0
+        attention_s = 0.0
+        for num_new, num_cached in rows:
+            num_rows += 1
+            num_tokens += num_new
+            if num_new == 1:
+                num_seen += num_cached + 1
+            else:
+                attention_s += self._attention_s(num_new, num_cached)
+        return num_tokens, num_rows, attention_s, num_seen
+
+    def _sum_s(self, num_tokens: int, num_rows: int, attention_s: float) -> float:
+        if num_tokens == 0:
+            return 0.0
+        return self._tokens_s[num_tokens] + self._rows_s[num_rows] + attention_s
+
+    def _attention_s(self, num_new: int, num_cached: int) -> float:
+        """Attention of one row of several new tokens, in all layers."""
+        pairs_s = (num_new * num_cached + num_new * (num_new + 1) / 2) * self._pairs_s[num_new]
+        return max(pairs_s, (num_cached + num_new) * self._decode_token_s)
+
+    def _token_parts(self, num_tokens: int) -> _TokenParts:
+        """What depends on the number of new tokens."""
+        links, hardware = self._links, self.hardware
+        message_bytes = num_tokens * self._activation_bytes
+        return _TokenParts(
+            layers_s=self._layers_s(num_tokens),
+            all_reduce_s=2 * self.shape.num_layers * links.all_reduce_s(message_bytes),
+            send_s=links.send_s(message_bytes),
+            overhead_s=hardware.step_overhead_s + self.shape.num_layers * hardware.layer_overhead_s,
+        )
+
+    def _layers_s(self, num_tokens: int) -> float:
+        """Linear layers, of all stages."""
+        shape = self.shape
+        bytes_each = self._weights.layers / (shape.num_layers * shape.layer_parameters)
+        common_s = self._product_s(num_tokens, shape.common_layer_parameters, bytes_each)
+        if not shape.num_experts:
+            return shape.num_layers * common_s
+        num_uses = num_tokens * shape.experts_per_token
+        num_touched = num_experts_touched(num_tokens, shape.num_experts, shape.experts_per_token)
+        experts_s = self._product_s(num_uses / num_touched, num_touched * shape.expert_parameters, bytes_each)
+        return shape.num_layers * (common_s + experts_s)
+
+    def _output_s(self, num_rows: int) -> float:
+        """The output projection."""
+        return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype])
+
+    def _product_s(self, num_rows: float, num_weights: float, bytes_each: float) -> float:
+        """Seconds of ``num_rows`` rows times ``num_weights`` weights that all of a stage's ranks share."""
+        flops = self._rank_flops * self.hardware.compute_efficiency.at(num_rows)
+        return max(2 * num_rows * num_weights / flops, num_weights * bytes_each / self._rank_bandwidth)
+
+
+def num_experts_touched(num_tokens: int, num_experts: int, experts_per_token: int) -> float:
+    """Distinct experts that ``num_tokens`` tokens are routed to on average, if evenly and independently."""
+    return num_experts * (1 - (1 - experts_per_token / num_experts) ** num_tokens)
+
+
+class _TokenParts(NamedTuple):
+    layers_s: float
+    all_reduce_s: float
+    send_s: float
+    overhead_s: float
+
+
+class _Links:
+    """What connects a worker's devices: tensor-parallel ranks fill hosts first, then stages do."""
+
+    def __init__(self, hardware: Hardware, tensor_parallel: int, pipeline_parallel: int) -> None:
+        inside = (hardware.link_latency_s, hardware.link_bandwidth * hardware.link_efficiency)
+        outside = (hardware.network_latency_s, hardware.network_bandwidth * hardware.link_efficiency)
+        self._num_ranks = tensor_parallel
+        self._ring = inside if tensor_parallel <= hardware.devices_per_host else outside
+        stages_per_host = max(1, hardware.devices_per_host // tensor_parallel)
+        num_outside = -(-pipeline_parallel // stages_per_host) - 1
+        self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Seconds of one ring all-reduce among the ranks of a stage."""
+        latency_s, bandwidth = self._ring
+        num_steps = 2 * (self._num_ranks - 1)
+        return num_steps * (latency_s + num_bytes / self._num_ranks / bandwidth)
+
+    def send_s(self, num_bytes: float) -> float:
+        """Seconds of sending activations from each stage to the next."""
+        return sum(num_hops * (latency_s + num_bytes / bandwidth) for num_hops, latency_s, bandwidth in self._hops)
+
+
+_MAX_REMEMBERED = 32768
+
+
+class _Memo(dict[int, float]):
+    """A function of a count, computed once for each of the counts that come often."""
+
+    def __init__(self, compute: Callable[[int], float]) -> None:
+        self._compute = compute
+
+    def __missing__(self, count: int) -> float:
+        value = self._compute(count)
+        if count <= _MAX_REMEMBERED:
+            self[count] = value
+        return value
+
+
+def _check_divides(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int) -> None:
+    kv_heads = shape.num_kv_heads
+    is_whole_kv = tensor_parallel >= 1 and (kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0)
+    if not is_whole_kv or shape.num_heads % tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel {tensor_parallel} does not divide {shape.num_heads} heads and {kv_heads} KV heads; "
+            f"use a divisor of both"
+        )
+    if pipeline_parallel < 1 or shape.num_layers % pipeline_parallel:
+        raise ValueError(
+            f"pipeline_parallel {pipeline_parallel} does not divide {shape.num_layers} layers; use a divisor"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class OnlineCorrection:
+    """How much longer things take than predicted: an exponential moving average of observed / predicted.
+
+    Multiply predictions by `factor`. One outlier, a stalled step say, counts as ``highest`` at most, and for no more
+    than ``most_weight``; short steps count for less than long ones: what holds up a step by a few milliseconds says
+    little of those to come.
+    """
+
+    memory_s: float = 1.0
+    """Predicted seconds after which an observation has lost all but 1 / e of its part in the average."""
+    most_weight: float = 0.1
+    """Share of the newest observation in the average, however long it took."""
+    lowest: float = 0.1
+    highest: float = 10.0
+    factor: float = 1.0
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        """Take one observation; ``predicted_s`` is what the model said before correction, more than 0."""
+        assert predicted_s > 0
+        ratio = min(max(observed_s / predicted_s, self.lowest), self.highest)
+        weight = min(-expm1(-predicted_s / self.memory_s), self.most_weight)
+        self.factor += weight * (ratio - self.factor)

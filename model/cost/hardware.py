@@ -1,0 +1,280 @@
+"""What a machine can do: peak arithmetic, memory, links, price, and the shares of the peaks that kernels reach.
+
+Read by the cost model, the planner and emulation. A catalogue, not a probe: looking a name up touches no device. The
+figures of GPUs are in `pdserve.model.cost.hardware_catalogue`; a user's file adds to them
+(`pdserve.planner.hardware_file`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any
+
+from pdserve.contracts.codec import ABOVE_ZERO, NotNegative, Positive, Rule, Share, between
+from pdserve.model.cost.curve import Curve
+from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, Gpu
+
+Range = Annotated[
+    tuple[int, int], Rule(lambda ends: 0 <= ends[0] <= ends[1], "the fewest and the most, as in [1, 512]")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a device's efficiencies were fitted to: predictions beyond it are extrapolated."""
+
+    date: str
+    """As in 2026-11-21."""
+    model: str
+    """Name of the model, with its dtype and quantization, that ran."""
+    step_tokens: Range
+    """Fewest and most new tokens of a step."""
+    batch_size: Range
+    """Fewest and most sequences that decoded together."""
+    context_tokens: Range
+    """Fewest and most cached tokens of one row."""
+    errors: Mapping[str, NotNegative] = field(default_factory=dict, hash=False)
+    """Median relative error of predictions of steps that were held out, by kind of step: ``prefill``, ``decode``."""
+
+    def covers(self, step_tokens: int, batch_size: int, context_tokens: int) -> bool:
+        """Whether a step like this lies within what was measured."""
+        ranges = ((self.step_tokens, step_tokens), (self.batch_size, batch_size), (self.context_tokens, context_tokens))
+        return all(low <= value <= high for (low, high), value in ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device that a worker's rank runs on: a GPU, or some cores of a CPU."""
+
+    name: str
+    peak_flops: Mapping[str, Positive] = field(hash=False)
+    """Dense operations per second by dtype, without sparsity, a multiply and an add counting two."""
+    compute_efficiency: Curve
+    """Share of ``peak_flops`` that matrix products of so many tokens reach."""
+    prefill_attention_efficiency: Curve
+    """Share of ``peak_flops`` that attention of so many new tokens of one sequence reaches."""
+    memory_bytes: Annotated[int, ABOVE_ZERO]
+    memory_reserve_bytes: Annotated[int, between(0, 2**60)]
+    """Of a device, for what is neither weights, activations nor KV: the runtime, buffers of collectives, graphs."""
+    memory_bandwidth: Positive
+    """Bytes per second."""
+    memory_efficiency: Share
+    """Share of ``memory_bandwidth`` at which weights are read."""
+    decode_attention_efficiency: Share
+    """Share of ``memory_bandwidth``, or of ``peak_flops`` where those are what limits it, that attention of one new
+    token reaches."""
+    link_bandwidth: Positive
+    """Bytes per second, one direction, between a device and the others of its host, all its links together."""
+    link_latency_s: NotNegative
+    """Seconds of one step of a collective between devices of a host, beside the bytes."""
+    link_efficiency: Share
+    """Share of ``link_bandwidth``, and of ``network_bandwidth``, that large messages reach."""
+    network_bandwidth: Positive
+    """Bytes per second, one direction, between devices of two hosts."""
+    network_latency_s: NotNegative
+    """Seconds of one step of a collective, or of a message, between hosts, beside the bytes."""
+    host_bandwidth: Positive
+    """Bytes per second, one direction, between the device's memory and its host's."""
+    devices_per_host: Annotated[int, ABOVE_ZERO] = 8
+    step_overhead_s: NotNegative
+    """Seconds of a step that no kernel accounts for: preparing inputs, sampling, reading results back."""
+    layer_overhead_s: NotNegative
+    """Seconds per layer that arithmetic and memory do not account for: launches, gaps, small kernels."""
+    row_overhead_s: NotNegative = 0.0
+    """Seconds of a step per row that samples, beside the output projection."""
+    pipeline_depth: Annotated[int, between(1, 2)] = 2
+    """Steps that are submitted before the first result is taken: 2 on GPUs, 1 where the step loop computes itself."""
+    price_per_hour_usd: Positive | None = None
+    """On-demand list price of one device; None where none is known."""
+    measured: Measured | None = None
+    """What its efficiencies were fitted to; None for estimates."""
+    sources: Mapping[str, str] = field(hash=False)
+    """Where each figure comes from, by field name."""
+
+    def peak(self, dtype: str) -> float:
+        """Dense operations per second in ``dtype``.
+
+        Raises:
+            ValueError: no figure for the dtype.
+        """
+        if dtype not in self.peak_flops:
+            raise ValueError(f"{self.name} has no figure for {dtype!r}; use one of {', '.join(self.peak_flops)}")
+        return self.peak_flops[dtype]
+
+    def check_reads(self, kv_dtype: str) -> None:
+        """Raises ValueError for KV of float8 on a GPU that has other units for eight bits: it cannot convert it."""
+        if kv_dtype == "float8_e4m3fn" and "int8" in self.peak_flops and "float8" not in self.peak_flops:
+            raise ValueError(f"{self.name} has no float8; use kv_dtype int8")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second at which weights are read."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+
+_GPU_RESERVE_BYTES = 2 * 10**9
+_NVLINK_STEP_S, _PCIE_STEP_S, _NETWORK_STEP_S = 1e-6, 4e-6, 6e-6
+_LINK_EFFICIENCY = 0.6
+_ESTIMATE = "estimate, not measured"
+
+
+def _gpu(row: Gpu) -> Hardware:
+    """The device of a row of the catalogue."""
+    rates = {"float32": row.float32_tflops, "bfloat16": row.half_tflops, "float16": row.half_tflops}
+    rates |= {"float8": row.float8_tflops, "int8": row.int8_tops}
+    is_pcie = row.link_gb_per_s <= row.host_gb_per_s
+    return Hardware(
+        name=row.name,
+        peak_flops={dtype: tera * 1e12 for dtype, tera in rates.items() if tera},
+        compute_efficiency=Curve(row.kernels.compute),
+        prefill_attention_efficiency=Curve(row.kernels.prefill_attention),
+        memory_bytes=int(row.memory_gb * 1e9),
+        memory_reserve_bytes=_GPU_RESERVE_BYTES,
+        memory_bandwidth=row.memory_gb_per_s * 1e9,
+        memory_efficiency=row.kernels.memory,
+        decode_attention_efficiency=row.kernels.decode_attention,
+        link_bandwidth=row.link_gb_per_s * 1e9,
+        link_latency_s=_PCIE_STEP_S if is_pcie else _NVLINK_STEP_S,
+        link_efficiency=_LINK_EFFICIENCY,
+        network_bandwidth=row.network_gb_per_s * 1e9,
+        network_latency_s=_NETWORK_STEP_S,
+        host_bandwidth=row.host_gb_per_s * 1e9,
+        step_overhead_s=row.kernels.step_overhead_us * 1e-6,
+        layer_overhead_s=row.kernels.layer_overhead_us * 1e-6,
+        price_per_hour_usd=row.price.usd_per_hour,
+        sources={
+            **dict.fromkeys(("peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth"), row.sheet),
+            **row.kernels.sources,
+            "memory_reserve_bytes": f"{_ESTIMATE}: the CUDA context, buffers of NCCL, CUDA graphs",
+            "link_bandwidth": row.link,
+            "link_latency_s": _ESTIMATE,
+            "link_efficiency": f"{_ESTIMATE}: collectives of some 10 MB between eight devices",
+            "network_bandwidth": row.network,
+            "network_latency_s": _ESTIMATE,
+            "devices_per_host": "assumed: eight, as in most servers",
+            "pipeline_depth": "of the executor",
+            "row_overhead_s": f"{_ESTIMATE}: none",
+            "price_per_hour_usd": row.price.source,
+        },
+    )
+
+
+_GPUS = {name: _gpu(row) for name, row in GPUS.items()}
+
+_CORE_FLOPS = 80e9
+_CORE_BANDWIDTH, _SOCKET_BANDWIDTH = 22e9, 30e9
+_CPU_SOURCE = "measured 2026-11-21 on an AMD EPYC (Zen 3, AVX2) virtual machine of 4 cores with torch 2.13"
+_CPU_FIT = (
+    f"{_CPU_SOURCE}: fitted as pdserve profile does, to the CPU time of one core in 72 steps of decoders of width 256 "
+    "and 1024, with one layer and with four, in float32; more cores are taken to compute in proportion"
+)
+
+
+def _cpu(num_cores: int) -> Hardware:
+    """``num_cores`` cores of a small x86 server without matrix units."""
+    return Hardware(
+        name="cpu",
+        peak_flops=dict.fromkeys(("float32", "bfloat16", "float16"), _CORE_FLOPS * num_cores),
+        compute_efficiency=Curve(((1, 0.37), (4, 0.35), (8, 0.56), (16, 0.72), (64, 0.91), (256, 0.92))),
+        prefill_attention_efficiency=Curve(((2, 0.35), (16, 0.37), (128, 0.55))),
+        memory_bytes=num_cores * 6 * 10**9,
+        memory_reserve_bytes=0,
+        memory_bandwidth=min(_CORE_BANDWIDTH * num_cores, _SOCKET_BANDWIDTH),
+        memory_efficiency=0.84,
+        decode_attention_efficiency=0.31,
+        link_bandwidth=9e9,
+        link_latency_s=10e-6,
+        link_efficiency=1.0,
+        network_bandwidth=1.25e9,
+        network_latency_s=50e-6,
+        host_bandwidth=9e9,
+        pipeline_depth=1,
+        step_overhead_s=290e-6,
+        layer_overhead_s=130e-6,
+        row_overhead_s=15e-6,
+        sources={
+            "peak_flops": f"{_CPU_SOURCE}: float32 products of 512 x 4096 x 4096, in which half types compute too",
+            "compute_efficiency": _CPU_FIT,
+            "prefill_attention_efficiency": _CPU_FIT,
+            "memory_bytes": f"{_CPU_SOURCE}, and 24 GB",
+            "memory_reserve_bytes": "none: what processes take is counted by who starts them",
+            "memory_bandwidth": f"{_CPU_SOURCE}: sum of 256 MB by 1 and 2 threads",
+            "memory_efficiency": _CPU_FIT,
+            "decode_attention_efficiency": _CPU_FIT,
+            "link_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
+            "link_latency_s": _ESTIMATE,
+            "link_efficiency": "1: the bandwidth is what was measured",
+            "network_bandwidth": "assumed: 10 Gb/s Ethernet",
+            "network_latency_s": _ESTIMATE,
+            "host_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
+            "devices_per_host": "assumed",
+            "pipeline_depth": "of the executor",
+            "step_overhead_s": _CPU_FIT,
+            "layer_overhead_s": _CPU_FIT,
+            "row_overhead_s": _CPU_FIT,
+            "price_per_hour_usd": "no list price known; give one in a hardware file",
+        },
+    )
+
+
+HARDWARE_NAMES = tuple(sorted(("cpu", *GPUS)))
+"""Names that `hardware` knows, in alphabetical order."""
+
+
+def catalogue_name(driver_name: str) -> str:
+    """The catalogue's name of a GPU that its driver calls so; empty of parts of one, and of what it does not have."""
+    if re.search(r"\bMIG\b", driver_name):
+        return ""
+    return next((name for words, name in DRIVER_NAMES if re.search(rf"\b{words}\b", driver_name)), "")
+
+
+def hardware(name: str, *, num_cores: int = 1, added: Mapping[str, Hardware] | None = None) -> Hardware:
+    """Look a device up, in any case of letters, by name or alias: ``h100`` is ``h100-sxm``.
+
+    Args:
+        name: one of `HARDWARE_NAMES`, or of ``added``.
+        num_cores: of the CPU, for ``cpu``; a GPU ignores it.
+        added: a user's devices, by name, which come first.
+
+    Raises:
+        ValueError: an unknown name; the known ones are listed, the nearest first.
+    """
+    added = added or {}
+    key = name.lower()
+    if key not in added:
+        key = ALIASES.get(key, key)
+    if key in added:
+        return added[key]
+    if key == "cpu":
+        assert num_cores >= 1
+        return _cpu(num_cores)
+    if key in _GPUS:
+        return _GPUS[key]
+    known = sorted(sorted({*HARDWARE_NAMES, *added}), key=lambda device: -_likeness(key, device))
+    raise ValueError(f"unknown hardware {name!r}; use one of {', '.join(known)}")
+
+
+def _likeness(name: str, device: str) -> float:
+    """How like the name of a device, or an alias of it, ``name`` is."""
+    labels = [device, *(alias for alias, aliased in ALIASES.items() if aliased == device)]
+    return max(difflib.SequenceMatcher(None, name, label).ratio() for label in labels)
+
+
+def slowed(device: Hardware, time_scale: float) -> Hardware:
+    """``device`` with every step and every transfer ``time_scale`` times as long, as emulation with a time scale runs.
+
+    Workers and the router then predict what steps really take, so that the policy, which holds predictions against
+    objectives in real seconds, decides as it would at full speed with objectives as many times shorter.
+    """
+    assert time_scale > 0
+    changes: dict[str, Any] = {"peak_flops": {dtype: flops / time_scale for dtype, flops in device.peak_flops.items()}}
+    for figure in fields(device):
+        # Fields carry their unit in their name; what is neither a duration nor a rate is not changed by time.
+        if figure.name.endswith("_s"):
+            changes[figure.name] = getattr(device, figure.name) * time_scale
+        elif figure.name.endswith("_bandwidth"):
+            changes[figure.name] = getattr(device, figure.name) / time_scale
+    return replace(device, **changes)

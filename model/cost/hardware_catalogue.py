@@ -1,0 +1,200 @@
+"""Figures of GPUs, in the units of their data sheets, with their sources. A table: `pdserve.model.cost.hardware` reads
+it.
+
+Peak rates are dense, without sparsity: NVIDIA's sheets give twice that for tensor cores. Gigabytes of memory are taken
+as 10^9 bytes, of which devices have a few per cent more. Link figures are one direction, half of what sheets add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Kernels(NamedTuple):
+    """What kernels make of a device."""
+
+    compute: tuple[tuple[int, float], ...]
+    """Share of the peak by tokens of a step."""
+    prefill_attention: tuple[tuple[int, float], ...]
+    """Share of the peak by new tokens of a row."""
+    memory: float
+    """Share of the bandwidth, reading weights."""
+    decode_attention: float
+    """Share of the bandwidth, reading KV."""
+    step_overhead_us: float
+    layer_overhead_us: float
+    sources: Mapping[str, str]
+    """By field of `pdserve.model.cost.hardware.Hardware`."""
+
+
+_ESTIMATE = "estimate, not measured"
+_FITTED = "fitted on 2026-11-21 by pdserve.bench.cost_check to what DistServe published of OPT-13B on 1, 2 and 4 A100"
+_AS_A100 = "as fitted for the A100"
+_OVERHEADS = {
+    "step_overhead_s": _ESTIMATE,
+    "layer_overhead_s": (
+        f"{_ESTIMATE}: about ten kernels of 1.5 to 2 us in a CUDA graph; engines of 2023 without graphs took 150 us"
+    ),
+}
+_HOPPER = Kernels(
+    compute=((32, 0.16), (128, 0.37), (512, 0.60), (2048, 0.72), (4096, 0.76)),
+    prefill_attention=((128, 0.15), (512, 0.3), (2048, 0.45), (8192, 0.6)),
+    memory=0.90,
+    decode_attention=0.75,
+    step_overhead_us=300,
+    layer_overhead_us=15,
+    sources={
+        "compute_efficiency": (
+            "at 4096 tokens 755 TFLOP/s of cuBLAS bf16 products, published with FlashAttention-3; below it falling "
+            f"{_AS_A100}"
+        ),
+        "prefill_attention_efficiency": (
+            "at 8192 tokens, causal, head dimension 128, what FlashAttention-3 publishes for bf16; below it estimates"
+        ),
+        "memory_efficiency": "published for streaming kernels by quack and FlashMLA",
+        "decode_attention_efficiency": _ESTIMATE,
+        **_OVERHEADS,
+    },
+)
+_AMPERE = Kernels(
+    compute=((32, 0.17), (128, 0.40), (512, 0.63), (2048, 0.71)),
+    prefill_attention=((128, 0.15), (512, 0.3), (2048, 0.5), (8192, 0.6)),
+    memory=0.92,
+    decode_attention=0.65,
+    step_overhead_us=300,
+    layer_overhead_us=20,
+    sources={
+        "compute_efficiency": _FITTED,
+        "prefill_attention_efficiency": (
+            "at 8192 tokens, causal, head dimension 128, what FlashAttention-2 publishes for A100; below it estimates"
+        ),
+        "memory_efficiency": f"{_FITTED}, with 0.92 for a limit",
+        "decode_attention_efficiency": _FITTED,
+        **_OVERHEADS,
+    },
+)
+_OTHER = Kernels(
+    compute=((32, 0.15), (128, 0.35), (512, 0.55), (2048, 0.65)),
+    prefill_attention=((128, 0.15), (512, 0.25), (2048, 0.4), (8192, 0.5)),
+    memory=0.85,
+    decode_attention=0.65,
+    step_overhead_us=300,
+    layer_overhead_us=20,
+    sources={
+        "compute_efficiency": f"{_ESTIMATE}: somewhat less than {_AS_A100}",
+        "prefill_attention_efficiency": _ESTIMATE,
+        "memory_efficiency": _ESTIMATE,
+        "decode_attention_efficiency": f"{_ESTIMATE}: {_AS_A100}",
+        **_OVERHEADS,
+    },
+)
+
+
+class Price(NamedTuple):
+    usd_per_hour: float | None
+    source: str
+
+
+def _lambda(usd_per_hour: float, offer: str) -> Price:
+    return Price(usd_per_hour, f"Lambda on-demand, {offer}, lambda.ai/instances as read on 2026-09-20")
+
+
+_NO_PRICE = Price(None, "no list price known; give one in a hardware file")
+
+
+class Gpu(NamedTuple):
+    """One row."""
+
+    name: str
+    float32_tflops: float
+    half_tflops: float
+    """bfloat16 and float16."""
+    float8_tflops: float
+    """0 where the device has no such units."""
+    int8_tops: float
+    memory_gb: float
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    link: str
+    """Its source."""
+    host_gb_per_s: float
+    network_gb_per_s: float
+    network: str
+    """Its source."""
+    sheet: str
+    """Source of arithmetic, memory and host link."""
+    kernels: Kernels
+    price: Price
+
+
+_NVLINK_3, _NVLINK_4 = "NVLink 600 GB/s, both directions together", "NVLink 900 GB/s, both directions together"
+_PCIE_4, _PCIE_5 = "PCIe Gen4 x16, 64 GB/s both directions together", "PCIe Gen5 x16, 128 GB/s both directions together"
+_BRIDGE = f"{_PCIE_5}; a bridge, where there is one, joins pairs only"
+_DGX_A100, _DGX_H100 = "DGX A100: one 200 Gb/s adapter per GPU", "DGX H100: one 400 Gb/s adapter per GPU"
+_ASSUMED = "assumed: one 100 Gb/s adapter for two GPUs"
+_AMD_LINKS = "Infinity Fabric: 7 links of 128 GB/s, both directions together; between one pair of devices 64 GB/s"
+
+# fmt: off
+_ROWS = (
+    #   name            fp32   half    fp8    int8   GB   GB/s  link        host  network          sheet and price
+    Gpu("a100-40gb-sxm", 19.5, 312, 0, 624, 40, 1555, 300, _NVLINK_3, 32, 25, _DGX_A100,
+        "NVIDIA A100 data sheet, SXM", _AMPERE, _lambda(1.99, "8x A100 SXM 40 GB")),
+    Gpu("a100-80gb-sxm", 19.5, 312, 0, 624, 80, 2039, 300, _NVLINK_3, 32, 25, _DGX_A100,
+        "NVIDIA A100 data sheet, SXM", _AMPERE, _lambda(2.79, "8x A100 SXM 80 GB")),
+    Gpu("h100-sxm", 67, 989, 1979, 1979, 80, 3350, 450, _NVLINK_4, 64, 50, _DGX_H100,
+        "NVIDIA H100 data sheet, SXM", _HOPPER, _lambda(3.99, "8x H100 SXM")),
+    Gpu("h100-pcie", 51, 756, 1513, 1513, 80, 2000, 64, _BRIDGE, 64, 6.25, _ASSUMED,
+        "NVIDIA H100 data sheet, PCIe", _HOPPER, _lambda(3.29, "1x H100 PCIe")),
+    Gpu("h100-nvl", 60, 835, 1671, 1671, 94, 3900, 64, _BRIDGE, 64, 6.25, _ASSUMED,
+        "NVIDIA H100 data sheet, NVL", _HOPPER,
+        Price(3.19, "RunPod secure cloud, runpod.io/pricing as read on 2026-11-09")),
+    Gpu("h200", 67, 989, 1979, 1979, 141, 4800, 450, _NVLINK_4, 64, 50, _DGX_H100,
+        "NVIDIA H200 data sheet, SXM", _HOPPER,
+        Price(4.59, "RunPod, runpod.io/pricing as read on 2026-10-07")),
+    Gpu("b200", 75, 2250, 4500, 4500, 180, 8000, 900, "NVLink 1.8 TB/s, both directions together", 64, 50,
+        "HGX B200: one 400 Gb/s adapter per GPU", "NVIDIA HGX B200 data sheet, an eighth of it", _HOPPER,
+        _lambda(6.69, "8x B200 SXM6")),
+    Gpu("l40s", 91.6, 362, 733, 733, 48, 864, 32, _PCIE_4, 32, 6.25, _ASSUMED,
+        "NVIDIA L40S data sheet", _OTHER, Price(1.95, "Modal, modal.com/pricing as reported on 2026-05-07")),
+    Gpu("l4", 30.3, 121, 242, 242, 24, 300, 32, _PCIE_4, 32, 6.25, _ASSUMED,
+        "NVIDIA L4 data sheet", _OTHER, Price(0.80, "Modal, modal.com/pricing as reported on 2026-05-07")),
+    Gpu("a10", 31.2, 125, 0, 250, 24, 600, 32, _PCIE_4, 32, 6.25, _ASSUMED,
+        "NVIDIA A10 data sheet", _OTHER, _lambda(1.29, "1x A10")),
+    Gpu("rtx-4090", 82.6, 165, 330, 661, 24, 1008, 32, f"{_PCIE_4}, through the host's memory", 32, 1.25,
+        "assumed: 10 Gb/s Ethernet", "NVIDIA Ada architecture white paper, float32 accumulation", _OTHER, _NO_PRICE),
+    Gpu("mi300x", 163.4, 1307, 2615, 2615, 192, 5300, 448, _AMD_LINKS, 64, 50,
+        "assumed: one 400 Gb/s adapter per GPU", "AMD Instinct MI300X data sheet", _OTHER, _NO_PRICE),
+)
+# fmt: on
+GPUS = {row.name: row for row in _ROWS}
+"""Every GPU of the catalogue, by name."""
+
+ALIASES = {
+    "a100": "a100-80gb-sxm",
+    "a100-40gb": "a100-40gb-sxm",
+    "a100-80gb": "a100-80gb-sxm",
+    "h100": "h100-sxm",
+    "h100-80gb": "h100-sxm",
+    "h200-sxm": "h200",
+    "b200-sxm": "b200",
+    "4090": "rtx-4090",
+    "rtx4090": "rtx-4090",
+}
+"""Other names of theirs."""
+
+DRIVER_NAMES = (
+    ("H200", "h200"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100 NVL", "h100-nvl"),
+    ("H100", "h100-sxm"),
+    ("B200", "b200"),
+    ("A100-SXM4-40GB", "a100-40gb-sxm"),
+    ("A100-PCIE-40GB", "a100-40gb-sxm"),
+    ("A100", "a100-80gb-sxm"),
+    ("L40S", "l40s"),
+    ("L4", "l4"),
+    ("A10", "a10"),
+    ("RTX 4090", "rtx-4090"),
+)
+"""Words in what drivers call them, such as ``NVIDIA H100 80GB HBM3``; the first that fit count."""

@@ -1,0 +1,130 @@
+"""The decoder over a paged KV pool: one ragged batch of new tokens in, logits of some of them out.
+
+The transformer as Touvron et al. 2023 (LLaMA) have it: RMSNorm before each part, rotary attention with grouped query
+heads, a gated MLP. What other families add or change is data of `pdserve.model.config.decoder_config.DecoderConfig`.
+Used by the executors; products, attention and the rotary write are kernels. Holds weights, no sequences.
+
+Shape suffixes: T new tokens of the batch, B those whose next one is wanted, V vocabulary, E hidden size, M heads of
+queries, keys and values, N query heads, D head dim, F features.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pdserve.kernels.kv_pool import KvPool
+from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.decoder.rope import Rope, RopeAngles
+from pdserve.model.weights.decoder_weights import LayerWeights, load_decoder_weights
+
+
+class Decoder:
+    """A decoder with the weights of one checkpoint, on the device of its kernels."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        kernels: DecoderKernels,
+        quantization: str = "none",
+    ) -> None:
+        """Load the checkpoint in ``folder``, rounded to ``dtype``, or its layers quantised.
+
+        Raises:
+            ValueError: the weights are unusable or do not match ``config``.
+        """
+        self._config = config
+        self._kernels = kernels
+        self._activation_dtype = kernels.activation_dtype or dtype
+        # Rounded, because that is how Gemma was trained.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self._rules = [
+            AttentionRule(scale=config.attention_scale, window=layer.window, softcap=config.attention_softcap)
+            for layer in config.layers
+        ]
+        self._ropes = {
+            rope: Rope(rope, config.shape.head_dim, kernels.device) for rope in {layer.rope for layer in config.layers}
+        }
+        self._weights = load_decoder_weights(folder, config, dtype, kernels, quantization)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        kv_pool: KvPool,
+        metadata: AttentionMetadata,
+        wanted_B: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the KV of every new token and return the last hidden states of some, for `logits`.
+
+        Args:
+            tokens_T: token ids, ``[num_tokens]``; like the rest of the batch, on any device.
+            kv_pool: written in place.
+            metadata: where the tokens' sequences lie in the pool.
+            wanted_B: indices into ``tokens_T`` of the tokens to return, in any order; by default all of them.
+
+        Returns:
+            ``[B, E]``.
+        """
+        metadata = metadata.to(self._kernels.device)
+        tokens_T = tokens_T.to(self._kernels.device)
+        angles = {config: rope.angles(metadata.positions) for config, rope in self._ropes.items()}
+        x_TE = self._weights.embedding.rows(tokens_T).to(self._activation_dtype) * self._embedding_scale
+        for index, layer in enumerate(self._weights.layers):
+            rope = self._config.layers[index].rope
+            self._add_attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
+            for some_TE in torch.split(x_TE, self._kernels.mlp_rows or len(x_TE)):
+                self._add_mlp(layer, some_TE)
+        x_BE = x_TE if wanted_B is None else x_TE[wanted_B.to(x_TE.device)]
+        return self._normalise(x_BE, self._weights.norm)
+
+    @torch.inference_mode()
+    def logits(self, x_BE: torch.Tensor, out_BV: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of hidden states that `forward` returned: float32 ``[B, V]``.
+
+        Args:
+            out_BV: takes them, and is returned.
+        """
+        logits_BV = self._weights.lm_head(x_BE)
+        logits_BV = logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
+        softcap = self._config.logit_softcap
+        return logits_BV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_BV
+
+    def _add_attention(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x_TE: torch.Tensor,
+        angles: RopeAngles,
+        kv_pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> None:
+        qkv_TF = layer.qkv(self._normalise(x_TE, layer.attention_norm))
+        qkv_TMD = qkv_TF.view(len(x_TE), -1, self._config.shape.head_dim)
+        self._kernels.rope_and_write_kv(qkv_TMD, angles.cos, angles.sin, kv_pool, index, metadata, layer.qk_norm)
+        q_TND = qkv_TMD[:, : self._config.shape.num_heads]
+        o_TND = self._kernels.paged_attention(q_TND, kv_pool, index, metadata, self._rules[index])
+        self._add_product(x_TE, layer.output, o_TND.flatten(1), layer.attention_post_norm)
+
+    def _add_mlp(self, layer: LayerWeights, x_TE: torch.Tensor) -> None:
+        gate_up_TF = layer.gate_up(self._normalise(x_TE, layer.mlp_norm))
+        gated_TI = self._kernels.gate(gate_up_TF, self._config.activation)
+        self._add_product(x_TE, layer.down, gated_TI, layer.mlp_post_norm)
+
+    def _add_product(
+        self, x_TE: torch.Tensor, linear: Linear, in_TF: torch.Tensor, post_norm_E: torch.Tensor | None
+    ) -> None:
+        """End a part of a layer: add to ``x_TE``, in place, what the part computed."""
+        if post_norm_E is None:
+            linear(in_TF, x_TE)
+        else:
+            x_TE += self._normalise(linear(in_TF), post_norm_E)
+
+    def _normalise(self, x_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
+        """``x_TE`` itself where the family has no norm."""
+        return x_TE if weight_E is None else self._kernels.rms_normalise(x_TE, weight_E, self._config.rms_norm_eps)

@@ -1,0 +1,120 @@
+"""A stand-in for a language model whose whole memory is one 64-bit number: the hash of every token so far.
+
+`pdserve.model.executors.emulated` keeps these numbers in a real KV pool; tests and tools compute the expected answer
+here, without any pool. Standard library only.
+
+The KV of position p is two numbers. Its K is the state, ``state_p = mix64(link_p)``; its V is the link,
+``link_p = state_{p-1} + STRIDE * (token_p + 1) mod 2**64``. A state depends on all tokens before it and on their order.
+A link gives its token back when the state before it is known, so that a context is checked from its KV alone: a byte
+changed, a block lost, repeated or out of place breaks a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.contracts.request import SamplingParams
+
+MASK = 2**64 - 1
+STRIDE = 0x9E3779B97F4A7C15
+INVERSE_STRIDE = pow(STRIDE, -1, 2**64)
+ROOT_STATE = 0x243F6A8885A308D3
+"""The state before the first token."""
+
+
+def mix64(value: int) -> int:
+    """A bijection on 64-bit numbers that changes half of the bits for any change: SplitMix64's finaliser.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014). ``mix64(0)`` is 0.
+    """
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return value ^ value >> 31
+
+
+def link(state: int, token: int) -> int:
+    """The link from the state before ``token`` to the state after it."""
+    return state + STRIDE * (token + 1) & MASK
+
+
+def linked_token(state: int, link: int) -> int:
+    """The token that ``link`` adds to ``state``; any 64-bit number if they do not belong together."""
+    return ((link - state) * INVERSE_STRIDE - 1) & MASK
+
+
+def sampling_salt(sampling: SamplingParams, choice: int) -> int:
+    """Salt of a draw: 0 when greedy, else a hash of seed and choice. Seed 0, choice 0 gives 0."""
+    if sampling.temperature == 0:
+        return 0
+    return mix64(sampling.seed + STRIDE * choice & MASK)
+
+
+class HashVocabulary:
+    """Turns states into tokens.
+
+    Args:
+        size: tokens are in ``[0, size)``.
+        eos_token_ids: never generated, except the first of them as ``eos_period`` says.
+        eos_period: one token in so many is an end of sequence, by hash; 0 for none.
+    """
+
+    def __init__(self, size: int, eos_token_ids: Sequence[int] = (), eos_period: int = 0) -> None:
+        self.size = size
+        self._eos_tokens = sorted(set(eos_token_ids))
+        self._num_ordinary = size - len(self._eos_tokens)
+        self._eos_token = eos_token_ids[0] if eos_token_ids else -1
+        self._eos_period = eos_period if eos_token_ids else 0
+        assert self._num_ordinary > 0
+        assert all(0 <= token < size for token in self._eos_tokens)
+
+    def next_token(self, state: int, salt: int = 0, banned: Sequence[int] = ()) -> int:
+        """The token that follows ``state``: one that is banned gives way to the next ordinary one that is not.
+
+        Raises:
+            RuntimeError: every ordinary token is banned.
+        """
+        value = mix64(state ^ salt)
+        if self._eos_period and (value >> 32) % self._eos_period == 0 and self._eos_token not in banned:
+            return self._eos_token
+        for rank in range(value % self._num_ordinary, value % self._num_ordinary + self._num_ordinary):
+            token = self._ordinary_token(rank % self._num_ordinary)
+            if token not in banned:
+                return token
+        raise RuntimeError("every ordinary token is banned")
+
+    def _ordinary_token(self, rank: int) -> int:
+        for eos_token in self._eos_tokens:
+            rank += rank >= eos_token
+        return rank
+
+
+def expected_tokens(
+    prompt_tokens: Sequence[int],
+    num_tokens: int,
+    vocab_size: int,
+    *,
+    sampling: SamplingParams | None = None,
+    choice: int = 0,
+    eos_token_ids: tuple[int, ...] = (),
+    eos_period: int = 0,
+) -> list[int]:
+    """The answer to a prompt: ``num_tokens`` tokens, or fewer when a token ends it.
+
+    Args:
+        sampling: seed, temperature, ``min_tokens``, ``stop_token_ids`` and ``ignore_eos`` are read; ``None`` is greedy.
+    """
+    sampling = sampling or SamplingParams(temperature=0)
+    vocabulary = HashVocabulary(vocab_size, eos_token_ids, eos_period)
+    salt = sampling_salt(sampling, choice)
+    state = ROOT_STATE
+    for token in prompt_tokens:
+        state = mix64(link(state, token))
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    early_ends = (*eos_token_ids, *sampling.stop_token_ids)
+    answer: list[int] = []
+    while len(answer) < num_tokens:
+        answer.append(vocabulary.next_token(state, salt, early_ends if len(answer) < sampling.min_tokens else ()))
+        if answer[-1] in ends:
+            break
+        state = mix64(link(state, answer[-1]))
+    return answer

@@ -1,0 +1,273 @@
+"""The executor that computes a real model: packs each step once, launches it, and samples.
+
+The engine's step loop submits batches. Everything that a step is computed from goes to the device in one copy, and the
+tokens that it sampled come back in one; the next step takes from the device those that the scheduler does not know yet.
+On a GPU `ModelExecutor.submit` launches and does not wait, so that two steps are in flight; batches that only decode
+replay captured steps (`pdserve.model.executors.decode_graphs`), the others are launched kernel by kernel. On a CPU the
+same code has computed everything when `submit` returns.
+
+`pdserve.model.executors.device_queue` and the kernels know which device it is. Knows block tables, never a block pool's
+bookkeeping. Thread counts are the caller's to set.
+
+Shape suffixes: R rows that a captured step may sample, B rows that a step samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow, TokenLogprobs
+from pdserve.kernels.kv_pool import KvPool
+from pdserve.kernels.operations import DecoderKernels
+from pdserve.kernels.selection import select_kernels, select_sampling_kernels
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.decoder.decoder import Decoder
+from pdserve.model.executors.block_copies import BlockCopier
+from pdserve.model.executors.decode_graphs import DecodeGraphs, StepLogits, warm_up
+from pdserve.model.executors.device_queue import DeviceBlocks, Event, select_queue, swap_slots
+from pdserve.model.executors.step_inputs import OutputRows, StepShape, StepTensors, pack_step
+from pdserve.model.sampling.logprobs import logprobs_in_pieces
+from pdserve.model.sampling.sampling import Sampler, likeliest, plan_draws
+
+
+class _LaunchedStep:
+    """The handle of a step on its way, and what the next step may ask of it."""
+
+    def __init__(self, step_id: int, rows: Sequence[StepRow], started: Event) -> None:
+        self._step_id = step_id
+        self._num_rows = len(rows)
+        self._started = started
+        self._ended = started
+        self._fetched_B2: torch.Tensor | None = None
+        self._tokens: list[int] = []
+        self.outputs = OutputRows.of(rows)
+        self._indices = {row: index for index, row in enumerate(self.outputs.sampling)}
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        """By index in the sampled tokens."""
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+
+    def end(self, ended: Event, fetched_B2: torch.Tensor | None) -> None:
+        """All of it is launched.
+
+        Args:
+            fetched_B2: int32: the tokens, and the bits of each row's highest logit; none where no row samples.
+        """
+        self._ended = ended
+        self._fetched_B2 = fetched_B2
+
+    def index(self, row: int) -> int:
+        """The index of a row's token in the sampled ones."""
+        assert row < self._num_rows, f"the step before has no row {row}"
+        assert row in self._indices, f"row {row} of the step before sampled nothing"
+        return self._indices[row]
+
+    def token(self, row: int) -> int:
+        """The token of a row; waits for it."""
+        self._wait()
+        return self._tokens[self.index(row)]
+
+    def result(self) -> StepOutput:
+        self._wait()
+        sampled: list[SampledToken | None] = [None] * self._num_rows
+        for index, (row, token) in enumerate(zip(self.outputs.sampling, self._tokens, strict=True)):
+            sampled[row] = SampledToken(token, self.logprobs.get(index))
+        return StepOutput(
+            step_id=self._step_id,
+            sampled=sampled,
+            prompt_logprobs=self.prompt_logprobs,
+            duration_s=self._ended.seconds_since(self._started),
+        )
+
+    def _wait(self) -> None:
+        self._ended.wait()
+        if self._fetched_B2 is None:
+            return
+        best = self._fetched_B2[:, 1].view(torch.float32).tolist()
+        if not all(map(isfinite, best)):
+            rows = self.outputs.sampling
+            raise RuntimeError(
+                f"step {self._step_id} failed: logits cannot be sampled where their maximum is not finite "
+                f"({', '.join(f'row {row}: {value}' for row, value in zip(rows, best, strict=True))})"
+            )
+        self._tokens = self._fetched_B2[:, 0].tolist()
+        self._fetched_B2 = None
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedStep:
+    """The handle of a step that could not be launched."""
+
+    step_id: int
+    error: Exception
+
+    def result(self) -> StepOutput:
+        raise RuntimeError(f"step {self.step_id} failed: {self.error!r}") from self.error
+
+
+class ModelExecutor:
+    """Implements `pdserve.contracts.step.Executor`. Not thread-safe: one loop owns it."""
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        config: DecoderConfig,
+        layout: KvLayout,
+        pool: KvPool,
+        dtype: str,
+        quantization: str = "none",
+        num_swap_slots: int = 0,
+        max_captured_rows: int = 0,
+    ) -> None:
+        """Load the checkpoint in ``folder`` to the pool's device, serve it from ``pool``, and capture its decode steps.
+
+        Args:
+            layout: of the pool; the model must be the one that ``config`` describes.
+            pool: laid out as ``layout`` says; this writes new tokens' KV to it.
+            dtype: of weights and activations: ``float32``, ``bfloat16`` or ``float16``.
+            quantization: of the weights of layers: ``none``, ``int8`` or ``int4``.
+            num_swap_slots: host slots for blocks of preempted sequences.
+            max_captured_rows: of the largest decode step that is captured; 0 captures none.
+
+        Raises:
+            ValueError: the weights are unusable or do not match ``config``.
+        """
+        assert pool.shape == layout.shape, f"pool {pool.shape} is not laid out as {layout.shape}"
+        assert pool.dtype == getattr(torch, layout.dtype), f"pool of {pool.dtype} for a layout of {layout.dtype}"
+        device, kernels = pool.values.device, select_kernels(pool)
+        self._layout = layout
+        self._pool = pool
+        self._copier = BlockCopier(DeviceBlocks(pool.blocks), swap_slots(num_swap_slots, pool.blocks))
+        self._vocab_size = config.shape.vocab_size
+        self._model = Decoder(folder, config, getattr(torch, dtype), kernels, quantization)
+        self._queue = select_queue(device)
+        sampling_kernels = select_sampling_kernels(device)
+        self._sampler = Sampler(sampling_kernels)
+        # The tokens of the previous step: where captured steps read them, but after a step that sampled too many rows.
+        self._captured_R = torch.zeros(max_captured_rows, dtype=torch.int64, device=device)
+        self._sampled_R = self._captured_R
+        self._previous: _LaunchedStep | None = None
+        self._graphs: DecodeGraphs | None = None
+        if device.type != "cpu":
+            warm_up(
+                self._model,
+                pool,
+                self._queue,
+                sampling_kernels,
+                vocab_size=self._vocab_size,
+                max_rows=max_captured_rows,
+            )
+        if max_captured_rows and can_capture(kernels):
+            self._graphs = DecodeGraphs(
+                self._model,
+                pool,
+                self._queue,
+                self._captured_R,
+                vocab_size=self._vocab_size,
+                max_blocks=min(layout.num_blocks, -(-config.max_context_length // layout.block_size)),
+            )
+
+    @property
+    def pipeline_depth(self) -> int:
+        return self._queue.pipeline_depth
+
+    @torch.inference_mode()
+    def submit(self, batch: StepBatch) -> StepHandle:
+        """Launch the step. Its handle waits for it, and raises if it failed: here, or on the device."""
+        previous, self._previous = self._previous, None
+        try:
+            step = _LaunchedStep(batch.step_id, batch.rows, self._queue.event())
+            self._copier.run(batch)
+            fetched_B2 = self._launch(batch.rows, step, previous) if batch.rows else None
+            step.end(self._queue.event(), fetched_B2)
+        except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
+            self._queue.event().wait()  # What was launched of it may write to its blocks, which others get next.
+            return _FailedStep(batch.step_id, error)
+        self._previous = step
+        return step
+
+    def close(self) -> None:
+        """Nothing to release: memory goes with the object."""
+
+    def _launch(self, rows: list[StepRow], step: _LaunchedStep, previous: _LaunchedStep | None) -> torch.Tensor | None:
+        """Launch everything; returns the tokens and highest logits on their way to the host."""
+        sampling = [rows[index] for index in step.outputs.sampling]
+        previous_indices = [_previous_index(row, previous) for row in rows]
+        draws = plan_draws(sampling, self._vocab_size)
+        if self._graphs is not None and self._is_captured(rows, step.outputs):
+            forward = self._replay(self._graphs, rows, previous_indices, draws.words)
+        else:
+            forward = self._forward(rows, step, previous_indices, draws.words)
+        if not sampling:
+            return None
+        logits_BV, best_B, token_B = forward.logits, forward.best, self._sampled_R[: len(sampling)]
+
+        def previous_token(row: int) -> int:
+            assert previous is not None
+            return previous.token(row)
+
+        words = forward.inputs[len(forward.inputs) - len(draws.words) :]
+        found = self._sampler.sample(logits_BV, best_B, token_B, sampling, draws, words, previous_token)
+        step.logprobs = found.logprobs
+        return self._queue.fetch(torch.stack((token_B.int(), found.best.view(torch.int32)), dim=1))
+
+    def _replay(
+        self, graphs: DecodeGraphs, rows: list[StepRow], previous_indices: list[int], draws: npt.NDArray[np.int32]
+    ) -> StepLogits:
+        padding = graphs.padding(len(rows))
+        inputs = pack_step(rows, previous_indices, (), self._layout, self._vocab_size, num_padding=padding, draws=draws)
+        return graphs.run(inputs, len(rows))
+
+    def _forward(
+        self, rows: list[StepRow], step: _LaunchedStep, previous_indices: list[int], draws: npt.NDArray[np.int32]
+    ) -> StepLogits:
+        """Kernel by kernel, for rows of any kind; leaves the likeliest tokens where a replay does."""
+        outputs = step.outputs.tokens(rows)
+        inputs = self._queue.put(
+            pack_step(rows, previous_indices, outputs, self._layout, self._vocab_size, draws=draws)
+        )
+        num_new = [row.num_new_tokens for row in rows]
+        shape = StepShape(len(rows), sum(num_new), len(outputs), min(num_new), max(num_new))
+        tensors = StepTensors.of(inputs, shape)
+        tokens_T = tensors.tokens.long() if max(previous_indices) < 0 else tensors.known_tokens(self._sampled_R)
+        wanted = None if step.outputs.is_decode else tensors.outputs
+        hidden_OE = self._model.forward(tokens_T, self._pool, tensors.metadata, wanted)
+        hidden_BE, prompts = step.outputs.split(hidden_OE, rows)
+        for index, hidden_TE in zip(step.outputs.asking, prompts, strict=True):
+            step.prompt_logprobs[index] = logprobs_in_pieces(
+                self._model.logits, hidden_TE, rows[index].prompt_targets, rows[index].num_prompt_logprobs
+            )
+        if not step.outputs.sampling:
+            return StepLogits(hidden_BE, hidden_BE, inputs)
+        logits_BV = self._model.logits(hidden_BE)
+        best_B, self._sampled_R = likeliest(logits_BV)
+        if len(self._sampled_R) <= len(self._captured_R):
+            self._captured_R[: len(self._sampled_R)] = self._sampled_R
+            self._sampled_R = self._captured_R
+        return StepLogits(logits_BV, best_B, inputs)
+
+    def _is_captured(self, rows: Sequence[StepRow], outputs: OutputRows) -> bool:
+        """True for a decode step that a captured size holds."""
+        has_room = len(rows) <= len(self._captured_R) and self._sampled_R is self._captured_R
+        return has_room and outputs.is_decode
+
+
+def can_capture(kernels: DecoderKernels) -> bool:
+    """True if decode steps may be captured: on a CPU, where a replay is the computation itself, always."""
+    return kernels.is_capturable or kernels.device.type == "cpu"
+
+
+def _previous_index(row: StepRow, previous: _LaunchedStep | None) -> int:
+    """The index of its last token in those that the previous step sampled; -1 where the host knows it."""
+    if row.previous_row < 0:
+        return -1
+    assert previous is not None, f"the step before has no row {row.previous_row}"
+    return previous.index(row.previous_row)

@@ -1,0 +1,291 @@
+"""Turns the logits of a step's rows into tokens: bans, bias and penalties, then the likeliest token or a draw.
+
+`Sampler` is owned by the executor, which packs a step's draws (`plan_draws`) with the rest of the step. A row's token
+depends on its own logits, parameters, history, position and choice only, never on the other rows, the worker or the
+attempt. Parameters and tokens are tensors on the device of the logits, and a step of plain rows makes the host wait for
+nothing; one with penalties or log probabilities does.
+
+The order is that of vLLM: bans and bias, penalties, temperature, min-p and top-k, top-p, and a draw by Gumbel-max
+(`pdserve.kernels.torch.sampling`). Log probabilities are those of the model's own distribution, before any of it. All
+truncation keeps a row's most likely tokens, so that a threshold tells what it keeps, and no mask of the vocabulary's
+size is made. A batch pays for what its rows use: a greedy one for a maximum.
+
+- Bans make a token impossible, and bias is added. Then the repetition penalty divides or multiplies (Keskar et al.,
+  "CTRL", 2019, section 4.1), the frequency penalty is subtracted once for each time that the token is in the answer,
+  and the presence penalty once. N banned, biased or seen tokens cost N, whatever the vocabulary's size.
+- Min-p keeps every token that is at least ``min_p`` times as likely as the most likely one. Top-k keeps every token
+  whose logit is at least the k-th highest: equals of the k-th all stay. Top-p then keeps the smallest prefix, in order
+  of (logit descending, id ascending), with at least ``top_p`` of the probability that the others left.
+
+Shape suffixes: B rows of logits, V vocabulary, D draws, K draws with top-k, N logits to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf, log
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve.contracts.request import SamplingParams
+from pdserve.contracts.step import StepRow, TokenLogprobs
+from pdserve.kernels.operations import LAST_ID, DrawTensors, SamplingKernels, TopPTensors
+from pdserve.model.sampling.logprobs import RawLogprobs, raw_logprobs
+from pdserve.model.sampling.token_counts import TokenCountCache, TokenCounts
+
+MAX_DRAW_WORDS = 12
+"""Words of 32 bits that a draw takes at most."""
+
+_MIN_TEMPERATURE = 1e-6
+"""Lower temperatures are taken as this one, lest the division overflow."""
+
+
+class DrawPlan(NamedTuple):
+    """The draws of a step, and what the host must know of them to launch what they need."""
+
+    words: npt.NDArray[np.int32]
+    """The fields one after the other: of every draw, float64 (what min-p adds to the highest logit, top-p), 64 bits of
+    seed, then 32 bits each (row, position, choice, temperature); of every draw with top-k its index and k."""
+    num_draws: int
+    num_top_p: int
+    """Draws with top-p come first."""
+    max_top_k: int
+    has_min_p: bool
+
+
+def plan_draws(rows: Sequence[StepRow], vocab_size: int) -> DrawPlan:
+    """The draws of rows that sample, one for each row of logits; greedy ones need none."""
+    draws = [(index, row, row.sample) for index, row in enumerate(rows) if row.sample and row.sample.temperature > 0]
+    if not draws:
+        return _NO_DRAWS
+    draws.sort(key=lambda draw: draw[2].top_p == 1)
+    temperatures = [max(params.temperature, _MIN_TEMPERATURE) for _, _, params in draws]
+    min_p_steps = [
+        temperature * log(params.min_p) if params.min_p > 0 else -inf
+        for temperature, (_, _, params) in zip(temperatures, draws, strict=True)
+    ]
+    top_ks = [(index, params.top_k) for index, (_, _, params) in enumerate(draws) if 0 < params.top_k < vocab_size]
+    fields = (
+        np.array([*min_p_steps, *(params.top_p for _, _, params in draws)], np.float64),
+        np.array([params.seed for _, _, params in draws], np.uint64),
+        np.array([index for index, _, _ in draws], np.uint32),
+        np.array([row.sample_position for _, row, _ in draws], np.uint32),
+        np.array([row.choice for _, row, _ in draws], np.uint32),
+        np.array(temperatures, np.float32),
+        np.array(top_ks, np.uint32).T.ravel(),
+    )
+    return DrawPlan(
+        words=np.concatenate([field.view(np.int32) for field in fields]),
+        num_draws=len(draws),
+        num_top_p=sum(params.top_p < 1 for _, _, params in draws),
+        max_top_k=max((top_k for _, top_k in top_ks), default=0),
+        has_min_p=any(params.min_p > 0 for _, _, params in draws),
+    )
+
+
+_NO_DRAWS = DrawPlan(np.zeros(0, np.int32), 0, 0, 0, False)
+
+
+class SampledRows(NamedTuple):
+    """Results of `Sampler.sample` other than the tokens."""
+
+    best: torch.Tensor
+    """float32 ``[B]``: each row's highest logit; not finite where the row cannot be sampled, whose token is any one."""
+    logprobs: dict[int, TokenLogprobs]
+    """By row, where asked for."""
+
+
+class Sampler:
+    """Samples the rows of each step. Not thread-safe."""
+
+    def __init__(self, kernels: SamplingKernels) -> None:
+        self._kernels = kernels
+        self._token_counts = TokenCountCache()
+
+    def sample(
+        self,
+        logits_BV: torch.Tensor,
+        best_B: torch.Tensor,
+        token_B: torch.Tensor,
+        rows: Sequence[StepRow],
+        draws: DrawPlan,
+        words: torch.Tensor,
+        previous_token: Callable[[int], int],
+    ) -> SampledRows:
+        """Replace each row's likeliest token, in ``token_B``, by the one that its parameters choose.
+
+        Args:
+            logits_BV: float32. Of rows with bans, bias or penalties they are changed in place.
+            best_B, token_B: as `likeliest` finds them.
+            rows: B of them, all of which sample.
+            words: those of ``draws`` on the device, int32.
+            previous_token: the token that a row of the previous step sampled; waits for it.
+        """
+        raw = _raw_logprobs(logits_BV, rows)
+        if self._edit(logits_BV, rows, previous_token):
+            edited_B, edited_token_B = likeliest(logits_BV)
+            best_B = torch.where(best_B.isfinite(), edited_B, best_B)
+            token_B.copy_(edited_token_B)
+        if draws.num_draws:
+            draw_into(token_B, logits_BV, best_B, draws, words, self._kernels)
+        if raw is None:
+            return SampledRows(best_B, {})
+        asking, logprobs = raw
+        tokens = token_B[asking].tolist()
+        return SampledRows(best_B, dict(zip(asking, logprobs.of(range(len(asking)), tokens), strict=True)))
+
+    def _edit(self, logits_BV: torch.Tensor, rows: Sequence[StepRow], previous_token: Callable[[int], int]) -> bool:
+        """Apply the rows' bans, bias and penalties, in place; returns whether there were any."""
+        bans = [(index, row.banned_tokens) for index, row in enumerate(rows) if row.banned_tokens]
+        biases = [
+            (index, row.sample.logit_bias) for index, row in enumerate(rows) if row.sample and row.sample.logit_bias
+        ]
+        seen = [
+            (index, row.sample, self._counts(row, previous_token))
+            for index, row in enumerate(rows)
+            if row.sample and row.sample.has_penalties
+        ]
+        if bans:
+            _ban(logits_BV, bans)
+        if biases:
+            _add_bias(logits_BV, biases)
+        if seen:
+            _penalise(logits_BV, seen)
+        return bool(bans or biases or seen)
+
+    def _counts(self, row: StepRow, previous_token: Callable[[int], int]) -> TokenCounts:
+        newest = previous_token(row.previous_row) if row.previous_row >= 0 else None
+        return self._token_counts.counts(row.sequence_id, row.history, row.num_prompt_tokens, newest)
+
+
+def likeliest(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's highest logit, NaN where one of them is, and int64 the first token that has it."""
+    if logits_BV.device.type != "cpu":
+        best_B, token_B = logits_BV.max(dim=-1)
+        return best_B, token_B
+    token_B = torch.from_numpy(logits_BV.numpy().argmax(axis=-1))  # a small part of the time that torch takes
+    return logits_BV.gather(1, token_B[:, None])[:, 0], token_B
+
+
+def draw_into(
+    token_B: torch.Tensor,
+    logits_BV: torch.Tensor,
+    best_B: torch.Tensor,
+    plan: DrawPlan,
+    words: torch.Tensor,
+    kernels: SamplingKernels,
+) -> None:
+    """Replace the tokens of rows that are drawn.
+
+    Args:
+        token_B: int64.
+        logits_BV: float32.
+        best_B: each row's highest logit.
+        words: those of ``plan`` on the device.
+    """
+    num_draws, num_top_p = plan.num_draws, plan.num_top_p
+    doubles, singles, top_k_words = words.split_with_sizes([6 * num_draws, 4 * num_draws, len(words) - 10 * num_draws])
+    min_p_step_D, top_p_D, seed_D = doubles.view(torch.int64).view(3, num_draws).unbind()
+    row_D, position_D, choice_D, temperature_D = singles.view(4, num_draws).unbind()
+    drawn_best_D = best_B.index_select(0, row_D)
+    draws = DrawTensors(
+        row=row_D,
+        seed=seed_D,
+        position=position_D,
+        choice=choice_D,
+        best=drawn_best_D,
+        temperature=temperature_D.view(torch.float32),
+        lowest=(drawn_best_D.double() + min_p_step_D.view(torch.float64)).float()
+        if plan.has_min_p
+        else torch.full_like(drawn_best_D, -inf),
+        last_equal=torch.full_like(row_D, LAST_ID),
+    )
+    if plan.max_top_k:
+        draws = draws._replace(lowest=_top_k_limits(logits_BV, draws, plan.max_top_k, top_k_words))
+    if num_top_p:
+        fields = (row_D, top_p_D.view(torch.float64), draws.best, draws.temperature, draws.lowest)
+        if num_top_p == num_draws:
+            found = kernels.find_top_p(logits_BV, TopPTensors(*fields))
+            draws = draws._replace(lowest=found.lowest, last_equal=found.last_equal)
+        else:
+            found = kernels.find_top_p(logits_BV, TopPTensors(*(field[:num_top_p] for field in fields)))
+            draws.lowest[:num_top_p], draws.last_equal[:num_top_p] = found
+    # Of logits that are not finite, which the host learns of later, any number may come; the next step takes a token.
+    drawn_D = kernels.draw_tokens(logits_BV, draws).long().clamp_(0, logits_BV.shape[1] - 1)
+    token_B.scatter_(0, row_D.long(), drawn_D)
+
+
+def _top_k_limits(
+    logits_BV: torch.Tensor, draws: DrawTensors, max_top_k: int, top_k_words: torch.Tensor
+) -> torch.Tensor:
+    """The lowest logit of each draw: the k-th highest, or the limit there was if that is higher or there is no k."""
+    draw_K, top_k_K = top_k_words.view(2, -1).long().unbind()
+    is_all = len(draw_K) == len(draws.row)
+    row_K = draws.row if is_all else draws.row.index_select(0, draw_K)
+    highest_KC = logits_BV.index_select(0, row_K).topk(max_top_k, dim=-1).values
+    limit_K = highest_KC.gather(1, top_k_K[:, None].sub_(1))[:, 0]
+    if is_all:
+        return torch.maximum(draws.lowest, limit_K)
+    return draws.lowest.scatter_reduce_(0, draw_K, limit_K, "amax")
+
+
+def _raw_logprobs(logits_BV: torch.Tensor, rows: Sequence[StepRow]) -> tuple[list[int], RawLogprobs] | None:
+    """The rows that ask for log probabilities, and those of their logits."""
+    num_top = {
+        index: row.sample.num_logprobs for index, row in enumerate(rows) if row.sample and row.sample.num_logprobs >= 0
+    }
+    if not num_top:
+        return None
+    asking = [*num_top]
+    asking_RV = logits_BV if len(asking) == len(rows) else logits_BV[asking]
+    return asking, raw_logprobs(asking_RV, [*num_top.values()])
+
+
+def _ban(logits_BV: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Make some tokens impossible, in place.
+
+    Args:
+        bans: (row, tokens that must not be drawn).
+    """
+    index_2N = _to(logits_BV, np.array([(row, token) for row, tokens in bans for token in tokens])).T
+    logits_BV[index_2N[0], index_2N[1]] = -torch.inf
+
+
+def _add_bias(logits_BV: torch.Tensor, biases: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> None:
+    """Add to some logits, in place.
+
+    Args:
+        biases: (row, its ``SamplingParams.logit_bias``).
+    """
+    index_2N = _to(logits_BV, np.array([(row, token) for row, entries in biases for token, _ in entries])).T
+    bias_N = _to(logits_BV, np.array([bias for _, entries in biases for _, bias in entries], np.float32))
+    logits_BV[index_2N[0], index_2N[1]] += bias_N
+
+
+def _penalise(logits_BV: torch.Tensor, seen: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
+    """Apply repetition, frequency and presence penalties, in place. A finite logit stays finite.
+
+    Args:
+        seen: (row, its parameters, which tokens came before).
+    """
+    lengths = [len(counts.tokens) for _, _, counts in seen]
+
+    def spread(values: Sequence[float]) -> torch.Tensor:
+        return _to(logits_BV, np.repeat(np.array(values, np.float32), lengths))
+
+    row_N = _to(logits_BV, np.repeat(np.array([row for row, _, _ in seen]), lengths))
+    token_N = _to(logits_BV, np.concatenate([counts.tokens for _, _, counts in seen]))
+    count_N = _to(logits_BV, np.concatenate([counts.in_answer for _, _, counts in seen]))
+    logit_N = logits_BV[row_N, token_N]
+    repetition_N = spread([params.repetition_penalty for _, params, _ in seen])
+    logit_N = torch.where(logit_N > 0, logit_N / repetition_N, logit_N * repetition_N)
+    logit_N -= spread([params.frequency_penalty for _, params, _ in seen]) * count_N
+    logit_N -= spread([params.presence_penalty for _, params, _ in seen]) * (count_N > 0)
+    logits_BV[row_N, token_N] = logit_N.clamp_(max=torch.finfo(logit_N.dtype).max)
+
+
+def _to(logits_BV: torch.Tensor, values: npt.NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(values).to(logits_BV.device)

@@ -1,0 +1,207 @@
+"""The safetensors files of a checkpoint, without reading a weight: names and shapes of tensors, and whether files are
+whole.
+
+Asked for before a worker starts, and by whoever reads the weights. Never imports torch, never unpickles.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from pdserve.model.config.shape import ModelShape
+
+_INDEX_NAME = "model.safetensors.index.json"
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_MAX_PROBLEMS = 8
+"""Tensors that one message names."""
+_MAX_HEADER_BYTES = 100 * 10**6
+"""The most that the safetensors library reads."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a file, by its header."""
+
+    dtype: str
+    """In safetensors' words: ``F32``, ``BF16``, ..."""
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
+    end: int
+
+
+class ShardHeader(NamedTuple):
+    """The head of a safetensors file."""
+
+    text: bytes
+    """JSON, as it stands in the file."""
+    tensors: dict[str, StoredTensor]
+
+
+def read_header(shard: Path) -> ShardHeader:
+    """The header of a safetensors file.
+
+    Raises:
+        ValueError: it is none, or the file is shorter or longer than it says.
+    """
+    num_bytes = shard.stat().st_size
+    with shard.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > min(num_bytes, _MAX_HEADER_BYTES):
+            raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again")
+        text = file.read(size)
+    try:
+        tensors = _parse_tensors(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again") from error
+    expected = max((tensor.end for tensor in tensors.values()), default=8 + size)
+    if num_bytes != expected:
+        raise ValueError(f"{shard} has {num_bytes} bytes and its header speaks of {expected}; download it again")
+    return ShardHeader(text, tensors)
+
+
+def _parse_tensors(text: bytes) -> dict[str, StoredTensor]:
+    """Raises one of several errors for a header of another form."""
+    tensors = {}
+    for name, entry in json.loads(text).items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        if not 0 <= start <= end:
+            raise ValueError("a tensor that begins before the data or after its own end")
+        origin = 8 + len(text)
+        tensors[name] = StoredTensor(str(entry["dtype"]), tuple(entry["shape"]), origin + start, origin + end)
+    return tensors
+
+
+def check_weights(folder: Path, shape: ModelShape) -> None:
+    """Look at the weights of a checkpoint of ``shape``, reading none.
+
+    Raises:
+        ValueError: they are not there, are pickles, or are damaged, or they are of another model: missing, extra and
+            misshapen tensors are named, a few of many.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for shard in shard_paths(folder):
+        stored |= read_header(shard).tensors
+    wanted = tensor_shapes(shape)
+    problems = [f"missing {name}" for name in wanted if name not in stored]
+    problems += [f"unexpected {name}" for name in sorted(stored.keys() - wanted) if not is_ignored(name, shape)]
+    for name, tensor in stored.items():
+        if name in wanted and tensor.shape != wanted[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(wanted[name])}")
+        elif name in wanted and tensor.dtype not in _FLOAT_DTYPES:
+            problems.append(f"{name} has dtype {tensor.dtype}, not one of {', '.join(_FLOAT_DTYPES)}")
+    if problems:
+        raise ValueError(
+            f"{folder}: weights do not match config.json: {_shortened(problems)}. "
+            "Take config.json and weights from one and the same checkpoint"
+        )
+
+
+def _shortened(problems: list[str]) -> str:
+    rest = len(problems) - _MAX_PROBLEMS
+    return "; ".join(problems[:_MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The safetensors files of the checkpoint in ``folder``.
+
+    Raises:
+        ValueError: there are none, or the index names one that is not there or lies elsewhere.
+    """
+    index = folder / _INDEX_NAME
+    names = {"model.safetensors"}
+    if index.exists():
+        names = _indexed_names(index)
+    elif not (folder / "model.safetensors").exists():
+        raise ValueError(f"{folder} holds no model.safetensors and no {_INDEX_NAME}; {_remedy_without(folder)}")
+    missing = sorted(name for name in names if not (folder / name).exists())
+    if missing:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, named in {_INDEX_NAME}; download the missing files")
+    return [folder / name for name in sorted(names)]
+
+
+def _indexed_names(index: Path) -> set[str]:
+    """File names in the index: of safetensors beside it only, which are the files that the model's hash covers."""
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} names no shards ({error!r}); download it again") from error
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index} names no shards; download it again")
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name!r}, which is no .safetensors file beside it; download it again")
+    return names
+
+
+def _remedy_without(folder: Path) -> str:
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if not pickled:
+        return "name a folder written by save_pretrained()"
+    return (
+        f"{', '.join(pickled)} are pickles, which can run code and are never loaded: convert them with transformers, "
+        "from_pretrained(...).save_pretrained(...), on a machine you trust them on"
+    )
+
+
+class NormNames(NamedTuple):
+    """Tensor names of the norms of a layer; empty where the family has none."""
+
+    attention: str
+    attention_post: str
+    mlp: str
+    mlp_post: str
+
+
+def norm_names(shape: ModelShape) -> NormNames:
+    """``post_attention_layernorm`` is the norm before the MLP in families that have none there by name."""
+    if not shape.post_norms:
+        return NormNames("input_layernorm", "", "post_attention_layernorm", "")
+    return NormNames(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )
+
+
+def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of ``shape``, by the name that transformers gives it."""
+    tensors = {
+        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+        "model.norm.weight": (shape.hidden_size,),
+    }
+    if not shape.tie_word_embeddings:
+        tensors["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
+    layer = _layer_tensor_shapes(shape)
+    for index in range(shape.num_layers):
+        tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    return tensors
+
+
+def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    projections = {
+        "self_attn.q_proj": (num_q, hidden, shape.qkv_bias),
+        "self_attn.k_proj": (num_kv, hidden, shape.qkv_bias),
+        "self_attn.v_proj": (num_kv, hidden, shape.qkv_bias),
+        "self_attn.o_proj": (hidden, num_q, shape.output_bias),
+        "mlp.gate_proj": (intermediate, hidden, shape.mlp_bias),
+        "mlp.up_proj": (intermediate, hidden, shape.mlp_bias),
+        "mlp.down_proj": (hidden, intermediate, shape.mlp_bias),
+    }
+    tensors: dict[str, tuple[int, ...]] = {}
+    for name, (num_outputs, num_inputs, has_bias) in projections.items():
+        tensors[f"{name}.weight"] = (num_outputs, num_inputs)
+        if has_bias:
+            tensors[f"{name}.bias"] = (num_outputs,)
+    tensors |= {f"{name}.weight": (hidden,) for name in norm_names(shape) if name}
+    if shape.qk_norm:
+        tensors |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
+    return tensors
+
+
+def is_ignored(name: str, shape: ModelShape) -> bool:
+    """True if a tensor may be in a checkpoint of ``shape`` and is not needed."""
+    return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == "lm_head.weight")

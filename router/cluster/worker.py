@@ -1,0 +1,145 @@
+"""A worker as the dispatcher knows it: limits, reported load, prefix cache, and work that the load does not show yet.
+
+Whoever drives the dispatcher subclasses `Worker` with a way to send commands and keeps it current: live,
+`pdserve.router.cluster.fleet` over gRPC sessions. Knows no clock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from pdserve.contracts.events import SchedulerLoad
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.router.requests.policy import WorkerSnapshot
+
+
+class _SentDecode(NamedTuple):
+    num_tokens: int
+    num_blocks: int
+
+
+class InFlightLoad:
+    """Requests that were sent to a worker and do not show in its load yet, by request id."""
+
+    __slots__ = ("_decodes", "_num_blocks", "_num_context_tokens", "_num_prefill_tokens", "_prefills")
+
+    def __init__(self) -> None:
+        self._prefills: dict[int, int] = {}
+        self._decodes: dict[int, _SentDecode] = {}
+        self._num_prefill_tokens = self._num_context_tokens = self._num_blocks = 0
+
+    def add_prefill(self, request_id: int, num_tokens: int) -> None:
+        """A prompt was sent; until it starts, its tokens count as waiting."""
+        self._prefills[request_id] = num_tokens
+        self._num_prefill_tokens += num_tokens
+
+    def add_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
+        """A request was sent to decode; until its blocks are reserved, they count as taken."""
+        self._decodes[request_id] = _SentDecode(num_tokens, num_blocks)
+        self._num_context_tokens += num_tokens
+        self._num_blocks += num_blocks
+
+    def remove(self, request_id: int) -> None:
+        """The request shows in the load from now on, or is over."""
+        self._num_prefill_tokens -= self._prefills.pop(request_id, 0)
+        decode = self._decodes.pop(request_id, None)
+        if decode is not None:
+            self._num_context_tokens -= decode.num_tokens
+            self._num_blocks -= decode.num_blocks
+
+    def clear(self) -> None:
+        self._prefills.clear()
+        self._decodes.clear()
+        self._num_prefill_tokens = self._num_context_tokens = self._num_blocks = 0
+
+    def snapshot(
+        self,
+        *,
+        worker_id: str,
+        role: WorkerRole,
+        max_batch_tokens: int,
+        max_batch_size: int,
+        load: SchedulerLoad,
+        cached_blocks: AbstractSet[bytes],
+        host: str,
+        prefill_correction: float = 1.0,
+        decode_correction: float = 1.0,
+    ) -> WorkerSnapshot:
+        """For one decision of the policy. Waiting prompts show in the load soon after they are sent and are in flight
+        until they start, so the larger of the two numbers counts, not their sum; started ones are added."""
+        return WorkerSnapshot(
+            worker_id=worker_id,
+            role=role,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_size=max_batch_size,
+            num_running=load.num_running,
+            num_waiting_tokens=load.num_started_tokens + max(load.num_waiting_tokens, self._num_prefill_tokens),
+            num_context_tokens=load.num_context_tokens + self._num_context_tokens,
+            num_decoding=load.num_running + max(load.num_waiting, len(self._decodes)),
+            num_free_blocks=load.num_blocks_free + load.num_blocks_cached - self._num_blocks,
+            prefill_correction=prefill_correction,
+            decode_correction=decode_correction,
+            cached_blocks=cached_blocks,
+            host=host,
+        )
+
+
+class Worker(ABC):
+    """One incarnation of a worker. Its driver sets the attributes; the dispatcher reads them and sends commands."""
+
+    def __init__(self, worker_id: str, role: WorkerRole, *, host: str = "", epoch: int = 0) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.host = host
+        """Where it runs: between two workers of one host KV takes the faster way."""
+        self.epoch = epoch
+        self.kv_address = ""
+        """Where others pull parked prompts from."""
+        self.block_size = 0
+        self.max_batch_tokens = 0
+        self.max_batch_size = 0
+        self.is_up = False
+        """Commands can be sent."""
+        self.is_draining = False
+        self.load = SchedulerLoad()
+        self.prefill_correction = 1.0
+        """Observed over predicted time of steps with prefill rows."""
+        self.decode_correction = 1.0
+        """The same of pure decode steps."""
+        self.cached_blocks: set[bytes] = set()
+        """Hashes of the blocks in its prefix cache."""
+        self.in_flight = InFlightLoad()
+
+    @property
+    def takes_work(self) -> bool:
+        return self.is_up and not self.is_draining
+
+    def snapshot(self) -> WorkerSnapshot:
+        """For one decision of the policy."""
+        return self.in_flight.snapshot(
+            worker_id=self.worker_id,
+            role=self.role,
+            max_batch_tokens=self.max_batch_tokens,
+            max_batch_size=self.max_batch_size,
+            load=self.load,
+            cached_blocks=self.cached_blocks,
+            host=self.host,
+            prefill_correction=self.prefill_correction,
+            decode_correction=self.decode_correction,
+        )
+
+    @abstractmethod
+    def submit(self, request: GenerationRequest) -> None:
+        """Prefill ``request``; then park it for a handoff or generate to the end, as it says. Commands return at once
+        and are sent in order, only while `is_up`."""
+
+    @abstractmethod
+    def prepare(self, request: GenerationRequest, source: KvSource) -> None:
+        """Pull the prompt of ``request`` from ``source`` and decode it."""
+
+    @abstractmethod
+    def cancel(self, request_id: int, attempt: int) -> None:
+        """Free the attempt; harmless where it is over."""

@@ -1,0 +1,107 @@
+"""The public HTTP application: OpenAI's API over a `Generator`, and the routes that say how the router is.
+
+Owns the routes. Called by `pdserve.router.main`, which runs it under uvicorn. Metrics and control have a port of their
+own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
+from pdserve.router.http.chat import chat_completion
+from pdserve.router.http.completions import completion
+from pdserve.router.http.edge import VERSION, Edge
+from pdserve.router.http.errors import ApiError, install_error_handlers
+from pdserve.router.http.schema import ChatBody, CompletionBody
+from pdserve.router.http.timing import EdgeObserver
+from pdserve.router.requests.generation import Generator
+from pdserve.router.text.tokenizer import ChatTokenizer
+
+MAX_BODY_BYTES = 8 * 2**20
+"""Room for about a million prompt tokens."""
+
+
+def create_app(
+    generator: Generator,
+    tokenizer: ChatTokenizer,
+    *,
+    served_name: str,
+    observer: EdgeObserver,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The application for one model.
+
+    Args:
+        served_name: what clients call the model.
+        max_body_bytes: larger request bodies are refused with 413.
+    """
+    edge = Edge(generator=generator, tokenizer=tokenizer, served_name=served_name, observer=observer)
+    app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(EdgeMiddleware, observer=observer, max_body_bytes=max_body_bytes)
+    install_error_handlers(app)
+    _add_openai_routes(app, edge)
+    _add_status_routes(app, generator)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
+    created = int(time.time())
+
+    def model_card() -> dict[str, Any]:
+        model = edge.generator.model
+        return {
+            "id": edge.served_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "pdserve",
+            "root": edge.served_name,
+            "parent": None,
+            "max_model_len": None if model is None else model.max_model_len,
+            "permission": [],
+        }
+
+    routes = APIRouter(route_class=JsonRoute)
+
+    @routes.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+        return await chat_completion(edge, body, request)
+
+    @routes.post("/v1/completions")
+    async def create_completion(body: CompletionBody, request: Request) -> Response:
+        return await completion(edge, body, request)
+
+    app.include_router(routes)
+
+    @app.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model_card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> JSONResponse:
+        if name != edge.served_name:
+            raise ApiError(404, f"the model `{name}` does not exist", param="model", code="model_not_found")
+        return JSONResponse(model_card())
+
+
+def _add_status_routes(app: FastAPI, generator: Generator) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Whether a request sent now would be served."""
+        if generator.is_ready:
+            return JSONResponse({"status": "ready"})
+        missing = "a worker" if generator.model is None else "a round trip through prefill and decode"
+        return JSONResponse({"status": "not ready", "missing": missing}, 503)
+
+    @app.get("/live")
+    async def live() -> JSONResponse:
+        """Whether this process serves HTTP at all."""
+        return JSONResponse({"status": "live"})
+
+    @app.get("/version")
+    async def show_version() -> JSONResponse:
+        return JSONResponse({"version": VERSION})

@@ -1,0 +1,195 @@
+"""HTTP as the edge reads it: strict JSON bodies, bounds on size and time, and clients that leave.
+
+Starlette notices a disconnect only while it streams, and from ASGI 2.4 on only at the next write. A request that is
+still queued writes nothing, so the edge listens for itself from the moment it has the request's body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, api_error
+from pdserve.router.http.timing import EdgeObserver
+
+
+class JsonRoute(APIRoute):
+    """A route that takes ``application/json`` and nothing else."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if content_type != "application/json":
+                shown = content_type[:MAX_NAME_CHARS] or "none"
+                raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        try:
+            text = (await self.body()).decode()
+        except UnicodeDecodeError as error:
+            raise ApiError(400, f"the request body is not UTF-8 at byte {error.start}") from None
+        try:
+            return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        except json.JSONDecodeError as error:
+            message = f"the request body is not JSON: {error.msg} at character {error.pos}"
+        except RecursionError:
+            message = "the request body is nested too deeply"
+        except ValueError:  # of int(): it reads no more digits than it could write
+            message = "the request body has a number with too many digits"
+        raise ApiError(400, message)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ in which of two equal names they take, so there may not be two."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ApiError(400, f"the request body has {twice[:MAX_NAME_CHARS]!r} twice in one object")
+    return members
+
+
+def _refuse_constant(name: str) -> None:
+    raise ApiError(400, f"the request body is not JSON: {name} is no JSON number")
+
+
+Sign = Callable[[], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def cancel_on_disconnect(receive: Receive, *signs: Sign) -> AsyncIterator[None]:
+    """Cancel the body of the ``async with`` as soon as the client disconnects.
+
+    Args:
+        receive: of the request, whose body has been read.
+        signs: each returns when something else shows that the client might as well have left.
+
+    Raises:
+        ClientDisconnect: the body was cancelled.
+    """
+    try:
+        # A timeout without a deadline is asyncio's cancel scope; a listener moves the deadline to now.
+        async with asyncio.timeout(None) as scope:
+            all_signs: tuple[Sign, ...] = (partial(_disconnect, receive), *signs)
+            listeners = [asyncio.create_task(_expire_after(sign, scope)) for sign in all_signs]
+            try:
+                yield
+            finally:
+                for listener in listeners:
+                    listener.cancel()
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise ClientDisconnect from None
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _expire_after(sign: Sign, scope: asyncio.Timeout) -> None:
+    await sign()
+    scope.reschedule(asyncio.get_running_loop().time())
+
+
+BODY_TIMEOUT_S = 60.0
+"""From the headers of a request to the end of its body."""
+
+_CLOSE = {"Connection": "close"}
+"""What is left of the body is not read."""
+
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class EdgeMiddleware:
+    """Sets ``request_id`` and ``arrived_s`` (`time.monotonic`) in the request's state; ``X-Request-Id`` comes back."""
+
+    def __init__(self, app: ASGIApp, observer: EdgeObserver, max_body_bytes: int) -> None:
+        self._app = app
+        self._observer = observer
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        scope.setdefault("state", {}).update(request_id=request_id, arrived_s=time.monotonic())
+        is_answered = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal is_answered
+            if message["type"] == "http.response.start":
+                is_answered = True
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                self._observer.responded(getattr(scope.get("route"), "path", "other"), message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, self._bounded(receive, headers), send_noted)
+        except Exception as error:
+            if is_answered:
+                raise
+            await api_error(error).response()(scope, receive, send_noted)
+
+    def _bounded(self, receive: Receive, headers: Headers) -> Receive:
+        """``receive`` that refuses a body which is too large, before reading it where it says its length, and one that
+        does not arrive."""
+        length = headers.get("content-length", "")
+        num_bytes = 0
+        is_too_large = length.isdecimal() and int(length) > self._max_body_bytes
+        deadline_s: float | None = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes, is_too_large, deadline_s
+            if is_too_large:
+                raise self._too_large()
+            if deadline_s is None:  # what comes after the body is awaited for as long as the answer takes
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                refusal = f"the request body did not arrive within {BODY_TIMEOUT_S:g} s"
+                raise ApiError(408, refusal, headers=_CLOSE) from None
+            num_bytes += len(message.get("body", b""))
+            is_too_large = num_bytes > self._max_body_bytes
+            if is_too_large:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                deadline_s = None
+            return message
+
+        return receive_bounded
+
+    def _too_large(self) -> ApiError:
+        message = f"the request body is larger than {self._max_body_bytes} bytes; shorten the prompt"
+        return ApiError(413, message, headers=_CLOSE)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own where it is printable and short."""
+    wanted = headers.get("x-request-id", "")
+    return wanted if _CLIENT_ID.fullmatch(wanted) else uuid.uuid4().hex

@@ -1,0 +1,178 @@
+"""What every route of the HTTP edge works with, and the way from an answer to a response.
+
+The two generating routes differ in how they read a prompt and in how they write a choice
+(`pdserve.router.http.format.AnswerFormat`); limits, the envelope of a response, and its timing are here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.metadata import version
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pdserve.contracts.request import SamplingParams
+from pdserve.router.http.asgi import cancel_on_disconnect
+from pdserve.router.http.errors import ApiError
+from pdserve.router.http.format import AnswerFormat, WholeChoice, off_loop
+from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
+from pdserve.router.http.schema import GenerationBody
+from pdserve.router.http.sse import ChunkWriter, EventStream
+from pdserve.router.http.timing import EdgeObserver, TokenTimer
+from pdserve.router.requests.generation import Generator, ServedModel
+from pdserve.router.text.answer import Answer, Answers, Choice, Echo
+from pdserve.router.text.answer_text import StopStrings
+from pdserve.router.text.tokenizer import ChatTokenizer
+
+VERSION = version("pdserve")
+
+PIECE_TOKENS = 64
+"""Tokens that become text together where nobody reads them one by one."""
+
+SALT_BYTES = 32
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """The parts that the routes share."""
+
+    generator: Generator
+    tokenizer: ChatTokenizer
+    served_name: str
+    observer: EdgeObserver
+
+    def admit(self, body: GenerationBody) -> ServedModel:
+        """Check what can be checked before the prompt is read.
+
+        Raises:
+            ApiError: 400 contradicting or unsupported fields, 404 another model, 503 nothing serves yet.
+        """
+        body.check()
+        check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
+        check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
+        if body.model not in (None, self.served_name):
+            message = f"the model `{body.model}` does not exist; this server has `{self.served_name}`"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        model = self.generator.model
+        if model is None:
+            raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
+        return model
+
+    async def encode(
+        self, body: GenerationBody, model: ServedModel, text: str, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ApiError: it is so long that its tokens need not be counted.
+        """
+        check_prompt_length(body, self.tokenizer.fewest_tokens(text), model.max_model_len, is_least=True)
+        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def sampling(self, body: GenerationBody, model: ServedModel, prompt_tokens: Sequence[int]) -> SamplingParams:
+        """Everything that decides an answer beside the prompt.
+
+        Raises:
+            ApiError: the prompt is empty, it does not fit with its answer, or a token is not the model's.
+        """
+        if not prompt_tokens:
+            raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
+        check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
+        return sampling_params(body, len(prompt_tokens), model.max_model_len)
+
+    def answer(
+        self,
+        body: GenerationBody,
+        sampling: SamplingParams,
+        prompt_tokens: Sequence[int],
+        request: Request,
+        *,
+        first_index: int,
+        continues_prompt: bool,
+        echo: Echo | None = None,
+    ) -> Answer:
+        """The answer to a prompt, not started.
+
+        Args:
+            sampling: as of `sampling`, which has checked the prompt.
+            first_index: of its choices, in the response.
+            continues_prompt: its text goes on where the prompt's ends.
+            echo: what comes before it.
+        """
+        context = prompt_tokens if continues_prompt else ()
+        return Answer(
+            self.generator,
+            prompt_tokens,
+            sampling,
+            arrived_s=request.state.arrived_s,
+            cache_salt=_salt(body.cache_salt),
+            choices=[
+                self._choice(first_index + choice, body, sampling, context, echo) for choice in range(body.num_choices)
+            ],
+            echo=echo,
+        )
+
+    def _choice(
+        self, index: int, body: GenerationBody, sampling: SamplingParams, context: Sequence[int], echo: Echo | None
+    ) -> Choice:
+        shows_stop = bool(body.include_stop_str_in_output)
+        is_read_token_by_token = body.stream or body.stop or body.num_logprobs >= 0
+        return Choice(
+            index,
+            self.tokenizer.detokenizer(
+                skip_special_tokens=body.skip_special_tokens is not False,
+                prompt_tokens=context,
+                piece_tokens=1 if is_read_token_by_token else PIECE_TOKENS,
+            ),
+            StopStrings(body.stop or (), are_shown=shows_stop),
+            shows_stop_token=shows_stop,
+            min_tokens=sampling.min_tokens,
+            offset_chars=0 if echo is None else len(echo.text),
+        )
+
+    async def respond(self, body: GenerationBody, request: Request, answers: Answers, format: AnswerFormat) -> Response:
+        """Run the answers and write them, whole or as a stream.
+
+        Raises:
+            GenerationError: a whole answer failed.
+            ClientDisconnect: nobody waits for it any more.
+        """
+        timer = TokenTimer(self.observer, request.state.arrived_s)
+        envelope = {
+            "id": format.id_prefix + request.state.request_id,
+            "object": format.chunk_object if body.stream else format.whole_object,
+            "created": int(time.time()),
+            "model": self.served_name,
+            "system_fingerprint": f"pdserve-{VERSION}",
+        }
+        if body.stream:
+            return EventStream(ChunkWriter(envelope, body, answers, format).events(), timer)
+        choices = [
+            WholeChoice(index, answers.by_prompt[index // body.num_choices]) for index in range(body.num_answers)
+        ]
+        async with cancel_on_disconnect(request.receive), aclosing(answers.deltas()) as deltas:
+            async for together in deltas:
+                for delta in together:
+                    timer.token(delta.choice)
+                    choices[delta.choice].add(delta, keeps_tokens=format.shows_tokens)
+        timer.finished()
+
+        def write() -> bytes:
+            written = {"choices": [format.whole(choice) for choice in choices], "usage": answers.usage.as_dict()}
+            return _encode(envelope | written | format.members(answers))
+
+        num_shown = sum(len(choice.tokens) + len(choice.answer.prompt_logprobs) for choice in choices)
+        return Response(await off_loop(num_shown, write), media_type="application/json")
+
+
+def _salt(given: str | None) -> bytes:
+    """A tenant's salt at a length that suits the workers."""
+    return blake2b(given.encode(), digest_size=SALT_BYTES).digest() if given else b""

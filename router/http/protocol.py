@@ -1,0 +1,77 @@
+"""Uvicorn's HTTP/1.1 protocol with the bounds that it lacks on what a request has beside its body.
+
+Without them a client could send headers for ever, before the body or after it, and have all of them kept, or send none
+and keep the connection.
+
+`pdserve.router.main` has uvicorn make one for each connection. The body is bounded by
+`pdserve.router.http.asgi`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Request line and headers, as h11 has it by default; and what may come at once between the parts of a body, or after
+them: the frames of its chunks, and trailers."""
+
+HEAD_TIMEOUT_S = 30.0
+"""From the first byte of a request, or from the connection for its first one, to the end of its headers."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _head_deadline: asyncio.TimerHandle | None = None
+    """While a head is awaited."""
+    _num_steps = 0
+    """How often a head began or was complete, or a part of a body came."""
+    _num_bare_bytes = 0
+    """Received since the last of these."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_deadline is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._num_steps += 1
+        self._forget_head()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_steps += 1
+        super().on_body(body)
+
+    def data_received(self, data: bytes) -> None:
+        num_steps = self._num_steps
+        super().data_received(data)
+        self._num_bare_bytes = self._num_bare_bytes + len(data) if self._num_steps == num_steps else 0
+        if self._num_bare_bytes > MAX_HEAD_BYTES:
+            self._refuse()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def _refuse(self) -> None:
+        if self._head_deadline is None:  # the request is being answered
+            self.transport.close()
+        else:
+            self._forget_head()
+            self.send_400_response(f"The headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+    def _await_head(self) -> None:
+        self._num_steps += 1
+        self._head_deadline = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _forget_head(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None

@@ -1,0 +1,116 @@
+"""From a request body, its tokenised prompt and the model's limits to `SamplingParams`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+from pdserve.contracts.request import SamplingParams
+from pdserve.router.http.errors import ApiError
+from pdserve.router.http.schema import GenerationBody
+
+MAX_ANSWER_ENTRIES = 2**21
+"""Tokens of all answers to one request, and the alternatives that log probabilities name beside them, at most; and as
+many of prompts that the answers show. The router holds an answer that is not streamed in memory until it is complete.
+"""
+
+GREEDY_BELOW = 1e-5
+"""Lower temperatures are greedy, as in vLLM: logits divided by them would overflow."""
+
+LEAST_TOP_P = 1e-6
+"""Keeps the likeliest token only, and is more than 0 in 32 bits, too."""
+
+_DEFAULTS = SamplingParams()
+_SEED_MASK = 2**64 - 1
+
+
+def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    """Everything that decides an answer beside the prompt, with defaults filled in and a seed minted.
+
+    Raises:
+        ApiError: prompt and answer do not fit into the model's context, or the answers into memory.
+    """
+    max_tokens = _max_tokens(body, num_prompt_tokens, max_model_len)
+    _check_shown_prompt(body, num_prompt_tokens)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        message = f"min_tokens is {min_tokens}, and the answer has {max_tokens} tokens at most; lower min_tokens"
+        raise ApiError(400, message, param="min_tokens")
+    temperature = _or(body.temperature, _DEFAULTS.temperature)
+    return SamplingParams(
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_k=max(body.top_k or 0, 0),  # vLLM's -1 keeps all, too
+        top_p=max(_or(body.top_p, _DEFAULTS.top_p), LEAST_TOP_P),
+        min_p=_or(body.min_p, _DEFAULTS.min_p),
+        repetition_penalty=_or(body.repetition_penalty, _DEFAULTS.repetition_penalty),
+        presence_penalty=_or(body.presence_penalty, _DEFAULTS.presence_penalty),
+        frequency_penalty=_or(body.frequency_penalty, _DEFAULTS.frequency_penalty),
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
+        seed=secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK,
+        max_tokens=max(max_tokens, 1),  # where none is wanted, the prompt's log probabilities still need a draw
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=body.num_prompt_logprobs,
+    )
+
+
+def check_prompt_length(body: GenerationBody, num_tokens: int, max_model_len: int, *, is_least: bool = False) -> None:
+    """Whether a prompt of ``num_tokens`` tokens, or at least so many, leaves room for an answer.
+
+    Raises:
+        ApiError: it does not.
+    """
+    if num_tokens >= max_model_len:
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens. The prompt has "
+            f"{'at least ' if is_least else ''}{num_tokens} and leaves no room for an answer; shorten it."
+        )
+        raise ApiError(400, message, param=body.prompt_field, code="context_length_exceeded")
+
+
+def _check_shown_prompt(body: GenerationBody, num_prompt_tokens: int) -> None:
+    """Whether answers in which the prompt is told token by token fit into memory."""
+    if not body.shows_prompt:
+        return
+    most = MAX_ANSWER_ENTRIES // (body.num_answers * (2 + body.num_prompt_logprobs))
+    if num_prompt_tokens > most:
+        message = f"a prompt of {num_prompt_tokens} tokens is too much to show in {body.num_answers} answers"
+        raise ApiError(400, f"{message}; shorten it to {most}, or ask for less", param=body.prompt_field)
+
+
+def check_token_ids(field: str, tokens: Iterable[int], vocab_size: int) -> None:
+    """Whether ``tokens`` of a request's ``field`` are the model's.
+
+    Raises:
+        ApiError: one is not.
+    """
+    highest = max(tokens, default=0)
+    if highest >= vocab_size:
+        raise ApiError(400, f"{field} has token id {highest}; the model's are below {vocab_size}", param=field)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int) -> int:
+    """The limit asked for, or the route's default as far as context and memory allow."""
+    wanted = body.token_limit
+    check_prompt_length(body, num_prompt_tokens, max_model_len)
+    left = max_model_len - num_prompt_tokens
+    if wanted is not None and wanted > left:
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} for the answer); lower "
+            f"max_tokens to {left} or shorten the prompt."
+        )
+        raise ApiError(400, message, param=body.prompt_field, code="context_length_exceeded")
+    most = MAX_ANSWER_ENTRIES // (body.num_answers * (2 + body.num_logprobs))
+    if wanted is None:
+        return min(left, most, left if body.default_token_limit is None else body.default_token_limit)
+    if wanted > most:
+        message = f"{body.num_answers} answers of {wanted} tokens are too much for one request; ask for {most} at most"
+        raise ApiError(400, message, param="max_tokens")
+    return wanted

@@ -1,0 +1,324 @@
+"""Request bodies of the OpenAI-compatible API, checked by pydantic: the fields that are honoured, and their ranges.
+
+Fields beyond these are judged by `pdserve.router.http.unsupported_fields`. Values only; what follows from them together
+with the model's limits is decided in `pdserve.router.http.sampling`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator
+from pydantic_core import PydanticCustomError
+
+from pdserve.contracts.request import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    REPETITION_PENALTIES,
+)
+from pdserve.router.http.errors import ApiError
+from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, check_extra_fields
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+def _as_list(value: object) -> object:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise PydanticCustomError("stop", "Input should be a string or a list of strings")
+    return value
+
+
+def _joined_text(value: object) -> object:
+    """The text of a message whose content is a string or a list of text parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "Input should be a string or a list of text parts")
+    texts = []
+    for part in value:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """A text or its token ids, or a list of either."""
+    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(several) > MAX_CHOICES:
+        raise PydanticCustomError("prompt", f"There may be {MAX_CHOICES} prompts at most")
+    return [_prompt(one) for one in several]
+
+
+def _prompt(value: object) -> str | list[int]:
+    if isinstance(value, str):
+        if not is_text(value):
+            raise PydanticCustomError("text", NOT_TEXT)
+        return value
+    # Millions of ids are checked here: no statement for each
+    if isinstance(value, list) and (not value or _are_token_ids(value)):
+        return value
+    raise PydanticCustomError("prompt", "Input should be a string, a list of token ids, or a list of either kind")
+
+
+def _are_token_ids(values: list[object]) -> bool:
+    numbers = [value for value in values if type(value) is int]
+    return len(numbers) == len(values) and min(numbers) >= 0 and max(numbers) <= _MAX_TOKEN_ID
+
+
+def _biases(value: dict[str, float]) -> dict[str, float]:
+    if len({int(token) for token in value}) < len(value):
+        raise PydanticCustomError("logit_bias", "Each token id should be there once")
+    return value
+
+
+NOT_TEXT = "Input should be Unicode text, without half a surrogate pair"
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: JSON can escape half of a surrogate pair, which is no character."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+MessageText = Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, str]])]
+
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStringList = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_as_list)]
+
+_TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
+TokenIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
+
+_TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+_Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+LogitBias = Annotated[dict[_TokenIdText, _Bias], Field(max_length=MAX_BIASES), AfterValidator(_biases)]
+
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""``max_tokens`` of a text completion that names none, as at OpenAI."""
+
+MAX_MESSAGES = 2**14
+"""In one chat. Each costs time that other requests wait for, however short it is."""
+
+_NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+_RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])]
+_OpenAiPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _check_text(cls, value: object) -> object:
+        texts = value if isinstance(value, list) and value and isinstance(value[0], str) else [value]
+        if not all(is_text(text) for text in texts if isinstance(text, str)):
+            raise PydanticCustomError("text", NOT_TEXT)
+        return value
+
+
+class StreamOptions(_Body):
+    """What a stream carries beside the answer."""
+
+    include_usage: bool | None = None
+    """One more chunk, without choices, that holds the usage."""
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every chunk (vLLM)."""
+
+
+class GenerationBody(_Body):
+    """What both generating routes take. Null means the default everywhere, as it does at OpenAI."""
+
+    prompt_field: ClassVar[str]
+    """Name of the field that holds the prompt."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """No end-of-sequence token, stop token or stop string is heeded before so many tokens (vLLM)."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: _RepetitionPenalty | None = None
+    presence_penalty: _OpenAiPenalty | None = None
+    frequency_penalty: _OpenAiPenalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: StopStringList | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    """The text ends with the stop string or the stop token's text instead of before it (vLLM)."""
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    """Each choice carries the ids of its generated tokens in ``token_ids`` (vLLM)."""
+    prompt_logprobs: _NumLogprobs | None = None
+    """Log probabilities of the prompt's tokens, and of so many alternatives to each (vLLM)."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    """Requests share a prefix cache only with those of the same salt (vLLM)."""
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to all prompts."""
+        return self.num_choices
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens to generate at most in one answer; ``None`` where the request says nothing."""
+        return self.max_tokens
+
+    @property
+    def default_token_limit(self) -> int | None:
+        """Tokens to generate at most where the request says nothing; ``None`` is all that the context leaves."""
+        return None
+
+    @property
+    def num_logprobs(self) -> int:
+        """As `pdserve.contracts.request.SamplingParams` counts them."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """As `pdserve.contracts.request.SamplingParams` counts them."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether each answer tells of the prompt's tokens."""
+        return self.num_prompt_logprobs >= 0
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def has_usage_everywhere(self) -> bool:
+        """Whether each chunk of a stream says the usage so far."""
+        return self.has_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check(self) -> None:
+        """What no single field can say.
+
+        Raises:
+            ApiError: fields contradict each other, or one is not supported.
+        """
+        if self.stream_options and not self.stream:
+            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            message = "best_of is supported only where it equals n: every answer is returned; leave it out"
+            raise ApiError(400, message, param="best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs are not available in a stream", param="prompt_logprobs")
+
+
+class ChatMessage(_Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: MessageText
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """What the chat template sees."""
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self.content, **named}
+
+
+class ChatBody(GenerationBody):
+    """Body of ``POST /v1/chat/completions``."""
+
+    prompt_field = "messages"
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: _NumLogprobs | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        check_extra_fields(self.model_extra, CHAT)
+        for index, message in enumerate(self.messages):
+            check_extra_fields(message.model_extra, CHAT_MESSAGE, f"messages.{index}.")
+
+
+class CompletionBody(GenerationBody):
+    """Body of ``POST /v1/completions``."""
+
+    prompt_field = "prompt"
+
+    prompt: Prompts
+    """Several are answered as if each came in its own request; choices are numbered prompt by prompt."""
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    echo: bool | None = None
+    """The prompt comes before the answer, with its log probabilities where those of the answer are asked for. With
+    ``max_tokens`` 0 it comes alone."""
+    logprobs: _NumLogprobs | None = None
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompt) * self.num_choices
+
+    @property
+    def default_token_limit(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        wanted = super().num_prompt_logprobs
+        return max(wanted, self.num_logprobs) if self.echo else wanted
+
+    @property
+    def shows_prompt(self) -> bool:
+        return bool(self.echo) or super().shows_prompt
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens of 0 needs echo to be true; else it is at least 1", param="max_tokens")
+        if self.num_answers > MAX_CHOICES:
+            message = f"{len(self.prompt)} prompts with n = {self.num_choices} make more than {MAX_CHOICES} choices"
+            raise ApiError(400, f"{message}; send several requests", param="n")
+        check_extra_fields(self.model_extra, COMPLETION)

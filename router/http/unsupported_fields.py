@@ -1,0 +1,132 @@
+"""Request fields that OpenAI's API or vLLM's know and this server does not honour.
+
+Such a field is refused unless its value changes nothing; a field that nobody knows is accepted and named in the log.
+A field is never ignored silently.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+
+from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+
+logger = logging.getLogger(__name__)
+
+Neutral = Mapping[str, tuple[object, ...]]
+"""Field name to the values that change nothing, beside null."""
+
+_BOTH: Neutral = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "early_stopping": (False,),
+    "ebnf": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "priority": (0,),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+CHAT: Neutral = {
+    **_BOTH,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+COMPLETION: Neutral = {
+    **CHAT,
+    "add_special_tokens": (True,),
+    "max_completion_tokens": (),
+    "prompt_embeds": (),
+    "suffix": ("",),
+    "top_logprobs": (),
+}
+
+CHAT_MESSAGE: Neutral = {
+    "audio": (),
+    "function_call": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+_LABELS = frozenset(
+    {
+        "annotations",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "refusal",
+        "safety_identifier",
+        "service_tier",
+        "user",
+    }
+)
+"""Fields that describe a request or its sender and change no answer."""
+
+MAX_LOGGED_FIELDS = 1024
+"""Unknown fields that the log names, over the life of the process: a client must not be able to fill a disk."""
+
+_logged: set[str] = set()
+
+
+def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, where: str = "") -> None:
+    """Judge the fields that a request model does not declare.
+
+    Args:
+        where: prefix that leads to them, such as ``messages.0.``.
+
+    Raises:
+        ApiError: a field is known and not honoured.
+    """
+    for name, value in (extra or {}).items():
+        if name in neutral:
+            if value is not None and value not in neutral[name]:
+                raise ApiError(400, _refusal(where + name, neutral[name]), param=where + name)
+        elif name not in _LABELS:
+            _warn_of(name[:MAX_NAME_CHARS])
+
+
+def _refusal(name: str, neutral: tuple[object, ...]) -> str:
+    remedy = f"set it to {' or '.join(map(json.dumps, neutral))}, or leave it out" if neutral else "leave it out"
+    return f"{name} is not supported; {remedy}"
+
+
+def _warn_of(name: str) -> None:
+    """Once per name."""
+    if name in _logged or len(_logged) >= MAX_LOGGED_FIELDS:
+        return
+    _logged.add(name)
+    logger.warning("a request has the unknown field %r; it is ignored", name)
+    if len(_logged) == MAX_LOGGED_FIELDS:
+        logger.warning("requests have had %d unknown fields; no more of them are named here", MAX_LOGGED_FIELDS)

@@ -1,0 +1,551 @@
+"""The dispatch core: places requests on workers, binds, retries, and brings back their tokens.
+
+Owns the tables of requests and attempts, the queue of those that no worker can take yet, and admission: a bound on what
+is in flight, and the drain. Asks the pure policy where to go. Accepted requests equal the sum of outcomes and requests
+in the table, always.
+
+The seam: everything that the core needs is handed in, so that a virtual clock drives it as well as a live router.
+
+- Time: ``now_s``, called for the current instant; `Dispatcher.sweep` from time to time.
+- Commands: `Worker.submit`, `Worker.prepare` and `Worker.cancel`, which a subclass implements. They return at once.
+- Events: `Dispatcher.worker_up`, `worker_lost`, `tokens_received`, `event_received`, `prompt_logprobs_received`, in the
+  vocabulary of `pdserve.contracts.events`. Each worker's come in order: what began, prompt log probabilities, tokens,
+  what ended. The driver keeps the attributes of `Worker` current.
+- Readers: a `Request` whose hooks a subclass overrides.
+- Counting: a `DispatchObserver`, which by itself ignores everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pdserve.contracts.events import (
+    PromptLogprobsEvent,
+    RefusalCode,
+    RequestEvent,
+    RequestEventKind,
+    RequestKey,
+    TokenEvent,
+)
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import KvSource, Outcome, RequestState
+from pdserve.router.cluster.worker import Worker
+from pdserve.router.requests.policy import Costs, choose_decode, choose_prefill
+from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 2
+"""Failed steps after which the request itself is blamed."""
+MAX_ATTEMPTS = 8
+"""Dispatches of one choice at most, whoever is to blame."""
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSettings:
+    """Bounds of the dispatcher."""
+
+    max_in_flight: int = 1024
+    """Choices of requests accepted and not ended, at most: a request for n answers costs what n requests cost."""
+    ttft_slo_s: float = 0.0
+    """Seconds from arrival by which token 0 is wanted; 0 for no objective."""
+    tpot_slo_s: float = 0.0
+    """Seconds per token that prefill on a decode worker must leave to those that decode there; 0 keeps it away."""
+    deadline_s: float = 600.0
+    """Seconds from arrival after which a request is given up."""
+    worker_wait_s: float = 60.0
+    """Seconds that a request which had a worker waits for the next one at most: its client may have tokens already."""
+    new_wait_s: float = 5.0
+    """The same of a new one. A worker that restarts quickly goes unnoticed; a client that would wait longer had better
+    ask again, perhaps elsewhere."""
+    cut_off_s: float = 10.0
+    """Seconds after a failed pull for which its decode worker is avoided for prompts of its prefill worker."""
+
+
+class DispatchObserver:
+    """Hears of everything that is counted, and ignores it; `pdserve.router.metrics` overrides."""
+
+    def accepted(self, spec: RequestSpec) -> None:
+        """A request was admitted."""
+
+    def routed(self, seconds: float) -> None:
+        """The policy took so long to decide."""
+
+    def phase_ended(self, phase: str, seconds: float) -> None:
+        """A phase of an attempt, as `pdserve.router.metrics.PHASES` lists them."""
+
+    def prompt_started(self, num_cached_tokens: int) -> None:
+        """A worker began to compute a request's prompt."""
+
+    def handoff_stalled(self, seconds: float) -> None:
+        """Token 1 came so long after token 0 of an attempt that was handed off."""
+
+    def retried(self, reason: str) -> None:
+        """An attempt was dispatched again, or bound to another decode worker."""
+
+    def ended(self, request: Request) -> None:
+        """``request.outcome`` is set."""
+
+
+class Dispatcher:
+    """The core. Not thread-safe: one loop drives it."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        settings: DispatchSettings,
+        now_s: Callable[[], float],
+        observer: DispatchObserver | None = None,
+    ) -> None:
+        """``now_s``: the current instant, monotonic, of any origin."""
+        self.workers: dict[str, Worker] = {}
+        """Those that are up, by id."""
+        self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
+        self.num_accepted = 0
+        self.is_draining = False
+        self._costs = costs
+        self._settings = settings
+        self._now_s = now_s
+        self._observer = observer or DispatchObserver()
+        self._requests: dict[Request, None] = {}
+        """In order of arrival."""
+        self._attempts: dict[int, Attempt] = {}
+        """By request id, as the next two."""
+        self._queued: dict[int, Attempt] = {}
+        self._unbound: dict[int, Attempt] = {}
+        self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
+        """By (prefill worker, decode worker); the incarnations, so that a replaced one starts with a clean slate."""
+        self._request_ids = itertools.count(1)
+        self._num_choices = 0
+        self._mean_request_s = MIN_RETRY_AFTER_S
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_queued(self) -> int:
+        """Attempts that no worker has taken."""
+        return len(self._queued)
+
+    # Requests
+
+    def start(self, request: Request) -> None:
+        """Accept a request and place its first choice.
+
+        Raises:
+            GenerationError: refused at once (overload, drain).
+        """
+        spec = request.spec
+        self._admit(spec.num_choices)
+        self._requests[request] = None
+        self._num_choices += spec.num_choices
+        self.num_accepted += 1
+        self._observer.accepted(spec)
+        self._launch(request, 0)
+
+    def finish(self, request: Request, choice: int) -> None:
+        """Nothing more of ``choice`` is wanted: a stop string was found in it. The request is FINISHED with its last
+        choice. Idempotent, and harmless after the end."""
+        attempt = request.attempts.get(choice)
+        if attempt is not None:
+            self._end_choice(attempt)
+        elif choice in request.waiting_choices:
+            request.waiting_choices.remove(choice)
+
+    def cancel(self, request: Request) -> None:
+        """The client left: stop the request on every worker; harmless after the end."""
+        if request.outcome is None:
+            self._end(request, Outcome.CANCELLED)
+
+    def fail(self, request: Request, error: GenerationError) -> None:
+        """End a request with an error, on every worker too."""
+        if request.outcome is None:
+            request.error = error
+            self._end(request, Outcome.REJECTED if error.status == 400 else Outcome.FAILED)
+
+    def fail_all(self, message: str) -> None:
+        """End every request with an error: the process is about to exit."""
+        for request in list(self._requests):
+            self.fail(request, GenerationError(503, message, retry_after_s=MIN_RETRY_AFTER_S))
+
+    def begin_drain(self) -> None:
+        """Refuse new requests; what runs goes on."""
+        self.is_draining = True
+
+    def sweep(self) -> None:
+        """Give up requests that are past their deadline or have waited too long for a worker."""
+        now_s = self._now_s()
+        for request in list(self._requests):
+            if now_s >= self._deadline_s(request):
+                self.fail(request, _late_error())
+        for attempt in list(self._queued.values()):
+            wait_s = self._settings.new_wait_s if attempt.number < 0 else self._settings.worker_wait_s
+            if now_s - attempt.queued_s >= wait_s:
+                retry_after_s = max(self._settings.new_wait_s, MIN_RETRY_AFTER_S)
+                missing = "decode worker" if any(worker.takes_work for worker in self.workers.values()) else "worker"
+                self.fail(attempt.request, GenerationError(503, f"no {missing} is up", retry_after_s=retry_after_s))
+
+    # Workers
+
+    def worker_up(self, worker: Worker) -> None:
+        """``worker`` takes commands; its limits are set."""
+        worker.is_up = True
+        self.workers[worker.worker_id] = worker
+        for attempt in list(self._queued.values()):
+            self._place(attempt)
+        for attempt in list(self._unbound.values()):
+            self._bind(attempt)
+
+    def worker_lost(self, worker: Worker) -> None:
+        """Everything sent to ``worker`` before is void."""
+        worker.is_up = False
+        worker.in_flight.clear()
+        if self.workers.get(worker.worker_id) is worker:
+            del self.workers[worker.worker_id]
+        for attempt in list(self._attempts.values()):
+            if worker not in attempt.workers:
+                continue
+            if worker is attempt.prefill and not attempt.needs_prefill:
+                attempt.is_prefill_over = True
+            else:
+                self._go_on_without(attempt, worker, "worker_lost", f"worker {worker.worker_id} was lost")
+
+    # Events
+
+    def tokens_received(self, worker: Worker, tokens: Iterable[TokenEvent]) -> None:
+        """Deliver each token that is its choice's next in the current attempt; drop what is stale or repeated."""
+        attempts = self._attempts
+        for token in tokens:
+            attempt = attempts.get(token.key.request_id)
+            if attempt is not None:
+                self._take(attempt, worker, token)
+
+    def tokens_skipped(self, key: RequestKey, num_tokens: int) -> None:
+        """Count ``num_tokens`` more tokens of a choice as delivered, whatever they are: for a driver that emits no
+        event for each token of its steady decode steps."""
+        attempt = self._attempts.get(key.request_id)
+        if attempt is not None and attempt.number == key.attempt:
+            attempt.emitted.extend(itertools.repeat(0, num_tokens))
+
+    def prompt_logprobs_received(self, worker: Worker, event: PromptLogprobsEvent) -> None:
+        """Take the log probabilities of some prompt tokens, as the current attempt computed them."""
+        attempt = self._attempts.get(event.key.request_id)
+        if attempt is None or event.key.attempt != attempt.number or worker is not attempt.prefill:
+            return
+        if not attempt.request.take_prompt_logprobs(event.first_position, event.entries):
+            log.error("request %x: no prompt logprobs before position %d", attempt.request_id, event.first_position)
+            self._failed(attempt, "prompt logprobs were lost between worker and router")
+
+    def event_received(self, worker: Worker, event: RequestEvent) -> None:
+        """Take an event of the current attempt."""
+        attempt = self._attempts.get(event.key.request_id)
+        if attempt is None or not attempt.accepts(worker, event.key.attempt):
+            return
+        kind = event.kind
+        if worker is attempt.prefill and kind.is_terminal and not attempt.needs_prefill:
+            # However it puts it (nobody may have told it that the pull is complete), it is needed no more.
+            attempt.is_prefill_over = True
+            return
+        match kind:
+            case RequestEventKind.STARTED:
+                self._started(attempt, worker, event)
+            case RequestEventKind.LAST_CHUNK:
+                self._last_chunk(attempt, worker, event)
+            case RequestEventKind.JOINED:
+                self._joined(attempt)
+            case RequestEventKind.PREEMPTED:
+                attempt.state = RequestState.PREEMPTED
+            case RequestEventKind.RESUMED:
+                attempt.state = RequestState.DECODING
+            case RequestEventKind.RELEASED:
+                # From a decode worker it means that token 0 was the last one, which the prefill worker says.
+                attempt.is_prefill_over |= worker is attempt.prefill
+            case RequestEventKind.REJECTED:
+                self._rejected(attempt, worker, event)
+            case RequestEventKind.FAILED:
+                self._failed(attempt, event.message)
+            case RequestEventKind.KV_UNAVAILABLE:
+                self._kv_unavailable(attempt, worker, event)
+            case RequestEventKind.CANCELLED:
+                self._retry(attempt, "cancelled", event.message)
+
+    # Admission, launch and end
+
+    def _admit(self, num_choices: int) -> None:
+        if self.is_draining:
+            raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
+        max_in_flight = self._settings.max_in_flight
+        if num_choices > max_in_flight:
+            raise GenerationError(
+                400, f"{num_choices} choices are more than this router takes at once: {max_in_flight}"
+            )
+        if self._num_choices + num_choices > max_in_flight:
+            wait_s = min(max(self._mean_request_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+            raise GenerationError(429, f"{self._num_choices} answers are in flight already", retry_after_s=wait_s)
+
+    def _launch(self, request: Request, choice: int) -> None:
+        attempt = Attempt(request, choice, next(self._request_ids), self._now_s())
+        request.attempts[choice] = attempt
+        self._attempts[attempt.request_id] = attempt
+        self._place(attempt)
+
+    def _launch_waiting(self, request: Request) -> None:
+        """Choice 0 has computed the prompt, or is over: the others need not wait for it any more."""
+        waiting, request.waiting_choices = request.waiting_choices, []
+        for choice in waiting:
+            self._launch(request, choice)
+
+    def _end_choice(self, attempt: Attempt, finisher: Worker | None = None) -> None:
+        """The choice is complete; ``finisher`` said its last token."""
+        request = attempt.request
+        self._forget(attempt, finisher)
+        del request.attempts[attempt.choice]
+        self._bind_others(attempt)
+        if request.waiting_choices:
+            self._launch_waiting(request)
+        if not request.attempts:
+            self._end(request, Outcome.FINISHED)
+
+    def _end(self, request: Request, outcome: Outcome) -> None:
+        """Reach the outcome, once."""
+        assert request.outcome is None
+        request.outcome = outcome
+        for attempt in request.attempts.values():
+            self._forget(attempt)
+        request.attempts.clear()
+        request.waiting_choices.clear()
+        del self._requests[request]
+        self._num_choices -= request.spec.num_choices
+        self.outcomes[outcome] += 1
+        if outcome is Outcome.FINISHED:
+            self._mean_request_s += 0.1 * (self._now_s() - request.spec.arrived_s - self._mean_request_s)
+        self._observer.ended(request)
+        request.ended()
+
+    def _forget(self, attempt: Attempt, finisher: Worker | None = None) -> None:
+        """Free what workers hold of an attempt that is over."""
+        attempt.abandon(finisher)
+        del self._attempts[attempt.request_id]
+        self._queued.pop(attempt.request_id, None)
+        self._unbound.pop(attempt.request_id, None)
+
+    def _deadline_s(self, request: Request) -> float:
+        return request.spec.arrived_s + self._settings.deadline_s
+
+    # Placing and binding
+
+    def _place(self, attempt: Attempt) -> None:
+        """Send the attempt to the worker that the policy names, or queue it until one comes up."""
+        self._unbound.pop(attempt.request_id, None)
+        start_s = self._now_s()
+        workers = [worker for worker in self.workers.values() if worker.takes_work]
+        if not workers:
+            self._queued[attempt.request_id] = attempt
+            return
+        spec = attempt.request.spec
+        blocks = attempt.blocks(workers[0].block_size)
+        tpot_slo_s = 0.0 if spec.is_probe else self._settings.tpot_slo_s
+        choice = choose_prefill(blocks, [worker.snapshot() for worker in workers], self._costs, tpot_slo_s=tpot_slo_s)
+        now_s = self._now_s()
+        self._observer.routed(now_s - start_s)
+        if choice is None:
+            self._queued[attempt.request_id] = attempt
+            return
+        self._queued.pop(attempt.request_id, None)
+        if attempt.number < 0 and attempt.choice == 0:
+            self._observer.phase_ended("queue", now_s - spec.arrived_s)
+        ttft_slo_s = 0.0
+        if self._settings.ttft_slo_s > 0 and not attempt.emitted:
+            ttft_slo_s = max(spec.arrived_s + self._settings.ttft_slo_s - now_s, MIN_DURATION_S)
+        attempt.submit(
+            self.workers[choice.worker_id],
+            handoff=choice.handoff,
+            num_cached_tokens=choice.num_cached_tokens,
+            num_blocks=blocks.num_blocks(),
+            deadline_s=self._deadline_s(attempt.request) - now_s,
+            ttft_slo_s=ttft_slo_s,
+        )
+
+    def _bind(self, attempt: Attempt) -> None:
+        """Bind the attempt to the decode worker that the policy names, or leave it parked until one comes up."""
+        prefill = attempt.prefill
+        assert prefill is not None
+        first = attempt.request.attempts.get(0)
+        if first is not None and first is not attempt and first.is_pulling:
+            # The prompt will be in that decode worker's prefix cache: pulled once for all choices.
+            self._unbound[attempt.request_id] = attempt
+            return
+        start_s = self._now_s()
+        blocks = attempt.blocks(prefill.block_size)
+        choice = choose_decode(
+            blocks,
+            [w.snapshot() for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work],
+            self._costs,
+            self._cut_off_from(prefill),
+            source_host=prefill.host,
+        )
+        now_s = self._now_s()
+        self._observer.routed(now_s - start_s)
+        if choice is None:
+            self._unbound[attempt.request_id] = attempt
+            return
+        self._unbound.pop(attempt.request_id, None)
+        deadline_s = self._deadline_s(attempt.request) - now_s
+        attempt.bind(self.workers[choice.worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
+
+    def _bind_others(self, first: Attempt) -> None:
+        """Choice 0 pulls its prompt no more: bind the choices that waited for it."""
+        if first.choice == 0 and self._unbound:
+            for attempt in list(first.request.attempts.values()):
+                if attempt is not first and attempt.request_id in self._unbound:
+                    self._bind(attempt)
+
+    def _cut_off_from(self, prefill: Worker) -> set[str]:
+        """Ids of decode workers that could not pull from ``prefill`` lately."""
+        if not self._cut_off_until_s:
+            return set()
+        now_s = self._now_s()
+        self._cut_off_until_s = {pair: until_s for pair, until_s in self._cut_off_until_s.items() if until_s > now_s}
+        return {decode.worker_id for source, decode in self._cut_off_until_s if source is prefill}
+
+    # An attempt's events
+
+    def _take(self, attempt: Attempt, worker: Worker, token: TokenEvent) -> None:
+        """Deliver a token if it is the choice's next one."""
+        if not attempt.accepts(worker, token.key.attempt) or token.index < len(attempt.emitted):
+            return
+        if token.index > len(attempt.emitted):
+            if worker is attempt.decode and attempt.awaits_first:
+                attempt.overtook.append(token)
+                return
+            expected = len(attempt.emitted)
+            log.error("request %x: token %d came where %d was next", attempt.request_id, token.index, expected)
+            self._failed(attempt, "a token was lost between worker and router")
+            return
+        is_first = attempt.awaits_first
+        if is_first:
+            if attempt.asks_prompt_logprobs:
+                self._failed(attempt, "prompt logprobs are missing at token 0")
+                return
+            self._first_token(attempt)
+        elif token.index == 1 and attempt.handoff:
+            self._observer.handoff_stalled(self._now_s() - attempt.began_s)
+        attempt.emitted.append(token.token)
+        token.choice = attempt.choice
+        attempt.request.token_received(token)
+        if token.finish:
+            self._observer.phase_ended("decode", self._now_s() - max(attempt.joined_s, attempt.first_token_s))
+            self._end_choice(attempt, worker)
+        elif is_first:
+            if attempt.request.waiting_choices:
+                self._launch_waiting(attempt.request)
+            if attempt.overtook:
+                overtook, attempt.overtook = attempt.overtook, []
+                assert attempt.decode is not None
+                self.tokens_received(attempt.decode, overtook)
+
+    def _first_token(self, attempt: Attempt) -> None:
+        """The attempt's first token is out."""
+        now_s = self._now_s()
+        attempt.awaits_first = False
+        if not attempt.emitted:
+            attempt.began_s = now_s
+        attempt.first_token_s = now_s
+        if attempt.started_s:
+            self._observer.phase_ended("prefill", now_s - attempt.started_s)
+        is_parked = attempt.handoff and not attempt.has_joined
+        attempt.state = RequestState.HANDOFF if is_parked else RequestState.DECODING
+
+    def _started(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
+        worker.in_flight.remove(attempt.request_id)
+        if worker is attempt.decode:
+            self._observer.phase_ended("decode_queue", event.waited_s)
+            return
+        attempt.started_s = self._now_s()
+        self._observer.phase_ended("prefill_queue", event.waited_s)
+        request = attempt.request
+        if not request.is_started:
+            request.is_started = True
+            request.num_cached_tokens = min(event.num_cached_tokens, len(request.spec.prompt_tokens))
+            self._observer.prompt_started(request.num_cached_tokens)
+            request.prompt_started(request.num_cached_tokens)
+
+    def _last_chunk(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
+        if attempt.handoff and attempt.source is None:
+            attempt.source = KvSource(address=worker.kv_address, worker_epoch=worker.epoch, handle=event.handle)
+            if attempt.awaits_first:
+                attempt.state = RequestState.HANDOFF
+            self._bind(attempt)
+
+    def _joined(self, attempt: Attempt) -> None:
+        attempt.has_joined = True
+        attempt.joined_s = self._now_s()
+        if not attempt.awaits_first:
+            attempt.state = RequestState.DECODING
+            self._observer.phase_ended("handoff", attempt.joined_s - attempt.first_token_s)
+        self._bind_others(attempt)
+
+    def _rejected(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
+        if event.refusal not in (RefusalCode.DRAINING, RefusalCode.OVERLOADED):
+            self.fail(attempt.request, GenerationError(400, event.message))
+            return
+        worker.is_draining |= event.refusal is RefusalCode.DRAINING
+        self._go_on_without(attempt, worker, "refused", event.message)
+
+    def _kv_unavailable(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
+        if worker is attempt.decode and event.refusal is not RefusalCode.SOURCE:
+            assert attempt.prefill is not None
+            self._cut_off_until_s[attempt.prefill, worker] = self._now_s() + self._settings.cut_off_s
+            self._go_on_without(attempt, worker, "kv_unavailable", event.message)
+        else:
+            self._retry(attempt, "kv_unavailable", event.message)
+
+    # Fail-over
+
+    def _failed(self, attempt: Attempt, message: str) -> None:
+        attempt.num_failures += 1
+        self._retry(attempt, "failed", message)
+
+    def _go_on_without(self, attempt: Attempt, worker: Worker, reason: str, message: str) -> None:
+        """``worker`` is done with the attempt: have the parked prompt pulled by another if there is one, else retry."""
+        is_late = self._now_s() >= self._deadline_s(attempt.request)
+        if worker is not attempt.decode or not attempt.may_rebind or is_late:
+            self._retry(attempt, reason, message)
+            return
+        log.info("request %x, attempt %d is bound anew: %s (%s)", attempt.request_id, attempt.number, reason, message)
+        attempt.unbind()
+        self._observer.retried("rebound")
+        self._bind(attempt)
+
+    def _retry(self, attempt: Attempt, reason: str, message: str) -> None:
+        """Give up the attempt and place the next one."""
+        log.info("request %x, attempt %d: %s (%s)", attempt.request_id, attempt.number, reason, message)
+        error = self._verdict(attempt)
+        if error is not None:
+            self.fail(attempt.request, error)
+            return
+        attempt.abandon()
+        self._observer.retried(reason)
+        attempt.queued_s = self._now_s()
+        self._bind_others(attempt)
+        self._place(attempt)
+
+    def _verdict(self, attempt: Attempt) -> GenerationError | None:
+        """Why there must be no next attempt, or ``None``."""
+        if self._now_s() >= self._deadline_s(attempt.request):  # workers give up what is late, too
+            return _late_error()
+        if attempt.num_failures >= MAX_FAILURES:
+            return GenerationError(500, "the model could not compute this request")
+        if attempt.number + 1 >= MAX_ATTEMPTS:
+            return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=1.0)
+        return None
+
+
+def _late_error() -> GenerationError:
+    return GenerationError(504, "the request's deadline has passed")

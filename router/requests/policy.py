@@ -1,0 +1,293 @@
+"""Which worker runs each phase of a request: a pure function of snapshots, a request and the cost model.
+
+It takes the least predicted time: TTFT for prefill, TPOT with the transfer in it for decode. A decode worker may also
+prefill, where that is faster and costs nobody their TPOT (`may_prefill_locally`): typically the next turn of a chat,
+whose history only that worker holds. The dispatcher calls it with snapshots of the fleet and the planner's simulator
+with snapshots of virtual workers. It does no I/O, reads no clock and keeps no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import takewhile
+from typing import NamedTuple
+
+from pdserve.contracts.block_hash import block_hash, root_hash
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.cost.cost_model import CostModel
+
+STALL_TOKENS = 100
+"""Tokens of an answer over which the wait for its KV is spread: TPOT counts the handoff stall, and how long the answer
+will be is not known."""
+
+
+class WorkerSnapshot(NamedTuple):
+    """What the router knows of one worker at the moment of a decision."""
+
+    worker_id: str
+    role: WorkerRole
+    max_batch_tokens: int
+    max_batch_size: int
+    num_running: int
+    """Sequences being computed."""
+    num_waiting_tokens: int
+    """Prompt tokens that are still to be prefilled, those only just sent and those of the steps in flight included."""
+    num_context_tokens: int
+    """Tokens in the contexts of the sequences that decode or are about to."""
+    num_decoding: int
+    """Sequences that decode or were sent to decode."""
+    num_free_blocks: int
+    """Blocks that a new sequence could take, less those of sequences that were only just sent."""
+    prefill_correction: float
+    """Observed over predicted time of steps with prefill rows."""
+    decode_correction: float
+    """The same of pure decode steps."""
+    cached_blocks: AbstractSet[bytes]
+    """Hashes of the blocks in the worker's prefix cache, as far as its events have told."""
+    host: str = ""
+    """Where it runs: between two workers of one host KV takes the faster way."""
+
+
+class PromptBlocks:
+    """A prompt's block hashes, computed only as far as somebody asks.
+
+    Reading one that most workers do not hold costs a single hash; the last block is never counted, because a prompt's
+    last token is always computed.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        block_size: int,
+        cache_salt: bytes = b"",
+        *,
+        may_use_cache: bool = True,
+        known_hashes: Sequence[bytes] = (),
+    ) -> None:
+        """
+        Args:
+            may_use_cache: False: every token must be computed, whoever caches it.
+            known_hashes: of its leading full blocks, as far as they were computed before.
+        """
+        self.num_tokens = len(tokens)
+        self.block_size = block_size
+        self._tokens = tokens
+        self._num_cacheable = (self.num_tokens - 1) // block_size if may_use_cache else 0
+        self._hashes = list(known_hashes[: self._num_cacheable])
+        self._parent = self._hashes[-1] if self._hashes else root_hash(cache_salt)
+
+    def num_blocks(self) -> int:
+        """Blocks that hold the prompt and the next token."""
+        return self.num_tokens // self.block_size + 1
+
+    def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
+        """Leading tokens whose blocks are all among ``cached_blocks``."""
+        if not self._num_cacheable:
+            return 0
+        num_blocks = len(list(takewhile(cached_blocks.__contains__, self._hashes)))
+        if num_blocks < len(self._hashes):
+            return num_blocks * self.block_size
+        while num_blocks < self._num_cacheable and self._next_hash() in cached_blocks:
+            num_blocks += 1
+        return num_blocks * self.block_size
+
+    def _next_hash(self) -> bytes:
+        """Compute one more block's hash."""
+        start = len(self._hashes) * self.block_size
+        self._parent = block_hash(self._parent, self._tokens[start : start + self.block_size])
+        self._hashes.append(self._parent)
+        return self._parent
+
+
+Costs = Mapping[WorkerRole, CostModel]
+"""What predicts the workers of each role, whose hardware and parallelism may differ."""
+
+
+class PrefillChoice(NamedTuple):
+    """Where a prompt is computed."""
+
+    worker_id: str
+    handoff: bool
+    """Whether another worker decodes; False runs the whole request here."""
+    ttft_s: float
+    """Predicted time to the first new token, from now; of a decode worker beside others, with the larger correction."""
+    num_cached_tokens: int
+    """Expected prefix-cache hit."""
+
+
+class _Option(NamedTuple):
+    """A worker that may prefill; the least is the best."""
+
+    ttft_s: float
+    is_decode: bool
+    worker_id: str
+    handoff: bool
+    num_cached_tokens: int
+    correction: float
+
+
+class DecodeChoice(NamedTuple):
+    """Where a prefilled prompt is decoded."""
+
+    worker_id: str
+    has_room: bool
+    """False: no worker has room now, and the request will wait on this one, whose shortfall is least."""
+    tpot_s: float
+    """Predicted time per output token once it has joined."""
+    transfer_s: float
+    """Predicted time of the pull."""
+
+
+def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSnapshot, bool]]:
+    """Workers that may compute any prompt now, each with whether it hands off.
+
+    Prefill workers count only while some decode worker can take over from them; decode workers are here only while no
+    prefill worker is up; mixed workers always run the whole request.
+    """
+    workers = list(workers)
+    roles = [worker.role for worker in workers]
+    has_decode, has_prefill = WorkerRole.DECODE in roles, WorkerRole.PREFILL in roles
+    candidates = []
+    for worker in workers:
+        if worker.role is WorkerRole.PREFILL:
+            if has_decode:
+                candidates.append((worker, True))
+        elif worker.role is WorkerRole.MIXED or not has_prefill:
+            candidates.append((worker, False))
+    return candidates
+
+
+def predict_ttft_s(
+    worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: int, cost: CostModel, *, least_correction: float = 0.0
+) -> float:
+    """Time to the first new token of a prompt that joins ``worker``'s queue now.
+
+    The prompts ahead fill steps of ``max_batch_tokens``; sequences that decode beside them lengthen each step.
+
+    Args:
+        least_correction: used where the worker's own is less.
+    """
+    num_new = num_tokens - num_cached_tokens
+    budget = worker.max_batch_tokens
+    queue_s = 0.0
+    if worker.num_waiting_tokens > budget:
+        queue_s = cost.prefill_s(budget, 0) * worker.num_waiting_tokens / budget
+    elif worker.num_waiting_tokens > 0:
+        queue_s = cost.prefill_s(worker.num_waiting_tokens, 0)
+    own_s = cost.prefill_s(num_new, num_cached_tokens)
+    beside_s = 0.0
+    if worker.role is not WorkerRole.PREFILL and worker.num_decoding > 0:
+        num_left = worker.num_waiting_tokens + num_new
+        chunk = min(num_left, budget)
+        step_s = cost.mixed_s(chunk, num_cached_tokens, worker.num_decoding, worker.num_context_tokens)
+        beside_s = -(-num_left // budget) * (step_s - cost.prefill_s(chunk, num_cached_tokens))
+    return (queue_s + own_s + beside_s) * max(least_correction, _mixed_correction(worker))
+
+
+def may_prefill_locally(
+    worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: int, cost: CostModel, *, tpot_slo_s: float
+) -> bool:
+    """Whether a decode worker may compute a prompt without harm to those that decode there, or are about to.
+
+    The step that their tokens wait for grows by the prompt's chunk. It must not last longer than the objective for
+    TPOT, also with the prompts in it that wait there already. The rule is that by which Sarathi-Serve chooses its token
+    budget (Agrawal et al., OSDI 2024, section 4.3), held against one step instead of all. It holds on an idle worker
+    too, so that long prompts are left to prefill workers.
+
+    Args:
+        tpot_slo_s: the objective; 0 is none, and decode workers then leave prompts to others.
+    """
+    num_new = worker.num_waiting_tokens + num_tokens - num_cached_tokens
+    step_s = cost.mixed_s(
+        min(num_new, worker.max_batch_tokens), num_cached_tokens, worker.num_decoding, worker.num_context_tokens
+    )
+    return step_s * _mixed_correction(worker) <= tpot_slo_s
+
+
+def choose_prefill(
+    blocks: PromptBlocks,
+    workers: Iterable[WorkerSnapshot],
+    costs: Costs,
+    *,
+    tpot_slo_s: float = 0.0,
+) -> PrefillChoice | None:
+    """The worker with the least predicted TTFT; ``None`` when no worker can begin.
+
+    Ties go to workers that are there for it, then to the lowest id: only what it caches, or a queue elsewhere, brings
+    a prompt to a decode worker while prefill workers are up. A lower correction than that of the best of the others
+    does not: corrections change within seconds, and prompts would go back and forth.
+
+    Args:
+        tpot_slo_s: see `may_prefill_locally`.
+    """
+    workers = list(workers)
+    num_tokens = blocks.num_tokens
+    options = []
+    for worker, handoff in prefill_candidates(workers):
+        num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+        ttft_s = predict_ttft_s(worker, num_tokens, num_cached, costs[worker.role])
+        is_decode = worker.role is WorkerRole.DECODE
+        options.append(_Option(ttft_s, is_decode, worker.worker_id, handoff, num_cached, worker.prefill_correction))
+    if not options:
+        return None
+    if any(option.handoff for option in options):
+        cost, correction = costs[WorkerRole.DECODE], min(options).correction
+        for worker in workers:
+            if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker):
+                continue  # without blocks and a seat the request would wait for them ahead of its token 0
+            num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+            if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
+                ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
+                options.append(_Option(ttft_s, True, worker.worker_id, False, num_cached, correction))
+    best = min(options)
+    return PrefillChoice(best.worker_id, best.handoff, best.ttft_s, best.num_cached_tokens)
+
+
+def choose_decode(
+    blocks: PromptBlocks,
+    workers: Iterable[WorkerSnapshot],
+    costs: Costs,
+    cut_off: AbstractSet[str] = frozenset(),
+    *,
+    source_host: str = "",
+) -> DecodeChoice | None:
+    """The decode worker with the least predicted TPOT among those with room, ties to the lowest id.
+
+    The time of the pull, which is shorter where more of the prompt is cached, counts with its share in TPOT: of workers
+    with about the same load, the one that has less to pull is taken. Where none has room, the one that lacks the fewest
+    blocks and seats: its queue is first come, first served. ``None`` when no decode worker is up.
+
+    Args:
+        cut_off: ids of workers that could not pull from the prompt's prefill worker lately; taken only if there is no
+            other.
+        source_host: of the prompt's prefill worker.
+    """
+    choices = []
+    cost = costs[WorkerRole.DECODE]
+    for worker in workers:
+        if worker.role is not WorkerRole.DECODE:
+            continue
+        shortfall = _shortfall(blocks, worker)
+        num_context = worker.num_context_tokens + blocks.num_tokens
+        tpot_s = cost.decode_s(worker.num_decoding + 1, num_context) * worker.decode_correction
+        num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
+        transfer_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
+        choice = DecodeChoice(worker.worker_id, shortfall == 0, tpot_s, transfer_s)
+        choices.append((worker.worker_id in cut_off, shortfall, tpot_s + transfer_s / STALL_TOKENS, choice))
+    return min(choices)[-1] if choices else None
+
+
+def _mixed_correction(worker: WorkerSnapshot) -> float:
+    """Observed over predicted time of steps with prefill rows. A decode worker may never have had one, or not lately,
+    so that it is not believed to do them better than its other steps."""
+    if worker.role is WorkerRole.DECODE:
+        return max(worker.prefill_correction, worker.decode_correction)
+    return worker.prefill_correction
+
+
+def _shortfall(blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
+    """Blocks and batch slots that ``worker`` lacks for one more sequence."""
+    missing_blocks = max(0, blocks.num_blocks() - worker.num_free_blocks)
+    missing_slots = max(0, worker.num_decoding + 1 - worker.max_batch_size)
+    return missing_blocks + missing_slots

@@ -1,0 +1,272 @@
+"""Answers as text: the choices of one prompt, and the prompts of one request, as one stream of `TextDelta`.
+
+`Choice` turns tokens into text up to its end, which a stop string may bring before the workers know; `Answer` runs one
+prompt's generation, and `Answers` those of all prompts of a request side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Literal, NamedTuple
+
+from pdserve.contracts.events import TokenEvent
+from pdserve.contracts.request import FinishReason, SamplingParams
+from pdserve.contracts.step import TokenLogprobs
+from pdserve.router.requests.generation import Generation, Generator
+from pdserve.router.requests.request import GenerationError
+from pdserve.router.text.answer_text import Detokenizer, StopStrings
+
+AnswerEnd = Literal["stop", "length"]
+"""``finish_reason`` as OpenAI writes it."""
+
+
+class AnswerToken(NamedTuple):
+    """One token, and where its text stands."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+    offset_chars: int
+    """Of the choice's text, before this token's."""
+
+
+class TextDelta(NamedTuple):
+    """One token of a choice, and the text that became certain with it."""
+
+    choice: int
+    """Index in the response."""
+    text: str
+    """Often empty: a part of a character, what may be a stop string, or a token without text."""
+    generated: Sequence[AnswerToken]
+    """The one token; none where an echoed prompt is all that was asked for."""
+    end: AnswerEnd | None
+    """Set on the last token."""
+    echoed: Sequence[AnswerToken] = ()
+    """Tokens of the prompt, whose text ``text`` begins with."""
+
+
+class Choice:
+    """Text of one choice."""
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stop_strings: StopStrings,
+        *,
+        shows_stop_token: bool,
+        min_tokens: int,
+        offset_chars: int,
+    ) -> None:
+        """
+        Args:
+            detokenizer: this choice's own, as ``stop_strings``.
+            shows_stop_token: the token that ends the choice is part of its text.
+            min_tokens: so many tokens pass before stop strings are looked for.
+            offset_chars: of an echoed prompt, which the text comes after.
+        """
+        self.index = index
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+        self._shows_stop_token = shows_stop_token
+        self._min_tokens = min_tokens
+        self._offset_chars = offset_chars
+        self.is_over = False
+
+    def push(self, delta: TokenEvent) -> TextDelta:
+        """Take the next token. After the end nothing more may be pushed."""
+        assert not self.is_over
+        token = AnswerToken(delta.token, delta.logprobs, self._offset_chars)
+        is_shown = self._shows_stop_token or delta.finish is not FinishReason.STOP
+        text = self._detokenizer.push(delta.token) if is_shown else ""
+        end = _END[delta.finish]
+        if end is not None:
+            text += self._detokenizer.flush()
+        self._offset_chars += len(text)
+        is_stopped = False
+        if delta.index >= self._min_tokens:
+            text, is_stopped = self._stop_strings.push(text)
+        if is_stopped:
+            end = "stop"
+        elif end is not None:
+            text += self._stop_strings.flush()
+        self.is_over = end is not None
+        return TextDelta(self.index, text, (token,), end)
+
+
+_END: dict[FinishReason, AnswerEnd | None] = {
+    FinishReason.NONE: None,
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
+
+
+class Usage(NamedTuple):
+    """Tokens of a request, every generated one counted, shown or not."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+
+    def as_dict(self) -> dict[str, object]:
+        """The ``usage`` object of a response."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+class Echo(NamedTuple):
+    """The prompt, where it is part of the answer."""
+
+    text: str
+    offsets_chars: Sequence[int]
+    """Where in the text each of the prompt's tokens begins."""
+    is_all: bool
+    """Nothing that is generated is shown."""
+
+
+class Answer:
+    """The choices of one prompt. Nothing runs before `deltas` is iterated, and nothing after it is closed."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        arrived_s: float,
+        cache_salt: bytes,
+        choices: Sequence[Choice],
+        echo: Echo | None = None,
+    ) -> None:
+        """``arrived_s``: `time.monotonic` when the request arrived."""
+        self.prompt_tokens = prompt_tokens
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
+        """Of every prompt token but the first, once the first delta is out, where they were asked for."""
+        self._generator = generator
+        self._sampling = sampling
+        self._arrived_s = arrived_s
+        self._cache_salt = cache_salt
+        self._choices = choices
+        self._echo = echo
+        self._num_cached_tokens = 0
+        self._num_completion_tokens = 0
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage(len(self.prompt_tokens), self._num_cached_tokens, self._num_completion_tokens)
+
+    async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
+        """Start the generation and yield the tokens of all choices as they come, those that come together in one list.
+        To be closed by the caller; closing early cancels it.
+
+        Raises:
+            GenerationError: refused, or failed on the way.
+        """
+        generation = self._generator.start(
+            self.prompt_tokens,
+            self._sampling,
+            arrived_s=self._arrived_s,
+            cache_salt=self._cache_salt,
+            num_choices=len(self._choices),
+        )
+        num_running = len(self._choices)
+        try:
+            async for token in generation:
+                deltas = [
+                    self._delta_of(token, generation)
+                    for token in (token, *generation.take_ready())
+                    if not self._choices[token.choice].is_over  # by a stop string, of which workers have yet to hear
+                ]
+                num_running -= sum(delta.end is not None for delta in deltas)
+                if deltas:
+                    yield deltas
+                if not num_running:
+                    return
+        finally:
+            generation.cancel()
+        raise GenerationError(500, "the generation ended without a last token")
+
+    def _delta_of(self, token: TokenEvent, generation: Generation) -> TextDelta:
+        delta = self._next_of(self._choices[token.choice], token, generation)
+        if delta.end is not None and token.finish is FinishReason.NONE:
+            generation.finish(token.choice)
+        return delta
+
+    def _next_of(self, choice: Choice, token: TokenEvent, generation: Generation) -> TextDelta:
+        if token.index == 0:
+            self._num_cached_tokens = generation.num_cached_tokens
+            self.prompt_logprobs = generation.prompt_logprobs
+        echo = self._echo
+        if echo is not None and echo.is_all:
+            choice.is_over = True
+            return TextDelta(choice.index, echo.text, (), "length", self._echoed(echo))
+        self._num_completion_tokens += 1
+        delta = choice.push(token)
+        if echo is not None and token.index == 0:
+            return delta._replace(text=echo.text + delta.text, echoed=self._echoed(echo))
+        return delta
+
+    def _echoed(self, echo: Echo) -> Sequence[AnswerToken]:
+        """The prompt's tokens; nothing comes before the first one, so it has no probability."""
+        logprobs = (None, *(self.prompt_logprobs or (None,) * (len(self.prompt_tokens) - 1)))
+        return [AnswerToken(*row) for row in zip(self.prompt_tokens, logprobs, echo.offsets_chars, strict=True)]
+
+
+MAX_WAITING = 64
+"""Lists of tokens that wait for the writer of a request before its answers wait, too."""
+
+
+class Answers:
+    """Nothing runs before `deltas` is iterated, and nothing after it is closed."""
+
+    def __init__(self, by_prompt: Sequence[Answer]) -> None:
+        self.by_prompt = by_prompt
+
+    @property
+    def usage(self) -> Usage:
+        """Of all of them, so far."""
+        return Usage(*map(sum, zip(*(answer.usage for answer in self.by_prompt), strict=True)))
+
+    def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
+        """Start every answer and yield their tokens as they come, those that come together in one list.
+        To be closed by the caller; closing early, or the failure of one of them, cancels all.
+
+        Raises:
+            GenerationError: one was refused, or failed on the way.
+        """
+        return self.by_prompt[0].deltas() if len(self.by_prompt) == 1 else self._interleaved()
+
+    async def _interleaved(self) -> AsyncGenerator[list[TextDelta], None]:
+        queue = asyncio.Queue[list[TextDelta] | Exception | None](MAX_WAITING)
+
+        async def read(answer: Answer) -> None:
+            try:
+                async with aclosing(answer.deltas()) as deltas:
+                    async for delta in deltas:
+                        await queue.put(delta)
+            except Exception as error:
+                await queue.put(error)
+            else:
+                await queue.put(None)
+
+        readers = [asyncio.create_task(read(answer)) for answer in self.by_prompt]
+        num_running = len(readers)
+        try:
+            while num_running:
+                match await queue.get():
+                    case None:
+                        num_running -= 1
+                    case list() as deltas:
+                        yield deltas
+                    case error:
+                        raise error
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)

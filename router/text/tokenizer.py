@@ -1,0 +1,272 @@
+"""The model's tokenizer and chat template, read from its folder without torch or transformers.
+
+Text becomes token ids here; token ids become text in `pdserve.router.text.answer_text`. Long texts are encoded in a
+thread, so that other streams do not wait for them. A template comes with a checkpoint and is not trusted; the values it
+renders come from clients and are trusted even less: it runs in a jinja2 sandbox set up as transformers sets up its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from pdserve.router.text.answer_text import Detokenizer
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile ``source``.
+
+        Args:
+            special_tokens: what the template may name, such as ``bos_token``, with its text.
+
+        Raises:
+            ValueError: it is not a jinja2 template.
+        """
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            ValueError: the template refuses these messages.
+        """
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except Exception as error:  # a template is code: it can raise anything, and the messages made it
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja2's own filter escapes HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+MAX_INLINE_CHARS = 4096
+"""Texts up to this long take less time to encode than to hand to a thread and back."""
+
+_CONTEXT_TOKENS = 8
+"""Tokens before an answer that can change the text of its first token."""
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How sentencepiece writes a space."""
+
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+"""How sentencepiece writes a byte that is no character."""
+
+
+class ChatTokenizer:
+    """Encodes prompts and decodes answers of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int) -> None:
+        """Most callers want `from_folder`.
+
+        Args:
+            vocab_size: rows of the model's embedding: prompt token ids are below it.
+        """
+        self._tokenizer = tokenizer
+        self._template = template
+        self.vocab_size = vocab_size
+        added = tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self._special_ids = frozenset(token for token, content in added.items() if content.special)
+        self._longest_token_chars = max(map(len, tokenizer.get_vocab()))
+        self._bytes_of_token: dict[int, bytes] = {}
+        decoders = _decoder_types(tokenizer)
+        self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in decoders else {}
+        self._has_decoder = bool(decoders)
+        """Without one, text is the tokens as they are written, joined by spaces."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTokenizer:
+        """Read ``tokenizer.json``, and where there are such ``tokenizer_config.json``, ``chat_template.jinja`` and
+        ``config.json``.
+
+        Raises:
+            ValueError: there is no tokenizer, or a file is broken.
+        """
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(
+                f"{folder} has no tokenizer.json; save the model's tokenizer there with "
+                "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{file} is not a tokenizer: {error}; download it again") from error
+        model_config = _read_json(folder / "config.json")
+        vocab_size = model_config.get("vocab_size", model_config.get("text_config", {}).get("vocab_size"))
+        return cls(tokenizer, _read_template(folder), vocab_size or tokenizer.get_vocab_size())
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._template is not None
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of a conversation, special tokens included, ready for the assistant's answer.
+
+        Raises:
+            ValueError: the model has no chat template, or it refuses these messages.
+        """
+        if self._template is None:
+            raise ValueError(
+                "the model has no chat template; use /v1/completions, or put a chat_template.jinja into its folder"
+            )
+        return self._template.render(messages)
+
+    def fewest_tokens(self, text: str) -> int:
+        """Tokens that a text has at least: none stands for more characters than the longest of the vocabulary has."""
+        return -(-len(text) // self._longest_token_chars)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around one if so asked."""
+        if len(text) <= MAX_INLINE_CHARS:
+            return self._encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = (), piece_tokens: int = 1
+    ) -> Detokenizer:
+        """The text of an answer.
+
+        Args:
+            prompt_tokens: where it continues the text of its prompt.
+            piece_tokens: as of `Detokenizer`.
+        """
+        hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
+        context = prompt_tokens[-_CONTEXT_TOKENS:]
+        return Detokenizer(self._tokenizer, hidden_ids, context, piece_tokens=piece_tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of a token alone, with a replacement character for what is only a part of one."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token, which need not be whole characters; empty for an id without a token."""
+        content = self._bytes_of_token.get(token)
+        if content is None:
+            content = self._bytes_of_token[token] = self._find_bytes(token)
+        return content
+
+    def _find_bytes(self, token: int) -> bytes:
+        piece: str | None = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._added_ids:
+            return piece.encode()
+        if all(char in self._byte_of_char for char in piece):
+            return bytes(self._byte_of_char[char] for char in piece)
+        if not self._has_decoder:
+            return piece.encode()
+        if _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(_SPACE, " ").encode()
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) <= MAX_INLINE_CHARS:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # of one text, encode_batch is the form of encode that lets other threads of the interpreter run
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
+        return ids
+
+
+def _decoder_types(tokenizer: Tokenizer) -> set[str]:
+    """Types of the decoder and of its parts; empty where the tokenizer has none."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return {part["type"] for part in [decoder, *decoder.get("decoders", ())] if "type" in part}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE (GPT-2) writes for each byte: printable ones stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """An object from a file; empty where there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object; download it again")
+    return content
+
+
+def _read_template(folder: Path) -> ChatTemplate | None:
+    config = _read_json(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        if "default" not in named:
+            raise ValueError(f"no chat template in {folder} is named default; name one of {list(named)} so")
+        source = named["default"]
+    if not isinstance(source, str | None):
+        raise ValueError(f"the chat template in {folder}/tokenizer_config.json is not text; download it again")
+    return ChatTemplate(source, _special_tokens(config)) if source else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, written as text or as an object with the text in ``content``."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

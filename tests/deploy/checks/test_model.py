@@ -1,0 +1,223 @@
+"""Models that cannot be served, and workers that do not fit into memory, are found before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.precision import Precision
+from pdserve.deploy.checks import model as model_check
+from pdserve.deploy.checks.model import PROCESS_BYTES, check_memory, check_model, worker_memory
+from pdserve.deploy.launch import Launch
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.weights.bytes import weight_bytes
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+
+LAUNCH = Launch()
+EMULATED = Launch(emulate="h100-sxm")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("model"), num_layers=1)
+
+
+@pytest.fixture
+def checkpoint(whole: Path, tmp_path: Path) -> Path:
+    """A checkpoint whose files may be replaced."""
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def overwrite(file: Path, content: str | bytes) -> None:
+    file.unlink(missing_ok=True)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def refusal(launch: Launch, folder: Path) -> str:
+    with pytest.raises(DeployError) as caught:
+        check_model(launch, folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_whole_checkpoint_passes(whole: Path) -> None:
+    assert check_model(LAUNCH, whole) == []
+    assert check_model(EMULATED, whole) == []
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    assert f"no model folder at {tmp_path / 'absent'}; give --model" in refusal(LAUNCH, tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "has no tokenizer.json; save the model's tokenizer there"),
+        ("model.safetensors", "name a folder written by save_pretrained()"),
+    ],
+)
+def test_a_missing_file_is_named(checkpoint: Path, missing: str, said: str) -> None:
+    (checkpoint / missing).unlink()
+    assert said in refusal(LAUNCH, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", '{"architectures": ["MambaForCausalLM"]}', "['MambaForCausalLM'] is not supported"),
+        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no JSON object; download it again"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "is not text; download it again"),
+        ("chat_template.jinja", "{% for %}", "the chat template does not compile"),
+        ("model.safetensors", b"", "is cut short; download it again"),
+        (
+            "model.safetensors",
+            (2).to_bytes(8, "little") + b"{}",
+            "weights do not match config.json: missing model.embed",
+        ),
+    ],
+)
+def test_a_broken_file_is_named(checkpoint: Path, file: str, content: str | bytes, said: str) -> None:
+    if "chat_template" in str(content):
+        (checkpoint / "chat_template.jinja").unlink()
+    overwrite(checkpoint / file, content)
+    assert said in refusal(LAUNCH, checkpoint)
+
+
+def test_a_truncated_file_is_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    overwrite(file, file.read_bytes()[:-1])
+    assert f"{file} has" in refusal(LAUNCH, checkpoint)
+
+
+def test_pickles_are_refused_with_how_to_convert_them(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    overwrite(checkpoint / "pytorch_model.bin", b"pickle")
+    assert "pytorch_model.bin are pickles" in refusal(LAUNCH, checkpoint)
+
+
+def test_without_a_chat_template_it_is_served_and_the_user_told(checkpoint: Path) -> None:
+    (checkpoint / "chat_template.jinja").unlink()
+    overwrite(checkpoint / "tokenizer_config.json", "{}")
+    [note] = check_model(LAUNCH, checkpoint)
+    assert "/v1/chat/completions is refused" in note
+    assert "chat_template.jinja" in note
+
+
+def test_emulation_needs_no_weights_but_room_for_them(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    assert check_model(EMULATED, checkpoint) == []
+    config = json.loads((checkpoint / "config.json").read_text())
+    overwrite(checkpoint / "config.json", json.dumps({**config, "intermediate_size": 10**9}))
+    assert "emulate a larger GPU or serve a smaller model" in refusal(EMULATED, checkpoint)
+
+
+@pytest.mark.parametrize("launch_emulate", ["", "h100-sxm"])
+def test_a_length_beyond_the_model_is_refused(whole: Path, launch_emulate: str) -> None:
+    config = DeploymentConfig(model=ModelConfig(max_model_len=100_000))
+    assert "max_model_len 100000" in refusal(Launch(config=config, emulate=launch_emulate), whole)
+
+
+@pytest.mark.parametrize("launch_emulate", ["", "h100-sxm"])
+def test_a_pool_that_holds_no_sequence_is_refused(whole: Path, launch_emulate: str) -> None:
+    config = DeploymentConfig(decode=PhaseConfig(kv_memory="1KiB"))
+    said = refusal(Launch(config=config, emulate=launch_emulate), whole)
+    assert "decode-0: the KV pool of 0 blocks does not hold one sequence" in said
+    assert "raise kv_memory to" in said
+
+
+def test_what_does_not_fit_into_memory_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: 2**20)
+    assert "2 workers need" in refusal(LAUNCH, whole)
+
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
+    folder = write_random_checkpoint(
+        tmp_path_factory.mktemp("model"), hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2
+    )
+    return DecoderConfig.from_folder(Path(folder))
+
+
+def a_worker(role: WorkerRole = WorkerRole.DECODE, *, kv: int = 0, swap: int | None = None) -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=f"{role.value}-0",
+        role=role,
+        model_path="",
+        max_model_len=160,
+        kv_memory_bytes=kv,
+        swap_memory_bytes=swap,
+    )
+
+
+def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfig) -> None:
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4
+    assert worker_memory(a_worker(), model) == (weight_bytes(model.shape, "float32", "none").total, 10 * block_bytes, 0)
+    told = worker_memory(a_worker(kv=50 * MIB, swap=8 * MIB), model)
+    assert (told.kv, told.swap) == (50 * MIB, 8 * MIB)
+    assert worker_memory(replace(a_worker(kv=50 * MIB), device="cuda"), model) == (0, 50 * MIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "spare", "said"),
+    [
+        (
+            [a_worker(), a_worker()],
+            -1,
+            "2 workers need .* use fewer workers, a smaller model, model.dtype bfloat16 or "
+            "model.quantization int8 or int4",
+        ),
+        (
+            [replace(a_worker(), precision=Precision(dtype="bfloat16", quantization="int8"))],
+            -200 * MIB,
+            "use fewer workers, a smaller model or model.quantization int4",
+        ),
+        ([a_worker()], 2**10, "1 worker needs .* lower model.max_model_len, or use fewer workers"),
+        ([a_worker(kv=50 * MIB)], 50 * MIB - 1, "KV cache 50 MiB.* lower decode.kv_memory, or use fewer workers"),
+        (
+            [a_worker(WorkerRole.PREFILL, kv=MIB), a_worker(swap=3 * 2**30)],
+            2**30,
+            "swap 3.0 GiB.* 1.6 GiB is available; lower prefill.kv_memory or decode.swap_memory",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_setting_to_change(
+    model: DecoderConfig, monkeypatch: pytest.MonkeyPatch, workers: list[WorkerConfig], spare: int, said: str
+) -> None:
+    fixed_bytes = len(workers) * (weight_bytes(model.shape, "float32", "none").total + PROCESS_BYTES)
+    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: fixed_bytes + spare)
+    with pytest.raises(DeployError, match=said):
+        check_memory(workers, model)
+
+
+def test_what_fits_passes(model: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = worker_memory(a_worker(kv=50 * MIB, swap=MIB), model)
+    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: sum(needed) + PROCESS_BYTES)
+    check_memory([a_worker(kv=50 * MIB, swap=MIB)], model)
+
+
+def test_a_size_that_is_no_use_names_the_worker(model: DecoderConfig) -> None:
+    with pytest.raises(DeployError, match="decode-0: swap_memory of 1 bytes holds no KV block"):
+        check_memory([a_worker(swap=1)], model)
+
+
+def test_files_that_cause_other_errors_are_one_line_too(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path) -> None:
+        raise KeyError("type")
+
+    monkeypatch.setattr("pdserve.router.text.tokenizer.ChatTokenizer.from_folder", fail)
+    assert re.fullmatch(r"the model in .* cannot be read: KeyError: 'type'", refusal(LAUNCH, whole))

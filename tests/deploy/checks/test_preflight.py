@@ -1,0 +1,118 @@
+"""What is found wrong before anything starts, each with its remedy."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.checks import preflight
+from pdserve.deploy.launch import Launch
+from pdserve.model.cost.hardware import hardware
+
+LAUNCH = Launch()
+
+
+def test_the_file_limit_is_raised_to_what_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        preflight.raise_file_limit(LAUNCH)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (300, 300))
+    with pytest.raises(DeployError, match="the limit of open files is 300 and 1280 are needed"):
+        preflight.raise_file_limit(LAUNCH)
+    preflight.raise_file_limit(Launch(config=DeploymentConfig(router=RouterConfig(max_queued_requests=44))))
+
+
+def test_too_many_workers_for_the_cores_are_refused() -> None:
+    preflight.check_cores(LAUNCH, 1)
+    many = Launch(config=DeploymentConfig(prefill=PhaseConfig(replicas=16)))
+    with pytest.raises(DeployError, match="17 workers are too many for 2 cores; lower the replicas to 16 in all"):
+        preflight.check_cores(many, 2)
+
+
+def test_a_private_cluster_has_no_named_resources() -> None:
+    config = DeploymentConfig(decode=PhaseConfig(resources={"host_a": 1}))
+    with pytest.raises(DeployError, match=r"decode\.resources names host_a"):
+        preflight.check_resources(Launch(config=config))
+    preflight.check_resources(Launch(config=config, ray_address="127.0.0.1:6379"))
+
+
+def router_at(**fields: str | int) -> Launch:
+    return Launch(config=DeploymentConfig(router=RouterConfig(**fields)))  # type: ignore[arg-type]
+
+
+def test_a_taken_port_is_named_with_who_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        taker = rf"in use by .* \(process {os.getpid()}\)"
+        with pytest.raises(DeployError, match=rf"127\.0\.0\.1:{port}: .*{taker}; choose another router\.port, or --p"):
+            preflight.check_ports(router_at(port=port))
+        with pytest.raises(DeployError, match=rf"{taker}; choose another router\.admin_port, or router\.admin_port: 0"):
+            preflight.check_ports(router_at(port=0, admin_port=port))
+    preflight.check_ports(router_at(port=port))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_here_is_named(host: str) -> None:
+    with pytest.raises(DeployError, match=rf"cannot listen on {host}:0: .*; set router\.host to an address"):
+        preflight.check_ports(router_at(host=host, port=0))
+
+
+def test_emulation_is_of_a_known_gpu() -> None:
+    preflight.check_devices(LAUNCH, {1, 2})
+    preflight.check_devices(Launch(emulate="h100-sxm"), {1})
+    with pytest.raises(DeployError, match="--emulate: unknown hardware 'h1000'; use one of h100"):
+        preflight.check_devices(Launch(emulate="h1000"), {1})
+
+
+def test_kv_of_float8_is_of_gpus_that_read_it() -> None:
+    config = DeploymentConfig(model=ModelConfig(kv_dtype="float8_e4m3fn"))
+    for emulate in ("", "h100"):
+        preflight.check_devices(Launch(config=config, emulate=emulate), {1})
+    with pytest.raises(DeployError, match="--emulate: a100-80gb-sxm has no float8; use kv_dtype int8"):
+        preflight.check_devices(Launch(config=config, emulate="a100"), {1})
+
+
+def test_a_profile_has_the_workers_devices() -> None:
+    config = DeploymentConfig(model=ModelConfig(profile="hardware.yaml"))
+    launch = Launch(config=config, devices={"cpu-2": hardware("cpu", num_cores=2), "mine": hardware("h100")})
+    preflight.check_devices(launch, {2})
+    with pytest.raises(DeployError, match=r"hardware\.yaml has cpu-2, mine, .* run pdserve profile --cores 1 "):
+        preflight.check_devices(launch, {1, 2})
+    preflight.check_devices(replace(launch, emulate="mine"), {1})
+    preflight.check_devices(replace(launch, emulate="h200"), {1})
+
+
+def test_what_makes_kernels_slow_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "to" / "be" / "made"))
+    assert preflight.kernel_warning(LAUNCH) == ""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "cannot be written" in preflight.kernel_warning(LAUNCH)
+    assert "set XDG_CACHE_HOME" in preflight.kernel_warning(LAUNCH)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install g++" in preflight.kernel_warning(LAUNCH)
+    assert preflight.kernel_warning(Launch(emulate="h100-sxm")) == ""
+
+
+def test_an_installation_without_the_demo_model_says_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "DEMO_MODEL", tmp_path / "pdserve-demo")
+    with pytest.raises(DeployError, match=r"the demo model is not in .*pdserve-demo; name a model with --model FOLDER"):
+        preflight.demo_model_folder()

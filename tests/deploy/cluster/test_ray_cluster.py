@@ -1,0 +1,74 @@
+"""Private Ray clusters: several beside each other, each gone without a trace when it is stopped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from pdserve.deploy.cluster.ray_cluster import PrivateRay, worker_resources
+
+cluster = PrivateRay(Path(sys.argv[1]) / "ray", 1, sys.argv[2] * 64)
+while not cluster.is_started:
+    assert cluster.is_running, cluster.failure
+    time.sleep(0.05)
+cluster.connect()
+import ray
+
+class Actor:
+    def process_id(self):
+        return os.getpid()
+
+actor = ray.remote(Actor).options(num_cpus=0, resources=worker_resources()).remote()
+print(ray.get(actor.process_id.remote()), *cluster.process_ids(), flush=True)
+sys.stdin.readline()
+assert ray.get(actor.process_id.remote())
+cluster.stop()
+cluster.stop()
+print(cluster.process_ids(), flush=True)
+"""
+
+
+def start(folder: str, token_digit: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT, folder, token_digit]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def object_store_files(pid: int) -> set[Path]:
+    """Files of shared memory that a process has mapped for Ray's object store; Ray may have unlinked them."""
+    mapped = psutil.Process(pid).memory_maps()
+    return {Path(each.path.removesuffix(" (deleted)")) for each in mapped if "plasma" in each.path}
+
+
+def test_clusters_live_side_by_side_and_end_alone() -> None:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as first_folder,
+        tempfile.TemporaryDirectory(dir="/tmp") as second_folder,
+    ):
+        first, second = start(first_folder, "1"), start(second_folder, "2")
+        members = {}
+        for driver in (first, second):
+            assert driver.stdout is not None
+            members[driver.pid] = [int(pid) for pid in driver.stdout.readline().split()]
+            assert len(members[driver.pid]) > 4, driver.communicate("\n")[1]
+        assert not set(members[first.pid]) & set(members[second.pid])
+        object_stores = {path for pids in members.values() for pid in pids for path in object_store_files(pid)}
+        assert len(object_stores) == 2
+
+        out, error = first.communicate("\n", timeout=60)
+        assert out.strip() == "[]", error
+        assert not any(psutil.pid_exists(pid) for pid in members[first.pid])
+        assert not any(Path(first_folder).iterdir())
+
+        # The other one answers still.
+        assert all(psutil.pid_exists(pid) for pid in members[second.pid])
+        out, error = second.communicate("\n", timeout=60)
+        assert out.strip() == "[]", error
+        assert second.returncode == 0
+    assert not any(path.exists() for path in object_stores)

@@ -1,0 +1,183 @@
+"""A worker is started again, with a fresh epoch, whatever happens to it. Real Ray, small real actors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
+from pdserve.deploy.cluster.ray_cluster import PrivateRay, num_gpus, worker_resources
+from pdserve.deploy.cluster.worker_process import WorkerProcess, WorkerState, restart_delay_s
+from tests.private_ray import joined_ray
+
+
+class EchoWorker:
+    """Starts at once and answers pings."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.epoch = int.from_bytes(os.urandom(4))
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def start(self) -> dict[str, Any]:
+        if self.config["model_path"] == "absent":
+            raise ValueError("no model at 'absent': name a folder")
+        if self.config["model_path"] == "broken":
+            logging.getLogger("engine").critical("the step loop died", exc_info=RuntimeError("weights are NaN"))
+            os._exit(1)
+        return {
+            "worker_id": self.config["worker_id"],
+            "role": self.config["role"],
+            "address": "127.0.0.1:9",
+            "epoch": self.epoch,
+        }
+
+    def ping(self) -> int:
+        if Path(self.config["model_path"]).exists():
+            raise RuntimeError("engine thread died")
+        return self.epoch
+
+    def drain(self, timeout_s: float) -> bool:
+        return timeout_s > 0
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[PrivateRay]:
+    with joined_ray() as cluster:
+        yield cluster
+
+
+def make_worker(model_path: str = "/nowhere") -> WorkerProcess:
+    config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path=model_path)
+    return WorkerProcess(config, EchoWorker, worker_resources())
+
+
+def state_of(worker: WorkerProcess) -> WorkerState:
+    """Through a call, so that the type checker expects it to change."""
+    return worker.state
+
+
+def endpoint_of(worker: WorkerProcess) -> WorkerEndpoint:
+    assert worker.endpoint is not None
+    return worker.endpoint
+
+
+def run_until(worker: WorkerProcess, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{worker.state} {worker.failure}"
+        worker.check(time.monotonic())
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_is_replaced_with_a_fresh_epoch() -> None:
+    worker = make_worker()
+    run_until(worker, lambda: worker.state is WorkerState.UP)
+    first = endpoint_of(worker)
+    os.kill(worker.process_id, signal.SIGKILL)
+    run_until(worker, lambda: worker.num_restarts == 1)
+    assert worker.endpoint is None
+    run_until(worker, lambda: worker.state is WorkerState.UP)
+    second = endpoint_of(worker)
+    assert second.worker_id == first.worker_id
+    assert second.epoch != first.epoch
+    worker.clear()
+
+
+def test_a_worker_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    remote, asked = ray.remote, []
+
+    def without_gpus(worker_class: type) -> SimpleNamespace:
+        """What ``ray.remote`` makes of a class, for a cluster that has no GPU to give."""
+
+        def options(**values: Any) -> Any:
+            asked.append(values["num_gpus"])
+            return remote(worker_class).options(**{**values, "num_gpus": 0})
+
+        return SimpleNamespace(options=options)
+
+    monkeypatch.setattr(ray, "remote", without_gpus)
+    config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path="/nowhere")
+    assert num_gpus() == 0
+    for worker in (make_worker(), WorkerProcess(config, EchoWorker, worker_resources(), 0.5)):
+        run_until(worker, lambda worker=worker: worker.state is WorkerState.UP)  # type: ignore[misc]
+        worker.clear()
+    assert asked == [0, 0.5]
+
+
+def test_a_worker_whose_ping_fails_is_replaced(tmp_path: Path) -> None:
+    failpoint = tmp_path / "failpoint"
+    worker = make_worker(str(failpoint))
+    run_until(worker, lambda: worker.state is WorkerState.UP)
+    process_id = worker.process_id
+    failpoint.touch()
+    run_until(worker, lambda: worker.num_restarts == 1)
+    assert worker.failure == "RuntimeError: engine thread died"
+    failpoint.unlink()
+    run_until(worker, lambda: worker.state is WorkerState.UP)
+    assert worker.process_id != process_id
+    worker.clear()
+
+
+def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.deploy.cluster.worker_process.PING_TIMEOUT_S", 1.0)
+    worker = make_worker()
+    run_until(worker, lambda: worker.state is WorkerState.UP)
+    process_id = worker.process_id
+    os.kill(process_id, signal.SIGSTOP)
+    run_until(worker, lambda: worker.num_restarts == 1)
+    assert worker.failure == "no answer for 1 s"
+    run_until(worker, lambda: worker.state is WorkerState.UP)
+    assert worker.process_id != process_id
+    worker.clear()
+
+
+def test_a_worker_that_cannot_start_says_why_and_is_tried_again_later() -> None:
+    worker = make_worker("absent")
+    run_until(worker, lambda: worker.num_restarts == 2)
+    assert worker.failure == "no model at 'absent': name a folder"
+    assert state_of(worker) is WorkerState.STOPPED
+    now_s = time.monotonic()
+    worker.check(now_s)
+    assert state_of(worker) is WorkerState.STOPPED
+    worker.check(now_s + 1.0)
+    assert state_of(worker) is WorkerState.STARTING
+    worker.clear()
+
+
+def test_a_worker_whose_process_ends_says_why() -> None:
+    worker = make_worker("broken")
+    run_until(worker, lambda: worker.num_restarts == 1)
+    assert worker.failure == "its process ended: RuntimeError: weights are NaN"
+    worker.clear()
+
+
+def test_a_worker_that_is_killed_has_no_reason_of_its_own() -> None:
+    worker = make_worker()
+    run_until(worker, lambda: worker.state is WorkerState.UP)
+    os.kill(worker.process_id, signal.SIGKILL)
+    run_until(worker, lambda: worker.num_restarts == 1)
+    assert worker.failure == "its process ended"
+    worker.clear()
+
+
+def test_delays_grow_to_a_limit_and_are_spread() -> None:
+    delays = [restart_delay_s(count, 0.5) for count in range(1, 10)]
+    assert delays[:4] == [0.0, 0.5, 1.0, 2.0]
+    assert max(delays) == 15.0
+    assert restart_delay_s(3, 0.0) < restart_delay_s(3, 0.99)

@@ -1,0 +1,223 @@
+"""What a worker is told of its memory before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.contracts.codec import to_json
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.precision import Precision
+from pdserve.engine.worker import backend
+from pdserve.engine.worker.backend import choose_backend
+from pdserve.engine.worker.pool_size import AUTO_MEMORY_SHARE
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.cost.hardware import hardware
+from pdserve.model.weights.decoder_weights import held_bytes as weights_held
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+
+MAX_MODEL_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
+    folder = write_random_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"),
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=512,
+    )
+    return WorkerConfig(
+        worker_id="w",
+        role=WorkerRole.MIXED,
+        model_path=str(folder),
+        precision=Precision(dtype="bfloat16"),
+        max_model_len=MAX_MODEL_LEN,
+    )
+
+
+@pytest.fixture(autouse=True)
+def settings_of_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker sets for its own process must not outlive the test."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+
+
+def with_precision(config: WorkerConfig, **changed: str) -> WorkerConfig:
+    return replace(config, precision=replace(config.precision, **changed))
+
+
+def held_bytes(config: WorkerConfig) -> int:
+    return weights_held(
+        DecoderConfig.from_folder(Path(config.model_path)).shape, config.precision.dtype, config.precision.quantization
+    )
+
+
+def test_an_automatic_pool_shares_what_the_weights_leave(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    available_bytes = held_bytes(config) + 10**6
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: available_bytes)
+    layout = choose_backend(config).layout
+    assert layout.num_blocks == int(10**6 * AUTO_MEMORY_SHARE) // layout.block_bytes
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_pool_has_more_blocks_in_the_same_memory(config: WorkerConfig, dtype: str) -> None:
+    config = replace(config, kv_memory_bytes=10**5)
+    whole, quantised = choose_backend(config), choose_backend(with_precision(config, kv_dtype=dtype))
+    assert quantised.layout.dtype == dtype
+    assert quantised.layout.num_blocks == 10**5 // quantised.layout.block_bytes
+    # Of 8 values, in bfloat16 16 bytes, and in a byte each with a scale 12.
+    assert quantised.layout.num_blocks == pytest.approx(whole.layout.num_blocks * 16 / 12, abs=2)
+
+
+def test_weights_are_counted_as_they_are_held(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) - 1)
+    with pytest.raises(ValueError, match="serve a smaller model"):
+        choose_backend(config)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_leave_more_memory_and_are_another_model(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    quantised = with_precision(config, quantization=quantization)
+    saved_bytes = held_bytes(config) - held_bytes(quantised)
+    assert saved_bytes > 0
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**6)
+    layouts = [choose_backend(one).layout for one in (config, quantised)]
+    assert layouts[1].num_blocks == int((10**6 + saved_bytes) * AUTO_MEMORY_SHARE) // layouts[1].block_bytes
+    assert not layouts[0].is_compatible(layouts[1])
+
+
+def test_int8_kv_of_another_dtype_is_of_another_model(config: WorkerConfig) -> None:
+    config = with_precision(config, kv_dtype="int8")
+    layouts = [choose_backend(with_precision(config, dtype=dtype)).layout for dtype in ("float32", "bfloat16")]
+    assert not layouts[0].is_compatible(layouts[1])
+
+
+def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**5)
+    assert choose_backend(replace(config, kv_memory_bytes=10**5)).layout.pool_bytes <= 10**5
+    with pytest.raises(ValueError, match="available after the weights: lower kv_memory"):
+        choose_backend(replace(config, kv_memory_bytes=2 * 10**5))
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"block_size": 0}, "block_size 0"),
+        ({"precision": Precision(dtype="int8")}, "use one of float32"),
+        ({"device": "tpu"}, "device 'tpu' is not supported: use one of auto, cpu, cuda"),
+        (
+            {"precision": Precision(kv_dtype="int4")},
+            "kv_dtype 'int4' is not supported: use one of auto, int8, float8_e4m3fn",
+        ),
+        (
+            {"precision": Precision(quantization="awq")},
+            "quantization 'awq' is not supported: use one of none, int8, int4",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        choose_backend(replace(config, **fields))
+
+
+def test_kv_of_dynamic_rope_is_of_one_length(config: WorkerConfig, tmp_path: Path) -> None:
+    """Two lengths rotate keys differently; elsewhere the length changes nothing."""
+    stretched = write_random_checkpoint(
+        tmp_path, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    )
+    for path, num_hashes in ((str(stretched), 2), (config.model_path, 1)):
+        configs = [replace(config, model_path=path, max_model_len=length) for length in (1024, 2048)]
+        assert len({choose_backend(config).layout.model_hash for config in configs}) == num_hashes
+
+
+def test_a_gpu_that_is_not_here_is_one_line_with_the_remedy(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert choose_backend(replace(config, device="auto")).layout == choose_backend(replace(config, device="cpu")).layout
+    with pytest.raises(ValueError, match=r"torch sees no GPU: check nvidia-smi .* or set device to cpu") as error:
+        choose_backend(replace(config, device="cuda"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("device", "has_pool_on_gpu"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_a_pool_on_a_gpu_is_sized_by_what_is_free_there(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, device: str, has_pool_on_gpu: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2 * 10**6, 2 * 10**6))
+    monkeypatch.setattr(backend, "available_memory_bytes", lambda: 10**9)
+    told = replace(
+        config,
+        device=device,
+        hardware=to_json(replace(hardware("cpu"), memory_reserve_bytes=50_000)),
+        gpu_memory_utilization=0.5,
+        max_batch_tokens=16,
+        max_batch_size=100,
+    )
+    chosen = choose_backend(told)
+    memory = chosen.cost.rank_memory(max_batch_tokens=16, max_batch_size=100)
+    on_gpu = int(10**6 - memory.weight_bytes - memory.activation_bytes - 50_000) // chosen.layout.block_bytes
+    on_host = int((10**9 - held_bytes(config)) * AUTO_MEMORY_SHARE) // chosen.layout.block_bytes
+    useful = 100 * MAX_MODEL_LEN // config.block_size
+    assert on_gpu < useful < on_host
+    assert chosen.layout.num_blocks == (on_gpu if has_pool_on_gpu else useful)
+
+
+@pytest.mark.parametrize(("kv_dtype", "capability"), [("float8_e4m3fn", (8, 9)), ("int8", (8, 0)), ("auto", (8, 0))])
+def test_kv_of_float8_is_of_gpus_that_have_it(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    choose_backend(with_precision(config, kv_dtype=kv_dtype))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match="NVIDIA A100 has no float8: set kv_dtype to int8"):
+        choose_backend(with_precision(config, kv_dtype="float8_e4m3fn"))
+
+
+def test_pickles_are_named_before_anything_is_allocated(config: WorkerConfig, tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(Path(config.model_path) / "config.json")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="are pickles, which can run code"):
+        choose_backend(replace(config, model_path=str(tmp_path)))
+
+
+def test_an_emulated_worker_predicts_the_time_that_its_steps_really_take(config: WorkerConfig) -> None:
+    real, slow, instant = (
+        choose_backend(replace(config, emulate="h100-sxm", time_scale=scale)) for scale in (1.0, 8.0, 0.0)
+    )
+    assert slow.cost.decode_s(4, 100) == pytest.approx(8 * real.cost.decode_s(4, 100))
+    assert instant.cost.decode_s(4, 100) == real.cost.decode_s(4, 100)
+    pulls_s = [each.emulated_pull_s(10) if each.emulated_pull_s else -1.0 for each in (real, slow, instant)]
+    assert pulls_s == pytest.approx([pulls_s[0], 8 * pulls_s[0], 0.0])
+    assert pulls_s[0] > 0
+    assert slow.layout == real.layout
+
+
+def test_a_measured_device_predicts_the_worker(config: WorkerConfig) -> None:
+    measured = replace(hardware("cpu"), step_overhead_s=0.25)
+    computed = choose_backend(replace(config, hardware=to_json(measured)))
+    assert computed.cost.hardware == measured
+    emulated = choose_backend(replace(config, emulate="mine", time_scale=0.0, hardware=to_json(measured)))
+    assert emulated.cost.hardware == measured
+
+
+def test_only_emulated_workers_are_tensor_parallel(config: WorkerConfig) -> None:
+    wide = replace(config, tensor_parallel=2)
+    with pytest.raises(ValueError, match="tensor_parallel is 2; only 1 is computed today"):
+        choose_backend(wide)
+    one, two = (choose_backend(replace(each, emulate="h100-sxm")) for each in (config, wide))
+    assert (one.cost.tensor_parallel, two.cost.tensor_parallel) == (1, 2)

@@ -1,0 +1,196 @@
+"""The step loop under a virtual clock, and the corrections of the cost model by observed step times."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.contracts.precision import Precision
+from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
+from pdserve.engine.scheduling.interface import OfferEvent
+from pdserve.engine.worker.loop import (
+    MAX_FAILED_STEPS_IN_A_ROW,
+    AddRequest,
+    CancelRequest,
+    SessionEnded,
+    StartDrain,
+    StepLoop,
+    StepReport,
+    StepTimes,
+    Wait,
+)
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware
+from tests.engine.worker.test_live_loop import CountingScheduler, FakeExecutor
+
+SHAPE = ModelShape(
+    num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=512
+)
+COST = CostModel(SHAPE, hardware("h100-sxm"), Precision(dtype="bfloat16"))
+
+
+def a_batch(*rows: tuple[int, int]) -> StepBatch:
+    """Rows of (new tokens, cached tokens)."""
+    return StepBatch(
+        step_id=1,
+        rows=[
+            StepRow(
+                sequence_id=n, tokens=[1] * num_new, cached_length=num_cached, block_table=[], sample=SamplingParams()
+            )
+            for n, (num_new, num_cached) in enumerate(rows)
+        ],
+    )
+
+
+@pytest.mark.parametrize("rows", [[(1, 100), (1, 7), (1, 31)], [(1, 100), (40, 0), (24, 16)]])
+def test_a_step_is_predicted_by_the_cost_model(rows: list[tuple[int, int]]) -> None:
+    assert StepTimes(COST).predict(a_batch(*rows)).predicted_s == pytest.approx(COST.step_s(rows))
+
+
+def test_prefill_and_decode_are_corrected_apart() -> None:
+    times = StepTimes(COST)
+    decode, prefill = (
+        times.predict(batch)._replace(predicted_s=0.1) for batch in (a_batch((1, 100)), a_batch((1, 100), (40, 0)))
+    )
+    for _ in range(100):
+        times.observe(decode, 2 * decode.predicted_s)
+        times.observe(prefill, prefill.predicted_s / 2)
+    assert times.decode_correction == pytest.approx(2, rel=0.01)
+    assert times.prefill_correction == pytest.approx(0.5, rel=0.01)
+    assert times.corrected_s(decode) == pytest.approx(2 * decode.predicted_s, rel=0.01)
+
+
+def test_steps_that_do_more_than_compute_tokens_say_nothing_of_others() -> None:
+    times = StepTimes(COST)
+    prompt_logprobs = a_batch((1, 100), (40, 0))
+    prompt_logprobs.rows[1].prompt_targets = [1] * 39
+    copies_only = StepBatch(step_id=1, rows=[], swap_outs=[BlockCopy(0, 0)])
+    both = a_batch((1, 100))
+    both.swap_ins.append(BlockCopy(0, 0))
+    for batch in (copies_only, both, prompt_logprobs):
+        times.observe(times.predict(batch), 1.0)
+    assert times.decode_correction == times.prefill_correction == 1
+
+
+# The loop
+
+
+class Rig:
+    """A loop that the test drives itself."""
+
+    def __init__(self, pipeline_depth: int = 1) -> None:
+        self.scheduler = CountingScheduler()
+        self.executor = FakeExecutor(pipeline_depth)
+        self.reports: list[StepReport] = []
+        self.loop = StepLoop(scheduler=self.scheduler, executor=self.executor, sink=self)
+
+    def publish(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    def take_reports(self) -> list[StepReport]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def add(self, session: int, request_id: int, max_tokens: int = 2) -> RequestKey:
+        key = RequestKey(session, request_id, 0)
+        request = GenerationRequest(
+            request_id=request_id, prompt_tokens=(1,), sampling=SamplingParams(max_tokens=max_tokens)
+        )
+        self.loop.handle(AddRequest(key, request, 0.0), 0.0)
+        return key
+
+    def end_step(self, now_s: float = 0.0) -> None:
+        self.loop.step_ended(self.loop.oldest_step.handle.result(), now_s)
+
+    def refusals(self) -> list[tuple[RefusalCode, str]]:
+        self.loop.flush()
+        events = [event for report in self.take_reports() for event in report.events]
+        return [
+            (e.refusal, e.message)
+            for e in events
+            if isinstance(e, RequestEvent) and e.kind is RequestEventKind.REJECTED
+        ]
+
+
+def test_a_loop_of_depth_2_submits_a_second_step_before_it_waits_for_the_first() -> None:
+    rig = Rig(pipeline_depth=2)
+    assert rig.loop.turn(0.0) is Wait.MESSAGE
+    rig.add(1, 1)
+    assert [rig.loop.turn(1.0), rig.loop.turn(1.0), rig.loop.num_in_flight] == [Wait.NOTHING, Wait.STEP, 2]
+    rig.end_step(2.0)
+    assert rig.loop.turn(2.0) is Wait.STEP, "nothing is left to plan"
+    rig.end_step(3.0)
+    assert rig.loop.turn(3.0) is Wait.MESSAGE
+
+
+def test_reports_leave_before_the_submission_and_with_the_end_of_a_step() -> None:
+    rig = Rig()
+    key = rig.add(1, 1, max_tokens=1)
+    rig.scheduler.events.append(OfferEvent(b"h"))
+    assert rig.loop.turn(0.0) is Wait.STEP
+    (planned,) = rig.take_reports()
+    assert (planned.orders, planned.events, planned.step) == (
+        [OfferEvent(b"h")],
+        [RequestEvent(key=key, kind=RequestEventKind.STARTED)],
+        None,
+    )
+    rig.end_step()
+    (ended,) = rig.take_reports()
+    rig.add(1, 2)
+    rig.scheduler.events = [OfferEvent(b"i")]
+    rig.loop.turn(0.0)
+    assert [report.orders for report in rig.take_reports()] == [[OfferEvent(b"i")]], "orders alone do not wait either"
+    assert [type(event) for event in ended.events] == [TokenEvent]
+    assert ended.step is not None
+    assert (ended.step.duration_s, ended.step.num_new_tokens) == (0.25, 1)
+
+
+def test_what_a_plan_without_a_step_decided_does_not_wait_for_the_step_in_flight() -> None:
+    rig = Rig(pipeline_depth=2)
+    rig.add(1, 1)
+    assert [rig.loop.turn(0.0), rig.loop.turn(0.0)] == [Wait.NOTHING, Wait.STEP]
+    rig.end_step(1.0)
+    rig.take_reports()
+    rig.scheduler.events.append(OfferEvent(b"h"))
+    assert rig.loop.turn(1.0) is Wait.STEP
+    assert [report.orders for report in rig.take_reports()] == [[OfferEvent(b"h")]]
+
+
+def test_sessions_know_the_requests_that_have_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.engine.worker.loop.MAX_LIVE_REQUESTS", 2)
+    rig = Rig()
+    key = rig.add(1, 1, max_tokens=1)
+    rig.add(1, 1)
+    assert rig.refusals() == [(RefusalCode.INVALID, "the worker already runs this attempt")]
+    rig.add(2, 1)
+    rig.add(2, 2)
+    assert rig.refusals() == [(RefusalCode.OVERLOADED, "the worker holds 2 requests already")]
+    rig.loop.turn(0.0)
+    rig.end_step()
+    rig.add(2, 2)
+    assert rig.refusals() == [], "the first has its last token"
+    rig.loop.handle(SessionEnded(1), 0.0)
+    assert len(rig.scheduler.left) == 2
+    rig.loop.handle(CancelRequest(key), 0.0)
+    rig.loop.handle(SessionEnded(2), 0.0)
+    assert not rig.scheduler.left
+    rig.loop.handle(StartDrain(), 0.0)
+    assert not rig.loop.is_drained, "the ends are not published yet"
+    rig.loop.flush()
+    assert rig.loop.is_drained
+
+
+def test_failed_steps_in_a_row_end_the_loop() -> None:
+    rig = Rig()
+    for number in range(MAX_FAILED_STEPS_IN_A_ROW - 1):
+        rig.add(1, number)
+        rig.loop.turn(0.0)
+        rig.loop.step_failed(RuntimeError("broken"), 0.0)
+    rig.add(1, 1000)
+    rig.loop.turn(0.0)
+    rig.end_step()
+    rig.loop.turn(0.0)
+    rig.loop.step_failed(RuntimeError("broken"), 0.0)
+    assert rig.scheduler.num_failed == MAX_FAILED_STEPS_IN_A_ROW, "one succeeded in between"

@@ -1,0 +1,383 @@
+"""The worker's gRPC service over a real channel; the step loop's side is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+
+from pdserve.contracts.events import ClientEvent, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
+from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.step import ModelLimits
+from pdserve.engine.worker.live_loop import Inbox, LiveMessage, PartDied, WorkerReport
+from pdserve.engine.worker.loop import (
+    AddRequest,
+    CancelRequest,
+    FinishedStep,
+    Prediction,
+    PrepareRequest,
+    SessionEnded,
+    StartDrain,
+    TransferReport,
+)
+from pdserve.engine.worker.service import ServiceSettings, WorkerService
+from pdserve.engine.worker.sessions import Session
+from pdserve.kv_transfer.block_pool import CacheEvents
+from pdserve.proto.codec import request_to_proto
+from pdserve.proto.v1 import worker_pb2
+from tests.workers import RouterClient, wait_until
+
+LIMITS = ModelLimits(max_model_len=256, vocab_size=512)
+GRACE_S = 0.3
+
+
+class LoopSide:
+    """The service under test with the inbox that it fills."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        self.is_healthy = True
+        settings = ServiceSettings(
+            host="127.0.0.1",
+            cluster_token="secret",
+            session_grace_s=GRACE_S,
+            welcome=worker_pb2.Welcome(
+                worker_id="decode-0", worker_epoch=7, max_model_len=256, kv_address="127.0.0.1:1"
+            ),
+            limits=LIMITS,
+        )
+        self.service = WorkerService(settings, self.inbox, is_healthy=lambda: self.is_healthy)
+        self.address = self.service.start()
+        self.received: list[LiveMessage] = []
+
+    def next_message(self) -> LiveMessage:
+        """The next message that the service put into the inbox."""
+        wait_until(lambda: self._pull(), "a message in the inbox")
+        return self.received.pop(0)
+
+    def next_key(self) -> RequestKey:
+        message = self.next_message()
+        assert isinstance(message, AddRequest)
+        return message.key
+
+    def publish(self, *events: ClientEvent, step_s: float = 0.0) -> None:
+        step = FinishedStep(step_s, 1, None) if step_s else None
+        self.service.publish(WorkerReport(load=SchedulerLoad(num_running=3), step=step, events=list(events)))
+
+    def _pull(self) -> bool:
+        self.received += self.inbox.take_all(0.01)
+        return bool(self.received)
+
+
+@pytest.fixture
+def loop_side() -> Iterator[LoopSide]:
+    side = LoopSide()
+    yield side
+    side.service.stop()
+
+
+def a_request(request_id: int = 1, **fields: object) -> GenerationRequest:
+    values: dict[str, object] = {"prompt_tokens": (1, 2, 3), "sampling": SamplingParams(max_tokens=8), **fields}
+    return GenerationRequest(request_id=request_id, **values)  # type: ignore[arg-type]
+
+
+def a_token(key: RequestKey, index: int = 0) -> TokenEvent:
+    return TokenEvent(key, 0, index, 42, None, FinishReason.NONE)
+
+
+def test_welcome_then_commands_then_frames(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        began_s = time.monotonic()
+        request = a_request(9, attempt=2, cache_salt=b"tenant", handoff=True)
+        source = KvSource(address="127.0.0.1:5", worker_epoch=3, handle=bytes(16))
+        router.submit(request)
+        router.prepare(request, source)
+        router.cancel(9, 2)
+        router.send(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
+
+        added = loop_side.next_message()
+        assert isinstance(added, AddRequest)
+        key = added.key
+        assert (key.request_id, key.attempt) == (9, 2)
+        assert added.request == request
+        prepared = loop_side.next_message()
+        assert isinstance(prepared, PrepareRequest)
+        assert prepared == PrepareRequest(key, request, source, prepared.received_s)
+        assert began_s <= added.received_s <= prepared.received_s <= time.monotonic()
+        assert loop_side.next_message() == CancelRequest(key)
+        assert loop_side.next_message() == StartDrain()
+
+        loop_side.publish(
+            RequestEvent(key=key, kind=RequestEventKind.LAST_CHUNK, handle=bytes(range(16))), a_token(key)
+        )
+        assert router.wait_for_tokens(9, 1) == [42]
+        assert router.welcome.worker_epoch == 7
+        assert router.wait_for_source(9) == KvSource(address="127.0.0.1:1", worker_epoch=7, handle=bytes(range(16)))
+        assert router.load.num_running == 3
+
+
+def test_events_reach_only_their_session_and_steps_reach_all(loop_side: LoopSide) -> None:
+    with (
+        RouterClient(loop_side.address, token="secret") as one,
+        RouterClient(loop_side.address, token="secret") as other,
+    ):
+        other.wait_for(lambda: bool(other.frames), "the first frame")
+        one.submit(a_request(1))
+        key = loop_side.next_key()
+        loop_side.publish(a_token(key), step_s=0.125)
+        one.wait_for_tokens(1, 1)
+        other.wait_for(lambda: any(frame.load.step_s == 0.125 for frame in other.frames), "the step's load")
+        assert not other.tokens
+
+
+def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.wait_for(lambda: bool(router.frames), "the first frame")
+        report = WorkerReport(
+            load=SchedulerLoad(num_waiting=4),
+            transfers=[TransferReport("memfd", 0.5, 99, "copy")],
+            step=FinishedStep(0.25, 7, Prediction(True, 0.125, True)),
+            prefill_correction=1.5,
+            decode_correction=0.75,
+            is_draining=True,
+        )
+        loop_side.service.publish(report)
+        router.wait_for(lambda: len(router.frames) > 1, "the report")
+        frame = router.frames[1]
+        assert frame.load == worker_pb2.Load(
+            num_waiting=4,
+            step_s=0.25,
+            step_tokens=7,
+            predicted_step_s=0.125,
+            step_has_prefill=True,
+            prefill_correction=1.5,
+            decode_correction=0.75,
+            draining=True,
+        )
+        transfer = worker_pb2.TransferReport(transport="memfd", seconds=0.5, bytes=99, failure_stage="copy")
+        assert list(frame.transfers) == [transfer]
+        router.wait_for(lambda: len(router.frames) > 2, "a heartbeat")
+        assert (router.frames[2].load.num_waiting, router.frames[2].load.step_tokens) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"prompt_tokens": (1, 600)}, "vocabulary"),
+        ({"prompt_tokens": (1,) * 256}, "no room"),
+        ({"deadline_s": 0.0}, "deadline_s"),
+        ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ({"sampling": SamplingParams(stop_token_ids=(512,))}, "stop_token_ids"),
+        ({"emitted_tokens": (1,) * 8}, "already emitted"),
+    ],
+)
+def test_a_bad_request_is_rejected_and_the_session_goes_on(
+    loop_side: LoopSide, fields: dict[str, object], complaint: str
+) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.submit(a_request(1, **fields))
+        router.submit(a_request(2))
+        rejected = router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED)
+        assert complaint in rejected.message
+        assert rejected.refusal == worker_pb2.REFUSAL_CODE_INVALID
+        assert loop_side.next_key().request_id == 2
+
+
+def test_a_bad_source_is_rejected(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.prepare(a_request(1), KvSource(address="127.0.0.1:5", worker_epoch=3, handle=b"short"))
+        assert "handle" in router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED).message
+
+
+def test_a_session_starts_with_a_hello_and_has_one(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.send(worker_pb2.RouterMessage(hello=worker_pb2.Hello(router_id="again", session_epoch=2)))
+        router.wait_for(lambda: router.error is grpc.StatusCode.ABORTED, "the stream's end")
+    assert isinstance(loop_side.next_message(), SessionEnded)
+    with RouterClient(loop_side.address, token="secret", router_id="x" * 129) as router:
+        router.wait_for(lambda: router.error is grpc.StatusCode.INVALID_ARGUMENT, "a refusal")
+
+
+def test_a_broken_session_ends_after_the_grace_time(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.submit(a_request(1))
+        key = loop_side.next_key()
+    broken_s = time.monotonic()
+    assert loop_side.next_message() == SessionEnded(key.session)
+    assert time.monotonic() - broken_s > GRACE_S / 2
+
+
+def test_a_newer_epoch_ends_the_older_session_at_once_and_an_older_one_is_refused(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret", router_id="r", epoch=5) as old:
+        old.submit(a_request(1))
+        key = loop_side.next_key()
+        with RouterClient(loop_side.address, token="secret", router_id="r", epoch=6) as new:
+            assert loop_side.next_message() == SessionEnded(key.session)
+            old.wait_for(lambda: old.error is grpc.StatusCode.ABORTED, "the old stream's end")
+            with RouterClient(loop_side.address, token="secret", router_id="r", epoch=5) as late:
+                late.wait_for(lambda: late.error is grpc.StatusCode.FAILED_PRECONDITION, "a refusal")
+            new.submit(a_request(2))
+            assert loop_side.next_key().session != key.session
+
+
+def test_nothing_comes_from_a_session_after_its_end(loop_side: LoopSide) -> None:
+    """A command that was on its way then would start a request that nobody hears of and nobody cancels."""
+    session = Session(7, "router", 1)
+
+    async def commands() -> AsyncIterator[worker_pb2.RouterMessage]:
+        for request_id in (1, 2):
+            yield worker_pb2.RouterMessage(submit=worker_pb2.Submit(request=request_to_proto(a_request(request_id))))
+            session.close("the router opened a newer session")
+
+    asyncio.run(loop_side.service._read(session, commands()))
+    assert loop_side.next_key() == RequestKey(7, 1, 0)
+    assert not loop_side.received
+
+
+def test_a_stalled_router_loses_its_session_and_delays_no_other(loop_side: LoopSide) -> None:
+    stalled = RouterClient(loop_side.address, token="secret", is_reading=False)
+    with RouterClient(loop_side.address, token="secret") as router:
+        stalled.submit(a_request(1))
+        stalled_key = loop_side.next_key()
+        router.submit(a_request(2))
+        key = loop_side.next_key()
+        batch = [a_token(stalled_key)] * 4000
+        ended: list[LiveMessage] = []
+        for index in range(2000):
+            loop_side.publish(*batch, a_token(key, index))
+            router.wait_for_tokens(2, index + 1)
+            ended += loop_side.inbox.take_all(0)
+            if ended:
+                break
+        assert ended == [SessionEnded(stalled_key.session)]
+    stalled.close()
+
+
+def test_heartbeats_come_while_the_loop_is_healthy(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.wait_for(lambda: len(router.frames) >= 3, "two heartbeats after the first frame")
+        loop_side.is_healthy = False
+        time.sleep(0.1)
+        count = len(router.frames)
+        time.sleep(0.7)
+        assert len(router.frames) == count
+
+
+def test_a_full_inbox_rejects_requests_but_takes_cancels(loop_side: LoopSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.engine.worker.live_loop.MAX_WAITING_MESSAGES", 0)
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.submit(a_request(1))
+        rejected = router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED)
+        assert rejected.refusal == worker_pb2.REFUSAL_CODE_OVERLOADED
+        router.cancel(1)
+        assert isinstance(loop_side.next_message(), CancelRequest)
+
+
+def test_a_report_that_cannot_be_packed_is_the_end(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.submit(a_request(1))
+        loop_side.publish(TokenEvent(loop_side.next_key(), 0, 0, -1, None, FinishReason.NONE))
+        assert loop_side.next_message() == PartDied("the gRPC service")
+
+
+def test_stop_ends_the_thread() -> None:
+    side = LoopSide()
+    with RouterClient(side.address, token="secret") as router:
+        router.wait_for(lambda: bool(router.frames), "the first frame")
+        side.service.stop()
+        router.wait_for(lambda: router.error is not None, "the stream's end")
+    assert not [thread for thread in threading.enumerate() if thread.name == "worker-service"]
+
+
+@pytest.mark.parametrize("token", ["", "guess"])
+def test_a_bad_cluster_token_is_refused(loop_side: LoopSide, token: str) -> None:
+    with RouterClient(loop_side.address, token=token) as router:
+        router.wait_for(lambda: router.error is grpc.StatusCode.UNAUTHENTICATED, "a refusal")
+
+
+def test_a_late_session_is_told_of_the_whole_prefix_cache(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as early:
+        early.wait_for(lambda: bool(early.frames), "the first frame")
+        loop_side.service.publish(WorkerReport(load=SchedulerLoad(), cache=CacheEvents([b"a", b"b"], [])))
+        loop_side.service.publish(WorkerReport(load=SchedulerLoad(), cache=CacheEvents([b"c"], [b"a"])))
+        early.wait_for(lambda: any(b"c" in frame.cache.stored for frame in early.frames), "the cache events")
+        with RouterClient(loop_side.address, token="secret") as late:
+            late.wait_for(lambda: bool(late.frames), "the first frame")
+            assert late.frames[0].cache.cleared
+            assert sorted(late.frames[0].cache.stored) == [b"b", b"c"]
+
+
+class Cable:
+    """A TCP proxy in front of the service that can be cut: bytes stop, and no side is told."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._target = (host, int(port))
+        self._is_cut = threading.Event()
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def cut(self) -> None:
+        self._is_cut.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        self.cut()
+        for end in (self._listener, *self._ends):
+            end.close()
+
+    def _carry(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(self._target)
+        self._ends = (near, far)
+        other = {near: far, far: near}
+        while not self._is_cut.is_set():
+            readable, _, _ = select.select(self._ends, [], [], 0.02)
+            for end in readable:
+                other[end].sendall(end.recv(1 << 16))
+
+
+def test_a_cut_cable_ends_the_session(loop_side: LoopSide) -> None:
+    cable = Cable(loop_side.address)
+    with RouterClient(cable.address, token="secret") as router:
+        router.submit(a_request(1))
+        key = loop_side.next_key()
+        cable.cut()
+        assert loop_side.next_message() == SessionEnded(key.session)
+        cable.close()
+
+
+def test_a_call_that_is_cancelled_while_its_parts_end_ends_its_session(loop_side: LoopSide) -> None:
+    """A router that closes its half and cancels the call right after."""
+    is_ending = asyncio.Event()
+
+    class SlowToEnd:
+        async def write(self, message: bytes) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_ending.set()
+                await asyncio.Event().wait()
+
+    async def hello_alone() -> AsyncIterator[worker_pb2.RouterMessage]:
+        yield worker_pb2.RouterMessage(hello=worker_pb2.Hello(router_id="r", session_epoch=1))
+
+    async def cancel_late() -> None:
+        call = asyncio.create_task(loop_side.service._session(hello_alone(), SlowToEnd()))  # type: ignore[arg-type]
+        await is_ending.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(2 * GRACE_S)
+
+    asyncio.run(cancel_late())
+    assert loop_side.next_message() == SessionEnded(1)

@@ -1,0 +1,306 @@
+"""The cost model against hand arithmetic on public configurations, and what must hold of any roofline."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.contracts.precision import Precision
+from pdserve.model.config.decoder_config import parse_config
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.cost_model import CostModel, OnlineCorrection, num_experts_touched
+from pdserve.model.cost.curve import Curve
+from pdserve.model.cost.hardware import Hardware, hardware
+from tests.model.planned_configs import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
+
+H100 = hardware("h100-sxm")
+
+
+def cost_model(config: dict[str, object], tensor_parallel: int = 1, pipeline_parallel: int = 1) -> CostModel:
+    shape = ModelShape.from_hf_config(config)
+    return CostModel(shape, H100, Precision(dtype="bfloat16"), tensor_parallel, pipeline_parallel=pipeline_parallel)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bytes_of_known_models(name: str) -> None:
+    config, num_parameters, kv_bytes_per_token = PUBLISHED[name]
+    model = cost_model(config)
+    assert model.weight_bytes == 2 * num_parameters
+    assert model.kv_bytes_per_token == kv_bytes_per_token
+    assert cost_model(config, 4).weight_bytes == 2 * num_parameters
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_kv_is_smaller_and_read_faster(dtype: str) -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    whole, quantised = (
+        CostModel(shape, H100, Precision(dtype="bfloat16", kv_dtype=kv_dtype)) for kv_dtype in ("auto", dtype)
+    )
+    assert quantised.kv_bytes_per_token == 2 * 32 * 8 * (128 + 4)
+    assert quantised.weight_bytes == whole.weight_bytes
+    assert quantised.max_kv_blocks(16) > 1.9 * whole.max_kv_blocks(16)
+    saved_s = whole.decode_s(8, 80_000) - quantised.decode_s(8, 80_000)
+    rate = H100.memory_bandwidth * H100.decode_attention_efficiency
+    assert saved_s == pytest.approx(80_008 * (131_072 - quantised.kv_bytes_per_token) / rate)
+
+
+def test_int8_weights_are_smaller_and_read_faster() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    whole, quantised = (
+        CostModel(shape, H100, Precision(dtype="bfloat16", quantization=how)) for how in ("none", "int8")
+    )
+    # Per layer: matrices as above, and outputs of q, k, v, o, gate and up, down. Tables and norms stay in bfloat16.
+    num_in_layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    num_outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    assert quantised.weight_bytes == num_in_layers + 4 * num_outputs + 2 * (2 * 128256 * 4096 + 65 * 4096)
+    saved_s = whole.decode_s(1, 0) - quantised.decode_s(1, 0)
+    assert saved_s == pytest.approx((num_in_layers - 4 * num_outputs) / H100.bandwidth)
+    assert whole.prefill_s(8192) == quantised.prefill_s(8192)
+    with pytest.raises(ValueError, match="quantization 'awq' is not supported: use one of none, int8, int4"):
+        CostModel(shape, H100, Precision(dtype="bfloat16", quantization="awq"))
+
+
+def test_int4_weights_take_half_a_byte_and_a_scale_for_128_of_them() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    whole, quantised = (
+        CostModel(shape, H100, Precision(dtype="bfloat16", quantization=how)) for how in ("none", "int4")
+    )
+    num_in_layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert quantised.weight_bytes == num_in_layers * (1 / 2 + 4 / 128) + 2 * (2 * 128256 * 4096 + 65 * 4096)
+    saved_s = whole.decode_s(1, 0) - quantised.decode_s(1, 0)
+    assert saved_s == pytest.approx(num_in_layers * (2 - 1 / 2 - 4 / 128) / H100.bandwidth)
+    assert whole.prefill_s(8192) == quantised.prefill_s(8192)
+
+
+def test_tied_embeddings_are_counted_once() -> None:
+    tied, untied = cost_model({**LLAMA_3_8B, "tie_word_embeddings": True}), cost_model(LLAMA_3_8B)
+    assert untied.weight_bytes - tied.weight_bytes == 2 * 128256 * 4096
+    assert untied.decode_s(1, 100) == tied.decode_s(1, 100)
+
+
+def test_a_checkpoints_configuration_gives_the_same_shape() -> None:
+    config = {**LLAMA_3_8B, "max_position_embeddings": 8192}
+    assert parse_config(config, {}).shape == ModelShape.from_hf_config(LLAMA_3_8B)
+
+
+def test_decode_of_one_sequence_is_the_reading_of_the_weights() -> None:
+    model = cost_model(LLAMA_3_8B)
+    overhead_s = H100.step_overhead_s + 32 * H100.layer_overhead_s
+    # The embedding table is not read, one row of it is: 7.5 of 8.0 billion weights at 0.9 * 3.35 TB/s are 4.98 ms.
+    assert model.decode_s(1, 0) - overhead_s == pytest.approx(4.98e-3, rel=0.005)
+
+
+def test_a_long_prefill_is_the_arithmetic_of_the_layers() -> None:
+    parts = cost_model(LLAMA_3_8B).parts([(8192, 0)])
+    # 2 * 8192 * 6.98e9 / (0.76 * 989e12) = 152 ms of layers; causal attention of 8192 tokens: 4 * 32 * 128 * 32 * 8192
+    # * 8193 / 2 operations at 0.6 of the same peak = 29.7 ms; one row of the output projection reads 1.05 GB.
+    assert parts.layers_s == pytest.approx(0.152, rel=0.003)
+    assert parts.attention_s == pytest.approx(0.0297, rel=0.003)
+    assert parts.output_s == pytest.approx(2 * 128256 * 4096 / H100.bandwidth)
+
+
+def test_few_tokens_do_not_reach_the_peak() -> None:
+    parts = cost_model(LLAMA_3_8B).parts([(512, 0)])
+    assert parts.layers_s == pytest.approx(2 * 512 * 6_979_321_856 / (0.6 * 989e12))
+
+
+def test_transfer_takes_the_kv_bytes_over_the_link() -> None:
+    model = cost_model(LLAMA_3_8B)
+    assert model.transfer_s(1000, same_host=True) == pytest.approx(131_072_000 / 450e9 / 0.6)
+    assert model.transfer_s(1000, same_host=False) == pytest.approx(131_072_000 / 50e9 / 0.6)
+    for_each = 131_072_000 / 4 / 50e9 / 0.6
+    assert cost_model(LLAMA_3_8B, 4).transfer_s(1000, same_host=False) == pytest.approx(for_each)
+    assert cost_model(LLAMA_3_8B, 2, 2).transfer_s(1000, same_host=False) == pytest.approx(for_each)
+    assert cost_model(LLAMA_3_8B, 2, 2).swap_s(1000) == pytest.approx(131_072_000 / 4 / 64e9)
+
+
+def test_kv_blocks_fill_the_memory_that_the_rest_leaves() -> None:
+    num_blocks = cost_model(LLAMA_3_8B).max_kv_blocks(16, 0.9, max_batch_tokens=1000, max_batch_size=10)
+    activation_bytes = 1000 * 2 * (3 * 4096 + 3 * 14336) + 10 * 2 * 4 * 128256
+    free_bytes = 0.9 * 80e9 - 2 * 8_030_261_248 - activation_bytes - H100.memory_reserve_bytes
+    assert num_blocks * 16 * 131_072 <= free_bytes < (num_blocks + 1) * 16 * 131_072
+    assert cost_model(LLAMA_3_70B).max_kv_blocks(16, 0.9) == 0
+    assert cost_model(LLAMA_3_70B, 4).max_kv_blocks(16, 0.9) > 0
+
+
+def test_activations_are_of_the_largest_step() -> None:
+    one, four = (
+        cost_model(MIXTRAL_8X7B, ranks).rank_memory(max_batch_tokens=100, max_batch_size=1) for ranks in (1, 4)
+    )
+    # Of each token three vectors of the width, and three of the two experts' width, which ranks share.
+    logits_bytes = 2 * 4 * 32000
+    assert one.activation_bytes == 100 * 2 * (3 * 4096 + 3 * 2 * 14336) + logits_bytes
+    assert four.activation_bytes == 100 * 2 * (3 * 4096 + 3 * 2 * 14336 / 4) + logits_bytes
+
+
+def test_rows_that_sample_have_an_overhead() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    slower = CostModel(shape, replace(H100, row_overhead_s=1e-3), Precision(dtype="bfloat16"))
+    assert slower.decode_s(7, 700) == pytest.approx(cost_model(LLAMA_3_8B).decode_s(7, 700) + 7e-3)
+
+
+def test_stages_share_layers_and_the_tables_are_at_the_ends() -> None:
+    whole, halves = cost_model(LLAMA_3_8B), cost_model(LLAMA_3_8B, 1, 2)
+    table_bytes = 2 * 128256 * 4096
+    assert halves.weight_bytes == whole.weight_bytes
+    assert whole.rank_memory().weight_bytes == 2 * 8_030_261_248
+    assert halves.rank_memory().weight_bytes == (2 * 8_030_261_248 - 2 * table_bytes) / 2 + table_bytes
+    tied = {**LLAMA_3_8B, "tie_word_embeddings": True}
+    assert cost_model(tied, 1, 2).rank_memory().weight_bytes == halves.rank_memory().weight_bytes
+    assert cost_model(tied, 4).rank_memory().weight_bytes == (2 * 8_030_261_248 - table_bytes) / 4
+    # Each rank holds the KV of half of the layers, and so as many more tokens.
+    num_blocks = halves.max_kv_blocks(16)
+    assert num_blocks == halves.rank_memory().kv_bytes // (16 * 131_072 / 2)
+    assert num_blocks > 2 * whole.max_kv_blocks(16)
+
+
+def test_a_pipeline_takes_as_long_as_its_stages_and_what_is_sent_between_them() -> None:
+    one, four = cost_model(LLAMA_3_70B, 4), cost_model(LLAMA_3_70B, 4, 4)
+    # Two stages of four ranks fill a host: of three hops one leaves it.
+    message_bytes = 2048 * 8192 * 2
+    inside_s = 1e-6 + message_bytes / (0.6 * 450e9)
+    outside_s = 6e-6 + message_bytes / (0.6 * 50e9)
+    assert four.parts([(2048, 0)]).send_s == pytest.approx(2 * inside_s + outside_s)
+    assert four.prefill_s(2048) == pytest.approx(one.prefill_s(2048) + 2 * inside_s + outside_s)
+    with pytest.raises(ValueError, match="pipeline_parallel 3 does not divide 80 layers; use a divisor"):
+        cost_model(LLAMA_3_70B, 1, 3)
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 30_000)), min_size=1, max_size=8)
+
+
+@given(rows=ROWS, row=st.tuples(st.integers(1, 4096), st.integers(0, 30_000)))
+def test_more_work_never_takes_less_time(rows: list[tuple[int, int]], row: tuple[int, int]) -> None:
+    model = cost_model(LLAMA_3_8B)
+    num_new, num_cached = row
+    step_s = model.step_s([*rows, row])
+    assert step_s > model.step_s(rows) > 0
+    assert model.step_s([*rows, (num_new + 1, num_cached)]) > step_s
+    assert model.step_s([*rows, (num_new, num_cached + 1)]) > step_s
+    assert step_s < model.step_s(rows) + model.step_s([row])  # weights and overhead are shared
+
+
+SLOW_AT_PROMPTS = replace(
+    hardware("cpu"), prefill_attention_efficiency=Curve.constant(0.01), row_overhead_s=1e-4, name="slow"
+)
+
+
+@given(
+    contexts=st.lists(st.integers(0, 30_000), max_size=300),
+    num_new=st.integers(1, 9000) | st.integers(1, 2),
+    num_cached=st.integers(0, 30_000),
+    parallel=st.sampled_from([(1, 1), (4, 1), (2, 4), (8, 2)]),
+    device=st.sampled_from([H100, hardware("a100"), hardware("cpu"), SLOW_AT_PROMPTS]),
+)
+def test_all_ways_to_ask_for_a_step_agree_to_the_bit(
+    contexts: list[int], num_new: int, num_cached: int, parallel: tuple[int, int], device: Hardware
+) -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    model = CostModel(shape, device, Precision(dtype="bfloat16"), parallel[0], pipeline_parallel=parallel[1])
+    decoding = [(1, context) for context in contexts]
+    assert model.decode_s(len(contexts), sum(contexts)) == model.step_s(decoding)
+    assert model.prefill_s(num_new, num_cached) == model.step_s([(num_new, num_cached)])
+    mixed = [(num_new, num_cached), *decoding]
+    mixed_s = model.mixed_s(num_new, num_cached, len(contexts), sum(contexts))
+    assert mixed_s == model.step_s(mixed) == model.step_s(mixed[:1], len(contexts), sum(contexts))
+    assert mixed_s == pytest.approx(sum(model.parts(mixed)))
+    assert model.mixed_s(0, num_cached, len(contexts), sum(contexts)) == model.step_s(decoding)
+    if contexts:
+        first_s, growth_s = model.decode_run_s(len(contexts), sum(contexts))
+        assert first_s == model.step_s(decoding)
+        assert first_s + 100 * growth_s == pytest.approx(model.step_s((1, context + 100) for context in contexts))
+
+
+def test_an_empty_step_takes_no_time() -> None:
+    model = cost_model(LLAMA_3_8B)
+    assert model.step_s([]) == model.decode_s(0, 0) == model.prefill_s(0) == 0
+
+
+def test_tensor_parallelism_divides_the_work_and_adds_the_all_reduces() -> None:
+    one, four = (cost_model(LLAMA_3_70B, ranks).parts([(2048, 0)]) for ranks in (1, 4))
+    assert four.layers_s == pytest.approx(one.layers_s / 4)
+    assert four.attention_s == pytest.approx(one.attention_s / 4)
+    assert four.output_s == pytest.approx(one.output_s / 4)
+    assert four.overhead_s == one.overhead_s
+    # 80 layers, 2 all-reduces each: 6 steps of 1 us and a fourth of 2048 tokens * 8192 values * 2 bytes, at 450 GB/s.
+    assert four.all_reduce_s == pytest.approx(80 * 2 * 6 * (1e-6 + 2048 * 8192 * 2 / 4 / (0.6 * 450e9)))
+    assert one.all_reduce_s == 0
+
+
+def test_ranks_of_several_hosts_reduce_over_the_network() -> None:
+    sixteen = cost_model(LLAMA_3_70B, 16).parts([(2048, 0)])
+    assert sixteen.all_reduce_s == pytest.approx(80 * 2 * 30 * (6e-6 + 2048 * 8192 * 2 / 16 / (0.6 * 50e9)))
+
+
+def test_one_token_reads_the_experts_it_is_routed_to() -> None:
+    model = cost_model(MIXTRAL_8X7B)
+    common = 2 * 4096**2 + 2 * 4096 * 1024 + 8 * 4096
+    expert = 3 * 4096 * 14336
+    reading_s = 32 * 2 * (common + 2 * expert) / H100.bandwidth
+    assert model.parts([(1, 0)]).layers_s == pytest.approx(reading_s)
+    # Eight rows: of 8 experts each is missed by one with probability 3/4, by all with 0.75^8.
+    num_touched = 8 * (1 - 0.75**8)
+    reading_s = 32 * 2 * (common + num_touched * expert) / H100.bandwidth
+    assert model.parts([(1, 0)] * 8).layers_s == pytest.approx(reading_s)
+
+
+def test_many_tokens_are_multiplied_with_their_own_experts_only() -> None:
+    common, experts = 2 * 4096**2 + 2 * 4096 * 1024 + 8 * 4096, 2 * 3 * 4096 * 14336
+    compute = H100.compute_efficiency
+    # 8192 tokens, each by two experts, are 2048 rows an expert.
+    expected_s = 32 * 2 * 8192 * (common / compute.at(8192) + experts / compute.at(2048)) / 989e12
+    assert cost_model(MIXTRAL_8X7B).parts([(8192, 0)]).layers_s == pytest.approx(expected_s)
+
+
+@given(num_tokens=st.integers(1, 3000))
+def test_more_tokens_touch_more_experts(num_tokens: int) -> None:
+    assert 8 <= num_experts_touched(num_tokens, 128, 8) <= min(128, 8 * num_tokens) * (1 + 1e-12)
+    model = cost_model(MIXTRAL_8X7B)
+    assert model.prefill_s(num_tokens) < model.prefill_s(num_tokens + 1)
+
+
+def test_more_ranks_than_kv_heads_repeat_them() -> None:
+    assert cost_model(LLAMA_3_8B, 16).transfer_s(1, same_host=True) == cost_model(LLAMA_3_8B, 8).transfer_s(
+        1, same_host=True
+    )
+
+
+@pytest.mark.parametrize("tensor_parallel", [0, 3, 64])
+def test_heads_that_do_not_divide_are_refused(tensor_parallel: int) -> None:
+    with pytest.raises(ValueError, match="does not divide 32 heads and 8 KV heads"):
+        cost_model(LLAMA_3_8B, tensor_parallel)
+
+
+def test_a_dtype_without_a_figure_is_refused() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+    with pytest.raises(ValueError, match="dtype 'int8' is not one of a model; use one of float32, bfloat16"):
+        CostModel(shape, H100, Precision(dtype="int8"))
+    with pytest.raises(ValueError, match="h100-sxm has no figure for 'bfloat16'; use one of float32"):
+        CostModel(shape, replace(H100, peak_flops={"float32": 67e12}), Precision(dtype="bfloat16"))
+
+
+def test_correction_follows_what_is_observed() -> None:
+    correction = OnlineCorrection()
+    assert correction.factor == 1
+    for _ in range(100):
+        correction.observe(0.010, 0.025)
+    assert correction.factor == pytest.approx(1 + 1.5 * (1 - math.exp(-1)))
+    for _ in range(600):
+        correction.observe(0.010, 0.025)
+    assert correction.factor == pytest.approx(2.5, rel=1e-3)
+
+
+def test_correction_bounds_an_outlier_and_takes_a_short_one_lightly() -> None:
+    correction = OnlineCorrection()
+    correction.observe(0.010, 100.0)
+    assert correction.factor == pytest.approx(1 + 0.01 * (10 - 1), rel=0.01)
+    long_step = OnlineCorrection()
+    long_step.observe(2.0, 100.0)
+    assert long_step.factor == pytest.approx(1 + 0.1 * (10 - 1))
+    for _ in range(200):
+        correction.observe(1.0, 0.0)
+    assert correction.factor == pytest.approx(0.1)

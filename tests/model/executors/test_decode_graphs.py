@@ -1,0 +1,76 @@
+"""Sizes of captured decode steps, and steps of padding; what they compute is tested with the executor."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.kernels.operations import DecoderKernels
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, TORCH_SAMPLING
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.decoder.decoder import Decoder
+from pdserve.model.executors.decode_graphs import DecodeGraphs, capture_sizes, warm_up, warmup_shapes
+from tests.kernels.paged_batch import nan_pool
+from tests.model.checkpoints import write_checkpoint
+from tests.model.late_queue import LateQueue
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (29, [1, 2, 4, 8, 16, 24, 29]),
+        (32, [1, 2, 4, 8, 16, 24, 32]),
+    ],
+)
+def test_sizes_are_few_and_near(max_rows: int, sizes: list[int]) -> None:
+    assert capture_sizes(max_rows) == sizes
+
+
+def test_every_size_is_captured_once_and_the_largest_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_checkpoint(tmp_path)
+    config = DecoderConfig.from_folder(folder)
+    pool = nan_pool(config.kv_layout(2, 8, "float32", "hash").shape)
+    queue = LateQueue()
+    with caplog.at_level(logging.INFO):
+        graphs = DecodeGraphs(
+            Decoder(folder, config, torch.float32, CPU_KERNELS),
+            pool,
+            queue,
+            torch.zeros(9, dtype=torch.int64),
+            vocab_size=config.shape.vocab_size,
+            max_blocks=2,
+        )
+    assert queue.num_captured == 5
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "captured the decode step of 9 rows, 1 of 5 sizes"
+    assert messages[-1] == "captured the decode step of 1 rows, 5 of 5 sizes"
+    assert [graphs.padding(num_rows) for num_rows in range(1, 10)] == [0, 0, 1, 0, 3, 2, 1, 0, 0]
+    with pytest.raises(AssertionError, match="words for a decode step"):
+        graphs.run(np.zeros(1000, np.int32), 3)
+
+
+def test_shapes_double_up_to_the_largest_batch() -> None:
+    assert [shape.num_rows for shape in warmup_shapes(0)] == [1, 1, 1, 1, 1, 16, 32, 64]
+    assert [shape.num_rows for shape in warmup_shapes(256)] == [1, 1, 1, 1, 1, 16, 32, 64, 128, 256]
+    assert [shape.num_rows for shape in warmup_shapes(100)][5:] == [16, 32, 64, 128]
+    assert [shape.num_tokens for shape in warmup_shapes(0)] == [1, 16, 32, 64, 128, 144, 160, 192]
+
+
+@pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
+def test_the_pool_stays_as_it_was(tmp_path: Path, kernels: DecoderKernels) -> None:
+    folder = write_checkpoint(tmp_path)
+    config = DecoderConfig.from_folder(folder)
+    pool = nan_pool(config.kv_layout(2, 8, "float32", "hash").shape)
+    before, queue = pool.blocks.clone(), LateQueue()
+    decoder = Decoder(folder, config, torch.float32, kernels)
+    warm_up(decoder, pool, queue, TORCH_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=17)
+    assert torch.equal(pool.blocks, before)
+    assert queue.num_puts == 1

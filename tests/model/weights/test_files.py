@@ -1,0 +1,128 @@
+"""Which checkpoints are refused before a weight is read, and with which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.weights.files import check_weights, read_header, shard_paths
+from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
+
+SHAPE = ModelShape(
+    num_layers=1, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=2, head_dim=4, vocab_size=16
+)
+
+
+def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def shape_of(folder: Path) -> ModelShape:
+    return DecoderConfig.from_folder(folder).shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_of_every_family_pass(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path, family)
+    check_weights(folder, shape_of(folder))
+
+
+def test_a_header_tells_where_the_tensors_are(tmp_path: Path) -> None:
+    given = {"w": torch.randn(3, 2), "b": torch.randn(3, dtype=torch.bfloat16)}
+    file = stored(tmp_path, given) / "model.safetensors"
+    header = read_header(file)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()} == {
+        "w": ("F32", (3, 2)),
+        "b": ("BF16", (3,)),
+    }
+    tensor = header.tensors["w"]
+    assert file.read_bytes()[tensor.start : tensor.end] == given["w"].numpy().tobytes()
+
+
+def test_every_mismatch_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["extra"] = torch.zeros(1)
+    tensors["rotary_emb.inv_freq"] = torch.zeros(1)
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3)
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"].to(torch.int8)
+    with pytest.raises(ValueError, match="do not match config") as error:
+        check_weights(stored(folder, tensors), shape_of(folder))
+    for problem in (
+        "missing model.norm.weight",
+        "unexpected extra",
+        "model.layers.0.mlp.down_proj.weight has shape [3], not [64, 112]",
+        "model.layers.1.mlp.down_proj.weight has dtype I8, not one of F64",
+    ):
+        assert problem in str(error.value)
+    assert "inv_freq" not in str(error.value)
+
+
+def test_of_many_mismatches_a_few_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"missing model\.embed_tokens\.weight; .*; and 5 more\. Take config\.json"):
+        check_weights(stored(tmp_path, {"w": torch.zeros(1)}), SHAPE)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, max_shard_size="100KB")
+    check_weights(folder, shape_of(folder))
+    lost = shard_paths(folder)[1]
+    lost.unlink()
+    with pytest.raises(ValueError, match=f"lacks {lost.name}"):
+        check_weights(folder, shape_of(folder))
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"metadata": {}}', '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"w": 1}}']
+)
+def test_a_damaged_index_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json names no shards"):
+        shard_paths(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors", "sub/model.safetensors", ".", ""])
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    """Only files that `model_hash` sees are read."""
+    folder = tmp_path / "model"
+    for place in (tmp_path, folder, folder / "sub"):
+        place.mkdir(exist_ok=True)
+        stored(place, {"w": torch.zeros(2)})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ValueError, match=r"index\.json names .* which is no \.safetensors file beside it"):
+        shard_paths(folder)
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (slice(0, -4), r"model\.safetensors has \d+ bytes and its header speaks of \d+; download it again"),
+        (slice(0, 30), "is cut short; download it again"),
+        (slice(0, 0), "is cut short; download it again"),
+        (slice(1, None), "is not a safetensors file"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, cut: slice, said: str) -> None:
+    file = stored(tmp_path, {"w": torch.zeros(100)}) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[cut])
+    with pytest.raises(ValueError, match=said):
+        read_header(file)
+
+
+def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin are pickles.*save_pretrained"):
+        shard_paths(tmp_path)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no model\.safetensors"):
+        shard_paths(tmp_path)

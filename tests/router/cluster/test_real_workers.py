@@ -1,0 +1,336 @@
+"""Dispatch over worker processes that hash tokens: any token lost, repeated or computed on wrong KV would show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import Outcome, RequestState, SamplingParams
+from pdserve.contracts.step import TokenLogprobs
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.executors.hash_chain import expected_tokens
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from pdserve.router.cluster.cluster import TokenStream
+from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig
+from tests.router.scripted_worker import until
+from tests.workers import WorkerProcess, emulated_config
+
+NUM_STREAMS = 16
+NUM_TOKENS = 150
+TOKEN = "secret"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def start_worker(checkpoint: Path, worker_id: str, time_scale: float) -> WorkerProcess:
+    role = WorkerRole(worker_id.split("-")[0])
+    return WorkerProcess(
+        emulated_config(checkpoint, role, worker_id=worker_id, time_scale=time_scale, num_kv_blocks=512)
+    )
+
+
+@asynccontextmanager
+async def running_cluster(
+    checkpoint: Path, *names: str, time_scale: float = 0.0, **settings: float
+) -> AsyncIterator[tuple[Rig, dict[str, WorkerProcess]]]:
+    """A rig over worker processes; on leaving, every KV block must be free within 2 s."""
+    async with AsyncExitStack() as stack:
+        workers = {name: stack.enter_context(start_worker(checkpoint, name, time_scale)) for name in names}
+        rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, **settings))
+        await put_targets(rig, workers)
+        yield rig, workers
+        await until(lambda: rig.dispatcher.num_in_flight == 0, 2.0)
+        await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
+
+
+async def put_targets(rig: Rig, workers: dict[str, WorkerProcess]) -> None:
+    await rig.fleet.set_targets([worker.endpoint for worker in workers.values()])
+    await until(lambda: all(worker.takes_work for worker in rig.fleet.workers))
+
+
+def prompt(number: int) -> list[int]:
+    """A prompt of its own length; three in four share a prefix of two blocks and more."""
+    rng = random.Random(number)
+    own = [rng.randrange(6, 512) for _ in range(5 + 9 * number % 150)]
+    return (list(range(40)) if number % 4 else []) + own
+
+
+def oracle(checkpoint: Path, number: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    return answer_to(checkpoint, prompt(number), num_tokens)
+
+
+def answer_to(
+    checkpoint: Path, tokens: list[int], num_tokens: int, sampling: SamplingParams | None = None, choice: int = 0
+) -> list[int]:
+    config = DecoderConfig.from_folder(checkpoint)
+    vocab_size, eos = config.shape.vocab_size, config.eos_token_ids
+    return expected_tokens(tokens, num_tokens, vocab_size, sampling=sampling, choice=choice, eos_token_ids=eos)
+
+
+async def check_streams(
+    rig: Rig,
+    checkpoint: Path,
+    disturb: Callable[[], object] | None = None,
+    *,
+    is_time: Callable[[list[TokenStream]], bool] = bool,
+) -> None:
+    """All streams at once, ``disturb`` called when ``is_time``: every answer is the oracle's."""
+    streams = [rig.start(prompt(number), NUM_TOKENS) for number in range(NUM_STREAMS)]
+    answers = [asyncio.create_task(read_all(stream)) for stream in streams]
+    if disturb is not None:
+        await until(lambda: is_time(streams))
+        assert rig.dispatcher.num_in_flight == NUM_STREAMS
+        disturb()
+    for number, answer in enumerate(answers):
+        assert await answer == oracle(checkpoint, number), number
+    assert rig.dispatcher.outcomes[Outcome.FINISHED] == NUM_STREAMS
+
+
+def has_begun(stream: TokenStream) -> bool:
+    return attempt_of(stream).first_token_s > 0
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("prefill-0", "decode-0"), ("prefill-0", "prefill-1", "decode-0", "decode-1"), ("mixed-0",)],
+    ids=["1P+1D", "2P+2D", "mixed"],
+)
+def test_every_topology_gives_the_same_tokens(checkpoint: Path, names: tuple[str, ...]) -> None:
+    async def run() -> None:
+        async with running_cluster(checkpoint, *names) as (rig, _):
+            await check_streams(rig, checkpoint)
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 0
+            handed_off = rig.sample("pdserve_handoff_stall_seconds_count")
+            assert handed_off == (0 if names == ("mixed-0",) else NUM_STREAMS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str) -> None:
+    async def run() -> None:
+        names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+        async with running_cluster(checkpoint, *names, time_scale=10.0) as (rig, workers):
+
+            def is_time(streams: list[TokenStream]) -> bool:
+                """Some have begun, and the victim holds something of one that nobody else holds."""
+                attempts = [attempt_of(stream) for stream in streams]
+                worker = rig.fleet.worker(victim)
+                decodes = any(attempt.decode is worker and attempt.has_joined for attempt in attempts)
+                prefills = any(attempt.prefill is worker and not attempt.first_token_s for attempt in attempts)
+                return any(map(has_begun, streams)) and (decodes or prefills)
+
+            await check_streams(rig, checkpoint, workers[victim].process.kill, is_time=is_time)
+            assert not rig.fleet.worker(victim).is_up
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
+            await put_targets(rig, {name: worker for name, worker in workers.items() if name != victim})
+
+    asyncio.run(run())
+
+
+def test_a_minimum_of_tokens_holds_over_a_handoff_and_a_loss(checkpoint: Path) -> None:
+    """So do seed and choice; and every prompt token but the first gets its log probability."""
+    config = DecoderConfig.from_folder(checkpoint)
+    free = oracle(checkpoint, 9)
+    sampling = SamplingParams(
+        seed=5, max_tokens=NUM_TOKENS, min_tokens=120, stop_token_ids=tuple(range(6, 90)), num_prompt_logprobs=0
+    )
+    expected = expected_tokens(
+        prompt(9), NUM_TOKENS, config.shape.vocab_size, sampling=sampling, eos_token_ids=config.eos_token_ids
+    )
+    assert not set(sampling.stop_token_ids).intersection(expected[:120])
+    assert set(sampling.stop_token_ids).intersection(free[:120])
+
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", "decode-1", time_scale=10.0) as (rig, workers):
+            stream = rig.cluster.start(prompt(9), sampling, arrived_s=time.monotonic())
+            tokens = await read_some(stream, 20)
+            victim = attempt_of(stream).decode
+            assert victim is not None
+            name = next(name for name in workers if rig.fleet.worker(name) is victim)
+            workers[name].process.kill()
+            assert tokens + await read_all(stream, 20) == expected
+            assert list(stream.prompt_logprobs) == [TokenLogprobs(0.0, ())] * (len(prompt(9)) - 1)
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 1
+            await put_targets(rig, {other: worker for other, worker in workers.items() if other != name})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pull", ["not begun", "almost done"])
+def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> None:
+    """The decode worker is killed while its pull lasts; what the prefill worker computed serves the other one."""
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            time_scales = {"prefill-0": 1.0, "decode-0": 0.0 if pull == "not begun" else 1e6, "decode-1": 0.0}
+            workers = {
+                name: stack.enter_context(start_worker(checkpoint, name, scale)) for name, scale in time_scales.items()
+            }
+            rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN))
+            await put_targets(rig, workers)
+            victim = workers["decode-0"]
+            if pull == "not begun":
+                (transfer_process,) = victim.children()
+                os.kill(transfer_process, signal.SIGSTOP)
+            stream = rig.start(prompt(9), 20)
+            tokens = await read_some(stream, 1)
+            await asyncio.sleep(0.5)
+            assert attempt_of(stream).state is RequestState.HANDOFF
+            assert attempt_of(stream).decode is rig.fleet.worker("decode-0")
+            victim.process.kill()
+            assert tokens + await read_all(stream, 1) == oracle(checkpoint, 9, 20)
+            assert rig.sample("pdserve_redispatches_total", reason="rebound") == 1
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 0
+            assert rig.sample("pdserve_step_tokens_sum", worker="prefill-0", role="prefill") == len(prompt(9))
+            await put_targets(rig, {name: worker for name, worker in workers.items() if worker is not victim})
+            await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_the_only_worker_of_a_phase_is_killed_and_replaced(checkpoint: Path, victim: str) -> None:
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=10.0) as (rig, workers):
+
+            def replace_victim() -> None:
+                workers[victim].close()
+                workers[victim] = start_worker(checkpoint, victim, 10.0)
+                replaced.append(asyncio.create_task(put_targets(rig, workers)))
+
+            replaced: list[asyncio.Task[None]] = []
+            try:
+                await check_streams(rig, checkpoint, replace_victim)
+                await replaced[0]
+            finally:
+                workers[victim].close()
+                await rig.fleet.set_targets([])
+
+    asyncio.run(run())
+
+
+def test_two_hundred_cancels_free_everything(checkpoint: Path) -> None:
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=5.0) as (rig, _):
+            rng = random.Random(1)
+            loop = asyncio.get_running_loop()
+            for number in range(200):
+                stream = rig.start(prompt(number), 200)
+                loop.call_later(rng.uniform(0.0, 0.8), stream.cancel)
+                await asyncio.sleep(0.002)
+            await until(lambda: rig.dispatcher.num_in_flight == 0)
+            outcomes = rig.dispatcher.outcomes
+            assert outcomes[Outcome.CANCELLED] > 100, outcomes
+            assert outcomes[Outcome.CANCELLED] + outcomes[Outcome.FINISHED] == 200
+            await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
+            stream = rig.start(prompt(3), 20)
+            assert await read_all(stream) == oracle(checkpoint, 3, 20)
+
+    asyncio.run(run())
+
+
+def test_a_chat_finds_its_earlier_answers(checkpoint: Path) -> None:
+    """They are cached on the decode worker only, so that the next turns are prefilled there; not another tenant's."""
+
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=1.0, tpot_slo_s=1.0) as (rig, _):
+            history: list[int] = []
+            for turn in range(3):
+                text = history + [6 + (7 * turn + position) % 500 for position in range(70)]
+                stream = rig.start(text, 45)
+                answer = await read_all(stream)
+                assert answer == answer_to(checkpoint, text, 45)
+                # The last token's KV is never computed, and blocks hold 16 tokens.
+                assert stream.num_cached_tokens == max(len(history) - 1, 0) // 16 * 16
+                history = text + answer
+                in_blocks = block_hashes(history[:-1], 16)
+                await until(lambda: rig.fleet.worker("decode-0").cached_blocks >= set(in_blocks))  # noqa: B023
+            assert rig.sample("pdserve_handoff_stall_seconds_count") == 1
+            stream = rig.start(history, 2, cache_salt=b"another tenant")
+            assert len(await read_all(stream)) == 2
+            assert stream.num_cached_tokens == 0
+            assert rig.sample("pdserve_handoff_stall_seconds_count") == 2
+
+    asyncio.run(run())
+
+
+NUM_CHOICES = 3
+NUM_REQUESTS = 6
+
+
+def is_decoding(stream: TokenStream) -> bool:
+    """Every choice of it."""
+    attempts = stream.attempts.values()
+    return len(attempts) == NUM_CHOICES and all(len(attempt.emitted) > 1 for attempt in attempts)
+
+
+async def check_choices(rig: Rig, checkpoint: Path, disturb: Callable[[], object] | None = None) -> None:
+    """Requests for several answers at once, ``disturb`` called when all are decoded: every choice is the oracle's."""
+    streams = [
+        rig.start(prompt(number), NUM_TOKENS, num_choices=NUM_CHOICES, seed=number, num_prompt_logprobs=0)
+        for number in range(NUM_REQUESTS)
+    ]
+    answers = [asyncio.create_task(read_choices(stream)) for stream in streams]
+    if disturb is not None:
+        await until(lambda: all(map(is_decoding, streams)))
+        assert rig.dispatcher.num_in_flight == NUM_REQUESTS
+        disturb()
+    for number, (stream, answer) in enumerate(zip(streams, answers, strict=True)):
+        sampling = SamplingParams(seed=number, ignore_eos=True)
+        assert await answer == {
+            choice: answer_to(checkpoint, prompt(number), NUM_TOKENS, sampling, choice) for choice in range(NUM_CHOICES)
+        }
+        assert len(stream.prompt_logprobs) == len(prompt(number)) - 1
+    assert rig.dispatcher.num_accepted == rig.dispatcher.outcomes[Outcome.FINISHED] == NUM_REQUESTS
+
+
+@pytest.mark.parametrize("names", [("prefill-0", "decode-0"), ("mixed-0",)], ids=["1P+1D", "mixed"])
+def test_choices_of_one_prompt(checkpoint: Path, names: tuple[str, ...]) -> None:
+    async def run() -> None:
+        async with running_cluster(checkpoint, *names) as (rig, _):
+            await check_choices(rig, checkpoint)
+            assert rig.sample("pdserve_redispatches_total", reason="failed") == 0
+
+    asyncio.run(run())
+
+
+def test_a_killed_worker_loses_no_token_of_any_choice(checkpoint: Path) -> None:
+    async def run() -> None:
+        names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+        async with running_cluster(checkpoint, *names, time_scale=10.0) as (rig, workers):
+            await check_choices(rig, checkpoint, workers["decode-0"].process.kill)
+            assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
+            await put_targets(rig, {name: worker for name, worker in workers.items() if name != "decode-0"})
+
+    asyncio.run(run())
+
+
+def test_a_choice_that_stops_frees_its_blocks(checkpoint: Path) -> None:
+    """Stop strings end all choices but one early; the worker that decodes them does not go on with them."""
+
+    async def run() -> None:
+        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=10.0) as (rig, _):
+            stream = rig.start(prompt(1), NUM_TOKENS, num_choices=NUM_CHOICES, seed=1)
+            await read_some(stream, 10 * NUM_CHOICES)
+            for choice in range(1, NUM_CHOICES):
+                stream.finish(choice)
+            await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
+            last = [delta async for delta in stream if delta.choice == 0][-1]
+            assert last.index == NUM_TOKENS - 1
+            assert stream.outcome is Outcome.FINISHED
+
+    asyncio.run(run())

@@ -1,0 +1,167 @@
+"""Sessions against a real gRPC server: identity, order, breaks, stalls and reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.proto.v1 import worker_pb2
+from pdserve.router.cluster.session import Credentials, SessionRefusedError, WorkerSession
+from tests.router.scripted_worker import ScriptedWorker, until
+
+CREDENTIALS = Credentials(router_id="router", stall_timeout_s=0.6)
+
+
+class Recorder(WorkerSession):
+    """Writes everything down."""
+
+    def __init__(self, endpoint: WorkerEndpoint, credentials: Credentials = CREDENTIALS, refuse: str = "") -> None:
+        super().__init__(endpoint, credentials)
+        self.opened: list[worker_pb2.Welcome] = []
+        self.steps: list[int] = []
+        self.reasons: list[str] = []
+        self._refuse = refuse
+
+    def session_opened(self, welcome: worker_pb2.Welcome) -> None:
+        assert self.is_open
+        if self._refuse:
+            raise SessionRefusedError(self._refuse)
+        self.opened.append(welcome)
+
+    def frame_received(self, frame: worker_pb2.StepFrame) -> None:
+        self.steps.extend(frame.tokens.index)
+
+    def session_broken(self, reason: str) -> None:
+        assert not self.is_open
+        self.reasons.append(reason)
+
+
+def test_frames_and_commands_arrive_in_order() -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("prefill-0", WorkerRole.PREFILL).start()
+        session = Recorder(worker.endpoint)
+        session.start()
+        await until(lambda: session.is_open)
+        assert session.opened[0].worker_id == "prefill-0"
+        request = worker_pb2.Request(request_id=1)
+        for index in range(100):
+            worker.send_token(request, index, 7)
+            session.send(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(request_id=index)))
+        await until(lambda: len(session.steps) == 100)
+        assert session.steps == list(range(100))
+        received = [(await worker.next_command("cancel")).cancel.request_id for _ in range(100)]
+        assert received == list(range(100))
+        await session.close()
+        assert session.reasons == ["closed"]
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+def test_a_break_is_told_once_and_the_next_epoch_is_higher() -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        session = Recorder(worker.endpoint)
+        session.start()
+        await until(lambda: session.is_open)
+        await worker.stop()
+        await until(lambda: session.reasons)
+        await asyncio.sleep(0.3)
+        assert len(session.reasons) == 1
+        await worker.start()
+        await until(lambda: session.is_open)
+        worker.end_stream()
+        await until(lambda: len(worker.hellos) == 3)
+        epochs = [hello.session_epoch for hello in worker.hellos]
+        assert epochs == sorted(set(epochs))
+        assert {hello.router_id for hello in worker.hellos} == {"router"}
+        await session.close()
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+def test_silence_breaks_a_session() -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        session = Recorder(worker.endpoint)
+        session.start()
+        await until(lambda: session.is_open)
+        worker.is_silent = True
+        await until(lambda: session.reasons)
+        assert "silent for 0.6 s" in session.reasons[0]
+        worker.is_silent = False
+        await until(lambda: len(session.opened) == 2)
+        await session.close()
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("wrong", [{"epoch": 10**6}, {"worker_id": "decode-1"}, {"role": WorkerRole.MIXED}])
+def test_another_worker_on_the_address_is_refused(wrong: dict[str, object]) -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        session = Recorder(replace(worker.endpoint, **wrong))  # type: ignore[arg-type]
+        session.start()
+        await until(lambda: len(worker.hellos) == 2)
+        assert not session.opened
+        assert not session.reasons
+        await session.close()
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+def test_a_refusal_of_the_sink_closes_without_a_break() -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        session = Recorder(worker.endpoint, refuse="another model")
+        session.start()
+        await until(lambda: len(worker.hellos) == 2)
+        assert not session.is_open
+        assert not session.reasons
+        await session.close()
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("token", "opens"), [("secret", True), ("", False), ("wrong", False)])
+def test_the_cluster_token_is_sent(token: str, opens: bool) -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start(cluster_token="secret")
+        session = Recorder(worker.endpoint, replace(CREDENTIALS, cluster_token=token))
+        session.start()
+        await asyncio.sleep(0.5)
+        assert session.is_open is opens
+        await session.close()
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+class FailingRecorder(Recorder):
+    """A sink that cannot take the news of a break."""
+
+    def session_broken(self, reason: str) -> None:
+        super().session_broken(reason)
+        raise RuntimeError("boom")
+
+
+def test_a_session_outlives_a_sink_that_fails() -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        session = FailingRecorder(worker.endpoint)
+        session.start()
+        await until(lambda: session.is_open)
+        worker.end_stream()
+        await until(lambda: len(session.opened) == 2)
+        await session.close()
+        assert len(session.reasons) == 2
+        await worker.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,63 @@
+"""Work that was sent to a worker and does not show in its load yet."""
+
+from __future__ import annotations
+
+from pdserve.contracts.events import SchedulerLoad
+from pdserve.contracts.placement import WorkerRole
+from pdserve.router.cluster.worker import InFlightLoad
+from pdserve.router.requests.policy import WorkerSnapshot
+
+LOAD = SchedulerLoad(
+    num_running=3,
+    num_waiting=1,
+    num_waiting_tokens=50,
+    num_started_tokens=5,
+    num_context_tokens=100,
+    num_blocks_free=10,
+    num_blocks_cached=7,
+)
+
+
+def view(in_flight: InFlightLoad) -> WorkerSnapshot:
+    return in_flight.snapshot(
+        worker_id="decode-0",
+        role=WorkerRole.DECODE,
+        max_batch_tokens=256,
+        max_batch_size=8,
+        load=LOAD,
+        cached_blocks=frozenset(),
+        host="",
+    )
+
+
+def test_what_was_sent_counts_until_it_shows() -> None:
+    in_flight = InFlightLoad()
+    before = view(in_flight)
+    assert (before.num_waiting_tokens, before.num_decoding, before.num_free_blocks) == (55, 4, 17)
+    in_flight.add_prefill(1, 40)
+    in_flight.add_prefill(2, 30)
+    in_flight.add_decode(1, 40, 4)
+    in_flight.add_decode(2, 30, 3)
+    both = view(in_flight)
+    assert (both.num_waiting_tokens, both.num_decoding, both.num_context_tokens, both.num_free_blocks) == (
+        75,
+        5,
+        170,
+        10,
+    )
+    in_flight.remove(1)
+    one = view(in_flight)
+    assert (one.num_waiting_tokens, one.num_decoding, one.num_context_tokens, one.num_free_blocks) == (55, 4, 130, 14)
+    in_flight.remove(1)
+    in_flight.remove(2)
+    assert view(in_flight) == before
+
+
+def test_a_lost_worker_has_nothing_in_flight() -> None:
+    in_flight = InFlightLoad()
+    before = view(in_flight)
+    in_flight.add_prefill(1, 400)
+    in_flight.add_decode(1, 40, 4)
+    in_flight.clear()
+    in_flight.remove(1)
+    assert view(in_flight) == before

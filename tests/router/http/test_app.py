@@ -1,0 +1,536 @@
+"""The routes over real HTTP: bytes of a stream, error objects, headers, limits, and what the observer is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.contracts.events import TokenEvent
+from pdserve.contracts.request import FinishReason
+from pdserve.router.http import unsupported_fields
+from pdserve.router.http.schema import ChatBody, CompletionBody
+from pdserve.router.requests.generation import ServedModel
+from pdserve.router.requests.request import GenerationError
+from tests.router.edge_server import (
+    MAX_BODY_BYTES,
+    MODEL,
+    EdgeServer,
+    ScriptedGeneration,
+    at_once,
+    failing_after,
+    running_edge,
+    saying,
+    token_event,
+)
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EdgeServer]:
+    with running_edge() as edge:
+        yield edge
+
+
+@pytest.fixture
+def edge(server: EdgeServer) -> EdgeServer:
+    """With everything as it should be."""
+    server.generator.refusal = None
+    server.generator.is_ready = True
+    server.generator.model = ServedModel(max_model_len=512)
+    server.observer.__init__()  # type: ignore[misc]
+    server.say("ab", FinishReason.LENGTH)
+    return server
+
+
+@pytest.fixture(scope="module")
+def http(server: EdgeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as http:
+        yield http
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error object of an answer, which has nothing else."""
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    body = answer.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def events(answer: httpx.Response) -> list[str]:
+    """The data of each event of a stream, framed exactly."""
+    text = answer.content.decode()
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    return [line.removeprefix("data: ") for line in lines]
+
+
+def test_bytes_of_a_chat_stream(edge: EdgeServer, http: httpx.Client) -> None:
+    answer = http.post(CHAT, json={"messages": MESSAGES, "stream": True}, headers={"X-Request-Id": "mine"})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["x-request-id"] == "mine"
+    assert "content-length" not in answer.headers
+    *chunks, done = events(answer)
+    assert done == "[DONE]"
+    first = json.loads(chunks[0])
+    assert first == {
+        "id": "chatcmpl-mine",
+        "object": "chat.completion.chunk",
+        "created": first["created"],
+        "model": MODEL,
+        "system_fingerprint": "pdserve-0.1.0",
+        "choices": [
+            {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        ],
+    }
+    shared = {name: value for name, value in first.items() if name != "choices"}
+    choices = [
+        {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None},
+        {"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"},
+    ]
+    assert [json.loads(chunk) for chunk in chunks[1:]] == [{**shared, "choices": [choice]} for choice in choices]
+
+
+@pytest.mark.parametrize(("route", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})])
+def test_token_ids_on_request(edge: EdgeServer, http: httpx.Client, route: str, prompt: dict[str, Any]) -> None:
+    edge.generator.script = saying([70, 71, 2], FinishReason.STOP)  # the last one has no text
+    body = {**prompt, "return_token_ids": True}
+    assert http.post(route, json=body).json()["choices"][0]["token_ids"] == [70, 71, 2]
+    *chunks, _ = events(http.post(route, json={**body, "stream": True}))
+    ids = [json.loads(chunk)["choices"][0].get("token_ids", []) for chunk in chunks]
+    assert [token for chunk in ids for token in chunk] == [70, 71, 2]
+    assert "token_ids" not in http.post(route, json=prompt).json()["choices"][0]
+
+
+def test_usage_in_a_stream_is_null_but_at_the_end(edge: EdgeServer, http: httpx.Client) -> None:
+    body = {"prompt": [7], "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, _ = [
+        json.loads(data) if data != "[DONE]" else None for data in events(http.post(COMPLETIONS, json=body))
+    ]
+    assert all(chunk is not None and chunk["usage"] is None for chunk in chunks)
+    assert last is not None
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 3},
+    }  # fmt: skip
+
+
+def test_continuous_usage(edge: EdgeServer, http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = http.post(COMPLETIONS, json={"prompt": [7], "stream": True, "stream_options": options})
+    counts = [json.loads(data)["usage"]["completion_tokens"] for data in events(answer)[:-1]]
+    assert counts == [1, 2, 2, 2]
+
+
+def test_each_token_is_one_event_with_or_without_text(edge: EdgeServer, http: httpx.Client) -> None:
+    num_tokens = edge.say("🙂", FinishReason.LENGTH)
+    assert num_tokens > 2
+    *chunks, _, done = events(http.post(COMPLETIONS, json={"prompt": "x", "stream": True}))
+    texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
+    assert texts == [""] * (num_tokens - 1) + ["🙂"]
+    assert done == "[DONE]"
+
+
+def test_tokens_that_come_together_are_events_of_their_own(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.script = at_once([70, 71, 72])
+    *chunks, _, done = events(http.post(COMPLETIONS, json={"prompt": "x", "stream": True}))
+    assert [json.loads(chunk)["choices"][0]["text"] for chunk in chunks] == [
+        edge.tokenizer.token_text(token) for token in (70, 71, 72)
+    ]
+    assert done == "[DONE]"
+    assert (len(edge.observer.first_tokens_s), len(edge.observer.gaps_s)) == (1, 2)
+
+
+def test_a_stream_that_fails_ends_with_an_error_and_without_done(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.script = failing_after([50], GenerationError(504, "too late"))
+    chunk, last = events(http.post(COMPLETIONS, json={"prompt": "x", "stream": True}))
+    assert json.loads(chunk)["choices"][0]["text"]
+    assert json.loads(last) == {"error": {"message": "too late", "type": "timeout_error", "param": None, "code": None}}
+    assert edge.observer.timings == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_ours_is_told_without_its_cause(
+    edge: EdgeServer, http: httpx.Client, num_tokens: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    edge.generator.script = failing_after([50] * num_tokens, KeyError("secret"))
+    answer = http.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
+    assert "secret" not in answer.text
+    error = json.loads(events(answer)[-1])["error"] if stream and num_tokens else error_of(answer)
+    assert error["type"] == "server_error"
+    assert answer.status_code == (200 if stream and num_tokens else 500)
+    assert "secret" in caplog.text
+
+
+def test_a_generation_without_a_last_token_is_a_fault(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.script = saying([50, 51], FinishReason.NONE)
+    assert error_of(http.post(COMPLETIONS, json={"prompt": "x"}))["type"] == "server_error"
+
+
+def test_an_overloaded_cluster_says_when_to_come_back(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.refusal = GenerationError(429, "full", retry_after_s=0.2)
+    answer = http.post(CHAT, json={"messages": MESSAGES})
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "1"
+    assert error_of(answer) == {
+        "message": "full", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"
+    }  # fmt: skip
+
+
+def test_without_a_worker_requests_are_503(edge: EdgeServer, http: httpx.Client) -> None:
+    edge.generator.model = None
+    answer = http.post(CHAT, json={"messages": MESSAGES})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "worker" in error_of(answer)["message"]
+    assert http.get("/v1/models").json()["data"][0]["max_model_len"] is None
+
+
+def test_health_says_what_is_missing(edge: EdgeServer, http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    edge.generator.is_ready = False
+    answer = http.get("/health")
+    assert answer.status_code == 503
+    assert "round trip" in answer.json()["missing"]
+    edge.generator.model = None
+    assert "worker" in http.get("/health").json()["missing"]
+    assert http.get("/live").status_code == 200
+    assert http.get("/version").json() == {"version": "0.1.0"}
+
+
+def test_unknown_routes_and_methods(edge: EdgeServer, http: httpx.Client) -> None:
+    answer = http.get("/v1/nothing")
+    assert answer.status_code == 404
+    assert "/v1/nothing" in error_of(answer)["message"]
+    answer = http.delete(CHAT)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert "DELETE" in error_of(answer)["message"]
+
+
+def test_bodies_over_the_limit_are_refused_with_and_without_a_length(edge: EdgeServer, http: httpx.Client) -> None:
+    body = json.dumps({"prompt": "a" * MAX_BODY_BYTES}).encode()
+    headers = {"Content-Type": "application/json"}
+    for content in (body, iter([body[:1000], body[1000:]])):
+        answer = http.post(COMPLETIONS, content=content, headers=headers)
+        assert (answer.status_code, answer.headers["connection"]) == (413, "close")
+        assert str(MAX_BODY_BYTES) in error_of(answer)["message"]
+    assert edge.observer.responses == [(COMPLETIONS, 413)] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "must be a JSON object"),
+        (b"{", "not JSON"),
+        (b'{"prompt": "x"', "not JSON"),
+        (b'{"prompt": "x"}}', "not JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8 at byte 12"),
+        ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
+        (b"[" * 50_000, "nested too deeply"),
+        (b'{"colour": ' * 5000, "nested too deeply"),
+        (b'{"prompt": %s}' % (b"9" * 5000), "too many digits"),
+        (b"[1]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN is no JSON number"),
+        (b'{"prompt": "x", "colour": -Infinity}', "-Infinity is no JSON number"),
+        (b'{"prompt": "x", "temperature": 1e400}', "temperature"),
+        (b'{"prompt": "x", "prompt": "y"}', "'prompt' twice"),
+        (b'{"prompt": "x", "colour": [{"red": 1, "red": 2}]}', "'red' twice"),
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"prompt": "x", "model": "\\ud800"}', "model"),
+        (b'{"prompt": "x", "n": "\\ud800"}', "n: "),
+        (b'{"prompt": "x", "stop": "\\ud800"}', "stop"),
+        (b'{"prompt": "x", "cache_salt": "\\ud800"}', "cache_salt"),
+    ],
+)
+def test_bodies_that_are_no_request_are_400(edge: EdgeServer, http: httpx.Client, content: bytes, told: str) -> None:
+    answer = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert error["type"] == "invalid_request_error"
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize(("last", "status"), [("99999", 400), ("100000", 200)])
+def test_a_body_of_many_names_is_judged_soon(
+    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, last: str, status: int
+) -> None:
+    """Nobody else is served meanwhile."""
+    monkeypatch.setattr(unsupported_fields, "_logged", set())
+    names = ", ".join(f'"{number}": 0' for number in range(100_000))
+    body = f'{{"prompt": "x", {names}, "{last}": 0}}'
+    headers = {"Content-Type": "application/json"}
+    assert http.post(COMPLETIONS, content=body, headers=headers, timeout=10).status_code == status
+
+
+def test_a_name_that_a_client_chose_is_told_in_part(edge: EdgeServer, http: httpx.Client) -> None:
+    answer = http.post(COMPLETIONS, json={"prompt": "x", "logit_bias": {"x" * 100_000: 1}})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"].startswith("logit_bias.xxx")
+    assert len(answer.content) < 1000
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_bodies_of_another_type_are_415(edge: EdgeServer, http: httpx.Client, content_type: str) -> None:
+    answer = http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": content_type})
+    assert answer.status_code == 415
+    assert "application/json" in error_of(answer)["message"]
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("stalled", [b"", b'{"prompt"'])
+def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, stalled: bytes) -> None:
+    """It says more than it sends, or sends slowly: the same to a server."""
+    monkeypatch.setattr("pdserve.router.http.asgi.BODY_TIMEOUT_S", 0.2)
+    host, port = edge.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        )
+        connection.sendall(head.encode() + stalled)
+        answer = b""
+        while part := connection.recv(4096):  # to the end, which the server makes
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive" in answer
+
+
+def test_an_answer_may_take_longer_than_a_body(
+    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.http.asgi.BODY_TIMEOUT_S", 0.05)
+
+    async def slowly(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
+        await asyncio.sleep(0.2)
+        yield token_event(0, 0, 70, None, FinishReason.LENGTH)
+
+    edge.generator.script = slowly
+    assert http.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 2.1),
+        ("temperature", -0.1),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("seed", 2**64),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("stop", 3),
+        ("stop", ["x"] * 17),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("model", 3),
+        ("max_tokens", 10**400),
+        ("min_tokens", -1),
+        ("min_tokens", 513),
+        ("n", 0),
+        ("n", 129),
+        ("n", 1.0),
+        ("best_of", 2),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e39),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", True),
+        ("logit_bias", {"9999": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"５": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"5": 1, "05": 2}),
+        ("logit_bias", dict.fromkeys(map(str, range(1025)), 1)),
+        ("logit_bias", [5]),
+        ("stop_token_ids", [9999]),
+        ("stop_token_ids", [5] * 129),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("include_stop_str_in_output", 1),
+        ("regex", "a*"),
+        ("response_format", {"type": "json_object"}),
+        ("kv_transfer_params", {"do_remote_decode": True}),
+        ("priority", 5),
+    ],
+)
+def test_values_that_are_not_served_name_their_field(
+    edge: EdgeServer, http: httpx.Client, field: str, value: object
+) -> None:
+    for path, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})):
+        answer = http.post(path, json={**body, field: value})
+        assert answer.status_code == 400
+        error = error_of(answer)
+        assert error["param"].split(".")[0] == field
+        assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": MESSAGES * 20_000}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "developer", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "logprobs": 1}, "logprobs"),
+        (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [""]}, None),
+        (CHAT, {"messages": MESSAGES, "stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+        (CHAT, {"messages": MESSAGES, "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": ["a", [1]]}, None),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], []]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], ["a"]]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 43, "n": 3}, "n"),
+        (COMPLETIONS, {"prompt": ["a", "\ud800"]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+        (COMPLETIONS, {"prompt": [True]}, "prompt"),
+        (COMPLETIONS, {"prompt": [9999]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_completion_tokens": 5}, "max_completion_tokens"),
+        (COMPLETIONS, {"prompt": [7] * 512}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
+    ],
+)
+def test_mistakes_name_their_field(
+    edge: EdgeServer, http: httpx.Client, path: str, body: dict[str, object], param: str | None
+) -> None:
+    answer = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    if param is None:
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == param
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
+def test_a_prompt_that_cannot_fit_is_not_tokenised(
+    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    monkeypatch.setattr(edge.tokenizer, "_encode", None)
+    text = "the time " * 5000
+    answer = http.post(path, json={field: [{"role": "user", "content": text}] if path == CHAT else text})
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert "at least" in error["message"]
+
+
+def test_null_means_the_default(edge: EdgeServer, http: httpx.Client) -> None:
+    for path, model, body in ((CHAT, ChatBody, {"messages": MESSAGES}), (COMPLETIONS, CompletionBody, {"prompt": "x"})):
+        nulls = dict.fromkeys([*model.model_fields, "tools", "audio", "suffix"], None)
+        assert http.post(path, json=nulls | body).status_code == 200
+
+
+def test_an_answer_can_be_sent_back_as_it_came(edge: EdgeServer, http: httpx.Client) -> None:
+    message = http.post(CHAT, json={"messages": MESSAGES}).json()["choices"][0]["message"]
+    message |= {"tool_calls": None, "function_call": None, "audio": None, "annotations": []}
+    assert http.post(CHAT, json={"messages": [*MESSAGES, message, *MESSAGES]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        ({"response_format": {"type": "json_object"}}, 'set it to {"type": "text"}, or leave it out'),
+        ({"use_beam_search": True}, "set it to false, or leave it out"),
+        ({"tool_choice": "required"}, 'set it to "none" or "auto", or leave it out'),
+        ({"regex": "a"}, "regex is not supported; leave it out"),
+    ],
+)
+def test_a_remedy_can_be_sent_as_it_is_written(
+    edge: EdgeServer, http: httpx.Client, body: dict[str, object], remedy: str
+) -> None:
+    answer = http.post(COMPLETIONS, json={"prompt": "x", **body})
+    assert error_of(answer)["message"].endswith(remedy)
+
+
+def test_unknown_fields_are_logged_once(
+    edge: EdgeServer, http: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported_fields, "_logged", set())
+    for _ in range(2):
+        assert http.post(COMPLETIONS, json={"prompt": "x", "colour\n": "red", "user": "me"}).status_code == 200
+    assert [record.getMessage() for record in caplog.records] == [
+        "a request has the unknown field 'colour\\n'; it is ignored"
+    ]
+
+
+def test_the_log_names_so_many_unknown_fields_and_no_more(
+    edge: EdgeServer, http: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported_fields, "_logged", set())
+    monkeypatch.setattr(unsupported_fields, "MAX_LOGGED_FIELDS", 3)
+    assert http.post(COMPLETIONS, json={"prompt": "x", **dict.fromkeys("abcde")}).status_code == 200
+    named = [record.getMessage() for record in caplog.records]
+    assert [message for message in named if "it is ignored" in message] == [
+        f"a request has the unknown field {name!r}; it is ignored" for name in "abc"
+    ]
+    assert named[-1] == "requests have had 3 unknown fields; no more of them are named here"
+
+
+@pytest.mark.parametrize("given_id", ["", "a b", "x" * 129])
+def test_an_unfit_request_id_is_replaced(edge: EdgeServer, http: httpx.Client, given_id: str) -> None:
+    minted = {http.get("/live", headers={"X-Request-Id": given_id}).headers["x-request-id"] for _ in range(2)}
+    assert len(minted) == 2
+    assert given_id not in minted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_observer_is_told_of_every_token(edge: EdgeServer, http: httpx.Client, stream: bool) -> None:
+    num_tokens = edge.say("the time to first token")
+    http.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
+    http.get("/nothing")
+    observer = edge.observer
+    assert observer.responses == [(COMPLETIONS, 200), ("other", 404)]
+    assert len(observer.first_tokens_s) == 1
+    assert len(observer.gaps_s) == num_tokens - 1
+    (timing,) = observer.timings
+    assert timing.num_tokens == num_tokens
+    assert timing.ttft_s == observer.first_tokens_s[0]
+    assert timing.tpot_s == pytest.approx(sum(observer.gaps_s) / (num_tokens - 1))
+    assert timing.duration_s == pytest.approx(timing.ttft_s + sum(observer.gaps_s))
+
+
+def test_one_token_has_no_tpot(edge: EdgeServer, http: httpx.Client) -> None:
+    http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
+    assert edge.observer.timings[0].tpot_s is None

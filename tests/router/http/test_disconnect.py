@@ -1,0 +1,105 @@
+"""A client that leaves frees its generation at once, wherever the request is; a slow one holds up nobody else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.router.edge_server import EdgeServer, endless, running_edge, stuck_after
+
+CANCEL_DEADLINE_S = 1.0
+
+
+@pytest.fixture
+def edge() -> Iterator[EdgeServer]:
+    with running_edge() as edge:
+        yield edge
+
+
+def connect(edge: EdgeServer, body: dict[str, object]) -> socket.socket:
+    """Send a completion request and leave the connection open."""
+    host, port = edge.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    content = json.dumps({"prompt": "x", **body}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_leaving_cancels(edge: EdgeServer, stream: bool, num_tokens: int) -> None:
+    """Queued and streaming, streamed and whole."""
+    edge.generator.script = stuck_after([50] * num_tokens)
+    connection = connect(edge, {"stream": stream})
+    assert edge.generator.started.wait(5)
+    if stream and num_tokens:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert not edge.generator.last.cancelled.is_set()
+    connection.close()
+    assert edge.generator.last.cancelled.wait(CANCEL_DEADLINE_S)
+    assert edge.generator.last.cancels == [False]
+    assert edge.observer.timings == []
+
+
+def test_a_request_that_nobody_waits_for_is_counted_as_such(edge: EdgeServer) -> None:
+    edge.generator.script = stuck_after([])
+    connection = connect(edge, {})
+    assert edge.generator.started.wait(5)
+    connection.close()
+    deadline_s = time.monotonic() + 5
+    while not edge.observer.responses and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert edge.observer.responses == [("/v1/completions", 499)]
+
+
+def test_a_reader_that_stops_reading_stops_its_stream_alone_and_can_still_leave(edge: EdgeServer) -> None:
+    edge.generator.script = endless(50)
+    connection = connect(edge, {"stream": True})
+    slow_reader = wait_until_still(edge)
+    edge.say("others are served")
+    answer = httpx.post(f"{edge.url}/v1/completions", json={"prompt": "x"}, timeout=5)
+    assert answer.json()["choices"][0]["text"] == "others are served"
+    connection.close()
+    assert edge.generator.generations[0].cancelled.wait(CANCEL_DEADLINE_S)
+    assert slow_reader > 0
+
+
+def test_a_reader_that_stops_reading_for_good_is_given_up(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.router.http.sse.WRITE_TIMEOUT_S", 0.5)
+    edge.generator.script = endless(50)
+    with connect(edge, {"stream": True}):
+        assert edge.generator.started.wait(5)
+        assert edge.generator.last.cancelled.wait(30)
+        assert edge.generator.last.cancels == [False]
+        edge.say("others are served")
+        assert httpx.post(f"{edge.url}/v1/completions", json={"prompt": "x"}, timeout=5).status_code == 200
+
+
+def wait_until_still(edge: EdgeServer) -> int:
+    """Wait until no token is written any more, and say how many were."""
+    num_tokens = -1
+    deadline_s = time.monotonic() + 30
+    while num_tokens != (num_tokens := len(edge.observer.gaps_s)) or num_tokens == 0:
+        assert time.monotonic() < deadline_s, "the edge buffers without end"
+        threading.Event().wait(0.3)
+    return num_tokens
+
+
+def test_a_connection_serves_another_request_after_an_answer(edge: EdgeServer) -> None:
+    """Listening for a disconnect takes nothing of the next request."""
+    edge.say("again")
+    with httpx.Client(base_url=edge.url) as http:
+        for stream in (False, True, False):
+            answer = http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+            assert "again" in answer.text.replace('"}', "") or stream
+            assert answer.status_code == 200
+    assert all(not generation.cancels for generation in edge.generator.generations)

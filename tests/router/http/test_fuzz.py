@@ -1,0 +1,168 @@
+"""Ten thousand odd bodies: each is answered or refused in OpenAI's form, and the edge serves on as before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from pdserve.contracts.events import TokenEvent
+from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
+from pdserve.contracts.step import ModelLimits, TokenLogprobs
+from pdserve.proto.codec import request_from_proto, request_to_proto
+from pdserve.router.http.app import create_app
+from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, odd_body
+from tests.router.edge_server import (
+    MAX_MODEL_LEN,
+    MODEL,
+    RecordingObserver,
+    ScriptedGeneration,
+    ScriptedGenerator,
+    token_event,
+)
+from tests.router.small_tokenizers import EOS_ID, write_tokenizer
+
+NUM_BODIES = 5_000
+"""Of each route."""
+DEADLINE_S = 30.0
+"""Of one answer, which takes about a millisecond."""
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class CheckedGenerator(ScriptedGenerator):
+    """Takes only what a worker would take."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self._limits = ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=vocab_size, eos_token_ids=(EOS_ID,))
+        self.script = speaking
+
+    def start(
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        arrived_s: float,
+        cache_salt: bytes = b"",
+        num_choices: int = 1,
+    ) -> ScriptedGeneration:
+        request = GenerationRequest(
+            request_id=1,
+            prompt_tokens=tuple(prompt_tokens),
+            sampling=sampling,
+            cache_salt=cache_salt,
+            choice=num_choices - 1,
+        )
+        request_from_proto(request_to_proto(request), self._limits)
+        assert len(prompt_tokens) + sampling.max_tokens <= MAX_MODEL_LEN
+        self.generations.clear()
+        return super().start(
+            prompt_tokens, sampling, arrived_s=arrived_s, cache_salt=cache_salt, num_choices=num_choices
+        )
+
+
+async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
+    """A few tokens in each choice, some of them only a part of a character."""
+    sampling = generation.sampling
+    num_tokens = min(sampling.max_tokens, 3)
+    top = tuple((token, -0.5) for token in range(sampling.num_logprobs))
+    logprobs = TokenLogprobs(-0.5, top) if sampling.num_logprobs >= 0 else None
+    for index in range(num_tokens):
+        end = FinishReason.LENGTH if index == num_tokens - 1 else FinishReason.NONE
+        for choice in range(generation.num_choices):
+            yield token_event(choice, index, 150 + index, logprobs, end)
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> FastAPI:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    generator = CheckedGenerator(tokenizer.vocab_size)
+    return create_app(generator, tokenizer, served_name=MODEL, observer=RecordingObserver(), max_body_bytes=100_000)
+
+
+async def post(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of an answer, which ends properly."""
+    requests = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not requests:
+            await asyncio.Event().wait()
+        return requests.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+    async with asyncio.timeout(DEADLINE_S):
+        await app(scope, receive, send)
+    start, *parts = sent
+    assert start["type"] == "http.response.start"
+    assert [part.get("more_body", False) for part in parts] == [True] * (len(parts) - 1) + [False]
+    return start["status"], b"".join(part["body"] for part in parts)
+
+
+def check_answer(path: str, status: int, answer: bytes) -> None:
+    """Whether this is how OpenAI's API answers."""
+    if status != 200:
+        assert status in (400, 404, 413), (status, answer)
+        error = json.loads(answer)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert 0 < len(error["message"]) < 2000
+        assert error["type"] == "invalid_request_error"
+        assert isinstance(error["param"], str | None)
+        assert isinstance(error["code"], str | None)
+        return
+    if answer.startswith(b"data: "):
+        *events, end = answer.decode().removesuffix("\n\n").split("\n\n")
+        assert end == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    else:
+        chunks = [json.loads(answer)]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    ended = [choice["index"] for choice in choices if choice["finish_reason"]]
+    assert sorted(ended) == sorted({choice["index"] for choice in choices}) == list(range(len(ended)))
+    assert all(chunk["object"].startswith("chat.completion" if path == CHAT else "text_completion") for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_odd_bodies(app: FastAPI, path: str) -> None:
+    random = Random(path)
+    good = json.dumps(CHAT_BODY if path == CHAT else COMPLETION_BODY).encode()
+
+    async def run() -> Counter[int]:
+        statuses = Counter[int]()
+        for _ in range(NUM_BODIES):
+            body = odd_body(random, is_chat=path == CHAT)
+            status, answer = await post(app, path, body)
+            try:
+                check_answer(path, status, answer)
+            except Exception as error:
+                error.add_note(f"body: {body[:2000]!r}\nanswer: {status} {answer[:2000]!r}")
+                raise
+            statuses[status] += 1
+        status, answer = await post(app, path, good)
+        assert status == 200
+        check_answer(path, status, answer)
+        return statuses
+
+    statuses = asyncio.run(run())
+    assert statuses[200] > NUM_BODIES // 10
+    assert statuses[400] > NUM_BODIES // 4
+    assert statuses[404]
+    assert statuses[413]

@@ -1,0 +1,115 @@
+"""A connection on which no complete request head arrives is closed, and costs no more and more memory until then."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.router.edge_server import EdgeServer, running_edge
+
+LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def edge() -> Iterator[EdgeServer]:
+    with running_edge() as edge:
+        yield edge
+
+
+def connect(edge: EdgeServer) -> socket.socket:
+    host, port = edge.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """All that comes before the server closes the connection."""
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("line", [b"X-A: %b\r\n" % (b"a" * 1000), b"a" * 1000])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_headers_without_end_are_refused(edge: EdgeServer, line: bytes, is_first: bool) -> None:
+    """Many of them or a long one, in the connection's first request or a later one."""
+    with connect(edge) as connection:
+        if not is_first:
+            connection.sendall(LIVE + b"\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(LIVE + b"X-B: ")
+        num_lines = 0
+        try:
+            while num_lines < 10_000:
+                connection.sendall(line)
+                num_lines += 1
+        except OSError:
+            pass
+        answer = read_to_end(connection)
+    assert num_lines < 10_000
+    assert not answer or answer.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("line", [b"X-A: %b\r\n" % (b"a" * 1000), b"a" * 1000])
+@pytest.mark.parametrize("end", [b"0\r\nX-B: ", b"2;x="])
+def test_a_body_without_end_may_not_be_bare(edge: EdgeServer, end: bytes, line: bytes) -> None:
+    """Trailers, or an extension of a chunk, come after a part of the body and go on."""
+    with connect(edge) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n" + end)
+        num_lines = 0
+        try:
+            while num_lines < 10_000:
+                connection.sendall(line)
+                num_lines += 1
+        except OSError:
+            pass
+    assert num_lines < 10_000
+
+
+@pytest.mark.parametrize("start", [b"", LIVE[:10], LIVE])
+def test_a_head_that_does_not_arrive_closes_the_connection(
+    edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    monkeypatch.setattr("pdserve.router.http.protocol.HEAD_TIMEOUT_S", 0.2)
+    with connect(edge) as connection:
+        connection.sendall(start)
+        assert read_to_end(connection) == b""
+
+
+def test_a_connection_may_rest_between_requests(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.router.http.protocol.HEAD_TIMEOUT_S", 0.2)
+    with connect(edge) as connection:
+        for _ in range(2):
+            connection.sendall(LIVE + b"\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+            connection.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+            connection.settimeout(10)
+        connection.sendall(LIVE)  # a later request has a deadline of its own
+        assert read_to_end(connection) == b""
+
+
+def test_large_headers_below_the_limit_are_served(edge: EdgeServer) -> None:
+    with connect(edge) as connection:
+        connection.sendall(LIVE + b"X-A: %b\r\n\r\n" % (b"a" * 40_000))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_in_one_piece_are_no_large_head(edge: EdgeServer) -> None:
+    num_requests = 2500
+    with connect(edge) as connection:
+        connection.sendall((LIVE + b"\r\n") * num_requests + LIVE)
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 ") < num_requests:
+            part = connection.recv(2**20)
+            assert part, "closed"
+            answers += part
+        connection.sendall(b"\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")

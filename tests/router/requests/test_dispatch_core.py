@@ -1,0 +1,213 @@
+"""The dispatch core under a virtual clock: no event loop, no wire, no process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
+from pdserve.router.cluster.worker import Worker
+from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from tests.router.rig import COST
+
+HANDLE = bytes(16)
+
+
+class RecordingWorker(Worker):
+    """Writes down its commands."""
+
+    def __init__(self, worker_id: str, role: WorkerRole) -> None:
+        super().__init__(worker_id, role)
+        self.kv_address = worker_id
+        self.block_size, self.max_batch_tokens, self.max_batch_size = 4, 256, 8
+        self.load = SchedulerLoad(num_blocks_free=256)
+        self.submitted: list[GenerationRequest] = []
+        self.prepared: list[tuple[GenerationRequest, KvSource]] = []
+        self.cancelled: list[tuple[int, int]] = []
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.submitted.append(request)
+
+    def prepare(self, request: GenerationRequest, source: KvSource) -> None:
+        self.prepared.append((request, source))
+
+    def cancel(self, request_id: int, attempt: int) -> None:
+        self.cancelled.append((request_id, attempt))
+
+
+class ReadRequest(Request):
+    """Keeps its tokens."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        self.tokens: list[tuple[int, int]] = []
+        """(choice, index)"""
+
+    def token_received(self, token: TokenEvent) -> None:
+        self.tokens.append((token.choice, token.index))
+
+
+class Clock:
+    now_s = 0.0
+
+
+class Core:
+    """A dispatcher of one prefill and two decode workers."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        settings = DispatchSettings(max_in_flight=4, ttft_slo_s=0.5, deadline_s=10.0, new_wait_s=1.0)
+        self.dispatcher = Dispatcher(dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s)
+        self.prefill = RecordingWorker("prefill-0", WorkerRole.PREFILL)
+        self.decodes = [RecordingWorker(f"decode-{n}", WorkerRole.DECODE) for n in range(2)]
+
+    def all_up(self) -> None:
+        for worker in (self.prefill, *self.decodes):
+            self.dispatcher.worker_up(worker)
+
+    def start(self, num_choices: int = 1) -> ReadRequest:
+        sampling = SamplingParams(max_tokens=100)
+        spec = RequestSpec(
+            prompt_tokens=(1, 2, 3, 4, 5), sampling=sampling, arrived_s=self.clock.now_s, num_choices=num_choices
+        )
+        request = ReadRequest(spec)
+        self.dispatcher.start(request)
+        return request
+
+    def event(self, worker: Worker, kind: RequestEventKind, request_id: int = 1, attempt: int = 0) -> None:
+        key = RequestKey(0, request_id, attempt)
+        self.dispatcher.event_received(worker, RequestEvent(key, kind, handle=HANDLE))
+
+    def token(self, worker: Worker, index: int, *, request_id: int = 1, attempt: int = 0, last: bool = False) -> None:
+        finish = FinishReason.LENGTH if last else FinishReason.NONE
+        event = TokenEvent(RequestKey(0, request_id, attempt), 0, index, 7, None, finish)
+        self.dispatcher.tokens_received(worker, [event])
+
+
+def test_a_request_runs_on_a_virtual_clock() -> None:
+    core = Core()
+    request = core.start()
+    assert core.dispatcher.num_queued == 1
+    core.clock.now_s = 0.25
+    core.all_up()
+    (submitted,) = core.prefill.submitted
+    assert (submitted.deadline_s, submitted.ttft_slo_s, submitted.handoff) == (9.75, 0.25, True)
+    core.event(core.prefill, RequestEventKind.STARTED)
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    ((prepared, source),) = core.decodes[0].prepared
+    assert (prepared.request_id, source) == (1, KvSource(address="prefill-0", worker_epoch=0, handle=HANDLE))
+    core.token(core.prefill, 0)
+    core.event(core.decodes[0], RequestEventKind.JOINED)
+    core.event(core.prefill, RequestEventKind.RELEASED)
+    core.token(core.decodes[0], 1)
+    core.dispatcher.tokens_skipped(RequestKey(0, 1, 0), 97)
+    core.token(core.decodes[0], 99, last=True)
+    assert request.tokens == [(0, 0), (0, 1), (0, 99)]
+    assert request.outcome is Outcome.FINISHED
+    assert core.dispatcher.num_in_flight == 0
+    assert not core.prefill.cancelled + core.decodes[0].cancelled
+
+
+def test_the_next_attempt_counts_what_the_client_has() -> None:
+    core = Core()
+    core.all_up()
+    request = core.start()
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    for index, worker in enumerate((core.prefill, core.decodes[0], core.decodes[0])):
+        core.token(worker, index)
+    core.event(core.decodes[0], RequestEventKind.FAILED)
+    again = core.prefill.submitted[-1]
+    assert (again.attempt, again.emitted_tokens, again.ttft_slo_s) == (1, (7, 7, 7), 0.0)
+    assert request.attempts[0].blocks(4).num_tokens == 8
+    assert core.prefill.snapshot().num_waiting_tokens == 8
+
+
+def test_skipped_tokens_of_an_older_attempt_do_not_count() -> None:
+    core = Core()
+    core.all_up()
+    request = core.start()
+    core.dispatcher.tokens_skipped(RequestKey(0, 1, 5), 3)
+    core.dispatcher.tokens_skipped(RequestKey(0, 9, 0), 3)
+    core.token(core.prefill, 0)
+    assert request.tokens == [(0, 0)]
+
+
+def test_deadlines_and_waits_go_by_the_clock() -> None:
+    core = Core()
+    waiting = core.start()
+    core.clock.now_s = 0.5
+    core.dispatcher.sweep()
+    assert waiting.outcome is None
+    core.clock.now_s = 1.0
+    core.dispatcher.sweep()
+    assert waiting.error is not None
+    assert waiting.error.status == 503
+    core.all_up()
+    late = core.start(num_choices=3)
+    core.clock.now_s = 11.0
+    core.dispatcher.sweep()
+    assert late.error is not None
+    assert late.error.status == 504
+    assert core.prefill.cancelled == [(2, 0)]
+
+
+def test_what_is_in_flight_is_bounded() -> None:
+    core = Core()
+    first = core.start(num_choices=3)
+    with pytest.raises(GenerationError) as caught:
+        core.start(num_choices=2)
+    assert caught.value.status == 429
+    core.dispatcher.cancel(first)
+    core.start(num_choices=4)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(code, 400) for code in (RefusalCode.NONE, RefusalCode.INVALID, RefusalCode.SOURCE)]
+)
+def test_a_refusal_for_good_is_the_clients_error_whatever_its_words(code: RefusalCode, status: int) -> None:
+    core = Core()
+    core.all_up()
+    request = core.start()
+    event = RequestEvent(RequestKey(0, 1, 0), RequestEventKind.REJECTED, "draining: overloaded", refusal=code)
+    core.dispatcher.event_received(core.prefill, event)
+    assert request.error is not None
+    assert request.error.status == status
+
+
+@pytest.mark.parametrize("code", [RefusalCode.DRAINING, RefusalCode.OVERLOADED])
+def test_a_passing_refusal_is_retried_whatever_its_words(code: RefusalCode) -> None:
+    core = Core()
+    core.all_up()
+    request = core.start()
+    event = RequestEvent(RequestKey(0, 1, 0), RequestEventKind.REJECTED, "can never run", refusal=code)
+    core.dispatcher.event_received(core.prefill, event)
+    assert request.outcome is None
+    assert request.attempts[0].number == 1
+    assert core.prefill.is_draining is (code is RefusalCode.DRAINING)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_only_the_code_decides_whether_another_worker_pulls(is_refused: bool) -> None:
+    core = Core()
+    core.all_up()
+    core.start()
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    code = RefusalCode.SOURCE if is_refused else RefusalCode.NONE
+    message = "connect: no route" if is_refused else "refused: NOT_FOUND"
+    event = RequestEvent(RequestKey(0, 1, 0), RequestEventKind.KV_UNAVAILABLE, message, refusal=code)
+    core.dispatcher.event_received(core.decodes[0], event)
+    assert len(core.decodes[1].prepared) == (not is_refused)
+    assert len(core.prefill.submitted) == 1 + is_refused
+
+
+def test_the_core_knows_no_event_loop_and_no_wire() -> None:
+    script = (
+        "import sys, pdserve.router.requests.dispatch;"
+        "sys.exit(bool({'asyncio', 'grpc', 'google.protobuf', 'prometheus_client'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,58 @@
+"""Templates render as transformers renders them, and cannot leave the sandbox."""
+
+from __future__ import annotations
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from pdserve.router.text.tokenizer import ChatTemplate
+
+MESSAGES = [
+    {"role": "system", "content": "Be <brief> & 'kind'."},
+    {"role": "user", "content": "Größe?"},
+    {"role": "assistant", "content": "東京"},
+    {"role": "user", "content": "ok"},
+]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}{% endfor %}",
+        "{% for m in messages %}\n  {% if m.role == 'user' %}\n    U {{ m.content }}\n  {% endif %}\n{% endfor %}",
+        "{%- for m in messages -%}{% if loop.index > 2 %}{% break %}{% endif %}{{ m | tojson }}{%- endfor -%}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "{{ messages[1:] | tojson(indent=2) }}{% if add_generation_prompt %}<assistant>{% endif %}",
+        "{{ strftime_now('%Y') }}",
+    ],
+)
+def test_renders_as_transformers_does(source: str) -> None:
+    rendered, _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>")
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES) == rendered[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[9].content.no }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(messages[0]) }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+    ],
+)
+def test_what_a_template_raises_is_a_value_error(source: str) -> None:
+    with pytest.raises(ValueError, match="refuses these messages"):
+        ChatTemplate(source, {}).render(MESSAGES)
+
+
+def test_the_reason_of_a_template_is_told() -> None:
+    with pytest.raises(ValueError, match="roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(MESSAGES)
+
+
+def test_a_broken_template_names_its_line() -> None:
+    with pytest.raises(ValueError, match=r"does not compile.*repair"):
+        ChatTemplate("{% for %}", {})

@@ -1,0 +1,63 @@
+"""Stop strings are found however the text is divided, and nothing of one is given before it is known."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdserve.router.text.answer_text import StopStrings
+
+TEXT = st.text(alphabet="abc", max_size=30)
+STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)
+
+
+def naive(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Read letter by letter until the text so far ends in a stop string; cut the longest that it ends in."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+@given(parts=st.lists(TEXT, max_size=8), stops=STOPS)
+@example(parts=["abcb"], stops=["abcc", "cb", "bcb"])
+@example(parts=["a", "a", "b"], stops=["aab", "b"])
+def test_agrees_with_a_search_of_the_whole_text(parts: list[str], stops: list[str]) -> None:
+    scanner = StopStrings(stops)
+    text, is_stopped = "", False
+    for part in parts:
+        scan = scanner.push(part)
+        text += scan.text
+        is_stopped = scan.is_stopped
+        if is_stopped:
+            break
+    if not is_stopped:
+        text += scanner.flush()
+    assert (text, is_stopped) == naive("".join(parts), stops)
+
+
+@given(text=TEXT, stops=STOPS)
+def test_holds_back_no_more_than_could_become_a_stop_string(text: str, stops: list[str]) -> None:
+    scanner = StopStrings(stops)
+    scan = scanner.push(text)
+    held = scanner.flush()
+    assert scan.is_stopped or scan.text + held == text
+    assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+def test_without_stop_strings_text_passes() -> None:
+    assert StopStrings([]).push("anything") == ("anything", False)
+
+
+def test_a_stop_string_in_three_pieces() -> None:
+    scanner = StopStrings(["\n\nUser:"])
+    assert scanner.push("yes\n") == ("yes", False)
+    assert scanner.push("\nUs") == ("", False)
+    assert scanner.push("er: no") == ("", True)
+
+
+def test_a_false_alarm_is_given_back() -> None:
+    scanner = StopStrings(["STOP"])
+    assert scanner.push("go ST") == ("go ", False)
+    assert scanner.push("ATE") == ("STATE", False)

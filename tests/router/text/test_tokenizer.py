@@ -1,0 +1,200 @@
+"""The tokenizer reads a model's folder, and encodes as transformers does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from pdserve.model.weights import random_checkpoint
+from pdserve.router.text.tokenizer import MAX_INLINE_CHARS, ChatTokenizer
+from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer, metaspace_tokenizer, write_tokenizer
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Größe? 🙂"}]
+
+
+def encoded_chat(tokenizer: ChatTokenizer, messages: list[dict[str, str]]) -> list[int]:
+    return asyncio.run(tokenizer.encode(tokenizer.chat_text(messages), add_special_tokens=False))
+
+
+def test_agrees_with_transformers_on_a_checkpoint(tmp_path: Path) -> None:
+    random_checkpoint.write_tokenizer(tmp_path, 512)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = ChatTokenizer.from_folder(tmp_path)
+    prompt = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert encoded_chat(ours, MESSAGES) == prompt["input_ids"]
+    assert asyncio.run(ours.encode("a naïve text")) == theirs("a naïve text")["input_ids"]
+
+
+def test_a_chat_writes_its_own_special_tokens_and_a_text_gets_the_tokenizers(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    assert encoded_chat(tokenizer, MESSAGES).count(BOS_ID) == 1
+    assert asyncio.run(tokenizer.encode("hi"))[0] == BOS_ID
+
+
+def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
+    seen = []
+
+    class Watched(ChatTokenizer):
+        def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return super()._encode(text, add_special_tokens=add_special_tokens)
+
+    write_tokenizer(tmp_path)
+    tokenizer = Watched.from_folder(tmp_path)
+    long = "a" * (MAX_INLINE_CHARS + 1)
+    for text in ("short", long):
+        asyncio.run(tokenizer.encode(text))
+    assert seen == [True, False]
+
+
+def test_the_interpreter_serves_others_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """The event loop turns during the encoding, not only before and after it."""
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    text = "the time to first token " * 8_000
+
+    async def run() -> tuple[list[int], int]:
+        encoding = asyncio.create_task(tokenizer.encode(text))
+        num_turns = 0
+        while not encoding.done():
+            await asyncio.sleep(0.005)
+            num_turns += 1
+        return await encoding, num_turns
+
+    tokens, num_turns = asyncio.run(run())
+    assert num_turns >= 5
+    assert tokens == byte_level_tokenizer().encode(text).ids
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
+@pytest.mark.parametrize("text", ["", "the" * 50, "worker router" * 20, "Größe 東京 🙂", " " * 99])
+def test_no_text_has_fewer_tokens_than_its_fewest(make: object, text: str) -> None:
+    assert callable(make)
+    model = make()
+    fewest = ChatTokenizer(model, None, model.get_vocab_size()).fewest_tokens(text)
+    assert len(text) // 20 <= fewest <= len(model.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("text", ["Größe 東京 🙂", "in the a."])
+@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
+def test_token_bytes_join_to_the_text(make: object, text: str) -> None:
+    assert callable(make)
+    model = make()
+    tokenizer = ChatTokenizer(model, None, model.get_vocab_size())
+    tokens = model.encode(text, add_special_tokens=False).ids
+    assert b"".join(tokenizer.token_bytes(token) for token in tokens).decode().removeprefix(" ") == text
+
+
+def test_token_texts_of_parts_and_special_tokens() -> None:
+    model = byte_level_tokenizer()
+    tokenizer = ChatTokenizer(model, None, model.get_vocab_size())
+    part = model.encode("東", add_special_tokens=False).ids[0]
+    assert tokenizer.token_text(part) == "\ufffd"
+    assert tokenizer.token_bytes(part) == "東".encode()[: len(tokenizer.token_bytes(part))]
+    assert tokenizer.token_text(EOS_ID) == "<|eos|>"
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_special_tokens_are_shown_on_request(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    assert tokenizer.detokenizer(skip_special_tokens=True).push(EOS_ID) == ""
+    assert tokenizer.detokenizer(skip_special_tokens=False).push(EOS_ID) == "<|eos|>"
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; save"):
+        ChatTokenizer.from_folder(tmp_path)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        ChatTokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="no JSON object"):
+        ChatTokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        ChatTokenizer.from_folder(tmp_path)
+
+
+def test_without_a_template_only_chat_fails(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    assert asyncio.run(tokenizer.encode("hi"))
+    with pytest.raises(ValueError, match=r"no chat template; use /v1/completions"):
+        tokenizer.chat_text(MESSAGES)
+
+
+def chat_text(folder: Path, chat_template: object) -> str:
+    """What a template of ``tokenizer_config.json`` writes."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
+    tokens = encoded_chat(ChatTokenizer.from_folder(folder), MESSAGES)
+    text: str = byte_level_tokenizer().decode(tokens)
+    return text
+
+
+def test_templates_of_the_tokenizers_configuration(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    assert chat_text(tmp_path, "one {{ messages[0].role }}") == "one system"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert chat_text(tmp_path, named) == "plain"
+    with pytest.raises(ValueError, match="tool_use"):
+        chat_text(tmp_path, named[:1])
+
+
+def test_the_vocabulary_is_the_models_where_it_says_so(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    own_size = byte_level_tokenizer().get_vocab_size()
+    assert ChatTokenizer.from_folder(tmp_path).vocab_size == own_size
+    (tmp_path / "config.json").write_text('{"vocab_size": 4096}')
+    assert ChatTokenizer.from_folder(tmp_path).vocab_size == 4096
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 77}}')
+    assert ChatTokenizer.from_folder(tmp_path).vocab_size == 77
+
+
+@pytest.mark.parametrize("section", ["decoder", "normalizer", "pre_tokenizer", "post_processor"])
+@pytest.mark.parametrize("value", [None, {}])
+def test_a_section_may_be_empty(tmp_path: Path, section: str, value: object) -> None:
+    """The file is legal where tokenizers takes it; what it refuses is refused with a remedy."""
+    content = json.loads(byte_level_tokenizer().to_str())
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content | {section: value}))
+    try:
+        theirs = Tokenizer.from_file(str(file))
+    except Exception:
+        with pytest.raises(ValueError, match="download it again"):
+            ChatTokenizer.from_folder(tmp_path)
+        return
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    tokens = asyncio.run(tokenizer.encode("time to token"))
+    assert tokens == theirs.encode("time to token").ids
+    assert detokenized(tokenizer, tokens) == theirs.decode(tokens)
+
+
+def detokenized(tokenizer: ChatTokenizer, tokens: list[int]) -> str:
+    """The text of an answer, token by token."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=True)
+    return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+
+
+def test_without_a_decoder_words_are_joined_by_spaces(tmp_path: Path) -> None:
+    words = ["the", "time", "to", "▁first", "token"]
+    theirs = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="the"))
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    tokens = asyncio.run(tokenizer.encode("time to token"))
+    assert detokenized(tokenizer, tokens) == "time to token"
+    assert [tokenizer.token_text(token) for token in (1, 3)] == ["time", "▁first"]
