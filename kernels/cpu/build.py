@@ -27,7 +27,11 @@ _SOURCES = tuple(
     for part in ("attention", "dense", "pointwise", "rope", "sampling", "threads")
 )
 _HEADERS = tuple(Path(__file__).with_name(f"{part}.h") for part in ("pool", "threads", "tiles", "vectors"))
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", "-pthread", "-fPIC")
+# Aligned, because an unrelated change that moved loops by 16 bytes made decode steps 15 % slower on an EPYC.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", "-pthread", "-fPIC"),
+    *("-falign-functions=64", "-falign-loops=64"),
+)
 _COMPILE_TIMEOUT_S = 120.0
 
 _log = logging.getLogger(__name__)
