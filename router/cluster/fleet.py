@@ -78,7 +78,7 @@ class RemoteWorker(Worker, WorkerSession):
         self._fleet.dispatcher.worker_up(self)
 
     def frame_received(self, frame: worker_pb2.StepFrame) -> None:
-        """Apply a frame: the worker's state first, then starts, prompt log probabilities, tokens and ends of requests."""
+        """Apply a frame: worker state first, then starts, prompt log probabilities, tokens and ends of requests."""
         if frame.HasField("load"):
             self._take_load(frame.load)
         if frame.HasField("cache"):

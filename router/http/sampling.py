@@ -46,7 +46,7 @@ def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len:
         frequency_penalty=_or(body.frequency_penalty, _DEFAULTS.frequency_penalty),
         logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
         seed=secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK,
-        max_tokens=max(max_tokens, 1),  # with no answer requested, the prompt's log probabilities still need one sampled token
+        max_tokens=max(max_tokens, 1),  # prompt log probabilities alone still need one sampled token
         min_tokens=min_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),

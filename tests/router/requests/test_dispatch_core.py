@@ -1,4 +1,4 @@
-"""The dispatch core under a virtual clock: no event loop, no wire, no process."""
+"""Dispatch core under a virtual clock: no event loop, no wire, no process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HANDLE = bytes(16)
 
 
 class RecordingWorker(Worker):
-    """Writes down its commands."""
+    """Records its commands."""
 
     def __init__(self, worker_id: str, role: WorkerRole) -> None:
         super().__init__(worker_id, role)
@@ -41,7 +41,7 @@ class RecordingWorker(Worker):
 
 
 class ReadRequest(Request):
-    """Keeps its tokens."""
+    """Records its tokens."""
 
     def __init__(self, spec: RequestSpec) -> None:
         super().__init__(spec)
@@ -57,7 +57,7 @@ class Clock:
 
 
 class Core:
-    """A dispatcher of one prefill and two decode workers."""
+    """Dispatcher of one prefill and two decode workers."""
 
     def __init__(self) -> None:
         self.clock = Clock()
