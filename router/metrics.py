@@ -84,7 +84,6 @@ class WorkerMetrics:
         self._swap_ins = _Total(metrics.swap_ins.labels(*labels))
 
     def observe(self, load: worker_pb2.Load) -> None:
-        """Record the load of one frame."""
         if load.step_s > 0:
             self._step_seconds[load.step_has_prefill].observe(load.step_s)
             self._predicted_step_seconds[load.step_has_prefill].inc(load.predicted_step_s)

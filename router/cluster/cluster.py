@@ -125,7 +125,6 @@ class Cluster:
             self._dispatcher.sweep()
 
     async def wait_idle(self) -> None:
-        """Wait until nothing is in flight."""
         while self._dispatcher.num_in_flight:  # noqa: ASYNC110  # the core knows no event loop
             await asyncio.sleep(SWEEP_S)
 

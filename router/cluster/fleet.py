@@ -144,7 +144,7 @@ class Fleet:
         return self._workers[worker_id]
 
     def worker_lost(self) -> None:
-        """Handle a broken session."""
+        """Clear `is_proven` if a phase has lost its last worker."""
         self.is_proven &= self.serves_both_phases()
 
     def serves_both_phases(self) -> bool:
@@ -186,7 +186,7 @@ class Fleet:
         await self.set_targets([])
 
     def check_model(self, worker: RemoteWorker, welcome: worker_pb2.Welcome) -> None:
-        """Require the fleet's model, which the first worker sets for as long as any other worker is up.
+        """Check a worker's model against the fleet's: that of the first worker, for as long as any other is up.
 
         Raises:
             SessionRefusedError: ``worker`` has another model.

@@ -82,7 +82,7 @@ async def cancel_on_disconnect(receive: Receive, *signs: Sign) -> AsyncIterator[
 
     Args:
         receive: ``receive`` of the request, after its body has been read.
-        signs: each returns on other evidence that the client is gone.
+        signs: each returns when there is other reason to treat the client as gone.
 
     Raises:
         ClientDisconnect: the body was cancelled.

@@ -1,4 +1,8 @@
-"""``POST /v1/chat/completions``: a conversation in, the assistant's turn out."""
+"""``POST /v1/chat/completions``: a conversation in, the assistant's turn out.
+
+Owns what differs from `pdserve.router.http.completions`: the chat template, and the JSON of a choice. Called by
+`pdserve.router.http.app`.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,6 @@ async def chat_completion(edge: Edge, body: ChatBody, request: Request) -> Respo
 
 
 class ChatFormat:
-    """Format of a chat completion's choices."""
-
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

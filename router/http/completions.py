@@ -1,4 +1,8 @@
-"""``POST /v1/completions``: texts or token ids in, a continuation of each out."""
+"""``POST /v1/completions``: texts or token ids in, a continuation of each out.
+
+Owns what differs from `pdserve.router.http.chat`: several prompts, echo, and the JSON of a choice. Called by
+`pdserve.router.http.app`.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +59,6 @@ def _echo(tokenizer: ChatTokenizer, prompt: str | list[int], tokens: list[int], 
 
 
 class CompletionFormat:
-    """Format of a text completion's choices."""
-
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"

@@ -42,8 +42,6 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """Parts shared by the routes."""
-
     generator: Generator
     tokenizer: ChatTokenizer
     served_name: str
@@ -72,7 +70,7 @@ class Edge:
         """Token ids of a prompt.
 
         Raises:
-            ApiError: the prompt is too long even before its tokens are counted.
+            ApiError: a lower bound on the prompt's tokens already exceeds the context.
         """
         check_prompt_length(body, self.tokenizer.fewest_tokens(text), model.max_model_len, is_least=True)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -55,7 +55,6 @@ class ApiError(HTTPException):
         self.code = code or _CODES.get(status)
 
     def body(self) -> bytes:
-        """Error object in JSON."""
         error = {
             "message": self.detail,
             "type": _TYPES.get(self.status_code, "invalid_request_error"),

@@ -67,7 +67,7 @@ def prompt_logprobs(
 
 
 MAX_INLINE_TOKENS = 256
-"""Number of tokens that are processed inline as fast as they are handed to a thread."""
+"""Tokens that are processed inline about as fast as they are handed to a thread."""
 
 Result = TypeVar("Result")
 
@@ -99,7 +99,6 @@ class WholeChoice:
         return [token.token for token in self.tokens[self.num_echoed :]]
 
     def add(self, delta: TextDelta, *, keeps_tokens: bool) -> None:
-        """Add the next delta of the choice."""
         if delta.text:
             self._texts.append(delta.text)
         if keeps_tokens:

@@ -21,8 +21,6 @@ HEAD_TIMEOUT_S = 30.0
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
-
     _head_deadline: asyncio.TimerHandle | None = None
     """Set while a head is awaited."""
     _num_steps = 0

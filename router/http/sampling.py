@@ -1,4 +1,8 @@
-"""Converts a request body, its tokenised prompt and the model's limits to `SamplingParams`."""
+"""Conversion of a request body, its tokenised prompt and the model's limits to `SamplingParams`.
+
+Owns the limits that depend on the model or on the router's memory; `pdserve.router.http.schema` owns the ranges of
+single fields. Called by `pdserve.router.http.edge`; never touches text.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from pdserve.router.http.errors import ApiError
 from pdserve.router.http.schema import GenerationBody
 
 MAX_ANSWER_ENTRIES = 2**21
-"""Maximum tokens of all answers to one request, counting alternatives with log probabilities; the same limit applies to
-prompts shown in answers. The router keeps an answer that is not streamed in memory until it is complete."""
+"""Maximum tokens of all answers to one request, including the alternatives listed with log probabilities. Prompts shown
+in answers have a limit of the same size. The router holds answers that are not streamed in memory until complete."""
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy, as in vLLM: dividing logits by them would overflow."""

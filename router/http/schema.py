@@ -241,8 +241,6 @@ class GenerationBody(_Body):
 
 
 class ChatMessage(_Body):
-    """One turn of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant"]
     content: MessageText
     name: str | None = None

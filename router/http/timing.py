@@ -67,7 +67,6 @@ class TokenTimer:
             choice.num_gaps += 1
 
     def finished(self) -> None:
-        """Report the timing of the complete answer."""
         choices = self._choices.values()
         tpots_s = [(choice.last_s - choice.first_s) / choice.num_gaps for choice in choices if choice.num_gaps]
         self._observer.finished(

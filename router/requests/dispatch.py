@@ -247,7 +247,7 @@ class Dispatcher:
             return
         kind = event.kind
         if worker is attempt.prefill and kind.is_terminal and not attempt.needs_prefill:
-            # Any terminal event will do, since the pull's completion may not have reached the prefill worker.
+            # Whatever the event, the prefill worker is done: it may not know that the pull is complete.
             attempt.is_prefill_over = True
             return
         match kind:
@@ -449,7 +449,6 @@ class Dispatcher:
                 self.tokens_received(attempt.decode, overtook)
 
     def _first_token(self, attempt: Attempt) -> None:
-        """Handle the attempt's first token."""
         now_s = self._now_s()
         attempt.awaits_first = False
         if not attempt.emitted:

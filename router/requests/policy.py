@@ -161,7 +161,7 @@ def predict_ttft_s(
 ) -> float:
     """Seconds to the first new token of a prompt that joins ``worker``'s queue now.
 
-    Prompts ahead fill steps of ``max_batch_tokens``; sequences that decode beside them lengthen each step.
+    Prompts ahead fill steps of ``max_batch_tokens``; sequences that decode in the same steps lengthen each.
 
     Args:
         least_correction: lower bound of the worker's correction.
@@ -212,7 +212,7 @@ def choose_prefill(
 ) -> PrefillChoice | None:
     """Worker with the least predicted TTFT; ``None`` when no worker can start.
 
-    Ties go to workers whose role is prefill, then to the lowest id. While prefill workers are up, only a decode
+    Ties go to prefill and mixed workers, then to the lowest id. While prefill workers are up, only a decode
     worker's cache or a queue elsewhere brings it a prompt. A lower correction than that of the best prefill candidate
     does not: corrections change within seconds, and prompts would oscillate.
 

@@ -158,7 +158,6 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """Usage so far."""
         return Usage(len(self.prompt_tokens), self._num_cached_tokens, self._num_completion_tokens)
 
     async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
@@ -230,7 +229,6 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        """Total usage so far."""
         return Usage(*map(sum, zip(*(answer.usage for answer in self.by_prompt), strict=True)))
 
     def deltas(self) -> AsyncGenerator[list[TextDelta], None]:

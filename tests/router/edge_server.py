@@ -189,8 +189,6 @@ def endless(token: int) -> Script:
 
 
 class RecordingObserver(EdgeObserver):
-    """Records the events of the edge."""
-
     def __init__(self) -> None:
         self.responses: list[tuple[str, int]] = []
         self.first_tokens_s: list[float] = []

@@ -1,4 +1,4 @@
-"""Dispatch over worker processes that hash tokens: a token lost, repeated or computed on wrong KV changes the answer."""
+"""Dispatch over worker processes that hash tokens: a lost or repeated token, or wrong KV, changes the answer."""
 
 from __future__ import annotations
 

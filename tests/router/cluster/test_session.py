@@ -16,8 +16,6 @@ CREDENTIALS = Credentials(router_id="router", stall_timeout_s=0.6)
 
 
 class Recorder(WorkerSession):
-    """Records every call."""
-
     def __init__(self, endpoint: WorkerEndpoint, credentials: Credentials = CREDENTIALS, refuse: str = "") -> None:
         super().__init__(endpoint, credentials)
         self.opened: list[worker_pb2.Welcome] = []

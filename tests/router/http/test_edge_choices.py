@@ -42,7 +42,7 @@ def tokens_of(edge: EdgeServer, text: str) -> list[int]:
 
 
 def say_each(edge: EdgeServer, *texts: str) -> int:
-    """Script a different text for each choice; return the tokens of all."""
+    """Script a different text for each choice; return the total number of tokens."""
     said = [tokens_of(edge, text) for text in texts]
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:

@@ -31,7 +31,7 @@ from tests.router.edge_server import (
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
 NUM_BODIES = 5_000
-"""Per route."""
+"""Bodies per route."""
 DEADLINE_S = 30.0
 """Seconds for one answer, which takes about a millisecond."""
 

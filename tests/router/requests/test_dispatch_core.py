@@ -19,8 +19,6 @@ HANDLE = bytes(16)
 
 
 class RecordingWorker(Worker):
-    """Records its commands."""
-
     def __init__(self, worker_id: str, role: WorkerRole) -> None:
         super().__init__(worker_id, role)
         self.kv_address = worker_id
@@ -41,8 +39,6 @@ class RecordingWorker(Worker):
 
 
 class ReadRequest(Request):
-    """Records its tokens."""
-
     def __init__(self, spec: RequestSpec) -> None:
         super().__init__(spec)
         self.tokens: list[tuple[int, int]] = []

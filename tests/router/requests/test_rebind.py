@@ -17,7 +17,7 @@ LINK_FAILURE = "connect: UNAVAILABLE: no route"
 
 
 async def park(rig: Rig, p: ScriptedWorker, d: ScriptedWorker) -> tuple[TokenStream, worker_pb2.Prepare]:
-    """Start a request of two tokens: token 0 is out, ``p`` has parked its prompt, and ``d`` has been asked to pull it."""
+    """Start a request of two tokens: token 0 is out, ``p`` has parked its prompt, and ``d`` was asked to pull it."""
     stream = rig.start(max_tokens=2)
     request = await p.next_submit()
     p.offer(request)
