@@ -1,6 +1,6 @@
-"""The admin port: metrics, targets, drain and status. Loopback by default; it has no authentication of its own.
+"""Admin port: metrics, targets, drain and status. Loopback by default; it has no authentication.
 
-The supervisor puts the whole list of workers here; Prometheus and `pdserve status` read. Serves no request of a client.
+The supervisor puts the whole list of workers; Prometheus and `pdserve status` read. Serves no client requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdserve.router.requests.dispatch import Dispatcher
 
 _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_batch_size")
 _HELD = ("hardware", "tensor_parallel", "dtype", "kv_dtype", "quantization")
-"""Of a worker, as it said when it was connected to."""
+"""Fields of a worker's welcome."""
 
 
 class Target(BaseModel):
@@ -44,20 +44,19 @@ class Target(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedCluster:
-    """What the router was told of the deployment, for those who look at it."""
+    """Deployment parameters that the router received, for `/status`."""
 
     model_path: str
-    """Folder of the model, absolute, on the router's host."""
+    """Absolute path of the model folder on the router's host."""
     served_name: str
     slo: SloConfig
     devices: Mapping[WorkerRole, Hardware]
-    """That the workers of each role are predicted with: as measured, and slowed where they are emulated so."""
+    """Hardware that predicts the workers of each role: as measured, slowed if emulated."""
 
 
 def create_admin_app(
     cluster: Cluster, dispatcher: Dispatcher, fleet: Fleet, metrics: RouterMetrics, served: ServedCluster
 ) -> FastAPI:
-    """The application of the admin port."""
     app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/metrics")
@@ -70,7 +69,7 @@ def create_admin_app(
 
     @app.put("/targets")
     async def put_targets(targets: list[Target]) -> list[dict[str, Any]]:
-        """Replace the whole list: absent workers are let go, a new epoch replaces the worker of that name."""
+        """Replace the whole list: absent workers are dropped, and a new epoch replaces the worker of the same id."""
         try:
             await fleet.set_targets(target.endpoint() for target in targets)
         except ValueError as error:
@@ -79,7 +78,7 @@ def create_admin_app(
 
     @app.post("/drain")
     async def drain() -> dict[str, Any]:
-        """Refuse new requests; what runs goes on. The process stays: SIGTERM ends it once `in_flight` is 0."""
+        """Refuse new requests; running ones continue. The process stays; SIGTERM ends it once `in_flight` is 0."""
         dispatcher.begin_drain()
         return {"draining": True, "in_flight": dispatcher.num_in_flight}
 
@@ -91,7 +90,7 @@ def create_admin_app(
 
 
 def router_status(cluster: Cluster, dispatcher: Dispatcher, fleet: Fleet) -> dict[str, Any]:
-    """What `pdserve status` shows."""
+    """Router state, as shown by `pdserve status`."""
     return {
         "ready": cluster.is_ready,
         "draining": dispatcher.is_draining,
@@ -104,11 +103,11 @@ def router_status(cluster: Cluster, dispatcher: Dispatcher, fleet: Fleet) -> dic
 
 
 def _deployment_status(served: ServedCluster) -> dict[str, Any]:
-    """What does not change; `pdserve plan --live` asks with it."""
+    """Constant part of the status; `pdserve plan --live` uses it."""
     return {
         "model": {"path": served.model_path, "name": served.served_name},
         "slo": asdict(served.slo),
-        # Where each figure comes from is most of a device's text, and nobody reads it here.
+        # Sources are most of a device's text, and readers of the status do not need them.
         "devices": {role.value: asdict(replace(device, sources={})) for role, device in served.devices.items()},
     }
 
@@ -116,7 +115,7 @@ def _deployment_status(served: ServedCluster) -> dict[str, Any]:
 def _worker_status(worker: RemoteWorker) -> dict[str, Any]:
     load = MessageToDict(worker.reported, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for name in ("num_preemptions", "num_swap_outs", "num_swap_ins"):
-        load[name] = getattr(worker.reported, name)  # JSON's mapping writes 64-bit numbers as text
+        load[name] = getattr(worker.reported, name)  # protobuf's JSON mapping writes 64-bit integers as strings
     welcome = worker.welcome
     limits = {name: getattr(welcome, name) for name in _LIMITS}
     held = {name: getattr(welcome, name) for name in _HELD}

@@ -1,7 +1,7 @@
-"""The router as a process: ``python -m pdserve.router --config JSON``.
+"""Router process: ``python -m pdserve.router --config JSON``.
 
-Prints one JSON line with its addresses once both ports listen. SIGTERM or SIGINT drains: new requests get 503, those in
-flight finish within a bound, and the process exits 0; a second signal ends it at once. Wires the router's parts
+Prints one JSON line with its addresses once both ports listen. SIGTERM or SIGINT drains: new requests get 503, running
+ones finish within a time limit, and the process exits with 0; a second signal ends it at once. Wires the router's parts
 together and owns nothing else.
 """
 
@@ -47,20 +47,20 @@ log = logging.getLogger(__name__)
 
 PROG = "python -m pdserve.router"
 KEEP_ALIVE_S = 65
-"""Idle client connections stay open longer than most clients' pools keep them."""
+"""Idle client connections stay open longer than most client pools keep them."""
 CLOSE_TIMEOUT_S = 5
-"""Seconds that responses may take to reach their clients after the drain."""
+"""Seconds for responses to reach their clients after the drain."""
 BACKLOG = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a router until a signal ends it; returns the exit status."""
+    """Run a router until a signal ends it; return the exit status."""
     arguments = _parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
         die_with_parent()
     try:
-        # A command line can be read by every user of the host, and the configuration holds the cluster token.
+        # Every user of the host can read a command line, and the configuration holds the cluster token.
         text = sys.stdin.readline() if arguments.config == "-" else arguments.config
         config = from_json(RouterProcessConfig, text, "the router's configuration")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -74,7 +74,7 @@ async def serve(config: RouterProcessConfig) -> int:
     """Build the router, serve both ports and drain on a signal.
 
     Raises:
-        ValueError: a port that is taken, or a model folder or hardware name that cannot be used.
+        ValueError: a port is taken, or a model folder or hardware name is invalid.
     """
     stop = _stop_on_signals()
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path))
@@ -113,7 +113,7 @@ async def serve(config: RouterProcessConfig) -> int:
 
 
 def build_cost_models(config: RouterProcessConfig) -> Costs:
-    """Predictions for the checkpoint in ``config.model_path`` on workers of each role."""
+    """Cost models of the checkpoint in ``config.model_path``, one per role."""
     shape = DecoderConfig.from_folder(Path(config.model_path)).shape
     catalogued = hardware(config.hardware, num_cores=config.cores_per_worker)
     costs = {}
@@ -134,10 +134,10 @@ def _served(config: RouterProcessConfig, costs: Costs) -> ServedCluster:
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:
-    """A socket that listens on ``host:port``.
+    """Open a socket that listens on ``host:port``.
 
     Raises:
-        ValueError: the address cannot be used; ``key`` of the deployment file is named as the remedy.
+        ValueError: the address is unusable; the message names ``key`` of the deployment file as the remedy.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -158,7 +158,7 @@ def listen(host: str, port: int, key: str) -> socket.socket:
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers: this process has one drain for both of its servers."""
+    """uvicorn without its signal handlers: this process has one drain for both servers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -181,7 +181,7 @@ def _server(app: FastAPI) -> uvicorn.Server:
 
 
 def _announce(public: socket.socket, admin: socket.socket) -> None:
-    """One line for whoever started the process."""
+    """Print the addresses for the process that started this one."""
     addresses: dict[str, str | int] = {}
     for name, listener in (("", public), ("admin_", admin)):
         host, port = listener.getsockname()[:2]
@@ -191,7 +191,7 @@ def _announce(public: socket.socket, admin: socket.socket) -> None:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; the second one ends the process."""
+    """Return an event that the first SIGTERM or SIGINT sets; the second one ends the process."""
     stop = asyncio.Event()
 
     def receive() -> None:
@@ -206,7 +206,7 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 async def _until_stopped(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for the signal; a task that ends before it was not meant to, and its exception goes up."""
+    """Wait for the signal; raise the exception of any task that ends before it."""
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

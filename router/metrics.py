@@ -1,7 +1,7 @@
-"""The router's Prometheus registry, built from `pdserve.contracts.metrics`.
+"""Prometheus registry of the router, built from `pdserve.contracts.metrics`.
 
-One `RouterMetrics` per process; the dispatcher, the fleet and the HTTP edge write to it and the admin port reads it.
-Names, help texts, labels and buckets live in the contracts only. Nothing here decides anything.
+One `RouterMetrics` per process; the dispatcher, the fleet and the HTTP edge write to it, the admin port reads it.
+Names, help texts, labels and buckets live only in the contracts. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
 from pdserve.router.requests.request import Request, RequestSpec
 
 PHASES = ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode")
-"""Values of the ``phase`` label. By the router's clock: ``queue``, arrival to the first dispatch; ``prefill``, the
-worker's start on the prompt to the attempt's first token; ``handoff``, that token to the decode worker's join;
-``decode``, join (or first token where nothing is handed off) to the last token. As workers measured:
-``prefill_queue`` and ``decode_queue``, receipt to the first chunk and to the reservation of blocks."""
+"""Values of the ``phase`` label.
+
+By the router's clock: ``queue``, arrival to the first dispatch; ``prefill``, start of the prompt to the attempt's first
+token; ``handoff``, that token to the decode worker's join; ``decode``, join (or first token without handoff) to the
+last token. Measured by workers: ``prefill_queue`` and ``decode_queue``, receipt to the first chunk and to the
+reservation of blocks.
+"""
 
 BLOCK_STATES = ("free", "cached", "referenced")
 STEP_KINDS = ("decode", "prefill")
-"""Of a step whose rows have one new token each, and of one where some have more."""
+"""Steps whose rows have one new token each, and steps in which some have more."""
 
 
 def counter(registry: CollectorRegistry, metric: metrics.Metric) -> Counter:
@@ -44,7 +47,7 @@ def histogram(registry: CollectorRegistry, metric: metrics.Metric) -> Histogram:
 
 
 class _Total:
-    """A counter that follows a total which the worker keeps itself."""
+    """Counter that follows a total kept by the worker."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -57,7 +60,7 @@ class _Total:
 
 
 class WorkerMetrics:
-    """The series of one worker, with labels resolved once, because they are written at every frame."""
+    """Series of one worker. Labels are resolved once, because every frame writes them."""
 
     def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
         labels = (worker_id, role.value)
@@ -81,7 +84,6 @@ class WorkerMetrics:
         self._swap_ins = _Total(metrics.swap_ins.labels(*labels))
 
     def observe(self, load: worker_pb2.Load) -> None:
-        """Take one frame's load."""
         if load.step_s > 0:
             self._step_seconds[load.step_has_prefill].observe(load.step_s)
             self._predicted_step_seconds[load.step_has_prefill].inc(load.predicted_step_s)
@@ -97,7 +99,7 @@ class WorkerMetrics:
         self._swap_ins.observe(load.num_swap_ins)
 
     def remove(self) -> None:
-        """Forget the series: the worker is no longer a target."""
+        """Remove the series of a worker that is no longer a target."""
         for family in self._families:
             family.remove(*self._labels)
         for family in self._families_by_kind:
@@ -108,7 +110,7 @@ class WorkerMetrics:
 
 
 class RouterMetrics(DispatchObserver):
-    """Every metric family of the router process; counts what the dispatcher does."""
+    """Every metric family of the router process; counts the dispatcher's events."""
 
     def __init__(self) -> None:
         # They would double the number of series, and nothing reads them.
@@ -182,7 +184,7 @@ class RouterMetrics(DispatchObserver):
         self.outcomes.labels(request.outcome.value).inc()
 
     def observe_transfer(self, report: worker_pb2.TransferReport) -> None:
-        """One pull, as the decode worker reports it."""
+        """Record one pull, as reported by the decode worker."""
         if report.failure_stage:
             self.transfer_failures.labels(report.failure_stage).inc()
         else:
@@ -190,12 +192,12 @@ class RouterMetrics(DispatchObserver):
             self.transfer_bytes.labels(report.transport).observe(report.bytes)
 
     def render(self) -> bytes:
-        """The exposition text of `/metrics`."""
+        """Exposition text of `/metrics`."""
         return generate_latest(self.registry)
 
 
 class EdgeMetrics(EdgeObserver):
-    """Counts what the HTTP edge reports."""
+    """Counts the events of the HTTP edge."""
 
     def __init__(self, metrics: RouterMetrics, slo: SloConfig) -> None:
         self._metrics = metrics
@@ -213,7 +215,7 @@ class EdgeMetrics(EdgeObserver):
         self._metrics.output_tokens.inc()
 
     def finished(self, timing: AnswerTiming) -> None:
-        """The SLO verdict is ``met`` or ``missed``; ``none`` for the TPOT of a one-token answer."""
+        """Count the SLO verdict: ``met`` or ``missed``, or ``none`` for the TPOT of a one-token answer."""
         self._metrics.request_seconds.observe(timing.duration_s)
         self._metrics.request_output_tokens.observe(timing.num_tokens)
         tpot = "none"

@@ -1,4 +1,4 @@
-"""The configuration of a router process: one JSON object, written by the supervisor, read by `pdserve.router.main`."""
+"""Configuration of a router process: one JSON object, written by the supervisor, read by `pdserve.router.main`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pdserve.model.cost.hardware import Hardware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterProcessConfig:
-    """Everything a router process needs; it never reads the environment. Workers come through the admin port."""
+    """All settings of a router process, which never reads the environment. Workers arrive through the admin port."""
 
     model_path: str
     """Folder with config.json and the tokenizer."""
     served_name: str
-    """Name of the model for clients."""
+    """Model name for clients."""
     host: str = "127.0.0.1"
     port: int = 8000
     """Port of the API; 0 picks a free one."""
@@ -26,19 +26,19 @@ class RouterProcessConfig:
     """Port of metrics, targets, drain and status; 0 picks a free one."""
     slo: SloConfig = field(default_factory=SloConfig)
     max_queued_requests: int = 1024
-    """Answers asked for and not finished, at most."""
+    """Maximum answers requested and not finished."""
     cluster_token: str = ""
-    """Bearer token that workers ask for."""
+    """Bearer token that workers require."""
     hardware: str = "cpu"
-    """Device of a worker's rank, for predictions: a name of `pdserve.model.cost.hardware`."""
+    """Device of a worker's rank, for predictions: a name in `pdserve.model.cost.hardware`."""
     devices: dict[WorkerRole, Hardware] = field(default_factory=dict)
-    """The same by role of the workers, where it was measured."""
+    """Measured device by role, where available; overrides ``hardware``."""
     cores_per_worker: int = 1
     """Cores of a worker on ``cpu``."""
     time_scale: float = 1.0
-    """Steps of an emulated worker last this many times those of ``hardware``."""
+    """Factor by which an emulated worker's steps are slower than those of ``hardware``."""
     tensor_parallel: dict[WorkerRole, int] = field(default_factory=dict)
-    """Ranks of a worker, by its role, where they are more than one."""
+    """Ranks of a worker by role, where more than one."""
     precision: Precision = field(default_factory=Precision)
     drain_timeout_s: float = 30.0
-    """Seconds that requests in flight may take after SIGTERM."""
+    """Seconds for requests in flight to finish after SIGTERM."""

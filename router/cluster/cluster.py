@@ -1,7 +1,7 @@
-"""The `Generator` behind the HTTP edge: requests over the dispatch core, read without blocking the event loop.
+"""The `Generator` behind the HTTP edge: runs requests over the dispatch core and reads them without blocking the loop.
 
-Owns what the core has no clock for: the sweep of deadlines, the wait for a drain, and readiness, which is a real round
-trip through both phases before the router calls itself ready.
+Owns the periodic work that the core has no clock for: the deadline sweep, the wait for a drain, and readiness, which
+requires a real round trip through both phases.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pdserve.router.requests.request import GenerationError, Request, RequestSpe
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.1
-"""Period at which deadlines are looked at."""
+"""Seconds between sweeps of deadlines."""
 PROBE_PROMPT = (1, 2, 1)
-"""Token ids that every vocabulary has."""
+"""Token ids that exist in every vocabulary."""
 PROBE_SAMPLING = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 PROBE_POLL_S = 0.05
 PROBE_RETRY_S = 0.5
@@ -32,7 +32,7 @@ PROBE_TIMEOUT_S = 30.0
 
 
 class TokenStream(Request):
-    """A request that one task reads; implements `pdserve.router.requests.generation.Generation`."""
+    """Request read by one task; implements `pdserve.router.requests.generation.Generation`."""
 
     def __init__(self, dispatcher: Dispatcher, spec: RequestSpec) -> None:
         super().__init__(spec)
@@ -104,7 +104,7 @@ class Cluster:
         num_choices: int = 1,
         is_probe: bool = False,
     ) -> TokenStream:
-        """As `Generator.start`; ``is_probe`` as `RequestSpec.is_probe`."""
+        """Start a request as `Generator.start` does; ``is_probe`` as in `RequestSpec.is_probe`."""
         assert prompt_tokens
         assert num_choices >= 1
         spec = RequestSpec(
@@ -125,14 +125,13 @@ class Cluster:
             self._dispatcher.sweep()
 
     async def wait_idle(self) -> None:
-        """Until nothing is in flight."""
         while self._dispatcher.num_in_flight:  # noqa: ASYNC110  # the core knows no event loop
             await asyncio.sleep(SWEEP_S)
 
     async def keep_proven(self) -> None:
-        """Send a round trip whenever both phases are up and unproven: at the start, and after the last worker of a
-        phase was lost. It waits for two tokens: from some prefill worker and, by a handoff, some decode worker, or both
-        from a mixed worker. Such a request counts in the metrics like any other."""
+        """Send a probe request whenever both phases are up and unproven: at startup, and after the last worker of a
+        phase was lost. A probe generates two tokens: one from a prefill worker and, after a handoff, one from a decode
+        worker, or both from a mixed worker. Probes count in the metrics like any other request."""
         while True:
             await asyncio.sleep(PROBE_POLL_S)
             if self._fleet.is_proven or self._dispatcher.is_draining or not self._fleet.serves_both_phases():
@@ -143,7 +142,7 @@ class Cluster:
                 await asyncio.sleep(PROBE_RETRY_S)
 
     async def round_trip(self) -> bool:
-        """Whether a small request came back whole."""
+        """Whether a probe request completed."""
         try:
             stream = self.start(PROBE_PROMPT, PROBE_SAMPLING, arrived_s=time.monotonic(), is_probe=True)
         except GenerationError as error:

@@ -1,6 +1,7 @@
-"""The workers that the router may use: a session to each target, and the dispatch core kept current by their frames.
+"""Workers available to the router: one session per target, whose frames keep the dispatch core current.
 
-Translates between the wire and the contracts. The supervisor sets the targets through the admin port. Decides nothing.
+Translates between the wire and the contracts. The supervisor sets the targets through the admin port. Makes no
+decisions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class RemoteWorker(Worker, WorkerSession):
-    """One incarnation of a worker at the other end of a session."""
+    """One incarnation of a worker, connected by a session."""
 
     def __init__(
         self, endpoint: WorkerEndpoint, fleet: Fleet, metrics: RouterMetrics, credentials: Credentials
@@ -42,7 +43,7 @@ class RemoteWorker(Worker, WorkerSession):
         self.metrics = WorkerMetrics(metrics, endpoint.worker_id, endpoint.role)
         self.welcome = worker_pb2.Welcome()
         self.reported = worker_pb2.Load()
-        """The last load, as it came."""
+        """Last load as received."""
         self._fleet = fleet
         self._router_metrics = metrics
 
@@ -77,7 +78,7 @@ class RemoteWorker(Worker, WorkerSession):
         self._fleet.dispatcher.worker_up(self)
 
     def frame_received(self, frame: worker_pb2.StepFrame) -> None:
-        """Take what a frame says of the worker, then of requests: what began, the prompts, the tokens, what ended."""
+        """Apply a frame: worker state first, then starts, prompt log probabilities, tokens and ends of requests."""
         if frame.HasField("load"):
             self._take_load(frame.load)
         if frame.HasField("cache"):
@@ -113,12 +114,12 @@ class RemoteWorker(Worker, WorkerSession):
 
 
 class Fleet:
-    """Every target, with a session each."""
+    """All targets, with one session each."""
 
     def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics, credentials: Credentials) -> None:
         self.dispatcher = dispatcher
         self.is_proven = False
-        """A round trip through both phases has succeeded since both were last up."""
+        """Whether a round trip through both phases has succeeded since both were last up."""
         self._metrics = metrics
         self._credentials = credentials
         self._workers: dict[str, RemoteWorker] = {}
@@ -127,7 +128,7 @@ class Fleet:
 
     @property
     def workers(self) -> list[RemoteWorker]:
-        """Every target, up or not, by id."""
+        """All targets, up or not, by id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
     @property
@@ -136,28 +137,27 @@ class Fleet:
 
     @property
     def model(self) -> ServedModel | None:
-        """``None`` until the first worker has answered."""
+        """``None`` until the first worker has connected."""
         return None if self._model is None else ServedModel(max_model_len=self._model.max_model_len)
 
     def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
 
     def worker_lost(self) -> None:
-        """A session broke."""
+        """Clear `is_proven` if a phase has lost its last worker."""
         self.is_proven &= self.serves_both_phases()
 
     def serves_both_phases(self) -> bool:
-        """Whether prefill and decode workers, or a mixed one, take work now.
+        """Whether prefill and decode workers, or a mixed one, accept work now.
 
-        A decode worker alone would serve too, by prefilling for itself, but a deployment that has come to that is
-        degraded, and this is false.
+        False for decode workers alone: they could serve by prefilling locally, but such a deployment is degraded.
         """
         roles = {worker.role for worker in self._workers.values() if worker.takes_work}
         return WorkerRole.MIXED in roles or {WorkerRole.PREFILL, WorkerRole.DECODE} <= roles
 
     async def set_targets(self, endpoints: Iterable[WorkerEndpoint]) -> None:
-        """Replace the targets: sessions to new incarnations open, those to absent ones close. Of calls that overlap,
-        the later one's list stands.
+        """Replace the targets: open sessions to new incarnations and close those to absent ones. Of overlapping calls,
+        the last one's list wins.
 
         Raises:
             ValueError: two targets share a worker id.
@@ -183,14 +183,13 @@ class Fleet:
                 worker.start()
 
     async def close(self) -> None:
-        """End every session."""
         await self.set_targets([])
 
     def check_model(self, worker: RemoteWorker, welcome: worker_pb2.Welcome) -> None:
-        """The first worker's model is the fleet's for as long as any other worker is up.
+        """Check a worker's model against the fleet's: that of the first worker, for as long as any other is up.
 
         Raises:
-            SessionRefusedError: ``worker`` has another.
+            SessionRefusedError: ``worker`` has another model.
         """
         others_up = any(other.is_up for other in self._workers.values() if other is not worker)
         if self._model is None or not others_up:
@@ -203,7 +202,7 @@ class Fleet:
 
 
 def update_cached_blocks(cached_blocks: set[bytes], events: worker_pb2.CacheEvents, max_blocks: int) -> None:
-    """Apply one frame's prefix-cache changes; the index never outgrows the worker's pool."""
+    """Apply one frame's prefix-cache changes; the index never exceeds the size of the worker's pool."""
     if events.cleared:
         cached_blocks.clear()
     cached_blocks.update(events.stored)

@@ -1,7 +1,7 @@
-"""One worker's session: a bidirectional gRPC stream that is opened again whenever it breaks.
+"""Session with one worker: a bidirectional gRPC stream that is reopened whenever it breaks.
 
-Owns the channel, the reconnects and the stall timeout; a subclass receives what comes, in stream order. Commands are
-queued and never waited for. Knows nothing of requests: when a stream breaks, everything sent through it is void.
+Owns the channel, reconnects and the stall timeout; a subclass receives messages in stream order. Commands are queued,
+never awaited. Knows nothing of requests: when a stream breaks, everything sent through it is void.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 log = logging.getLogger(__name__)
 
 STALL_TICKS = 6
-"""Silent periods after which a stream counts as broken. Periods are counted, not seconds, so that a pause of the
-router's own process is not taken for silence of the worker."""
+"""Silent periods after which a stream counts as broken. Counting periods instead of seconds keeps a pause of the
+router's own process from being taken for silence of the worker."""
 MAX_MESSAGE_BYTES = 64 << 20
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A cut cable sends no FIN: ping, as the worker does from its side.
+    # A cut cable sends no FIN: ping from this side as the worker does from the other.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
     # A failed connection must not delay the next session to a worker restarted on the same port.
@@ -42,22 +42,22 @@ CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Who the router is to its workers."""
+    """Identity of the router towards its workers."""
 
     router_id: str
-    """Stable for the life of the process."""
+    """Constant for the life of the process."""
     cluster_token: str = ""
     stall_timeout_s: float = 3.0
-    """Silence after which a session is broken; workers speak every half second at least."""
+    """Seconds of silence after which a session is broken; workers send at least every half second."""
 
 
 class SessionRefusedError(Exception):
-    """The worker at the other end is not the one that was wanted, or does not fit the fleet."""
+    """The peer is not the expected worker, or does not fit the fleet."""
 
 
 class WorkerSession(ABC):
-    """Keeps a session to one incarnation of a worker open until `close`. The abstract methods are called from the event
-    loop and must not block."""
+    """Keeps a session to one incarnation of a worker open until `close`. The event loop calls the abstract methods,
+    which must not block."""
 
     def __init__(self, endpoint: WorkerEndpoint, credentials: Credentials) -> None:
         self.endpoint = endpoint
@@ -74,7 +74,7 @@ class WorkerSession(ABC):
         """The worker answered; commands may be sent.
 
         Raises:
-            SessionRefusedError: it does not fit; the session closes and tries again later.
+            SessionRefusedError: the worker does not fit; the session closes and retries later.
         """
 
     @abstractmethod
@@ -82,26 +82,26 @@ class WorkerSession(ABC):
 
     @abstractmethod
     def session_broken(self, reason: str) -> None:
-        """The stream is gone; exactly one call per `session_opened` that returned."""
+        """The stream broke; called exactly once per `session_opened` that returned."""
 
     def start(self) -> None:
-        """Begin to connect; needs a running event loop."""
+        """Begin to connect; requires a running event loop."""
         assert self._task is None
         self._task = asyncio.create_task(self._run(), name=f"session {self.endpoint.worker_id}")
 
     async def close(self) -> None:
-        """End the session for good. Calls `session_broken` if it was open."""
+        """End the session for good; calls `session_broken` if it was open."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
 
     def send(self, message: worker_pb2.RouterMessage) -> None:
-        """Queue a command. Only for an open session: what was sent before a break is void."""
+        """Queue a command; requires an open session. A break voids everything sent before it."""
         assert self.is_open
         self._commands.put_nowait(message)
 
     async def _run(self) -> None:
-        """Open a stream, live through it, wait, open the next."""
+        """Run one stream after another, with backoff between them."""
         backoff_s = MIN_BACKOFF_S
         last_reason = ""
         while True:
@@ -113,7 +113,7 @@ class WorkerSession(ABC):
             await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
 
     async def _live_once(self) -> tuple[str, bool]:
-        """One stream from hello to break; returns why it ended and whether the worker had answered."""
+        """Run one stream from hello to break; return why it ended and whether the worker had answered."""
         self._commands = asyncio.Queue()
         reason, was_open = "closed", False
         async with grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel:
@@ -131,11 +131,11 @@ class WorkerSession(ABC):
     def _report_broken(self, reason: str) -> None:
         try:
             self.session_broken(reason)
-        except Exception:  # the worker must come back all the same
+        except Exception:  # the worker must be able to reconnect all the same
             log.exception("session with %s: its end could not be handled", self.endpoint.worker_id)
 
     async def _watch(self, reader: asyncio.Task[str]) -> str:
-        """Wait until ``reader`` ends or has been silent for too long; returns the reason."""
+        """Wait until ``reader`` ends or has been silent for too long; return the reason."""
         silent_ticks = 0
         while silent_ticks < STALL_TICKS:
             num_received = self._num_received
@@ -146,7 +146,7 @@ class WorkerSession(ABC):
         return f"silent for {self._tick_s * STALL_TICKS:g} s"
 
     async def _read(self, channel: grpc.aio.Channel) -> str:
-        """Receive until the stream ends; returns the reason."""
+        """Receive until the stream ends; return the reason."""
         call = WorkerStub(channel).Session(self._outgoing(self._commands), metadata=self._metadata)
         try:
             async for message in call:
@@ -166,7 +166,7 @@ class WorkerSession(ABC):
     async def _outgoing(
         self, commands: asyncio.Queue[worker_pb2.RouterMessage]
     ) -> AsyncIterator[worker_pb2.RouterMessage]:
-        # The clock grows over sessions to the same worker, also when it left the targets and came back.
+        # The clock grows over all sessions to a worker, even if it left the targets and returned.
         hello = worker_pb2.Hello(router_id=self._router_id, session_epoch=time.monotonic_ns())
         yield worker_pb2.RouterMessage(hello=hello)
         while True:

@@ -1,7 +1,7 @@
-"""A worker as the dispatcher knows it: limits, reported load, prefix cache, and work that the load does not show yet.
+"""Worker as the dispatcher sees it: limits, reported load, prefix cache, and in-flight load not reported yet.
 
-Whoever drives the dispatcher subclasses `Worker` with a way to send commands and keeps it current: live,
-`pdserve.router.cluster.fleet` over gRPC sessions. Knows no clock.
+The driver of the dispatcher subclasses `Worker` to send commands and keeps it current; the live driver is
+`pdserve.router.cluster.fleet`, over gRPC sessions. Reads no clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _SentDecode(NamedTuple):
 
 
 class InFlightLoad:
-    """Requests that were sent to a worker and do not show in its load yet, by request id."""
+    """Requests sent to a worker that its reported load does not include yet, by request id."""
 
     __slots__ = ("_decodes", "_num_blocks", "_num_context_tokens", "_num_prefill_tokens", "_prefills")
 
@@ -32,18 +32,18 @@ class InFlightLoad:
         self._num_prefill_tokens = self._num_context_tokens = self._num_blocks = 0
 
     def add_prefill(self, request_id: int, num_tokens: int) -> None:
-        """A prompt was sent; until it starts, its tokens count as waiting."""
+        """Count the tokens of a prompt as waiting until it starts."""
         self._prefills[request_id] = num_tokens
         self._num_prefill_tokens += num_tokens
 
     def add_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
-        """A request was sent to decode; until its blocks are reserved, they count as taken."""
+        """Count the blocks of a decode request as taken until they are reserved."""
         self._decodes[request_id] = _SentDecode(num_tokens, num_blocks)
         self._num_context_tokens += num_tokens
         self._num_blocks += num_blocks
 
     def remove(self, request_id: int) -> None:
-        """The request shows in the load from now on, or is over."""
+        """Remove a request that the reported load now includes, or that is over."""
         self._num_prefill_tokens -= self._prefills.pop(request_id, 0)
         decode = self._decodes.pop(request_id, None)
         if decode is not None:
@@ -68,8 +68,9 @@ class InFlightLoad:
         prefill_correction: float = 1.0,
         decode_correction: float = 1.0,
     ) -> WorkerSnapshot:
-        """For one decision of the policy. Waiting prompts show in the load soon after they are sent and are in flight
-        until they start, so the larger of the two numbers counts, not their sum; started ones are added."""
+        """Snapshot for one decision of the policy. A waiting prompt appears in the reported load soon after it is sent
+        and stays in flight until it starts, so the larger of the two counts is used, not the sum; started ones are
+        added."""
         return WorkerSnapshot(
             worker_id=worker_id,
             role=role,
@@ -94,10 +95,10 @@ class Worker(ABC):
         self.worker_id = worker_id
         self.role = role
         self.host = host
-        """Where it runs: between two workers of one host KV takes the faster way."""
+        """Host of the worker: KV between two workers of one host takes the faster path."""
         self.epoch = epoch
         self.kv_address = ""
-        """Where others pull parked prompts from."""
+        """Address from which others pull parked prompts."""
         self.block_size = 0
         self.max_batch_tokens = 0
         self.max_batch_size = 0
@@ -108,7 +109,7 @@ class Worker(ABC):
         self.prefill_correction = 1.0
         """Observed over predicted time of steps with prefill rows."""
         self.decode_correction = 1.0
-        """The same of pure decode steps."""
+        """Observed over predicted time of pure decode steps."""
         self.cached_blocks: set[bytes] = set()
         """Hashes of the blocks in its prefix cache."""
         self.in_flight = InFlightLoad()
@@ -118,7 +119,7 @@ class Worker(ABC):
         return self.is_up and not self.is_draining
 
     def snapshot(self) -> WorkerSnapshot:
-        """For one decision of the policy."""
+        """Snapshot for one decision of the policy."""
         return self.in_flight.snapshot(
             worker_id=self.worker_id,
             role=self.role,
@@ -133,8 +134,8 @@ class Worker(ABC):
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> None:
-        """Prefill ``request``; then park it for a handoff or generate to the end, as it says. Commands return at once
-        and are sent in order, only while `is_up`."""
+        """Prefill ``request``, then park it for a handoff or generate to the end, as ``request.handoff`` requires.
+        Commands return at once, are sent in order, and require `is_up`."""
 
     @abstractmethod
     def prepare(self, request: GenerationRequest, source: KvSource) -> None:
@@ -142,4 +143,4 @@ class Worker(ABC):
 
     @abstractmethod
     def cancel(self, request_id: int, attempt: int) -> None:
-        """Free the attempt; harmless where it is over."""
+        """Free the attempt; a no-op if it is over."""

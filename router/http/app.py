@@ -1,7 +1,6 @@
-"""The public HTTP application: OpenAI's API over a `Generator`, and the routes that say how the router is.
+"""Public HTTP application: OpenAI's API over a `Generator`, plus the health routes.
 
-Owns the routes. Called by `pdserve.router.main`, which runs it under uvicorn. Metrics and control have a port of their
-own.
+Owns the routes. `pdserve.router.main` runs it under uvicorn. Metrics and control have their own port.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pdserve.router.requests.generation import Generator
 from pdserve.router.text.tokenizer import ChatTokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Room for about a million prompt tokens."""
+"""Enough for about a million prompt tokens."""
 
 
 def create_app(
@@ -34,10 +33,10 @@ def create_app(
     observer: EdgeObserver,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
-    """The application for one model.
+    """Create the application for one model.
 
     Args:
-        served_name: what clients call the model.
+        served_name: model name for clients.
         max_body_bytes: larger request bodies are refused with 413.
     """
     edge = Edge(generator=generator, tokenizer=tokenizer, served_name=served_name, observer=observer)

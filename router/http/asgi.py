@@ -1,7 +1,7 @@
-"""HTTP as the edge reads it: strict JSON bodies, bounds on size and time, and clients that leave.
+"""HTTP input of the edge: strict JSON bodies, limits on size and time, and client disconnects.
 
-Starlette notices a disconnect only while it streams, and from ASGI 2.4 on only at the next write. A request that is
-still queued writes nothing, so the edge listens for itself from the moment it has the request's body.
+Starlette notices a disconnect only while it streams, and from ASGI 2.4 on only at the next write. A queued request
+writes nothing, so the edge listens for a disconnect once it has the request's body.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdserve.router.http.timing import EdgeObserver
 
 
 class JsonRoute(APIRoute):
-    """A route that takes ``application/json`` and nothing else."""
+    """Route that accepts only ``application/json``."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -55,13 +55,13 @@ class _JsonRequest(Request):
             message = f"the request body is not JSON: {error.msg} at character {error.pos}"
         except RecursionError:
             message = "the request body is nested too deeply"
-        except ValueError:  # of int(): it reads no more digits than it could write
+        except ValueError:  # from int(), which reads at most as many digits as it could write
             message = "the request body has a number with too many digits"
         raise ApiError(400, message)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Readers differ in which of two equal names they take, so there may not be two."""
+    """Refuse duplicate names: parsers differ in which of the two they take."""
     members = dict(pairs)
     if len(members) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -81,8 +81,8 @@ async def cancel_on_disconnect(receive: Receive, *signs: Sign) -> AsyncIterator[
     """Cancel the body of the ``async with`` as soon as the client disconnects.
 
     Args:
-        receive: of the request, whose body has been read.
-        signs: each returns when something else shows that the client might as well have left.
+        receive: ``receive`` of the request, after its body has been read.
+        signs: each returns when there is other reason to treat the client as gone.
 
     Raises:
         ClientDisconnect: the body was cancelled.
@@ -114,16 +114,16 @@ async def _expire_after(sign: Sign, scope: asyncio.Timeout) -> None:
 
 
 BODY_TIMEOUT_S = 60.0
-"""From the headers of a request to the end of its body."""
+"""Seconds from a request's headers to the end of its body."""
 
 _CLOSE = {"Connection": "close"}
-"""What is left of the body is not read."""
+"""The rest of the body is not read."""
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class EdgeMiddleware:
-    """Sets ``request_id`` and ``arrived_s`` (`time.monotonic`) in the request's state; ``X-Request-Id`` comes back."""
+    """Sets ``request_id`` and ``arrived_s`` (`time.monotonic`) in the request's state; returns ``X-Request-Id``."""
 
     def __init__(self, app: ASGIApp, observer: EdgeObserver, max_body_bytes: int) -> None:
         self._app = app
@@ -155,8 +155,8 @@ class EdgeMiddleware:
             await api_error(error).response()(scope, receive, send_noted)
 
     def _bounded(self, receive: Receive, headers: Headers) -> Receive:
-        """``receive`` that refuses a body which is too large, before reading it where it says its length, and one that
-        does not arrive."""
+        """``receive`` that refuses a body which is too large or does not arrive; a declared length is checked before
+        reading."""
         length = headers.get("content-length", "")
         num_bytes = 0
         is_too_large = length.isdecimal() and int(length) > self._max_body_bytes
@@ -166,7 +166,7 @@ class EdgeMiddleware:
             nonlocal num_bytes, is_too_large, deadline_s
             if is_too_large:
                 raise self._too_large()
-            if deadline_s is None:  # what comes after the body is awaited for as long as the answer takes
+            if deadline_s is None:  # messages after the body are awaited for as long as the answer takes
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline_s):
@@ -190,6 +190,6 @@ class EdgeMiddleware:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own where it is printable and short."""
+    """Return the client's own id if it is printable and short."""
     wanted = headers.get("x-request-id", "")
     return wanted if _CLIENT_ID.fullmatch(wanted) else uuid.uuid4().hex

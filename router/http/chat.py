@@ -1,4 +1,8 @@
-"""``POST /v1/chat/completions``: a conversation in, the assistant's turn out."""
+"""``POST /v1/chat/completions``: a conversation in, the assistant's turn out.
+
+Owns what differs from `pdserve.router.http.completions`: the chat template, and the JSON of a choice. Called by
+`pdserve.router.http.app`.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +29,20 @@ async def chat_completion(edge: Edge, body: ChatBody, request: Request) -> Respo
     Raises:
         ApiError: the request cannot be served as it is.
         GenerationError: the cluster cannot serve it.
-        ClientDisconnect: nobody waits for it any more.
+        ClientDisconnect: the client left.
     """
     model = edge.admit(body)
     try:
         text = edge.tokenizer.chat_text([message.for_template() for message in body.messages])
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
-    prompt_tokens = await edge.encode(body, model, text, add_special_tokens=False)  # the template wrote them
+    prompt_tokens = await edge.encode(body, model, text, add_special_tokens=False)  # the template already wrote them
     sampling = edge.sampling(body, model, prompt_tokens)
     answer = edge.answer(body, sampling, prompt_tokens, request, first_index=0, continues_prompt=False)
     return await edge.respond(body, request, Answers([answer]), ChatFormat(edge.tokenizer, body))
 
 
 class ChatFormat:
-    """Choices of one chat completion."""
-
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

@@ -1,4 +1,8 @@
-"""``POST /v1/completions``: texts or their token ids in, the text that follows each out."""
+"""``POST /v1/completions``: texts or token ids in, a continuation of each out.
+
+Owns what differs from `pdserve.router.http.chat`: several prompts, echo, and the JSON of a choice. Called by
+`pdserve.router.http.app`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ async def completion(edge: Edge, body: CompletionBody, request: Request) -> Resp
     Raises:
         ApiError: the request cannot be served as it is.
         GenerationError: the cluster cannot serve it.
-        ClientDisconnect: nobody waits for it any more.
+        ClientDisconnect: the client left.
     """
     model = edge.admit(body)
     answers: list[Answer] = []
@@ -43,7 +47,7 @@ async def completion(edge: Edge, body: CompletionBody, request: Request) -> Resp
 
 
 def _echo(tokenizer: ChatTokenizer, prompt: str | list[int], tokens: list[int], body: CompletionBody) -> Echo:
-    """The prompt as the client sent it, and where each of its tokens stands in it."""
+    """Echo of the prompt as the client sent it, with the offset of each token."""
     detokenizer = tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False)
     offsets_chars = []
     text = ""
@@ -55,8 +59,6 @@ def _echo(tokenizer: ChatTokenizer, prompt: str | list[int], tokens: list[int], 
 
 
 class CompletionFormat:
-    """Choices of one text completion."""
-
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"

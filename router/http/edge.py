@@ -1,7 +1,7 @@
-"""What every route of the HTTP edge works with, and the way from an answer to a response.
+"""Shared parts of the HTTP routes, and the path from an answer to a response.
 
-The two generating routes differ in how they read a prompt and in how they write a choice
-(`pdserve.router.http.format.AnswerFormat`); limits, the envelope of a response, and its timing are here.
+Limits, the envelope of a response, and its timing. The two generating routes differ only in how they read a prompt and
+in how they write a choice (`pdserve.router.http.format.AnswerFormat`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pdserve.router.text.tokenizer import ChatTokenizer
 VERSION = version("pdserve")
 
 PIECE_TOKENS = 64
-"""Tokens that become text together where nobody reads them one by one."""
+"""Tokens decoded together where no reader needs them one by one."""
 
 SALT_BYTES = 32
 
@@ -42,18 +42,16 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """The parts that the routes share."""
-
     generator: Generator
     tokenizer: ChatTokenizer
     served_name: str
     observer: EdgeObserver
 
     def admit(self, body: GenerationBody) -> ServedModel:
-        """Check what can be checked before the prompt is read.
+        """Check the request as far as possible before reading the prompt.
 
         Raises:
-            ApiError: 400 contradicting or unsupported fields, 404 another model, 503 nothing serves yet.
+            ApiError: 400 contradicting or unsupported fields, 404 another model, 503 not ready.
         """
         body.check()
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
@@ -72,16 +70,16 @@ class Edge:
         """Token ids of a prompt.
 
         Raises:
-            ApiError: it is so long that its tokens need not be counted.
+            ApiError: a lower bound on the prompt's tokens already exceeds the context.
         """
         check_prompt_length(body, self.tokenizer.fewest_tokens(text), model.max_model_len, is_least=True)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def sampling(self, body: GenerationBody, model: ServedModel, prompt_tokens: Sequence[int]) -> SamplingParams:
-        """Everything that decides an answer beside the prompt.
+        """Sampling parameters of an answer to a checked prompt.
 
         Raises:
-            ApiError: the prompt is empty, it does not fit with its answer, or a token is not the model's.
+            ApiError: the prompt is empty, does not fit with its answer, or holds a token outside the vocabulary.
         """
         if not prompt_tokens:
             raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
@@ -99,13 +97,13 @@ class Edge:
         continues_prompt: bool,
         echo: Echo | None = None,
     ) -> Answer:
-        """The answer to a prompt, not started.
+        """Build the answer to a prompt, without starting it.
 
         Args:
-            sampling: as of `sampling`, which has checked the prompt.
-            first_index: of its choices, in the response.
-            continues_prompt: its text goes on where the prompt's ends.
-            echo: what comes before it.
+            sampling: result of `sampling`, which has checked the prompt.
+            first_index: index of the first choice in the response.
+            continues_prompt: whether the text continues that of the prompt.
+            echo: prompt to write before the answer.
         """
         context = prompt_tokens if continues_prompt else ()
         return Answer(
@@ -143,7 +141,7 @@ class Edge:
 
         Raises:
             GenerationError: a whole answer failed.
-            ClientDisconnect: nobody waits for it any more.
+            ClientDisconnect: the client left.
         """
         timer = TokenTimer(self.observer, request.state.arrived_s)
         envelope = {
@@ -174,5 +172,5 @@ class Edge:
 
 
 def _salt(given: str | None) -> bytes:
-    """A tenant's salt at a length that suits the workers."""
+    """Hash of a tenant's salt, in the length that workers expect."""
     return blake2b(given.encode(), digest_size=SALT_BYTES).digest() if given else b""

@@ -1,7 +1,7 @@
-"""Errors as OpenAI's API writes them: ``{"error": {"message", "type", "param", "code"}}``, and who raises what.
+"""Errors in the format of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``.
 
-Handlers raise `ApiError` for a client's mistake and let `GenerationError` of the cluster pass; FastAPI's own errors are
-rewritten here. Nothing of an unexpected exception reaches a client: it is logged.
+Handlers raise `ApiError` for a client's mistake and pass on `GenerationError` of the cluster; FastAPI's own errors are
+rewritten here. Details of an unexpected exception are logged and never reach a client.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pdserve.router.requests.request import GenerationError
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
-"""Status, in counts only, of a request whose client left before there was another."""
+"""Status, only in metrics, of a request whose client left before another status was sent."""
 
 MAX_MESSAGE_CHARS = 1000
 MAX_NAME_CHARS = 64
-"""Of a name that a client chose, such as a key of ``logit_bias``."""
+"""Limit for a name chosen by a client, such as a key of ``logit_bias``."""
 
 _TYPES = {
     429: "rate_limit_error",
@@ -55,7 +55,6 @@ class ApiError(HTTPException):
         self.code = code or _CODES.get(status)
 
     def body(self) -> bytes:
-        """The error object, in JSON."""
         error = {
             "message": self.detail,
             "type": _TYPES.get(self.status_code, "invalid_request_error"),
@@ -65,17 +64,16 @@ class ApiError(HTTPException):
         return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:
-        """The whole answer to the request."""
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 
 def _shortened(message: str) -> str:
-    """A message may quote what the client sent, which may be a book."""
+    """Truncate a message, which may quote any amount of the client's text."""
     return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception; one that nobody expected is logged and told as 500."""
+    """Convert an exception to an error for the client; log an unexpected one and return 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GenerationError):
@@ -85,14 +83,14 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _retry_after(error: GenerationError) -> dict[str, str]:
-    """The header that tells an overloaded cluster's clients when to come back, in whole seconds."""
+    """``Retry-After`` header for clients of an overloaded cluster, in whole seconds."""
     if error.retry_after_s is None and error.status != 429:
         return {}
     return {"Retry-After": str(max(1, math.ceil(error.retry_after_s or 0)))}
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make FastAPI's errors and `ApiError` OpenAI error objects; `EdgeMiddleware` does it for every other exception."""
+    """Write FastAPI's errors and `ApiError` as OpenAI error objects; `EdgeMiddleware` handles all other exceptions."""
 
     app.exception_handler(ApiError)(_told)
     app.exception_handler(HTTPException)(_http_error)
@@ -105,7 +103,7 @@ async def _told(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """FastAPI's own errors: an unknown route, a wrong method, a body that cannot be read."""
+    """FastAPI's own errors: unknown route, wrong method, unreadable body."""
     message = error.detail
     if error.status_code == 404:
         message = f"there is no route {request.method} {request.url.path}"

@@ -1,7 +1,7 @@
-"""JSON of an answer's choices: what OpenAI's two APIs write differently, and their log probabilities.
+"""JSON of an answer's choices: the differences between OpenAI's two APIs, and log probabilities.
 
 `pdserve.router.http.chat` and `pdserve.router.http.completions` implement `AnswerFormat`; `pdserve.router.http.sse` and
-`pdserve.router.http.edge` put the envelope around it.
+`pdserve.router.http.edge` add the envelope.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pdserve.router.text.answer import Answer, AnswerEnd, Answers, AnswerToken, 
 from pdserve.router.text.tokenizer import ChatTokenizer
 
 _LOWEST = -9999.0
-"""JSON has no infinity; vLLM writes this."""
+"""Stands for minus infinity, which JSON lacks; the same value as in vLLM."""
 
 
 def chat_logprobs(tokenizer: ChatTokenizer, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-    """``logprobs`` of a chat's choice: an entry for each token."""
+    """``logprobs`` of a chat's choice: one entry per token."""
 
     def described(token: int, logprob: float) -> dict[str, Any]:
         content = tokenizer.token_bytes(token)
@@ -36,7 +36,7 @@ def chat_logprobs(tokenizer: ChatTokenizer, tokens: Sequence[AnswerToken]) -> di
 def completion_logprobs(
     tokenizer: ChatTokenizer, tokens: Sequence[AnswerToken], num_alternatives: int
 ) -> dict[str, list[Any]]:
-    """``logprobs`` of a text completion's choice: columns, with null where nothing came before a token."""
+    """``logprobs`` of a text completion's choice: columns, with null where nothing precedes a token."""
 
     def alternatives(token: int, logprobs: TokenLogprobs) -> dict[str, float]:
         pairs = [*logprobs.top[:num_alternatives], (token, logprobs.logprob)]
@@ -53,8 +53,8 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: ChatTokenizer, prompt_tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], num_alternatives: int
 ) -> list[dict[str, Any] | None]:
-    """``prompt_logprobs``: by token id, for every prompt token but the first, which has null. The rank of a prompt
-    token that is not among the alternatives is null, too."""
+    """``prompt_logprobs``: entries by token id for every prompt token, null for the first. The rank of a prompt token
+    outside the alternatives is null."""
 
     def entry(token: int, at_token: TokenLogprobs) -> dict[str, Any]:
         ranked = {other: (rank, logprob) for rank, (other, logprob) in enumerate(at_token.top[:num_alternatives], 1)}
@@ -67,25 +67,25 @@ def prompt_logprobs(
 
 
 MAX_INLINE_TOKENS = 256
-"""Tokens that take about as long to read or write one by one as it takes to ask a thread."""
+"""Tokens that are processed inline about as fast as they are handed to a thread."""
 
 Result = TypeVar("Result")
 
 
 async def off_loop(num_tokens: int, work: Callable[[], Result]) -> Result:
-    """What ``work`` on ``num_tokens`` tokens returns, from a thread where they are many."""
+    """Return ``work()``, run in a thread if ``num_tokens`` is large."""
     return work() if num_tokens <= MAX_INLINE_TOKENS else await asyncio.to_thread(work)
 
 
 class WholeChoice:
-    """A choice that is complete, or about to be."""
+    """Accumulates the deltas of a choice that is not streamed."""
 
     def __init__(self, index: int, answer: Answer) -> None:
-        """``answer``: which it belongs to."""
+        """``answer``: answer that the choice belongs to."""
         self.index = index
         self.answer = answer
         self.tokens: list[AnswerToken] = []
-        """Those of an echoed prompt included; none unless the format shows tokens."""
+        """Tokens, including those of an echoed prompt; empty unless the format shows tokens."""
         self.num_echoed = 0
         self.end: AnswerEnd | None = None
         self._texts: list[str] = []
@@ -99,7 +99,6 @@ class WholeChoice:
         return [token.token for token in self.tokens[self.num_echoed :]]
 
     def add(self, delta: TextDelta, *, keeps_tokens: bool) -> None:
-        """Take the next of the choice's deltas."""
         if delta.text:
             self._texts.append(delta.text)
         if keeps_tokens:
@@ -109,7 +108,7 @@ class WholeChoice:
 
 
 class AnswerFormat(Protocol):
-    """How one of the two APIs writes a choice, in JSON."""
+    """Writes choices in the JSON of one of the two APIs."""
 
     @property
     def id_prefix(self) -> str: ...
@@ -121,30 +120,30 @@ class AnswerFormat(Protocol):
 
     @property
     def chunk_object(self) -> str:
-        """``object`` of a chunk of a stream."""
+        """``object`` of a stream's chunk."""
         ...
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether a choice tells of its tokens beside their text, so that one without text needs a chunk, too."""
+        """Whether choices include tokens as well as text, so that a token without text needs a chunk, too."""
         ...
 
     def opening(self, index: int) -> bytes:
-        """What the chunk that opens a choice says of it; empty for no such chunk."""
+        """Chunk that opens a choice; empty for none."""
         ...
 
     def delta(self, delta: TextDelta) -> bytes:
-        """What a token's chunk says."""
+        """Chunk of a token."""
         ...
 
     def ending(self, index: int, end: AnswerEnd) -> bytes:
-        """What a choice's last chunk says."""
+        """Last chunk of a choice."""
         ...
 
     def whole(self, choice: WholeChoice) -> dict[str, Any]:
-        """A choice of a whole response."""
+        """Choice of a whole response."""
         ...
 
     def members(self, answers: Answers) -> dict[str, Any]:
-        """What a whole response has beside its choices."""
+        """Members of a whole response other than choices and usage."""
         ...

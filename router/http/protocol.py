@@ -1,10 +1,9 @@
-"""Uvicorn's HTTP/1.1 protocol with the bounds that it lacks on what a request has beside its body.
+"""Uvicorn's HTTP/1.1 protocol with limits on everything outside a request's body.
 
-Without them a client could send headers for ever, before the body or after it, and have all of them kept, or send none
-and keep the connection.
+Without them, a client could send headers for ever, before or after the body, and have all of them buffered, or send
+none and keep the connection.
 
-`pdserve.router.main` has uvicorn make one for each connection. The body is bounded by
-`pdserve.router.http.asgi`.
+`pdserve.router.main` configures uvicorn to create one per connection. `pdserve.router.http.asgi` bounds the body.
 """
 
 from __future__ import annotations
@@ -14,22 +13,20 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Request line and headers, as h11 has it by default; and what may come at once between the parts of a body, or after
-them: the frames of its chunks, and trailers."""
+"""Limit for request line and headers, h11's default. Also limits the bytes between and after the parts of a body: chunk
+framing and trailers."""
 
 HEAD_TIMEOUT_S = 30.0
-"""From the first byte of a request, or from the connection for its first one, to the end of its headers."""
+"""Seconds from the first byte of a request, or from the connection for its first one, to the end of its headers."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
-
     _head_deadline: asyncio.TimerHandle | None = None
-    """While a head is awaited."""
+    """Set while a head is awaited."""
     _num_steps = 0
-    """How often a head began or was complete, or a part of a body came."""
+    """Number of times that a head began or was complete, or part of a body arrived."""
     _num_bare_bytes = 0
-    """Received since the last of these."""
+    """Bytes received since the last such step."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -1,4 +1,8 @@
-"""From a request body, its tokenised prompt and the model's limits to `SamplingParams`."""
+"""Conversion of a request body, its tokenised prompt and the model's limits to `SamplingParams`.
+
+Owns the limits that depend on the model or on the router's memory; `pdserve.router.http.schema` owns the ranges of
+single fields. Called by `pdserve.router.http.edge`; never touches text.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,24 @@ from pdserve.router.http.errors import ApiError
 from pdserve.router.http.schema import GenerationBody
 
 MAX_ANSWER_ENTRIES = 2**21
-"""Tokens of all answers to one request, and the alternatives that log probabilities name beside them, at most; and as
-many of prompts that the answers show. The router holds an answer that is not streamed in memory until it is complete.
-"""
+"""Maximum tokens of all answers to one request, including the alternatives listed with log probabilities. Prompts shown
+in answers have a limit of the same size. The router holds answers that are not streamed in memory until complete."""
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures are greedy, as in vLLM: logits divided by them would overflow."""
+"""Lower temperatures are greedy, as in vLLM: dividing logits by them would overflow."""
 
 LEAST_TOP_P = 1e-6
-"""Keeps the likeliest token only, and is more than 0 in 32 bits, too."""
+"""Keeps only the most likely token, and is above 0 in 32 bits, too."""
 
 _DEFAULTS = SamplingParams()
 _SEED_MASK = 2**64 - 1
 
 
 def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """Everything that decides an answer beside the prompt, with defaults filled in and a seed minted.
+    """Sampling parameters of an answer, with defaults filled in and a seed minted.
 
     Raises:
-        ApiError: prompt and answer do not fit into the model's context, or the answers into memory.
+        ApiError: prompt and answer exceed the model's context, or the answers exceed memory.
     """
     max_tokens = _max_tokens(body, num_prompt_tokens, max_model_len)
     _check_shown_prompt(body, num_prompt_tokens)
@@ -47,7 +50,7 @@ def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len:
         frequency_penalty=_or(body.frequency_penalty, _DEFAULTS.frequency_penalty),
         logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
         seed=secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK,
-        max_tokens=max(max_tokens, 1),  # where none is wanted, the prompt's log probabilities still need a draw
+        max_tokens=max(max_tokens, 1),  # prompt log probabilities alone still need one sampled token
         min_tokens=min_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
@@ -57,7 +60,7 @@ def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len:
 
 
 def check_prompt_length(body: GenerationBody, num_tokens: int, max_model_len: int, *, is_least: bool = False) -> None:
-    """Whether a prompt of ``num_tokens`` tokens, or at least so many, leaves room for an answer.
+    """Check that a prompt of ``num_tokens`` tokens (a lower bound if ``is_least``) leaves room for an answer.
 
     Raises:
         ApiError: it does not.
@@ -71,7 +74,7 @@ def check_prompt_length(body: GenerationBody, num_tokens: int, max_model_len: in
 
 
 def _check_shown_prompt(body: GenerationBody, num_prompt_tokens: int) -> None:
-    """Whether answers in which the prompt is told token by token fit into memory."""
+    """Check that answers that list the prompt's tokens fit into memory."""
     if not body.shows_prompt:
         return
     most = MAX_ANSWER_ENTRIES // (body.num_answers * (2 + body.num_prompt_logprobs))
@@ -81,10 +84,10 @@ def _check_shown_prompt(body: GenerationBody, num_prompt_tokens: int) -> None:
 
 
 def check_token_ids(field: str, tokens: Iterable[int], vocab_size: int) -> None:
-    """Whether ``tokens`` of a request's ``field`` are the model's.
+    """Check that ``tokens`` of a request's ``field`` are in the vocabulary.
 
     Raises:
-        ApiError: one is not.
+        ApiError: a token id is too large.
     """
     highest = max(tokens, default=0)
     if highest >= vocab_size:
@@ -96,7 +99,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int) -> int:
-    """The limit asked for, or the route's default as far as context and memory allow."""
+    """Requested limit, or the route's default as far as context and memory allow."""
     wanted = body.token_limit
     check_prompt_length(body, num_prompt_tokens, max_model_len)
     left = max_model_len - num_prompt_tokens

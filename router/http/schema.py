@@ -1,7 +1,7 @@
-"""Request bodies of the OpenAI-compatible API, checked by pydantic: the fields that are honoured, and their ranges.
+"""Request bodies of the OpenAI-compatible API, checked by pydantic: supported fields and their ranges.
 
-Fields beyond these are judged by `pdserve.router.http.unsupported_fields`. Values only; what follows from them together
-with the model's limits is decided in `pdserve.router.http.sampling`.
+`pdserve.router.http.unsupported_fields` handles all other fields. Only values are checked here;
+`pdserve.router.http.sampling` combines them with the model's limits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _as_list(value: object) -> object:
 
 
 def _joined_text(value: object) -> object:
-    """The text of a message whose content is a string or a list of text parts."""
+    """Text of a message whose content is a string or a list of text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -53,7 +53,7 @@ def _joined_text(value: object) -> object:
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """A text or its token ids, or a list of either."""
+    """One text or its token ids, or a list of either."""
     several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     if len(several) > MAX_CHOICES:
         raise PydanticCustomError("prompt", f"There may be {MAX_CHOICES} prompts at most")
@@ -65,7 +65,7 @@ def _prompt(value: object) -> str | list[int]:
         if not is_text(value):
             raise PydanticCustomError("text", NOT_TEXT)
         return value
-    # Millions of ids are checked here: no statement for each
+    # Millions of ids are checked here: no Python statement per id
     if isinstance(value, list) and (not value or _are_token_ids(value)):
         return value
     raise PydanticCustomError("prompt", "Input should be a string, a list of token ids, or a list of either kind")
@@ -86,7 +86,7 @@ NOT_TEXT = "Input should be Unicode text, without half a surrogate pair"
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: JSON can escape half of a surrogate pair, which is no character."""
+    """Whether it can be encoded as UTF-8: JSON can escape half a surrogate pair, which is not a character."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -113,10 +113,10 @@ LogitBias = Annotated[dict[_TokenIdText, _Bias], Field(max_length=MAX_BIASES), A
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""``max_tokens`` of a text completion that names none, as at OpenAI."""
+"""Default ``max_tokens`` of a text completion, as at OpenAI."""
 
 MAX_MESSAGES = 2**14
-"""In one chat. Each costs time that other requests wait for, however short it is."""
+"""Maximum messages in one chat. Each delays other requests, however short it is."""
 
 _NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 _RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])]
@@ -136,16 +136,16 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream carries beside the answer."""
+    """Additional contents of a stream."""
 
     include_usage: bool | None = None
-    """One more chunk, without choices, that holds the usage."""
+    """Send one more chunk, without choices, that holds the usage."""
     continuous_usage_stats: bool | None = None
-    """Usage so far in every chunk (vLLM)."""
+    """Report usage so far in every chunk (vLLM)."""
 
 
 class GenerationBody(_Body):
-    """What both generating routes take. Null means the default everywhere, as it does at OpenAI."""
+    """Fields of both generating routes. Null means the default everywhere, as at OpenAI."""
 
     prompt_field: ClassVar[str]
     """Name of the field that holds the prompt."""
@@ -153,7 +153,7 @@ class GenerationBody(_Body):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """No end-of-sequence token, stop token or stop string is heeded before so many tokens (vLLM)."""
+    """Tokens before which end-of-sequence tokens, stop tokens and stop strings are ignored (vLLM)."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -168,17 +168,17 @@ class GenerationBody(_Body):
     stop: StopStringList | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
-    """The text ends with the stop string or the stop token's text instead of before it (vLLM)."""
+    """Include the stop string or the stop token's text in the answer (vLLM)."""
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    """Each choice carries the ids of its generated tokens in ``token_ids`` (vLLM)."""
+    """Return the ids of each choice's generated tokens in ``token_ids`` (vLLM)."""
     prompt_logprobs: _NumLogprobs | None = None
-    """Log probabilities of the prompt's tokens, and of so many alternatives to each (vLLM)."""
+    """Return log probabilities of the prompt's tokens, and of this many alternatives to each (vLLM)."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    """Requests share a prefix cache only with those of the same salt (vLLM)."""
+    """Requests share prefix-cache blocks only with requests of the same salt (vLLM)."""
 
     @property
     def num_choices(self) -> int:
@@ -192,27 +192,27 @@ class GenerationBody(_Body):
 
     @property
     def token_limit(self) -> int | None:
-        """Tokens to generate at most in one answer; ``None`` where the request says nothing."""
+        """Requested maximum tokens of one answer; ``None`` if the request sets none."""
         return self.max_tokens
 
     @property
     def default_token_limit(self) -> int | None:
-        """Tokens to generate at most where the request says nothing; ``None`` is all that the context leaves."""
+        """Maximum tokens of one answer if the request sets none; ``None`` for all that the context leaves."""
         return None
 
     @property
     def num_logprobs(self) -> int:
-        """As `pdserve.contracts.request.SamplingParams` counts them."""
+        """As defined in `pdserve.contracts.request.SamplingParams`."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """As `pdserve.contracts.request.SamplingParams` counts them."""
+        """As defined in `pdserve.contracts.request.SamplingParams`."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def shows_prompt(self) -> bool:
-        """Whether each answer tells of the prompt's tokens."""
+        """Whether each answer includes the prompt's tokens."""
         return self.num_prompt_logprobs >= 0
 
     @property
@@ -222,11 +222,11 @@ class GenerationBody(_Body):
 
     @property
     def has_usage_everywhere(self) -> bool:
-        """Whether each chunk of a stream says the usage so far."""
+        """Whether each chunk of a stream holds the usage so far."""
         return self.has_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
-        """What no single field can say.
+        """Check constraints that span several fields.
 
         Raises:
             ApiError: fields contradict each other, or one is not supported.
@@ -241,14 +241,12 @@ class GenerationBody(_Body):
 
 
 class ChatMessage(_Body):
-    """One turn of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant"]
     content: MessageText
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """What the chat template sees."""
+        """Message as passed to the chat template."""
         named = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": self.content, **named}
 
@@ -286,11 +284,11 @@ class CompletionBody(GenerationBody):
     prompt_field = "prompt"
 
     prompt: Prompts
-    """Several are answered as if each came in its own request; choices are numbered prompt by prompt."""
+    """Prompts, answered as if each came in its own request; choices are numbered prompt by prompt."""
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
-    """The prompt comes before the answer, with its log probabilities where those of the answer are asked for. With
-    ``max_tokens`` 0 it comes alone."""
+    """Write the prompt before the answer, with its log probabilities if those of the answer are requested. With
+    ``max_tokens`` 0, write only the prompt."""
     logprobs: _NumLogprobs | None = None
 
     @property

@@ -1,7 +1,7 @@
-"""Streamed answers: one server-sent event per token, and one write for tokens that come together.
+"""Streamed answers: one server-sent event per token, and one write for tokens that arrive together.
 
-What is the same in every chunk of a stream is encoded once; a token costs the encoding of its own text. The status is
-sent with token 0: what fails before that is an ordinary HTTP error. What fails later is one event with an OpenAI error
+The shared members of a stream's chunks are encoded once, so a token costs only the encoding of its own text. The status
+is sent with token 0: an earlier failure is an ordinary HTTP error. A later failure is one event with an OpenAI error
 object, after which the stream ends without ``[DONE]``.
 """
 
@@ -27,32 +27,32 @@ from pdserve.router.text.answer import Answers, TextDelta, Usage
 
 
 class TokenEvents(NamedTuple):
-    """What is written at once."""
+    """Events of one write."""
 
     choices: Sequence[int]
-    """Of each token, the index of its choice."""
+    """Index of each token's choice."""
     data: bytes
 
 
 DONE = b"data: [DONE]\n\n"
 
 WRITE_TIMEOUT_S = 60.0
-"""A reader that takes nothing for this long while an event waits for it counts as one that has left."""
+"""Seconds without progress while an event waits, after which the reader counts as gone."""
 
 
 def event(data: bytes) -> bytes:
-    """An event that carries one line of JSON."""
+    """Event that carries one line of JSON."""
     return b"data: " + data + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Writes events as they come. A slow reader holds up this stream alone; one that leaves, or reads no more,
-    cancels it."""
+    """Writes events as they arrive. A slow reader delays only this stream; one that leaves, or stops reading, cancels
+    it."""
 
     media_type = "text/event-stream"
 
     def __init__(self, tokens: AsyncGenerator[TokenEvents, None], timer: TokenTimer) -> None:
-        """``tokens`` yields the events of the tokens, those of the stream's beginning and end included."""
+        """``tokens`` yields the events of the tokens, including those that open and end the stream."""
         self._tokens = tokens
         self._timer = timer
         self._is_started = False
@@ -92,7 +92,7 @@ class EventStream(StreamingResponse):
         self._writing_since_s = None
 
     async def _stall(self) -> None:
-        """Until a write has waited too long. A look from time to time costs less than a deadline for each write."""
+        """Return once a write has waited too long. Periodic polling costs less than a deadline for each write."""
         while True:
             await asyncio.sleep(WRITE_TIMEOUT_S / 4)
             if self._writing_since_s is not None and time.monotonic() - self._writing_since_s > WRITE_TIMEOUT_S:
@@ -108,7 +108,7 @@ class ChunkWriter:
     def __init__(
         self, envelope: dict[str, object], body: GenerationBody, answers: Answers, format: AnswerFormat
     ) -> None:
-        """``envelope``: the members that all chunks share."""
+        """``envelope``: members shared by all chunks."""
         self._head = _encode(envelope)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}' if body.has_usage_chunk else b"]}"
         self._has_usage_chunk = body.has_usage_chunk
@@ -120,7 +120,7 @@ class ChunkWriter:
         self._num_running = body.num_answers
 
     async def events(self) -> AsyncGenerator[TokenEvents, None]:
-        """The events of tokens as they come; those of a beginning and an end go with the first and the last token.
+        """Yield the events of tokens as they arrive; opening and ending events come with the first and the last token.
 
         Raises:
             GenerationError: no token follows.

@@ -1,4 +1,4 @@
-"""Latencies of answers where the edge hands tokens over, and the observer that counts them.
+"""Latencies of answers, measured where the edge hands tokens over, and the observer that counts them.
 
 All durations are differences of two `time.monotonic` readings, in seconds.
 """
@@ -10,52 +10,52 @@ from typing import NamedTuple
 
 
 class AnswerTiming(NamedTuple):
-    """Latencies of one complete answer; of its slowest choice where it has several."""
+    """Latencies of one complete answer; with several choices, those of the slowest."""
 
     ttft_s: float
     """Arrival to token 0."""
     tpot_s: float | None
-    """Mean time per token after token 0; ``None`` where no choice has more, and so none has a TPOT."""
+    """Mean seconds per token after token 0; ``None`` if no choice has a second token."""
     duration_s: float
     """Arrival to the last token."""
     num_tokens: int
 
 
 class EdgeObserver:
-    """Hears of answers and token latencies, and ignores them; `pdserve.router.metrics` overrides.
+    """Receives answers and token latencies and ignores them; `pdserve.router.metrics` overrides.
 
-    Tokens are timed when written to the client, or, of an answer that is not streamed, when they reach the edge.
+    Tokens are timed when written to the client or, if the answer is not streamed, when they reach the edge.
     """
 
     def responded(self, route: str, code: int) -> None:
         """A request was answered with HTTP status ``code``.
 
         Args:
-            route: path of the route, such as ``/v1/chat/completions``, or ``other`` where none matched.
-            code: 499 where the client left before there was a status.
+            route: path of the route, such as ``/v1/chat/completions``, or ``other`` if none matched.
+            code: 499 if the client left before a status was sent.
         """
 
     def first_token(self, ttft_s: float) -> None:
-        """Token 0 of a choice."""
+        """Token 0 of a choice was handed over."""
 
     def gap(self, gap_s: float) -> None:
-        """Every later token, with the time since the one before."""
+        """A later token was handed over, ``gap_s`` after the previous one."""
 
     def finished(self, timing: AnswerTiming) -> None:
-        """An answer is complete. Not called where the client left or the generation failed."""
+        """An answer is complete. Not called if the client left or the generation failed."""
 
 
 class TokenTimer:
-    """Choices run side by side: each has a token 0 and gaps of its own, and the slowest ones are the request's."""
+    """Times the choices of one request, each with its own token 0 and gaps; the slowest count for the request."""
 
     def __init__(self, observer: EdgeObserver, arrived_s: float) -> None:
-        """``arrived_s``: `time.monotonic` when the request arrived."""
+        """``arrived_s``: `time.monotonic` at arrival of the request."""
         self._observer = observer
         self._arrived_s = arrived_s
         self._choices: dict[int, _ChoiceTimes] = {}
 
     def token(self, index: int) -> None:
-        """The next token of choice ``index`` was handed over."""
+        """Record that the next token of choice ``index`` was handed over."""
         now_s = time.monotonic()
         choice = self._choices.get(index)
         if choice is None:
@@ -67,7 +67,6 @@ class TokenTimer:
             choice.num_gaps += 1
 
     def finished(self) -> None:
-        """Those were the last ones."""
         choices = self._choices.values()
         tpots_s = [(choice.last_s - choice.first_s) / choice.num_gaps for choice in choices if choice.num_gaps]
         self._observer.finished(
@@ -81,7 +80,7 @@ class TokenTimer:
 
 
 class _ChoiceTimes:
-    """When the tokens of one choice were handed over."""
+    """Times at which the tokens of one choice were handed over."""
 
     __slots__ = ("first_s", "last_s", "num_gaps")
 

@@ -1,7 +1,7 @@
-"""Request fields that OpenAI's API or vLLM's know and this server does not honour.
+"""Request fields of OpenAI's and vLLM's APIs that this server does not support.
 
-Such a field is refused unless its value changes nothing; a field that nobody knows is accepted and named in the log.
-A field is never ignored silently.
+Such a field is refused unless its value changes nothing. Unknown fields are accepted and logged. No field is ignored
+silently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 logger = logging.getLogger(__name__)
 
 Neutral = Mapping[str, tuple[object, ...]]
-"""Field name to the values that change nothing, beside null."""
+"""Maps a field name to the values, besides null, that change nothing."""
 
 _BOTH: Neutral = {
     "allowed_token_ids": ([],),
@@ -95,19 +95,19 @@ _LABELS = frozenset(
 """Fields that describe a request or its sender and change no answer."""
 
 MAX_LOGGED_FIELDS = 1024
-"""Unknown fields that the log names, over the life of the process: a client must not be able to fill a disk."""
+"""Maximum unknown fields logged over the life of the process: a client must not be able to fill a disk."""
 
 _logged: set[str] = set()
 
 
 def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, where: str = "") -> None:
-    """Judge the fields that a request model does not declare.
+    """Check the fields that a request model does not declare.
 
     Args:
-        where: prefix that leads to them, such as ``messages.0.``.
+        where: path prefix of the fields, such as ``messages.0.``.
 
     Raises:
-        ApiError: a field is known and not honoured.
+        ApiError: a known field is not supported.
     """
     for name, value in (extra or {}).items():
         if name in neutral:
@@ -123,7 +123,7 @@ def _refusal(name: str, neutral: tuple[object, ...]) -> str:
 
 
 def _warn_of(name: str) -> None:
-    """Once per name."""
+    """Log once per name."""
     if name in _logged or len(_logged) >= MAX_LOGGED_FIELDS:
         return
     _logged.add(name)

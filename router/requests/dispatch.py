@@ -1,18 +1,18 @@
-"""The dispatch core: places requests on workers, binds, retries, and brings back their tokens.
+"""Dispatch core: places requests on workers, binds decode workers, retries, delivers tokens.
 
-Owns the tables of requests and attempts, the queue of those that no worker can take yet, and admission: a bound on what
-is in flight, and the drain. Asks the pure policy where to go. Accepted requests equal the sum of outcomes and requests
-in the table, always.
+Owns the tables of requests and attempts, the queue of attempts that no worker has taken, and admission (a bound on
+requests in flight, and the drain). The pure policy decides where to go. At all times, accepted requests equal the sum
+of outcomes and requests in the table.
 
-The seam: everything that the core needs is handed in, so that a virtual clock drives it as well as a live router.
+Everything the core needs is injected, so a virtual clock drives it as well as a live router.
 
-- Time: ``now_s``, called for the current instant; `Dispatcher.sweep` from time to time.
-- Commands: `Worker.submit`, `Worker.prepare` and `Worker.cancel`, which a subclass implements. They return at once.
+- Time: ``now_s`` returns the current instant; the driver calls `Dispatcher.sweep` periodically.
+- Commands: a subclass implements `Worker.submit`, `Worker.prepare` and `Worker.cancel`. They return at once.
 - Events: `Dispatcher.worker_up`, `worker_lost`, `tokens_received`, `event_received`, `prompt_logprobs_received`, in the
-  vocabulary of `pdserve.contracts.events`. Each worker's come in order: what began, prompt log probabilities, tokens,
-  what ended. The driver keeps the attributes of `Worker` current.
+  vocabulary of `pdserve.contracts.events`. Events of one worker arrive in order: starts, prompt log probabilities,
+  tokens, ends. The driver keeps the attributes of `Worker` current.
 - Readers: a `Request` whose hooks a subclass overrides.
-- Counting: a `DispatchObserver`, which by itself ignores everything.
+- Metrics: a `DispatchObserver`; the base class ignores everything.
 """
 
 from __future__ import annotations
@@ -42,48 +42,46 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 2
 """Failed steps after which the request itself is blamed."""
 MAX_ATTEMPTS = 8
-"""Dispatches of one choice at most, whoever is to blame."""
+"""Maximum dispatches of one choice, whatever the cause."""
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchSettings:
-    """Bounds of the dispatcher."""
-
     max_in_flight: int = 1024
-    """Choices of requests accepted and not ended, at most: a request for n answers costs what n requests cost."""
+    """Maximum choices accepted and not ended: a request for n answers counts as n requests."""
     ttft_slo_s: float = 0.0
-    """Seconds from arrival by which token 0 is wanted; 0 for no objective."""
+    """TTFT objective in seconds; 0 for none."""
     tpot_slo_s: float = 0.0
-    """Seconds per token that prefill on a decode worker must leave to those that decode there; 0 keeps it away."""
+    """TPOT objective in seconds for sequences that decode where a decode worker prefills; 0 forbids prefill there."""
     deadline_s: float = 600.0
-    """Seconds from arrival after which a request is given up."""
+    """Seconds from arrival until a request is given up."""
     worker_wait_s: float = 60.0
-    """Seconds that a request which had a worker waits for the next one at most: its client may have tokens already."""
+    """Maximum seconds that a request which had a worker waits for the next one: its client may have tokens already."""
     new_wait_s: float = 5.0
-    """The same of a new one. A worker that restarts quickly goes unnoticed; a client that would wait longer had better
-    ask again, perhaps elsewhere."""
+    """Maximum seconds that a new request waits for a worker. Long enough to hide a quick restart of a worker; a client
+    that would wait longer had better retry, perhaps elsewhere."""
     cut_off_s: float = 10.0
-    """Seconds after a failed pull for which its decode worker is avoided for prompts of its prefill worker."""
+    """Seconds after a failed pull during which its decode worker is avoided for prompts of the same prefill worker."""
 
 
 class DispatchObserver:
-    """Hears of everything that is counted, and ignores it; `pdserve.router.metrics` overrides."""
+    """Receives everything that is counted and ignores it; `pdserve.router.metrics` overrides."""
 
     def accepted(self, spec: RequestSpec) -> None:
         """A request was admitted."""
 
     def routed(self, seconds: float) -> None:
-        """The policy took so long to decide."""
+        """A decision of the policy took ``seconds``."""
 
     def phase_ended(self, phase: str, seconds: float) -> None:
-        """A phase of an attempt, as `pdserve.router.metrics.PHASES` lists them."""
+        """A phase of an attempt ended; `pdserve.router.metrics.PHASES` lists the phases."""
 
     def prompt_started(self, num_cached_tokens: int) -> None:
         """A worker began to compute a request's prompt."""
 
     def handoff_stalled(self, seconds: float) -> None:
-        """Token 1 came so long after token 0 of an attempt that was handed off."""
+        """Token 1 of an attempt with handoff arrived ``seconds`` after token 0."""
 
     def retried(self, reason: str) -> None:
         """An attempt was dispatched again, or bound to another decode worker."""
@@ -93,7 +91,7 @@ class DispatchObserver:
 
 
 class Dispatcher:
-    """The core. Not thread-safe: one loop drives it."""
+    """Dispatch core. Not thread-safe: one event loop drives it."""
 
     def __init__(
         self,
@@ -102,9 +100,9 @@ class Dispatcher:
         now_s: Callable[[], float],
         observer: DispatchObserver | None = None,
     ) -> None:
-        """``now_s``: the current instant, monotonic, of any origin."""
+        """``now_s``: returns the current monotonic instant, of any origin."""
         self.workers: dict[str, Worker] = {}
-        """Those that are up, by id."""
+        """Workers that are up, by id."""
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
         self.num_accepted = 0
         self.is_draining = False
@@ -113,13 +111,13 @@ class Dispatcher:
         self._now_s = now_s
         self._observer = observer or DispatchObserver()
         self._requests: dict[Request, None] = {}
-        """In order of arrival."""
+        """Requests in flight, in order of arrival."""
         self._attempts: dict[int, Attempt] = {}
-        """By request id, as the next two."""
+        """Attempts by request id, as in the next two tables."""
         self._queued: dict[int, Attempt] = {}
         self._unbound: dict[int, Attempt] = {}
         self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
-        """By (prefill worker, decode worker); the incarnations, so that a replaced one starts with a clean slate."""
+        """End of each cut-off by (prefill worker, decode worker); a replaced worker is another key and starts clean."""
         self._request_ids = itertools.count(1)
         self._num_choices = 0
         self._mean_request_s = MIN_RETRY_AFTER_S
@@ -150,8 +148,8 @@ class Dispatcher:
         self._launch(request, 0)
 
     def finish(self, request: Request, choice: int) -> None:
-        """Nothing more of ``choice`` is wanted: a stop string was found in it. The request is FINISHED with its last
-        choice. Idempotent, and harmless after the end."""
+        """Finish ``choice`` early because a stop string was found. After its last choice the request is FINISHED.
+        Idempotent; a no-op after the end."""
         attempt = request.attempts.get(choice)
         if attempt is not None:
             self._end_choice(attempt)
@@ -159,27 +157,27 @@ class Dispatcher:
             request.waiting_choices.remove(choice)
 
     def cancel(self, request: Request) -> None:
-        """The client left: stop the request on every worker; harmless after the end."""
+        """Stop the request on every worker because the client left; a no-op after the end."""
         if request.outcome is None:
             self._end(request, Outcome.CANCELLED)
 
     def fail(self, request: Request, error: GenerationError) -> None:
-        """End a request with an error, on every worker too."""
+        """End a request with an error and free it on every worker."""
         if request.outcome is None:
             request.error = error
             self._end(request, Outcome.REJECTED if error.status == 400 else Outcome.FAILED)
 
     def fail_all(self, message: str) -> None:
-        """End every request with an error: the process is about to exit."""
+        """End every request with an error because the process is about to exit."""
         for request in list(self._requests):
             self.fail(request, GenerationError(503, message, retry_after_s=MIN_RETRY_AFTER_S))
 
     def begin_drain(self) -> None:
-        """Refuse new requests; what runs goes on."""
+        """Refuse new requests; running ones continue."""
         self.is_draining = True
 
     def sweep(self) -> None:
-        """Give up requests that are past their deadline or have waited too long for a worker."""
+        """Fail requests that are past their deadline or have waited too long for a worker."""
         now_s = self._now_s()
         for request in list(self._requests):
             if now_s >= self._deadline_s(request):
@@ -194,7 +192,7 @@ class Dispatcher:
     # Workers
 
     def worker_up(self, worker: Worker) -> None:
-        """``worker`` takes commands; its limits are set."""
+        """Add ``worker``, which accepts commands and has its limits set."""
         worker.is_up = True
         self.workers[worker.worker_id] = worker
         for attempt in list(self._queued.values()):
@@ -203,7 +201,7 @@ class Dispatcher:
             self._bind(attempt)
 
     def worker_lost(self, worker: Worker) -> None:
-        """Everything sent to ``worker`` before is void."""
+        """Remove ``worker``; everything sent to it is void."""
         worker.is_up = False
         worker.in_flight.clear()
         if self.workers.get(worker.worker_id) is worker:
@@ -219,7 +217,7 @@ class Dispatcher:
     # Events
 
     def tokens_received(self, worker: Worker, tokens: Iterable[TokenEvent]) -> None:
-        """Deliver each token that is its choice's next in the current attempt; drop what is stale or repeated."""
+        """Deliver each token that is the next of its choice in the current attempt; drop stale and repeated tokens."""
         attempts = self._attempts
         for token in tokens:
             attempt = attempts.get(token.key.request_id)
@@ -227,14 +225,14 @@ class Dispatcher:
                 self._take(attempt, worker, token)
 
     def tokens_skipped(self, key: RequestKey, num_tokens: int) -> None:
-        """Count ``num_tokens`` more tokens of a choice as delivered, whatever they are: for a driver that emits no
-        event for each token of its steady decode steps."""
+        """Count ``num_tokens`` more tokens of a choice as delivered. For a driver that emits no token events during
+        steady decode steps."""
         attempt = self._attempts.get(key.request_id)
         if attempt is not None and attempt.number == key.attempt:
             attempt.emitted.extend(itertools.repeat(0, num_tokens))
 
     def prompt_logprobs_received(self, worker: Worker, event: PromptLogprobsEvent) -> None:
-        """Take the log probabilities of some prompt tokens, as the current attempt computed them."""
+        """Take log probabilities of some prompt tokens, computed by the current attempt."""
         attempt = self._attempts.get(event.key.request_id)
         if attempt is None or event.key.attempt != attempt.number or worker is not attempt.prefill:
             return
@@ -243,13 +241,13 @@ class Dispatcher:
             self._failed(attempt, "prompt logprobs were lost between worker and router")
 
     def event_received(self, worker: Worker, event: RequestEvent) -> None:
-        """Take an event of the current attempt."""
+        """Handle an event of the current attempt."""
         attempt = self._attempts.get(event.key.request_id)
         if attempt is None or not attempt.accepts(worker, event.key.attempt):
             return
         kind = event.kind
         if worker is attempt.prefill and kind.is_terminal and not attempt.needs_prefill:
-            # However it puts it (nobody may have told it that the pull is complete), it is needed no more.
+            # Whatever the event, the prefill worker is done: it may not know that the pull is complete.
             attempt.is_prefill_over = True
             return
         match kind:
@@ -264,7 +262,7 @@ class Dispatcher:
             case RequestEventKind.RESUMED:
                 attempt.state = RequestState.DECODING
             case RequestEventKind.RELEASED:
-                # From a decode worker it means that token 0 was the last one, which the prefill worker says.
+                # A decode worker sends RELEASED when token 0 was the last; the prefill worker reports that too.
                 attempt.is_prefill_over |= worker is attempt.prefill
             case RequestEventKind.REJECTED:
                 self._rejected(attempt, worker, event)
@@ -296,13 +294,13 @@ class Dispatcher:
         self._place(attempt)
 
     def _launch_waiting(self, request: Request) -> None:
-        """Choice 0 has computed the prompt, or is over: the others need not wait for it any more."""
+        """Launch the remaining choices: choice 0 has computed the prompt or is over."""
         waiting, request.waiting_choices = request.waiting_choices, []
         for choice in waiting:
             self._launch(request, choice)
 
     def _end_choice(self, attempt: Attempt, finisher: Worker | None = None) -> None:
-        """The choice is complete; ``finisher`` said its last token."""
+        """End a complete choice; ``finisher`` sent its last token."""
         request = attempt.request
         self._forget(attempt, finisher)
         del request.attempts[attempt.choice]
@@ -313,7 +311,7 @@ class Dispatcher:
             self._end(request, Outcome.FINISHED)
 
     def _end(self, request: Request, outcome: Outcome) -> None:
-        """Reach the outcome, once."""
+        """Record the outcome, exactly once."""
         assert request.outcome is None
         request.outcome = outcome
         for attempt in request.attempts.values():
@@ -341,7 +339,7 @@ class Dispatcher:
     # Placing and binding
 
     def _place(self, attempt: Attempt) -> None:
-        """Send the attempt to the worker that the policy names, or queue it until one comes up."""
+        """Send the attempt to the worker chosen by the policy, or queue it until one comes up."""
         self._unbound.pop(attempt.request_id, None)
         start_s = self._now_s()
         workers = [worker for worker in self.workers.values() if worker.takes_work]
@@ -373,12 +371,12 @@ class Dispatcher:
         )
 
     def _bind(self, attempt: Attempt) -> None:
-        """Bind the attempt to the decode worker that the policy names, or leave it parked until one comes up."""
+        """Bind the attempt to the decode worker chosen by the policy, or leave it parked until one comes up."""
         prefill = attempt.prefill
         assert prefill is not None
         first = attempt.request.attempts.get(0)
         if first is not None and first is not attempt and first.is_pulling:
-            # The prompt will be in that decode worker's prefix cache: pulled once for all choices.
+            # Choice 0 brings the prompt into that decode worker's prefix cache, so it is pulled once for all choices.
             self._unbound[attempt.request_id] = attempt
             return
         start_s = self._now_s()
@@ -400,14 +398,14 @@ class Dispatcher:
         attempt.bind(self.workers[choice.worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
 
     def _bind_others(self, first: Attempt) -> None:
-        """Choice 0 pulls its prompt no more: bind the choices that waited for it."""
+        """Bind the choices that waited for the pull of choice 0."""
         if first.choice == 0 and self._unbound:
             for attempt in list(first.request.attempts.values()):
                 if attempt is not first and attempt.request_id in self._unbound:
                     self._bind(attempt)
 
     def _cut_off_from(self, prefill: Worker) -> set[str]:
-        """Ids of decode workers that could not pull from ``prefill`` lately."""
+        """Ids of decode workers that recently failed to pull from ``prefill``."""
         if not self._cut_off_until_s:
             return set()
         now_s = self._now_s()
@@ -417,7 +415,7 @@ class Dispatcher:
     # An attempt's events
 
     def _take(self, attempt: Attempt, worker: Worker, token: TokenEvent) -> None:
-        """Deliver a token if it is the choice's next one."""
+        """Deliver a token if it is the next of its choice."""
         if not attempt.accepts(worker, token.key.attempt) or token.index < len(attempt.emitted):
             return
         if token.index > len(attempt.emitted):
@@ -451,7 +449,6 @@ class Dispatcher:
                 self.tokens_received(attempt.decode, overtook)
 
     def _first_token(self, attempt: Attempt) -> None:
-        """The attempt's first token is out."""
         now_s = self._now_s()
         attempt.awaits_first = False
         if not attempt.emitted:
@@ -513,7 +510,7 @@ class Dispatcher:
         self._retry(attempt, "failed", message)
 
     def _go_on_without(self, attempt: Attempt, worker: Worker, reason: str, message: str) -> None:
-        """``worker`` is done with the attempt: have the parked prompt pulled by another if there is one, else retry."""
+        """Continue without ``worker``: bind the parked prompt to another decode worker if possible, else retry."""
         is_late = self._now_s() >= self._deadline_s(attempt.request)
         if worker is not attempt.decode or not attempt.may_rebind or is_late:
             self._retry(attempt, reason, message)
@@ -537,8 +534,8 @@ class Dispatcher:
         self._place(attempt)
 
     def _verdict(self, attempt: Attempt) -> GenerationError | None:
-        """Why there must be no next attempt, or ``None``."""
-        if self._now_s() >= self._deadline_s(attempt.request):  # workers give up what is late, too
+        """Error that forbids another attempt, or ``None``."""
+        if self._now_s() >= self._deadline_s(attempt.request):  # workers enforce deadlines, too
             return _late_error()
         if attempt.num_failures >= MAX_FAILURES:
             return GenerationError(500, "the model could not compute this request")

@@ -1,4 +1,4 @@
-"""The seam inside the router: HTTP handlers ask a `Generator` for tokens and know nothing of workers.
+"""Interface between the HTTP edge and the cluster: handlers ask a `Generator` for tokens and know nothing of workers.
 
 `pdserve.router.cluster.cluster` implements it over the dispatch core; the HTTP edge consumes it.
 """
@@ -16,14 +16,14 @@ from pdserve.contracts.step import TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the cluster serves, as the first worker's welcome tells it."""
+    """Limits of the served model, taken from the first worker's welcome."""
 
     max_model_len: int
-    """Prompt and answer tokens together."""
+    """Maximum tokens of prompt and answer together."""
 
 
 class Generation(Protocol):
-    """One running request. Iterate it for tokens; leaving early requires `cancel`."""
+    """A running request. Iterate for tokens; call `cancel` when leaving early."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -32,11 +32,11 @@ class Generation(Protocol):
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Of every prompt token but the first, where they were asked for; complete once token 0 is out."""
+        """Log probabilities of every prompt token but the first, if requested; complete once token 0 is out."""
         ...
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        """Yields every token of every choice once, those of a choice in order, and ends after the last choice.
+        """Yield every token of every choice once, in order within a choice, and end after the last choice.
 
         Raises:
             GenerationError: no token follows.
@@ -44,22 +44,20 @@ class Generation(Protocol):
         ...
 
     def take_ready(self) -> Sequence[TokenEvent]:
-        """The tokens that iterating would yield without waiting, taken all at once; often none."""
+        """Return all tokens that iteration would yield without waiting; often none."""
         ...
 
     def finish(self, choice: int) -> None:
-        """A stop string was found in ``choice``: nothing more of it is wanted. The request is FINISHED with its last
-        choice. Idempotent, and harmless after the end."""
+        """Finish ``choice`` early because a stop string was found. After its last choice the request is FINISHED.
+        Idempotent; a no-op after the end."""
         ...
 
     def cancel(self) -> None:
-        """The client left: stop it on every worker; idempotent, and harmless after the end."""
+        """Stop the request on every worker because the client left. Idempotent; a no-op after the end."""
         ...
 
 
 class Generator(Protocol):
-    """Starts generations."""
-
     @property
     def is_ready(self) -> bool:
         """Whether both phases have served a real round trip."""
@@ -67,7 +65,7 @@ class Generator(Protocol):
 
     @property
     def model(self) -> ServedModel | None:
-        """``None`` until a worker has been seen."""
+        """``None`` until the first worker has connected."""
         ...
 
     def start(
@@ -84,7 +82,7 @@ class Generator(Protocol):
         Args:
             prompt_tokens: token ids, at least one.
             sampling: ``max_tokens`` already bounded by the model's length; ``seed`` minted.
-            arrived_s: ``time.monotonic()`` at the request's arrival, from which TTFT counts.
+            arrived_s: ``time.monotonic()`` at arrival, from which TTFT counts.
             num_choices: answers to generate.
 
         Raises:

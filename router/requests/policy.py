@@ -1,9 +1,9 @@
-"""Which worker runs each phase of a request: a pure function of snapshots, a request and the cost model.
+"""Routing policy: which worker runs each phase of a request, as a pure function of snapshots, request and cost model.
 
-It takes the least predicted time: TTFT for prefill, TPOT with the transfer in it for decode. A decode worker may also
-prefill, where that is faster and costs nobody their TPOT (`may_prefill_locally`): typically the next turn of a chat,
-whose history only that worker holds. The dispatcher calls it with snapshots of the fleet and the planner's simulator
-with snapshots of virtual workers. It does no I/O, reads no clock and keeps no state.
+Minimises predicted time: TTFT for prefill, TPOT including the transfer for decode. A decode worker may also prefill
+where that is faster and violates nobody's TPOT (`may_prefill_locally`): typically the next turn of a chat whose history
+only that worker caches. The dispatcher calls it with snapshots of the fleet, the planner's simulator with snapshots of
+virtual workers. No I/O, no clock, no state.
 """
 
 from __future__ import annotations
@@ -18,42 +18,41 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.cost_model import CostModel
 
 STALL_TOKENS = 100
-"""Tokens of an answer over which the wait for its KV is spread: TPOT counts the handoff stall, and how long the answer
-will be is not known."""
+"""Tokens of an answer over which the wait for its KV is spread: TPOT includes the handoff stall, and the length of the
+answer is unknown."""
 
 
 class WorkerSnapshot(NamedTuple):
-    """What the router knows of one worker at the moment of a decision."""
+    """State of one worker at the moment of a decision."""
 
     worker_id: str
     role: WorkerRole
     max_batch_tokens: int
     max_batch_size: int
     num_running: int
-    """Sequences being computed."""
     num_waiting_tokens: int
-    """Prompt tokens that are still to be prefilled, those only just sent and those of the steps in flight included."""
+    """Prompt tokens still to be prefilled, including those just sent and those of steps in flight."""
     num_context_tokens: int
-    """Tokens in the contexts of the sequences that decode or are about to."""
+    """Context tokens of sequences that decode or are about to."""
     num_decoding: int
     """Sequences that decode or were sent to decode."""
     num_free_blocks: int
-    """Blocks that a new sequence could take, less those of sequences that were only just sent."""
+    """Blocks available to a new sequence, less those of sequences just sent."""
     prefill_correction: float
     """Observed over predicted time of steps with prefill rows."""
     decode_correction: float
-    """The same of pure decode steps."""
+    """Observed over predicted time of pure decode steps."""
     cached_blocks: AbstractSet[bytes]
-    """Hashes of the blocks in the worker's prefix cache, as far as its events have told."""
+    """Hashes of the blocks in the worker's prefix cache, as far as its events have reported."""
     host: str = ""
-    """Where it runs: between two workers of one host KV takes the faster way."""
+    """Host of the worker: KV between two workers of one host takes the faster path."""
 
 
 class PromptBlocks:
-    """A prompt's block hashes, computed only as far as somebody asks.
+    """Block hashes of a prompt, computed lazily.
 
-    Reading one that most workers do not hold costs a single hash; the last block is never counted, because a prompt's
-    last token is always computed.
+    Looking up a prompt that most workers do not cache costs one hash. The last block is never counted, because the last
+    token of a prompt is always computed.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class PromptBlocks:
     ) -> None:
         """
         Args:
-            may_use_cache: False: every token must be computed, whoever caches it.
-            known_hashes: of its leading full blocks, as far as they were computed before.
+            may_use_cache: False forces every token to be computed, cached or not.
+            known_hashes: hashes of leading full blocks that were computed before.
         """
         self.num_tokens = len(tokens)
         self.block_size = block_size
@@ -82,7 +81,7 @@ class PromptBlocks:
         return self.num_tokens // self.block_size + 1
 
     def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
-        """Leading tokens whose blocks are all among ``cached_blocks``."""
+        """Leading tokens whose blocks are all in ``cached_blocks``."""
         if not self._num_cacheable:
             return 0
         num_blocks = len(list(takewhile(cached_blocks.__contains__, self._hashes)))
@@ -93,7 +92,6 @@ class PromptBlocks:
         return num_blocks * self.block_size
 
     def _next_hash(self) -> bytes:
-        """Compute one more block's hash."""
         start = len(self._hashes) * self.block_size
         self._parent = block_hash(self._parent, self._tokens[start : start + self.block_size])
         self._hashes.append(self._parent)
@@ -101,23 +99,23 @@ class PromptBlocks:
 
 
 Costs = Mapping[WorkerRole, CostModel]
-"""What predicts the workers of each role, whose hardware and parallelism may differ."""
+"""Cost model of each role; hardware and parallelism may differ between roles."""
 
 
 class PrefillChoice(NamedTuple):
-    """Where a prompt is computed."""
+    """Worker chosen to compute a prompt."""
 
     worker_id: str
     handoff: bool
     """Whether another worker decodes; False runs the whole request here."""
     ttft_s: float
-    """Predicted time to the first new token, from now; of a decode worker beside others, with the larger correction."""
+    """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
     num_cached_tokens: int
     """Expected prefix-cache hit."""
 
 
 class _Option(NamedTuple):
-    """A worker that may prefill; the least is the best."""
+    """Candidate for prefill; the smallest one wins."""
 
     ttft_s: float
     is_decode: bool
@@ -128,22 +126,22 @@ class _Option(NamedTuple):
 
 
 class DecodeChoice(NamedTuple):
-    """Where a prefilled prompt is decoded."""
+    """Worker chosen to decode a prefilled prompt."""
 
     worker_id: str
     has_room: bool
-    """False: no worker has room now, and the request will wait on this one, whose shortfall is least."""
+    """False: no worker has room now, and the request waits on this one, which lacks least."""
     tpot_s: float
-    """Predicted time per output token once it has joined."""
+    """Predicted seconds per output token once the sequence has joined."""
     transfer_s: float
-    """Predicted time of the pull."""
+    """Predicted seconds of the pull."""
 
 
 def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSnapshot, bool]]:
     """Workers that may compute any prompt now, each with whether it hands off.
 
-    Prefill workers count only while some decode worker can take over from them; decode workers are here only while no
-    prefill worker is up; mixed workers always run the whole request.
+    Prefill workers count only while a decode worker can take over from them, decode workers only while no prefill
+    worker is up. Mixed workers always run the whole request.
     """
     workers = list(workers)
     roles = [worker.role for worker in workers]
@@ -161,12 +159,12 @@ def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSn
 def predict_ttft_s(
     worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: int, cost: CostModel, *, least_correction: float = 0.0
 ) -> float:
-    """Time to the first new token of a prompt that joins ``worker``'s queue now.
+    """Seconds to the first new token of a prompt that joins ``worker``'s queue now.
 
-    The prompts ahead fill steps of ``max_batch_tokens``; sequences that decode beside them lengthen each step.
+    Prompts ahead fill steps of ``max_batch_tokens``; sequences that decode in the same steps lengthen each.
 
     Args:
-        least_correction: used where the worker's own is less.
+        least_correction: lower bound of the worker's correction.
     """
     num_new = num_tokens - num_cached_tokens
     budget = worker.max_batch_tokens
@@ -188,15 +186,15 @@ def predict_ttft_s(
 def may_prefill_locally(
     worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: int, cost: CostModel, *, tpot_slo_s: float
 ) -> bool:
-    """Whether a decode worker may compute a prompt without harm to those that decode there, or are about to.
+    """Whether a decode worker may compute a prompt without harm to sequences that decode there or are about to.
 
-    The step that their tokens wait for grows by the prompt's chunk. It must not last longer than the objective for
-    TPOT, also with the prompts in it that wait there already. The rule is that by which Sarathi-Serve chooses its token
-    budget (Agrawal et al., OSDI 2024, section 4.3), held against one step instead of all. It holds on an idle worker
-    too, so that long prompts are left to prefill workers.
+    The step that delays their tokens grows by the prompt's chunk. Together with prompts already waiting there, it must
+    not exceed the TPOT objective. Sarathi-Serve chooses its token budget by the same rule (Agrawal et al., OSDI 2024,
+    section 4.3); here it applies to one step instead of all. It applies to an idle worker too, so long prompts go to
+    prefill workers.
 
     Args:
-        tpot_slo_s: the objective; 0 is none, and decode workers then leave prompts to others.
+        tpot_slo_s: TPOT objective; 0 for none, and decode workers then prefill nothing.
     """
     num_new = worker.num_waiting_tokens + num_tokens - num_cached_tokens
     step_s = cost.mixed_s(
@@ -212,14 +210,14 @@ def choose_prefill(
     *,
     tpot_slo_s: float = 0.0,
 ) -> PrefillChoice | None:
-    """The worker with the least predicted TTFT; ``None`` when no worker can begin.
+    """Worker with the least predicted TTFT; ``None`` when no worker can start.
 
-    Ties go to workers that are there for it, then to the lowest id: only what it caches, or a queue elsewhere, brings
-    a prompt to a decode worker while prefill workers are up. A lower correction than that of the best of the others
-    does not: corrections change within seconds, and prompts would go back and forth.
+    Ties go to prefill and mixed workers, then to the lowest id. While prefill workers are up, only a decode
+    worker's cache or a queue elsewhere brings it a prompt. A lower correction than that of the best prefill candidate
+    does not: corrections change within seconds, and prompts would oscillate.
 
     Args:
-        tpot_slo_s: see `may_prefill_locally`.
+        tpot_slo_s: as in `may_prefill_locally`.
     """
     workers = list(workers)
     num_tokens = blocks.num_tokens
@@ -235,7 +233,7 @@ def choose_prefill(
         cost, correction = costs[WorkerRole.DECODE], min(options).correction
         for worker in workers:
             if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker):
-                continue  # without blocks and a seat the request would wait for them ahead of its token 0
+                continue  # without blocks and a batch slot, the request would wait for them before its token 0
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
                 ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
@@ -252,16 +250,15 @@ def choose_decode(
     *,
     source_host: str = "",
 ) -> DecodeChoice | None:
-    """The decode worker with the least predicted TPOT among those with room, ties to the lowest id.
+    """Decode worker with the least predicted TPOT among those with room; ties go to the lowest id.
 
-    The time of the pull, which is shorter where more of the prompt is cached, counts with its share in TPOT: of workers
-    with about the same load, the one that has less to pull is taken. Where none has room, the one that lacks the fewest
-    blocks and seats: its queue is first come, first served. ``None`` when no decode worker is up.
+    The pull, shorter where more of the prompt is cached, counts with its share of TPOT: among workers of similar load,
+    the one with less to pull wins. If none has room, the worker that lacks the fewest blocks and batch slots wins: its
+    queue is first come, first served. ``None`` when no decode worker is up.
 
     Args:
-        cut_off: ids of workers that could not pull from the prompt's prefill worker lately; taken only if there is no
-            other.
-        source_host: of the prompt's prefill worker.
+        cut_off: ids of workers that recently failed to pull from the prompt's prefill worker; a last resort.
+        source_host: host of the prompt's prefill worker.
     """
     choices = []
     cost = costs[WorkerRole.DECODE]
@@ -279,8 +276,8 @@ def choose_decode(
 
 
 def _mixed_correction(worker: WorkerSnapshot) -> float:
-    """Observed over predicted time of steps with prefill rows. A decode worker may never have had one, or not lately,
-    so that it is not believed to do them better than its other steps."""
+    """Observed over predicted time of steps with prefill rows. A decode worker may not have run one lately, or ever, so
+    its correction for pure decode steps is a lower bound."""
     if worker.role is WorkerRole.DECODE:
         return max(worker.prefill_correction, worker.decode_correction)
     return worker.prefill_correction

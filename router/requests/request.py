@@ -1,15 +1,16 @@
-"""A request as the router serves it: its specification, its one outcome, and an `Attempt` for each choice.
+"""Request, its specification and single outcome, and an `Attempt` for each choice.
 
-`pdserve.router.requests.dispatch` moves both forward; whoever reads the answer subclasses `Request` and overrides its
-hooks. Waits for nothing and reads no clock.
+`pdserve.router.requests.dispatch` advances both; readers of the answer subclass `Request` and override its hooks. Never
+waits and reads no clock.
 
-The fence: a token counts only if it comes from a worker of the attempt and names its number and the next index. A
-decode worker's first tokens may overtake the prefill worker's, which come on another stream; they wait for it.
+Fence: a token counts only if it comes from a worker of the attempt and carries the attempt's number and the next index.
+A decode worker's first tokens may overtake the prefill worker's, which use another stream; they are held until those
+arrive.
 
-A lost or failing decode worker does not cost the attempt while the prefill worker still holds the parked prompt:
-another one pulls the same prompt. The number stays, because the prefill worker's tokens and events carry it, and the
-decode worker that is let go has nothing more to say: its session broke, or it ended the attempt itself, and in both
-cases before it joined, so that it sent no token.
+Losing a decode worker does not cost the attempt while the prefill worker still holds the parked prompt: another decode
+worker pulls the same prompt. The attempt number stays, because the prefill worker's tokens and events carry it. The
+released decode worker sends nothing more: its session broke, or it ended the attempt itself, and in both cases before
+it joined and sent a token.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.policy import PromptBlocks
 
 MAX_BINDINGS = 2
-"""Decode workers that may try to pull one parked prompt, before it is prefilled again."""
+"""Maximum decode workers that try to pull one parked prompt before it is prefilled again."""
 MIN_DURATION_S = 1e-3
-"""Sent for a time that has passed: 0 would be none."""
+"""Duration sent for an instant that has passed: 0 would mean none."""
 
 
 class GenerationError(Exception):
-    """A generation that cannot go on. The HTTP edge turns it into an OpenAI error object."""
+    """A generation that cannot continue. The HTTP edge turns it into an OpenAI error object."""
 
     def __init__(self, status: int, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -42,49 +43,49 @@ class GenerationError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """The same for every choice and every attempt."""
+    """Parameters shared by every choice and every attempt."""
 
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     arrived_s: float
-    """By the dispatcher's clock; TTFT and the deadline count from here."""
+    """Arrival by the dispatcher's clock; TTFT and the deadline count from here."""
     num_choices: int = 1
     """Answers to generate."""
     cache_salt: bytes = b""
     uses_cache: bool = True
-    """False: no other prompt begins alike, so that no prefix cache is asked."""
+    """False: no other prompt shares a prefix, so prefix caches are not consulted."""
     block_hashes: tuple[bytes, ...] = ()
-    """Of the leading full blocks, where they are known: a simulated request."""
+    """Hashes of the leading full blocks, if known: for simulated requests."""
     is_probe: bool = False
-    """Sent to see both phases work: never prefilled on a decode worker while a prefill worker is up."""
+    """Health probe of both phases: never prefilled on a decode worker while a prefill worker is up."""
 
 
 class Request:
-    """One request of a client, of one or several choices."""
+    """A client's request, with one or more choices."""
 
     def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
         self.attempts: dict[int, Attempt] = {}
         """Open choices that have left the router or are queued in it, by index."""
         self.waiting_choices = list(range(1, spec.num_choices))
-        """Choices that leave the router when token 0 of choice 0 is out: their prompt is in a prefix cache then."""
+        """Choices that leave the router when token 0 of choice 0 is out: their prompt is then in a prefix cache."""
         self.outcome: Outcome | None = None
         self.error: GenerationError | None = None
         self.is_started = False
-        """A worker began to compute the prompt."""
+        """A worker has begun to compute the prompt."""
         self.num_cached_tokens = 0
         """Prompt tokens that choice 0 found in a prefix cache; meaningful once token 0 is out."""
         self.prompt_logprobs: list[TokenLogprobs] = []
-        """Of every prompt token but the first, where they were asked for; complete once token 0 is out."""
+        """Log probabilities of every prompt token but the first, if requested; complete once token 0 is out."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether some were asked for and have not come yet."""
+        """Whether prompt log probabilities were requested and are incomplete."""
         spec = self.spec
         return spec.sampling.num_prompt_logprobs >= 0 and len(self.prompt_logprobs) < len(spec.prompt_tokens) - 1
 
     def take_prompt_logprobs(self, first_position: int, entries: Sequence[TokenLogprobs]) -> bool:
-        """Log probabilities of consecutive prompt tokens; ``False`` if some before them are missing."""
+        """Add log probabilities of consecutive prompt tokens; return ``False`` if earlier ones are missing."""
         num_known = len(self.prompt_logprobs) + 1  # the first token has none
         if first_position > num_known:
             return False
@@ -98,32 +99,32 @@ class Request:
         """A worker began to compute the prompt of choice 0, in its first attempt."""
 
     def token_received(self, token: TokenEvent) -> None:
-        """The next token of its choice, for the client."""
+        """Receive the next token of its choice, for the client."""
 
     def ended(self) -> None:
-        """`outcome` is set, and `error` if it failed."""
+        """`outcome` is set, and `error` if the request failed."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One choice of a request on its way over workers: state machine and fence. It survives re-dispatch.
+    """State machine and fence of one choice across workers. Survives re-dispatch.
 
     ``QUEUED -> PREFILLING -> HANDOFF -> DECODING (<-> PREEMPTED) -> over``. A lost attempt returns to QUEUED with the
-    next attempt number and the tokens that the client has. Holds state and sends commands; the dispatcher decides.
+    next attempt number and the tokens already delivered. Holds state and sends commands; the dispatcher decides.
     """
 
     request: Request
     choice: int
     request_id: int
-    """The choice's name on workers."""
+    """Id of the choice on workers."""
     queued_s: float
-    """Since when it has waited for a worker."""
+    """When it began to wait for a worker."""
     emitted: list[int] = field(default_factory=list)
-    """Tokens that the client has."""
+    """Tokens delivered to the client."""
     began_s: float = 0.0
-    """When token 0 came."""
+    """When token 0 arrived."""
     number: int = -1
-    """Of the attempt on workers; -1 before the first."""
+    """Number of the attempt on workers; -1 before the first."""
     num_failures: int = 0
     """Attempts that ended with a failed step."""
     state: RequestState = RequestState.QUEUED
@@ -133,26 +134,26 @@ class Attempt:
     decode: Worker | None = None
     handoff: bool = False
     source: KvSource | None = None
-    """Where the parked prompt can be pulled from."""
+    """Where to pull the parked prompt from."""
     num_bindings: int = 0
-    """Decode workers so far."""
+    """Decode workers bound so far."""
     is_prefill_over: bool = False
     """The prefill worker holds nothing of the request any more."""
     awaits_first: bool = True
-    """The attempt's first token has not come."""
+    """The attempt's first token has not arrived."""
     has_joined: bool = False
     """The decode worker holds all of the prompt's KV."""
     started_s: float = 0.0
     first_token_s: float = 0.0
     joined_s: float = 0.0
     overtook: list[TokenEvent] = field(default_factory=list)
-    """Tokens of the decode worker that came before the prefill worker's."""
+    """Tokens of the decode worker that arrived before the prefill worker's."""
     _sent: GenerationRequest | None = None
     _blocks: PromptBlocks | None = None
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether the prefill worker has something left to give: token 0, or KV."""
+        """Whether the prefill worker still owes token 0 or KV."""
         return self.awaits_first or not self.has_joined
 
     @property
@@ -168,16 +169,16 @@ class Attempt:
 
     @property
     def is_pulling(self) -> bool:
-        """Whether a decode worker is bound and does not hold the prompt's KV yet."""
+        """Whether a decode worker is bound that does not hold the prompt's KV yet."""
         return self.decode is not None and not self.has_joined
 
     @property
     def asks_prompt_logprobs(self) -> bool:
-        """Whether this choice brings the log probabilities of the prompt."""
+        """Whether this choice requests the prompt's log probabilities."""
         return self.choice == 0 and self.request.wants_prompt_logprobs
 
     def accepts(self, worker: Worker, number: int) -> bool:
-        """Whether what ``worker`` reports of attempt ``number`` counts."""
+        """Whether a report of ``worker`` about attempt ``number`` counts."""
         return number == self.number and (worker is self.decode or worker is self.prefill)
 
     @property
@@ -187,7 +188,7 @@ class Attempt:
         return prefill if self.decode is None else [*prefill, self.decode]
 
     def blocks(self, block_size: int) -> PromptBlocks:
-        """Every token whose KV must exist before the attempt's first can be sampled, for the policy."""
+        """Tokens whose KV must exist before the attempt's first token can be sampled, as blocks for the policy."""
         if self._blocks is None or self._blocks.block_size != block_size:
             spec = self.request.spec
             emitted = self.emitted if self._sent is None else self._sent.emitted_tokens
@@ -195,7 +196,7 @@ class Attempt:
                 (*spec.prompt_tokens, *emitted) if emitted else spec.prompt_tokens,
                 block_size,
                 spec.cache_salt,
-                # Log probabilities of a prompt's tokens take computing all of them.
+                # Prompt log probabilities require computing every prompt token.
                 may_use_cache=spec.uses_cache and not self.asks_prompt_logprobs,
                 known_hashes=spec.block_hashes,
             )
@@ -242,8 +243,8 @@ class Attempt:
         worker.submit(request)
 
     def bind(self, worker: Worker, *, num_blocks: int, deadline_s: float) -> None:
-        """Have ``worker`` pull the parked prompt, of ``num_blocks`` blocks, and decode. Token 0 may be out already: the
-        parked blocks do not hold its KV."""
+        """Bind ``worker`` to pull the parked prompt, of ``num_blocks`` blocks, and decode. Token 0 may be out already:
+        the parked blocks do not contain its KV."""
         assert self.source is not None
         assert self._sent is not None
         self.decode = worker
@@ -252,14 +253,14 @@ class Attempt:
         worker.prepare(replace(self._sent, deadline_s=max(deadline_s, MIN_DURATION_S)), self.source)
 
     def unbind(self) -> None:
-        """The decode worker is done with the attempt, and another may pull the prompt."""
+        """Release the decode worker so that another may pull the prompt."""
         assert self.decode is not None
         self.decode.in_flight.remove(self.request_id)
         self.decode = None
 
     def abandon(self, finisher: Worker | None = None) -> None:
-        """Free what workers hold, and go back to QUEUED. A ``finisher`` sent the last token, and holds nothing unless
-        it parked the prompt."""
+        """Free what workers hold and return to QUEUED. A ``finisher`` sent the last token and holds nothing unless it
+        parked the prompt."""
         for worker in self.workers:
             worker.in_flight.remove(self.request_id)
             has_parked = worker is self.prefill and self.handoff

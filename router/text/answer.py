@@ -1,7 +1,7 @@
-"""Answers as text: the choices of one prompt, and the prompts of one request, as one stream of `TextDelta`.
+"""Answers as text: choices of one prompt and prompts of one request, merged into one stream of `TextDelta`.
 
-`Choice` turns tokens into text up to its end, which a stop string may bring before the workers know; `Answer` runs one
-prompt's generation, and `Answers` those of all prompts of a request side by side.
+`Choice` turns tokens into text until it ends, possibly at a stop string that workers do not know about. `Answer` runs
+one prompt's generation; `Answers` runs all prompts of a request concurrently.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from pdserve.router.requests.request import GenerationError
 from pdserve.router.text.answer_text import Detokenizer, StopStrings
 
 AnswerEnd = Literal["stop", "length"]
-"""``finish_reason`` as OpenAI writes it."""
+"""``finish_reason`` in OpenAI's spelling."""
 
 
 class AnswerToken(NamedTuple):
-    """One token, and where its text stands."""
+    """Token and the position of its text."""
 
     token: int
     logprobs: TokenLogprobs | None
     offset_chars: int
-    """Of the choice's text, before this token's."""
+    """Characters of the choice's text before this token's."""
 
 
 class TextDelta(NamedTuple):
-    """One token of a choice, and the text that became certain with it."""
+    """One token of a choice and the text that became certain with it."""
 
     choice: int
     """Index in the response."""
     text: str
-    """Often empty: a part of a character, what may be a stop string, or a token without text."""
+    """Often empty: part of a character, a possible stop string, or a token without text."""
     generated: Sequence[AnswerToken]
-    """The one token; none where an echoed prompt is all that was asked for."""
+    """The generated token; empty if only an echoed prompt was requested."""
     end: AnswerEnd | None
     """Set on the last token."""
     echoed: Sequence[AnswerToken] = ()
-    """Tokens of the prompt, whose text ``text`` begins with."""
+    """Prompt tokens; ``text`` begins with their text."""
 
 
 class Choice:
@@ -61,10 +61,10 @@ class Choice:
     ) -> None:
         """
         Args:
-            detokenizer: this choice's own, as ``stop_strings``.
-            shows_stop_token: the token that ends the choice is part of its text.
-            min_tokens: so many tokens pass before stop strings are looked for.
-            offset_chars: of an echoed prompt, which the text comes after.
+            detokenizer: owned by this choice, as is ``stop_strings``.
+            shows_stop_token: whether the token that ends the choice is part of its text.
+            min_tokens: tokens before stop strings are searched.
+            offset_chars: length of an echoed prompt that precedes the text.
         """
         self.index = index
         self._detokenizer = detokenizer
@@ -75,7 +75,7 @@ class Choice:
         self.is_over = False
 
     def push(self, delta: TokenEvent) -> TextDelta:
-        """Take the next token. After the end nothing more may be pushed."""
+        """Take the next token. Must not be called after the end."""
         assert not self.is_over
         token = AnswerToken(delta.token, delta.logprobs, self._offset_chars)
         is_shown = self._shows_stop_token or delta.finish is not FinishReason.STOP
@@ -103,7 +103,7 @@ _END: dict[FinishReason, AnswerEnd | None] = {
 
 
 class Usage(NamedTuple):
-    """Tokens of a request, every generated one counted, shown or not."""
+    """Token counts of a request; every generated token counts, shown or not."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -120,17 +120,17 @@ class Usage(NamedTuple):
 
 
 class Echo(NamedTuple):
-    """The prompt, where it is part of the answer."""
+    """Prompt that is part of the answer."""
 
     text: str
     offsets_chars: Sequence[int]
-    """Where in the text each of the prompt's tokens begins."""
+    """Start of each prompt token in the text."""
     is_all: bool
-    """Nothing that is generated is shown."""
+    """Whether generated tokens are hidden."""
 
 
 class Answer:
-    """The choices of one prompt. Nothing runs before `deltas` is iterated, and nothing after it is closed."""
+    """Choices of one prompt. Starts when `deltas` is iterated; stops when it is closed."""
 
     def __init__(
         self,
@@ -143,10 +143,10 @@ class Answer:
         choices: Sequence[Choice],
         echo: Echo | None = None,
     ) -> None:
-        """``arrived_s``: `time.monotonic` when the request arrived."""
+        """``arrived_s``: `time.monotonic` at arrival of the request."""
         self.prompt_tokens = prompt_tokens
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
-        """Of every prompt token but the first, once the first delta is out, where they were asked for."""
+        """Log probabilities of every prompt token but the first, if requested; set with the first delta."""
         self._generator = generator
         self._sampling = sampling
         self._arrived_s = arrived_s
@@ -158,12 +158,11 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """So far."""
         return Usage(len(self.prompt_tokens), self._num_cached_tokens, self._num_completion_tokens)
 
     async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
-        """Start the generation and yield the tokens of all choices as they come, those that come together in one list.
-        To be closed by the caller; closing early cancels it.
+        """Start the generation and yield tokens of all choices; tokens that arrive together share one list. The caller
+        must close it; closing early cancels the generation.
 
         Raises:
             GenerationError: refused, or failed on the way.
@@ -181,7 +180,7 @@ class Answer:
                 deltas = [
                     self._delta_of(token, generation)
                     for token in (token, *generation.take_ready())
-                    if not self._choices[token.choice].is_over  # by a stop string, of which workers have yet to hear
+                    if not self._choices[token.choice].is_over  # by a stop string that workers do not know about yet
                 ]
                 num_running -= sum(delta.end is not None for delta in deltas)
                 if deltas:
@@ -213,7 +212,7 @@ class Answer:
         return delta
 
     def _echoed(self, echo: Echo) -> Sequence[AnswerToken]:
-        """The prompt's tokens; nothing comes before the first one, so it has no probability."""
+        """Prompt tokens; the first has no log probability because nothing precedes it."""
         logprobs = (None, *(self.prompt_logprobs or (None,) * (len(self.prompt_tokens) - 1)))
         return [AnswerToken(*row) for row in zip(self.prompt_tokens, logprobs, echo.offsets_chars, strict=True)]
 
@@ -223,22 +222,21 @@ MAX_WAITING = 64
 
 
 class Answers:
-    """Nothing runs before `deltas` is iterated, and nothing after it is closed."""
+    """Answers to all prompts of a request. Start when `deltas` is iterated; stop when it is closed."""
 
     def __init__(self, by_prompt: Sequence[Answer]) -> None:
         self.by_prompt = by_prompt
 
     @property
     def usage(self) -> Usage:
-        """Of all of them, so far."""
         return Usage(*map(sum, zip(*(answer.usage for answer in self.by_prompt), strict=True)))
 
     def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
-        """Start every answer and yield their tokens as they come, those that come together in one list.
-        To be closed by the caller; closing early, or the failure of one of them, cancels all.
+        """Start every answer and yield their tokens; tokens that arrive together share one list. The caller must close
+        it; closing early, or the failure of one answer, cancels all.
 
         Raises:
-            GenerationError: one was refused, or failed on the way.
+            GenerationError: an answer was refused, or failed on the way.
         """
         return self.by_prompt[0].deltas() if len(self.by_prompt) == 1 else self._interleaved()
 

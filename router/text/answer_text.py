@@ -1,12 +1,13 @@
-"""Text of an answer from its tokens: incremental detokenisation, and the search for stop strings.
+"""Incremental detokenisation and stop-string search for one answer.
 
-A token may be part of a character, and its text may depend on the token before (a leading space that a decoder strips,
-bytes that only together are a character). So each step decodes the held tokens after those given last, and gives what
-that adds, as vLLM and text-generation-inference do. `tokenizers.decoders.DecodeStream` takes 6 us a token where this
-takes 7 to 12, and is not used: it raises on bytes that are no character, and does not give what an unfinished one left.
+A token may be part of a character, and its text may depend on the previous token: a leading space that a decoder
+strips, bytes that only together form a character. Each step therefore decodes the held tokens after the last ones
+returned and returns the added text, as vLLM and text-generation-inference do. `tokenizers.decoders.DecodeStream` takes
+6 us per token against 7 to 12 here, but raises on bytes that are not a character and loses the text of an unfinished
+one.
 
-Text that may be the beginning of a stop string is held back, so that nothing of it is written before it is known to be
-none. The cut does not depend on how the text was divided: it is before the stop string that is complete first.
+Text that may begin a stop string is held back until it is known not to. The cut does not depend on how the text was
+split: it comes before the stop string that is complete first.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 from typing import NamedTuple
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are not, or not yet, a character."""
+"""Output of a decoder for bytes that are not, or not yet, a character."""
 
 MAX_HELD_TOKENS = 32
-"""A character takes far fewer; a longer run is not text, and is given as the decoder writes it."""
+"""Limit on held tokens. A character takes far fewer; a longer run is not text and is returned as decoded."""
 
 
 class Detokenizer:
-    """The text of one answer. Never splits a character; `flush` gives what an unfinished one left.
+    """Text of one answer. Never splits a character; `flush` returns the rest of an unfinished one.
 
-    The concatenation of everything given is the decoding of all tokens, unless more than `MAX_HELD_TOKENS` in a row are
-    broken bytes.
+    The concatenation of all returned text equals the decoding of all tokens, unless more than `MAX_HELD_TOKENS` in a
+    row are broken bytes.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class Detokenizer:
 
         Args:
             hidden_ids: tokens without text.
-            context: the tokens that the answer continues; their text is not given again.
-            piece_tokens: tokens to hold before any text is given. More than one is cheaper.
+            context: tokens that the answer continues; their text is not returned again.
+            piece_tokens: tokens to hold before any text is returned. More than one is cheaper.
         """
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
@@ -49,7 +50,7 @@ class Detokenizer:
         self._advance([token for token in context if token not in hidden_ids])
 
     def push(self, token: int) -> str:
-        """Take the next token and give the text that is now certain, often that of the token."""
+        """Take the next token and return the text that is now certain, often that of the token."""
         if token in self._hidden_ids:
             return ""
         self._held.append(token)
@@ -63,7 +64,7 @@ class Detokenizer:
         return self._give(text)
 
     def flush(self) -> str:
-        """The rest, at the end of the answer."""
+        """Return the remaining text at the end of the answer."""
         return self._give(self._decode(self._context + self._held)) if self._held else ""
 
     def _give(self, text: str) -> str:
@@ -82,24 +83,24 @@ class Detokenizer:
 
 
 class StopScan(NamedTuple):
-    """What may be written, and whether a stop string was found at its end."""
+    """Text that may be written, and whether a stop string was found at its end."""
 
     text: str
     is_stopped: bool
 
 
 class StopStrings:
-    """The stop strings of one answer, none of them empty."""
+    """Stop strings of one answer; none is empty."""
 
     def __init__(self, stops: Sequence[str], *, are_shown: bool = False) -> None:
-        """``are_shown``: the text ends with the stop string instead of before it."""
+        """``are_shown``: whether the text includes the stop string."""
         assert all(stops)
         self._stops = tuple(stops)
         self._are_shown = are_shown
         self._held = ""
 
     def push(self, text: str) -> StopScan:
-        """Take the next piece of text. After a stop nothing more may be pushed."""
+        """Take the next piece of text. Must not be called after a stop."""
         if not self._stops:
             return StopScan(text, False)
         text = self._held + text
@@ -112,22 +113,22 @@ class StopStrings:
         return StopScan(text[:safe], False)
 
     def flush(self) -> str:
-        """What was held back and is no stop string after all, at the end of the answer."""
+        """Return the text still held back at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str) -> tuple[int, int] | None:
-        """End and start of the stop string that ends first; of the longest of those that end together."""
+        """End and start of the stop string that ends first; the longest of those with the same end."""
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(found, default=None)
 
     def _num_doubtful(self, text: str) -> int:
-        """Length of the longest end of ``text`` that is the beginning of a stop string."""
+        """Length of the longest suffix of ``text`` that begins a stop string."""
         return max(_overlap(text, stop) for stop in self._stops)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that ``stop`` begins with and goes on after."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(text[start:]):

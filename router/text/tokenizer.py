@@ -1,8 +1,8 @@
-"""The model's tokenizer and chat template, read from its folder without torch or transformers.
+"""Tokenizer and chat template of the model, read from its folder without torch or transformers.
 
-Text becomes token ids here; token ids become text in `pdserve.router.text.answer_text`. Long texts are encoded in a
-thread, so that other streams do not wait for them. A template comes with a checkpoint and is not trusted; the values it
-renders come from clients and are trusted even less: it runs in a jinja2 sandbox set up as transformers sets up its own.
+Encodes text to token ids; `pdserve.router.text.answer_text` decodes them. Long texts are encoded in a thread so that
+other streams do not wait. A template comes with a checkpoint and is untrusted; the values it renders come from clients
+and are trusted even less. It runs in a jinja2 sandbox set up as in transformers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from pdserve.router.text.answer_text import Detokenizer
 
 
 class ChatTemplate:
-    """One compiled template."""
-
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile ``source``.
 
         Args:
-            special_tokens: what the template may name, such as ``bos_token``, with its text.
+            special_tokens: text of the names available to the template, such as ``bos_token``.
 
         Raises:
-            ValueError: it is not a jinja2 template.
+            ValueError: not a jinja2 template.
         """
         try:
             self._template = _environment().from_string(source)
@@ -44,14 +42,14 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt of a conversation, up to where the assistant's answer begins.
+        """Render a conversation up to the start of the assistant's answer.
 
         Raises:
             ValueError: the template refuses these messages.
         """
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
-        except Exception as error:  # a template is code: it can raise anything, and the messages made it
+        except Exception as error:  # a template is code and its input comes from clients: anything can be raised
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
 
@@ -82,7 +80,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja2's own filter escapes HTML, which a prompt is not."""
+    """JSON without the HTML escapes of jinja2's filter: a prompt is not HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -95,16 +93,16 @@ def _strftime_now(format: str) -> str:
 
 
 MAX_INLINE_CHARS = 4096
-"""Texts up to this long take less time to encode than to hand to a thread and back."""
+"""Longest text that is encoded faster than it is handed to a thread and back."""
 
 _CONTEXT_TOKENS = 8
 """Tokens before an answer that can change the text of its first token."""
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How sentencepiece writes a space."""
+"""Space as sentencepiece writes it."""
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
-"""How sentencepiece writes a byte that is no character."""
+"""Byte that is not a character, as sentencepiece writes it."""
 
 
 class ChatTokenizer:
@@ -114,7 +112,7 @@ class ChatTokenizer:
         """Most callers want `from_folder`.
 
         Args:
-            vocab_size: rows of the model's embedding: prompt token ids are below it.
+            vocab_size: rows of the model's embedding; prompt token ids are below it.
         """
         self._tokenizer = tokenizer
         self._template = template
@@ -127,15 +125,15 @@ class ChatTokenizer:
         decoders = _decoder_types(tokenizer)
         self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in decoders else {}
         self._has_decoder = bool(decoders)
-        """Without one, text is the tokens as they are written, joined by spaces."""
+        """Whether the tokenizer has a decoder; without one, text is the tokens joined by spaces."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTokenizer:
-        """Read ``tokenizer.json``, and where there are such ``tokenizer_config.json``, ``chat_template.jinja`` and
+        """Read ``tokenizer.json`` and, if present, ``tokenizer_config.json``, ``chat_template.jinja`` and
         ``config.json``.
 
         Raises:
-            ValueError: there is no tokenizer, or a file is broken.
+            ValueError: the tokenizer is missing, or a file is broken.
         """
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -153,11 +151,10 @@ class ChatTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be encoded."""
         return self._template is not None
 
     def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a conversation, special tokens included, ready for the assistant's answer.
+        """Text of a conversation, special tokens included, up to the start of the assistant's answer.
 
         Raises:
             ValueError: the model has no chat template, or it refuses these messages.
@@ -169,11 +166,11 @@ class ChatTokenizer:
         return self._template.render(messages)
 
     def fewest_tokens(self, text: str) -> int:
-        """Tokens that a text has at least: none stands for more characters than the longest of the vocabulary has."""
+        """Lower bound on a text's tokens: none covers more characters than the longest in the vocabulary."""
         return -(-len(text) // self._longest_token_chars)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts around one if so asked."""
+        """Token ids of a text; optionally with the special tokens that the tokenizer adds around it."""
         if len(text) <= MAX_INLINE_CHARS:
             return self._encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
@@ -181,22 +178,22 @@ class ChatTokenizer:
     def detokenizer(
         self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = (), piece_tokens: int = 1
     ) -> Detokenizer:
-        """The text of an answer.
+        """Detokenizer of an answer.
 
         Args:
-            prompt_tokens: where it continues the text of its prompt.
-            piece_tokens: as of `Detokenizer`.
+            prompt_tokens: prompt whose text the answer continues, if any.
+            piece_tokens: as in `Detokenizer`.
         """
         hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
         context = prompt_tokens[-_CONTEXT_TOKENS:]
         return Detokenizer(self._tokenizer, hidden_ids, context, piece_tokens=piece_tokens)
 
     def token_text(self, token: int) -> str:
-        """The text of a token alone, with a replacement character for what is only a part of one."""
+        """Text of a single token, with replacement characters for partial ones."""
         return self.token_bytes(token).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token, which need not be whole characters; empty for an id without a token."""
+        """Bytes of a token, which need not form whole characters; empty for an unknown id."""
         content = self._bytes_of_token.get(token)
         if content is None:
             content = self._bytes_of_token[token] = self._find_bytes(token)
@@ -219,27 +216,27 @@ class ChatTokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= MAX_INLINE_CHARS:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # of one text, encode_batch is the form of encode that lets other threads of the interpreter run
+        else:  # encode_batch, even for one text, releases the GIL; encode does not
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids = encoding.ids
         return ids
 
 
 def _decoder_types(tokenizer: Tokenizer) -> set[str]:
-    """Types of the decoder and of its parts; empty where the tokenizer has none."""
+    """Types of the decoder and its parts; empty without a decoder."""
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     return {part["type"] for part in [decoder, *decoder.get("decoders", ())] if "type" in part}
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE (GPT-2) writes for each byte: printable ones stand for themselves."""
+    """Character for each byte in byte-level BPE (GPT-2): printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """An object from a file; empty where there is no file."""
+    """JSON object of a file; empty if the file does not exist."""
     if not file.is_file():
         return {}
     try:
@@ -266,7 +263,7 @@ def _read_template(folder: Path) -> ChatTemplate | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like, written as text or as an object with the text in ``content``."""
+    """``bos_token`` and the like, given as text or as an object with the text in ``content``."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,4 +1,4 @@
-"""Starts a whole cluster as a user would, with `pdserve up FILE`, and looks at what it leaves behind."""
+"""Starts a whole cluster as a user would, with `pdserve up FILE`, and checks what it leaves behind."""
 
 from __future__ import annotations
 
@@ -23,31 +23,29 @@ STOP_TIMEOUT_S = 60.0
 
 @dataclass
 class Cluster:
-    """A running cluster."""
-
     process: subprocess.Popen[bytes]
     url: str
     admin_url: str
     banner: str
 
     def status(self) -> dict[str, Any]:
-        """The router's view of its workers."""
+        """Status of the workers in the router's view."""
         status: dict[str, Any] = _get(f"{self.admin_url}/status").json()
         return status
 
     def processes(self) -> list[psutil.Process]:
-        """Everything the cluster runs now."""
+        """All live processes of the cluster."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def worker_pid(self, actor_class: str) -> int:
-        """Process id of the first actor of a class, as Ray titles it."""
+        """Process id of the first actor of a class, by its Ray process title."""
         for process in self.processes():
             if any(actor_class in word for word in _cmdline(process)[:1]):
                 return process.pid
         raise LookupError(f"no {actor_class} among {[_cmdline(p)[:1] for p in self.processes()]}")
 
     def wait_until_idle(self, timeout_s: float) -> float:
-        """Seconds until no request is in flight and no KV block is referenced on any worker.
+        """Wait until no request is in flight and no worker references a KV block; return the seconds waited.
 
         Raises:
             TimeoutError: it takes longer than ``timeout_s``; the message is the last status.
@@ -71,7 +69,7 @@ class Cluster:
 
 
 def _get(url: str) -> httpx.Response:
-    """Without the certificates of HTTPS, which take longer to read than an answer takes."""
+    """GET without loading HTTPS certificates, which takes longer than an answer."""
     return httpx.get(url, timeout=5, verify=False)
 
 
@@ -83,7 +81,7 @@ def _cmdline(process: psutil.Process) -> list[str]:
 
 
 def wait_for_banner(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Everything `pdserve up` prints until its banner's last line, the curl command."""
+    """Return the output of `pdserve up` up to its banner's last line, the curl command."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not (lines := log.read_text().splitlines()) or not lines[-1].startswith("curl "):
         assert process.poll() is None, f"`pdserve up` ended with {process.returncode}:\n{log.read_text()}"
@@ -94,7 +92,7 @@ def wait_for_banner(process: subprocess.Popen[bytes], log: Path) -> str:
 
 @contextmanager
 def running_cluster(folder: Path, deployment: dict[str, Any]) -> Iterator[Cluster]:
-    """`pdserve up` on free ports, stopped with SIGINT; its exit code must be 0 and nothing may be left."""
+    """Run `pdserve up` on free ports and stop it with SIGINT; its exit code must be 0 and nothing may be left."""
     deployment = {**deployment, "router": {"port": 0, "admin_port": 0, **deployment.get("router", {})}}
     file = folder / "deployment.yaml"
     file.write_text(json.dumps(deployment))
@@ -116,7 +114,7 @@ def running_cluster(folder: Path, deployment: dict[str, Any]) -> Iterator[Cluste
 
 
 def stop_and_check(process: subprocess.Popen[bytes], log: Path) -> None:
-    """SIGINT, then: exit code 0 and no process of the cluster alive."""
+    """Send SIGINT; then the exit code is 0 and no process of the cluster is alive."""
     members = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()

@@ -1,4 +1,4 @@
-"""Greedy answers by transformers, and the rule for calling two answers the same tokens."""
+"""Greedy reference answers by transformers, and the rule for comparing answers with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARGIN = 1e-3
 
 
 class ReferenceAnswer(NamedTuple):
-    """A greedy answer and how sure each of its tokens was."""
+    """Greedy answer with the margin of each token."""
 
     tokens: list[int]
     margins: list[float]
@@ -21,16 +21,16 @@ class ReferenceAnswer(NamedTuple):
 
     @property
     def num_certain(self) -> int:
-        """Tokens before the first position whose margin is under `MARGIN`."""
+        """Tokens before the first position whose margin is below `MARGIN`."""
         return next((i for i, margin in enumerate(self.margins) if margin < MARGIN), len(self.tokens))
 
 
 def greedy_answers(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[ReferenceAnswer]:
-    """What transformers generates greedily, one prompt at a time, end-of-sequence tokens not stopping it."""
+    """Greedy answers of transformers, one prompt at a time; end-of-sequence tokens do not stop them."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)  # spinning threads on busy cores are far slower
-    # Only its plain attention knows the softcaps of Gemma 2.
+    # Only its plain attention implements the softcaps of Gemma 2.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     answers = []
     with torch.inference_mode():
@@ -49,8 +49,8 @@ def greedy_answers(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: i
 
 
 def assert_same_tokens(answers: Sequence[Sequence[int]], references: Sequence[ReferenceAnswer]) -> None:
-    """Every answer equals its reference up to the first uncertain position; under 1 % of the answers may be uncertain
-    there and differ."""
+    """Check that every answer equals its reference up to the first uncertain position; under 1 % of the answers may be
+    uncertain there and differ."""
     num_uncertain = 0
     for index, (answer, reference) in enumerate(zip(answers, references, strict=True)):
         certain = reference.num_certain

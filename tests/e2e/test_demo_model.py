@@ -1,4 +1,4 @@
-"""What a newcomer sees: with no model named, the demo model answers, the same through every way of serving."""
+"""Without a model named, the demo model answers, and identically through every way of serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers killed under load, and clients that leave: every stream ends right and nothing is kept."""
+"""Workers killed under load and clients that leave: every stream ends correctly and nothing leaks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def request_body(index: int, **extra: Any) -> dict[str, Any]:
 
 
 async def stream_tokens(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
-    """Token ids of a stream that must end with ``[DONE]``."""
+    """Token ids of a stream, which must end with ``[DONE]``."""
     tokens: list[int] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
@@ -63,7 +63,7 @@ async def stream_tokens(client: httpx.AsyncClient, body: dict[str, Any]) -> list
 
 
 async def undisturbed_answers(url: str) -> list[ReferenceAnswer]:
-    """The same requests with nothing failing, and the top-2 margin at each token."""
+    """Answers to the same requests without failures, with the top-2 margin at each token."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         bodies = [request_body(index, stream=False, logprobs=2) for index in range(NUM_STREAMS)]
         replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
@@ -77,7 +77,7 @@ async def undisturbed_answers(url: str) -> list[ReferenceAnswer]:
 
 
 async def answers_while(url: str, disturb: Any) -> list[list[int]]:
-    """All streams at once; ``disturb()`` is called once they are well under way."""
+    """Run all streams at once; call ``disturb()`` once they are well under way."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         streams = [asyncio.create_task(stream_tokens(client, request_body(i))) for i in range(NUM_STREAMS)]
         await asyncio.sleep(0.4)
@@ -102,11 +102,11 @@ def test_a_killed_worker_loses_nothing(cluster: Cluster, references: list[Refere
 
 
 async def leave_early(url: str, count: int) -> None:
-    """``count`` clients that disconnect after a random time: queued, prefilling, in handoff or decoding."""
+    """Run ``count`` clients that disconnect at a random time: queued, prefilling, in handoff or decoding."""
     rng = random.Random(3)
 
     async def one(index: int, after_s: float) -> None:
-        # Reading the certificates of HTTPS 200 times would keep clients from leaving when they should.
+        # Loading HTTPS certificates 200 times would keep clients from leaving when they should.
         async with httpx.AsyncClient(base_url=url, timeout=120, verify=False) as client:
             body = request_body(index % 40, max_tokens=2000, stream=index % 3 != 0)
             request = asyncio.create_task(client.post("/v1/completions", json=body))

@@ -17,7 +17,7 @@ from tests.e2e.cluster import Cluster, running_cluster
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Nothing named: the default model, 1 P + 1 D."""
+    """Default model, 1 P + 1 D."""
     with running_cluster(tmp_path_factory.mktemp("cluster"), {}) as cluster:
         yield cluster
 

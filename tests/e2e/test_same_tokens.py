@@ -1,4 +1,4 @@
-"""The same greedy answers through every way of serving, as a client sees them over HTTP."""
+"""Greedy answers over HTTP are identical through every way of serving."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def complete_all(url: str, prompts: list[list[int]]) -> list[tuple[list[in
 def serve(
     checkpoint: Path, topology: str, prompts: list[list[int]], folder: Path
 ) -> list[tuple[list[int], dict[str, Any]]]:
-    """Answers to all prompts at once, from a cluster that is idle again afterwards."""
+    """Answer all prompts at once, on a cluster that must be idle again afterwards."""
     deployment: dict[str, Any] = {"model": {"path": str(checkpoint), "served_name": "tiny"}}
     for section, values in TOPOLOGIES[topology].items():
         deployment[section] = values

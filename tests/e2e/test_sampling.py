@@ -1,4 +1,4 @@
-"""Every sampling parameter, over HTTP: the same answers mixed, disaggregated, and while workers are killed."""
+"""Every sampling parameter, over HTTP: identical answers mixed, disaggregated, and while workers are killed."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def request_body(name: str, **extra: Any) -> dict[str, Any]:
 
 
 Answers = dict[str, list[dict[str, Any]]]
-"""The choices of each request."""
+"""Choices of each request."""
 
 
 async def ask_all(url: str, disturb: Callable[[], None] | None = None) -> Answers:
-    """All requests at once; ``disturb()`` is called once they are under way."""
+    """Send all requests at once; call ``disturb()`` once they are under way."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         requests = {
             name: asyncio.create_task(client.post("/v1/completions", json=request_body(name))) for name in SETTINGS
@@ -77,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What one mixed worker says, undisturbed."""
+    """Undisturbed answers of one mixed worker."""
     phases = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {**PHASE, "replicas": 1}}
     with running_cluster(tmp_path_factory.mktemp("mixed"), deployment(checkpoint, **phases)) as cluster:
         return asyncio.run(ask_all(cluster.url))
@@ -106,7 +106,7 @@ def assert_same_logprobs(logprobs: dict[str, Any] | None, expected: dict[str, An
         return
     assert logprobs["tokens"] == expected["tokens"], where
     assert logprobs["text_offset"] == expected["text_offset"], where
-    # The first token of a prompt follows nothing
+    # nothing precedes the first token of a prompt
     pairs = zip(logprobs["token_logprobs"], expected["token_logprobs"], strict=True)
     assert all(a == b or abs(a - b) < 1e-4 for a, b in pairs), where
 

@@ -1,4 +1,4 @@
-"""Request bodies as nobody should send them: valid ones, broken in one to four places, from a seed."""
+"""Malformed request bodies for fuzzing: valid ones, broken in one to four places, generated from a seed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SHARED: dict[str, Any] = {
     "colour": "red",
 }
 NEEDS = {"best_of": "n", "stream_options": "stream"}
-"""By field, the one without which it is refused."""
+"""Field to the other field without which it is refused."""
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2, 20, 21, 127, 128, 129, 255, 511, 512, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63,
     2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**30, 10**400, 0.0, -0.0, 0.5, 1.0, 1.5, -2.0, 2.0, 1e-7, 1e-300,
@@ -71,21 +71,21 @@ NAMES = [*CHAT_BODY, *COMPLETION_BODY, *SHARED, "tool_choice", "functions", "aud
 
 
 def odd_body(random: Random, *, is_chat: bool) -> bytes:
-    """A body that may or may not be a request, in bytes that may or may not be JSON."""
+    """Body that may not be a request, in bytes that may not be JSON."""
     shared = set(random.sample(sorted(SHARED), random.randrange(len(SHARED))))
     shared -= {"stream", "stream_options"} if random.random() < 0.5 else {"prompt_logprobs"}
     shared |= {other for name, other in NEEDS.items() if name in shared}
     body: Any = {**(CHAT_BODY if is_chat else COMPLETION_BODY), **{name: SHARED[name] for name in shared}}
     for _ in range(random.randrange(4)):
         body = _mutated(random, body)
-    data = json.dumps(body).encode()  # with the half surrogate pairs and the infinities that it may have
+    data = json.dumps(body).encode()  # may contain half surrogate pairs and infinities
     while random.random() < 0.2:
         data = _spoilt(random, data)
     return data
 
 
 def _mutated(random: Random, body: Any) -> Any:
-    """A copy with one member, at any depth, changed, gone, new, or wrapped."""
+    """Copy with one member, at any depth, changed, removed, added or wrapped."""
     if not isinstance(body, dict | list) or not body:
         return random.choice(ODD)
     match random.randrange(6):
@@ -114,7 +114,7 @@ def _without(random: Random, body: Any) -> Any:
 
 
 def _nested(random: Random, body: Any) -> Any:
-    """One member, deep inside of lists or objects."""
+    """One member, deep inside lists or objects."""
     name = random.choice(list(body)) if isinstance(body, dict) else 0
     value = body[name]
     for _ in range(random.choice([1, 2, 30, 300])):
@@ -123,7 +123,7 @@ def _nested(random: Random, body: Any) -> Any:
 
 
 def _spoilt(random: Random, data: bytes) -> bytes:
-    """Bytes that are no longer what they were."""
+    """Corrupted bytes."""
     at = random.randrange(len(data) + 1)
     match random.randrange(8):
         case 0:

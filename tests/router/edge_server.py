@@ -1,4 +1,4 @@
-"""The HTTP edge under a real uvicorn on a loopback port, over a generator that says what a test tells it to."""
+"""HTTP edge under a real uvicorn on a loopback port, over a generator that a test scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Script = Callable[["ScriptedGeneration"], AsyncIterator[TokenEvent]]
 
 @dataclass
 class ScriptedGeneration:
-    """One generation, with all that the edge said of it."""
+    """One generation; records the calls of the edge."""
 
     prompt_tokens: list[int]
     sampling: SamplingParams
@@ -47,7 +47,7 @@ class ScriptedGeneration:
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
     ready: list[TokenEvent] = field(default_factory=list)
-    """Tokens that come together with the one that the script yielded last."""
+    """Tokens that arrive together with the last one yielded by the script."""
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
         num_running = self.num_choices
@@ -59,7 +59,7 @@ class ScriptedGeneration:
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Of every token of the prompt, its id is in its probability; its likeliest neighbours are two others."""
+        """Log probabilities of the prompt: each encodes the token's id and has two other tokens as alternatives."""
         num_top = self.sampling.num_prompt_logprobs
         top = ((50, -0.25), (51, -0.5))
         return [TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0]
@@ -123,7 +123,7 @@ def token_event(
 def saying(
     tokens: Sequence[int], finish: FinishReason = FinishReason.LENGTH, logprobs: TokenLogprobs | None = None
 ) -> Script:
-    """A script that yields ``tokens`` in each choice, as many as the request allows, the last with ``finish``."""
+    """Script that yields ``tokens`` in each choice, as many as the request allows, the last with ``finish``."""
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         said = tokens[: generation.sampling.max_tokens]
@@ -139,7 +139,7 @@ def saying(
 
 
 def at_once(tokens: Sequence[int]) -> Script:
-    """A script whose tokens are all there at the same time."""
+    """Script whose tokens all arrive at once."""
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         last = len(tokens) - 1
@@ -154,7 +154,7 @@ def at_once(tokens: Sequence[int]) -> Script:
 
 
 def failing_after(tokens: Sequence[int], error: Exception) -> Script:
-    """A script that yields ``tokens`` and then raises."""
+    """Script that yields ``tokens`` and then raises."""
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         for index, token in enumerate(tokens):
@@ -165,7 +165,7 @@ def failing_after(tokens: Sequence[int], error: Exception) -> Script:
 
 
 def stuck_after(tokens: Sequence[int]) -> Script:
-    """A script that yields ``tokens`` and then nothing, for ever."""
+    """Script that yields ``tokens`` and then blocks for ever."""
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         for index, token in enumerate(tokens):
@@ -176,7 +176,7 @@ def stuck_after(tokens: Sequence[int]) -> Script:
 
 
 def endless(token: int) -> Script:
-    """A script that yields ``token`` as fast as it is taken."""
+    """Script that yields ``token`` as fast as it is read."""
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         index = 0
@@ -189,8 +189,6 @@ def endless(token: int) -> Script:
 
 
 class RecordingObserver(EdgeObserver):
-    """Keeps what the edge reports."""
-
     def __init__(self) -> None:
         self.responses: list[tuple[str, int]] = []
         self.first_tokens_s: list[float] = []
@@ -212,8 +210,6 @@ class RecordingObserver(EdgeObserver):
 
 @dataclass
 class EdgeServer:
-    """A running edge."""
-
     url: str
     generator: ScriptedGenerator
     observer: RecordingObserver
@@ -222,7 +218,7 @@ class EdgeServer:
     """Identity of the thread that runs its event loop."""
 
     def say(self, text: str, finish: FinishReason = FinishReason.STOP, logprobs: TokenLogprobs | None = None) -> int:
-        """Answer every request from now on with ``text``, and EOS after it where it ends so. Returns its tokens."""
+        """Answer every later request with ``text``, and EOS after it if ``finish`` is STOP; return the token count."""
         tokens = asyncio.run(self.tokenizer.encode(text))[1:]
         tokens += [EOS_ID] if finish is FinishReason.STOP else []
         self.generator.script = saying(tokens, finish, logprobs)
@@ -231,7 +227,7 @@ class EdgeServer:
 
 @contextmanager
 def running_edge() -> Iterator[EdgeServer]:
-    """Serve a small tokenizer on a free loopback port until the block is left."""
+    """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         tokenizer = ChatTokenizer.from_folder(Path(folder))

@@ -1,4 +1,4 @@
-"""A dispatcher over scripted workers, in this process, and the conservation law checked at every outcome."""
+"""Dispatcher over scripted workers in this process; checks the conservation law at every outcome."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STALL_TIMEOUT_S = 1.2
 
 @dataclass
 class Rig:
-    """What a test holds of a router without its HTTP edge."""
+    """Router without its HTTP edge."""
 
     cluster: Cluster
     dispatcher: Dispatcher
@@ -56,7 +56,7 @@ class Rig:
         cache_salt: bytes = b"",
         seed: int | None = None,
     ) -> TokenStream:
-        """A request, greedy where there is no ``seed``."""
+        """Start a request; greedy without a ``seed``."""
         sampling = SamplingParams(
             temperature=0.0 if seed is None else 1.0,
             seed=seed or 0,
@@ -79,7 +79,7 @@ class Rig:
         assert self.dispatcher.num_accepted == ended + self.dispatcher.num_in_flight
 
     def sample(self, name: str, **labels: str) -> float:
-        """One sample of the registry; 0 where the series does not exist yet."""
+        """One sample of the registry; 0 if the series does not exist yet."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
@@ -87,7 +87,7 @@ class Rig:
 async def running_rig(
     *, stall_timeout_s: float = STALL_TIMEOUT_S, cluster_token: str = "", **settings: float
 ) -> AsyncIterator[Rig]:
-    """A dispatcher with its sweep; every request must have landed when the test leaves."""
+    """Run a dispatcher with its sweep; every request must have an outcome when the test exits."""
     metrics = RouterMetrics()
     costs = dict.fromkeys(WorkerRole, COST)
     dispatcher = Dispatcher(costs, DispatchSettings(**settings), time.monotonic, metrics)  # type: ignore[arg-type]
@@ -134,13 +134,13 @@ def attempt_of(request: TokenStream) -> Attempt:
 
 
 async def read_some(request: TokenStream, count: int) -> list[int]:
-    """The next ``count`` tokens of an answer."""
+    """Read the next ``count`` tokens of an answer."""
     async with asyncio.timeout(TIMEOUT_S):
         return [(await anext(request)).token for _ in range(count)]
 
 
 async def read_all(request: TokenStream, first: int = 0) -> list[int]:
-    """Every token of an answer from index ``first`` on; indices are checked."""
+    """Read every token of an answer from index ``first`` on; check the indices."""
     tokens: list[int] = []
     async with asyncio.timeout(TIMEOUT_S):
         async for delta in request:
@@ -150,7 +150,7 @@ async def read_all(request: TokenStream, first: int = 0) -> list[int]:
 
 
 async def read_choices(request: TokenStream, answers: dict[int, list[int]] | None = None) -> dict[int, list[int]]:
-    """Every further token of an answer of several choices, after those of ``answers``; indices are checked."""
+    """Read all further tokens of an answer of several choices, after those in ``answers``; check the indices."""
     answers = {} if answers is None else answers
     async with asyncio.timeout(TIMEOUT_S):
         async for delta in request:
@@ -166,9 +166,9 @@ async def hand_off(
     """Play a prefill and a join: the first token of the attempt is out, and ``decode`` holds the KV.
 
     Args:
-        released: ``prefill`` says that it is done with the request.
+        released: whether ``prefill`` reports that it has released the request.
 
-    Returns the request as ``decode`` got it.
+    Returns the request as received by ``decode``.
     """
     request = await prefill.next_submit()
     assert request.handoff

@@ -1,4 +1,4 @@
-"""A worker whose every answer a test spells out: a gRPC server that speaks `Worker.Session` and computes nothing."""
+"""Scripted worker: a gRPC server of `Worker.Session` that computes nothing and sends what a test specifies."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _epochs = itertools.count(1)
 
 
 async def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    """Wait for something that changes in this process."""
+    """Wait for a condition in this process."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 class ScriptedWorker(WorkerServicer):
-    """Records commands and sends what it is told to."""
+    """Records commands and sends what the test specifies."""
 
     def __init__(self, worker_id: str, role: WorkerRole, **welcome: Any) -> None:
         self.worker_id = worker_id
@@ -56,7 +56,7 @@ class ScriptedWorker(WorkerServicer):
         )
 
     async def start(self, *, cluster_token: str = "") -> ScriptedWorker:
-        """Listen, on the port of the time before if there was one."""
+        """Listen, on the previous port if there was one."""
         self._server = grpc.aio.server(
             interceptors=[TokenInterceptor(cluster_token)], options=[("grpc.so_reuseport", 0)]
         )
@@ -108,7 +108,7 @@ class ScriptedWorker(WorkerServicer):
         return worker_pb2.Load(**self.load)
 
     def end_stream(self) -> None:
-        """End the session in good order."""
+        """End the session cleanly."""
         self._outgoing.put_nowait(None)
 
     def send(self, frame: worker_pb2.StepFrame) -> None:
@@ -116,11 +116,11 @@ class ScriptedWorker(WorkerServicer):
         self._outgoing.put_nowait(worker_pb2.WorkerMessage(frame=frame))
 
     def send_token(self, request: worker_pb2.Request, index: int, token: int, *, last: bool = False) -> None:
-        """One token of the attempt that ``request`` is."""
+        """Send one token of the attempt in ``request``."""
         self.send_tokens(request, [(index, token)], last=last)
 
     def send_tokens(self, request: worker_pb2.Request, tokens: Iterable[tuple[int, int]], *, last: bool) -> None:
-        """(index, token) pairs in one frame; the last one ends the choice if ``last``."""
+        """Send (index, token) pairs in one frame; the last one ends the choice if ``last``."""
         tokens = list(tokens)
         finish = [worker_pb2.FINISH_REASON_NONE] * len(tokens)
         if last:
@@ -144,7 +144,7 @@ class ScriptedWorker(WorkerServicer):
         self.send(worker_pb2.StepFrame(events=[event]))
 
     def send_prompt_logprobs(self, request: worker_pb2.Request, first_position: int, logprobs: Iterable[float]) -> None:
-        """Of consecutive prompt tokens."""
+        """Send log probabilities of consecutive prompt tokens."""
         message = worker_pb2.PromptLogprobs(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -154,21 +154,21 @@ class ScriptedWorker(WorkerServicer):
         self.send(worker_pb2.StepFrame(prompt_logprobs=[message]))
 
     def offer(self, request: worker_pb2.Request) -> None:
-        """LAST_CHUNK with a handle that nobody pulls."""
+        """Send LAST_CHUNK with a handle that nobody pulls."""
         self.send_event(request, RequestEventKind.LAST_CHUNK, handle=request.request_id.to_bytes(16, "big"))
 
     async def next_command(self, kind: str) -> worker_pb2.RouterMessage:
-        """The next command, which must be a ``kind``."""
+        """Return the next command, which must be a ``kind``."""
         message = await asyncio.wait_for(self.commands.get(), TIMEOUT_S)
         assert message.WhichOneof("body") == kind, message
         return message
 
     async def next_submit(self) -> worker_pb2.Request:
-        """The next request to prefill; cancels of earlier attempts may come before it."""
+        """Return the next request to prefill, skipping cancels of earlier attempts."""
         return (await self._next_after_cancels("submit")).submit.request
 
     async def next_prepare(self) -> worker_pb2.Request:
-        """The next request to decode; cancels of earlier attempts may come before it."""
+        """Return the next request to decode, skipping cancels of earlier attempts."""
         return (await self._next_after_cancels("prepare")).prepare.request
 
     async def _next_after_cancels(self, kind: str) -> worker_pb2.RouterMessage:

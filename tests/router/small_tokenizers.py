@@ -20,7 +20,7 @@ TEXT = [
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Every byte is a token, so any text and any broken text can be written. Encoding a text puts BOS before it."""
+    """Every byte is a token, so any text, valid or broken, can be written. Encoding puts BOS first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,7 +55,7 @@ def metaspace_tokenizer() -> Tokenizer:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A model's folder as far as the router reads it."""
+    """Write the files of a model's folder that the router reads."""
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(f'{{"bos_token": "{BOS}", "eos_token": {{"content": "{EOS}"}}}}')
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

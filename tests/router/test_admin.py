@@ -1,4 +1,4 @@
-"""The admin port over a live fleet of scripted workers: targets, status, drain, metrics; and readiness."""
+"""Admin port over a live fleet of scripted workers: targets, status, drain, metrics, readiness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router as a process: its start and its errors, a request over HTTP, its drain, and its end with its parent."""
+"""Router process: startup and its errors, a request over HTTP, drain, and exit with its parent."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def running_router(checkpoint: Path, **fields: object) -> Iterator[RouterProcess
 
 @pytest.fixture(scope="module")
 def worker(checkpoint: Path) -> Iterator[WorkerProcess]:
-    """A mixed worker of a few milliseconds a token."""
+    """Mixed worker that takes a few milliseconds per token."""
     with WorkerProcess(emulated_config(checkpoint, WorkerRole.MIXED, time_scale=10.0)) as process:
         yield process
 

@@ -1,4 +1,4 @@
-"""The registry against the contract, and what workers and the edge report."""
+"""Metrics registry against the contract, and the reports of workers and the edge."""
 
 from __future__ import annotations
 

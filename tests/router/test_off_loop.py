@@ -1,4 +1,4 @@
-"""Work on many tokens leaves the event loop to others."""
+"""Work on many tokens does not block the event loop."""
 
 from __future__ import annotations
 

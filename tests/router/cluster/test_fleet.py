@@ -1,4 +1,4 @@
-"""The list of targets: replaced as a whole, in order, while sessions open and close."""
+"""List of targets: replaced as a whole, in order, while sessions open and close."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ async def test_the_last_of_two_lists_put_at_once_stands(m0: ScriptedWorker, m1: 
     async with running_rig() as rig:
         await rig.up(m0)
         old = rig.fleet.worker("mixed-0")
-        m0.epoch += 1000  # another incarnation of the seat
+        m0.epoch += 1000  # another incarnation of the same worker
         first = asyncio.create_task(rig.fleet.set_targets([m0.endpoint, m1.endpoint]))
         await asyncio.sleep(0)
         assert old not in rig.fleet.workers  # its session is closing

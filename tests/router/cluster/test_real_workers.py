@@ -1,4 +1,4 @@
-"""Dispatch over worker processes that hash tokens: any token lost, repeated or computed on wrong KV would show."""
+"""Dispatch over worker processes that hash tokens: a lost or repeated token, or wrong KV, changes the answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start_worker(checkpoint: Path, worker_id: str, time_scale: float) -> WorkerP
 async def running_cluster(
     checkpoint: Path, *names: str, time_scale: float = 0.0, **settings: float
 ) -> AsyncIterator[tuple[Rig, dict[str, WorkerProcess]]]:
-    """A rig over worker processes; on leaving, every KV block must be free within 2 s."""
+    """Run a rig over worker processes; every KV block must be free within 2 s of exit."""
     async with AsyncExitStack() as stack:
         workers = {name: stack.enter_context(start_worker(checkpoint, name, time_scale)) for name in names}
         rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, **settings))
@@ -62,7 +62,7 @@ async def put_targets(rig: Rig, workers: dict[str, WorkerProcess]) -> None:
 
 
 def prompt(number: int) -> list[int]:
-    """A prompt of its own length; three in four share a prefix of two blocks and more."""
+    """Prompt of a distinct length; three in four share a prefix of more than two blocks."""
     rng = random.Random(number)
     own = [rng.randrange(6, 512) for _ in range(5 + 9 * number % 150)]
     return (list(range(40)) if number % 4 else []) + own
@@ -87,7 +87,7 @@ async def check_streams(
     *,
     is_time: Callable[[list[TokenStream]], bool] = bool,
 ) -> None:
-    """All streams at once, ``disturb`` called when ``is_time``: every answer is the oracle's."""
+    """Run all streams, calling ``disturb`` when ``is_time``; every answer must equal the oracle's."""
     streams = [rig.start(prompt(number), NUM_TOKENS) for number in range(NUM_STREAMS)]
     answers = [asyncio.create_task(read_all(stream)) for stream in streams]
     if disturb is not None:
@@ -126,7 +126,7 @@ def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str) -> None:
         async with running_cluster(checkpoint, *names, time_scale=10.0) as (rig, workers):
 
             def is_time(streams: list[TokenStream]) -> bool:
-                """Some have begun, and the victim holds something of one that nobody else holds."""
+                """Some have begun, and the victim holds part of a request that no other worker holds."""
                 attempts = [attempt_of(stream) for stream in streams]
                 worker = rig.fleet.worker(victim)
                 decodes = any(attempt.decode is worker and attempt.has_joined for attempt in attempts)
@@ -172,7 +172,7 @@ def test_a_minimum_of_tokens_holds_over_a_handoff_and_a_loss(checkpoint: Path) -
 
 @pytest.mark.parametrize("pull", ["not begun", "almost done"])
 def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> None:
-    """The decode worker is killed while its pull lasts; what the prefill worker computed serves the other one."""
+    """The decode worker is killed during its pull; the other one pulls the same parked prompt."""
 
     async def run() -> None:
         async with AsyncExitStack() as stack:
@@ -244,7 +244,7 @@ def test_two_hundred_cancels_free_everything(checkpoint: Path) -> None:
 
 
 def test_a_chat_finds_its_earlier_answers(checkpoint: Path) -> None:
-    """They are cached on the decode worker only, so that the next turns are prefilled there; not another tenant's."""
+    """Only the decode worker caches them, so the next turns are prefilled there; another tenant's are not."""
 
     async def run() -> None:
         async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=1.0, tpot_slo_s=1.0) as (rig, _):
@@ -273,13 +273,13 @@ NUM_REQUESTS = 6
 
 
 def is_decoding(stream: TokenStream) -> bool:
-    """Every choice of it."""
+    """Whether every choice of a request decodes."""
     attempts = stream.attempts.values()
     return len(attempts) == NUM_CHOICES and all(len(attempt.emitted) > 1 for attempt in attempts)
 
 
 async def check_choices(rig: Rig, checkpoint: Path, disturb: Callable[[], object] | None = None) -> None:
-    """Requests for several answers at once, ``disturb`` called when all are decoded: every choice is the oracle's."""
+    """Run requests for several answers, calling ``disturb`` when all decode; every choice must equal the oracle's."""
     streams = [
         rig.start(prompt(number), NUM_TOKENS, num_choices=NUM_CHOICES, seed=number, num_prompt_logprobs=0)
         for number in range(NUM_REQUESTS)
@@ -320,7 +320,7 @@ def test_a_killed_worker_loses_no_token_of_any_choice(checkpoint: Path) -> None:
 
 
 def test_a_choice_that_stops_frees_its_blocks(checkpoint: Path) -> None:
-    """Stop strings end all choices but one early; the worker that decodes them does not go on with them."""
+    """Stop strings end all choices but one early; the decode worker stops generating them."""
 
     async def run() -> None:
         async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=10.0) as (rig, _):

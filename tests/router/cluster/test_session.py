@@ -16,8 +16,6 @@ CREDENTIALS = Credentials(router_id="router", stall_timeout_s=0.6)
 
 
 class Recorder(WorkerSession):
-    """Writes everything down."""
-
     def __init__(self, endpoint: WorkerEndpoint, credentials: Credentials = CREDENTIALS, refuse: str = "") -> None:
         super().__init__(endpoint, credentials)
         self.opened: list[worker_pb2.Welcome] = []
@@ -145,7 +143,7 @@ def test_the_cluster_token_is_sent(token: str, opens: bool) -> None:
 
 
 class FailingRecorder(Recorder):
-    """A sink that cannot take the news of a break."""
+    """Subclass that raises when its session breaks."""
 
     def session_broken(self, reason: str) -> None:
         super().session_broken(reason)

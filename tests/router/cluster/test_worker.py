@@ -1,4 +1,4 @@
-"""Work that was sent to a worker and does not show in its load yet."""
+"""In-flight load: work sent to a worker that its reported load does not include yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes over real HTTP: bytes of a stream, error objects, headers, limits, and what the observer is told."""
+"""Routes over real HTTP: bytes of a stream, error objects, headers, limits, and events for the observer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server() -> Iterator[EdgeServer]:
 
 @pytest.fixture
 def edge(server: EdgeServer) -> EdgeServer:
-    """With everything as it should be."""
+    """Edge in its normal state."""
     server.generator.refusal = None
     server.generator.is_ready = True
     server.generator.model = ServedModel(max_model_len=512)
@@ -57,7 +57,7 @@ def http(server: EdgeServer) -> Iterator[httpx.Client]:
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error object of an answer, which has nothing else."""
+    """Error object of an answer that holds nothing else."""
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-request-id"]
     body = answer.json()
@@ -69,7 +69,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def events(answer: httpx.Response) -> list[str]:
-    """The data of each event of a stream, framed exactly."""
+    """Data of each event of a stream, whose framing is checked exactly."""
     text = answer.content.decode()
     assert text.endswith("\n\n")
     lines = text.removesuffix("\n\n").split("\n\n")
@@ -271,7 +271,7 @@ def test_bodies_that_are_no_request_are_400(edge: EdgeServer, http: httpx.Client
 def test_a_body_of_many_names_is_judged_soon(
     edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, last: str, status: int
 ) -> None:
-    """Nobody else is served meanwhile."""
+    """Checking the names blocks all other requests."""
     monkeypatch.setattr(unsupported_fields, "_logged", set())
     names = ", ".join(f'"{number}": 0' for number in range(100_000))
     body = f'{{"prompt": "x", {names}, "{last}": 0}}'
@@ -297,7 +297,7 @@ def test_bodies_of_another_type_are_415(edge: EdgeServer, http: httpx.Client, co
 
 @pytest.mark.parametrize("stalled", [b"", b'{"prompt"'])
 def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, stalled: bytes) -> None:
-    """It says more than it sends, or sends slowly: the same to a server."""
+    """The body is shorter than declared, or arrives too slowly; a server cannot distinguish them."""
     monkeypatch.setattr("pdserve.router.http.asgi.BODY_TIMEOUT_S", 0.2)
     host, port = edge.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -306,7 +306,7 @@ def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytes
         )
         connection.sendall(head.encode() + stalled)
         answer = b""
-        while part := connection.recv(4096):  # to the end, which the server makes
+        while part := connection.recv(4096):  # until the server closes the connection
             answer += part
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive" in answer

@@ -1,4 +1,4 @@
-"""A client that leaves frees its generation at once, wherever the request is; a slow one holds up nobody else."""
+"""A client that leaves frees its generation at once in every state; a slow one delays no other."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_reader_that_stops_reading_for_good_is_given_up(edge: EdgeServer, monk
 
 
 def wait_until_still(edge: EdgeServer) -> int:
-    """Wait until no token is written any more, and say how many were."""
+    """Wait until no more tokens are written; return how many were."""
     num_tokens = -1
     deadline_s = time.monotonic() + 30
     while num_tokens != (num_tokens := len(edge.observer.gaps_s)) or num_tokens == 0:
@@ -95,7 +95,7 @@ def wait_until_still(edge: EdgeServer) -> int:
 
 
 def test_a_connection_serves_another_request_after_an_answer(edge: EdgeServer) -> None:
-    """Listening for a disconnect takes nothing of the next request."""
+    """Listening for a disconnect consumes nothing of the next request."""
     edge.say("again")
     with httpx.Client(base_url=edge.url) as http:
         for stream in (False, True, False):

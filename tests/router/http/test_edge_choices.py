@@ -42,7 +42,7 @@ def tokens_of(edge: EdgeServer, text: str) -> list[int]:
 
 
 def say_each(edge: EdgeServer, *texts: str) -> int:
-    """Each choice says a text of its own; returns the tokens of all."""
+    """Script a different text for each choice; return the total number of tokens."""
     said = [tokens_of(edge, text) for text in texts]
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
@@ -59,7 +59,7 @@ def say_each(edge: EdgeServer, *texts: str) -> int:
 
 
 def joined(stream: openai.Stream[Completion], num_choices: int) -> list[str]:
-    """The text of each choice of a stream; each ends once, with nothing after it."""
+    """Text of each choice of a stream; each must end once, with nothing after it."""
     texts = [""] * num_choices
     running = set(range(num_choices))
     for chunk in stream:

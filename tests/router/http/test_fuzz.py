@@ -1,4 +1,4 @@
-"""Ten thousand odd bodies: each is answered or refused in OpenAI's form, and the edge serves on as before."""
+"""Ten thousand malformed bodies: each is answered or refused in OpenAI's format, and the edge keeps serving."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from tests.router.edge_server import (
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
 NUM_BODIES = 5_000
-"""Of each route."""
+"""Bodies per route."""
 DEADLINE_S = 30.0
-"""Of one answer, which takes about a millisecond."""
+"""Seconds for one answer, which takes about a millisecond."""
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class CheckedGenerator(ScriptedGenerator):
-    """Takes only what a worker would take."""
+    """Checks that a worker would accept the request."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class CheckedGenerator(ScriptedGenerator):
 
 
 async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
-    """A few tokens in each choice, some of them only a part of a character."""
+    """Script of a few tokens per choice, some of them only part of a character."""
     sampling = generation.sampling
     num_tokens = min(sampling.max_tokens, 3)
     top = tuple((token, -0.5) for token in range(sampling.num_logprobs))
@@ -91,7 +91,7 @@ def app(tmp_path: Path) -> FastAPI:
 
 
 async def post(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body of an answer, which ends properly."""
+    """Status and body of an answer, which must end properly."""
     requests = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[dict[str, Any]] = []
 
@@ -117,7 +117,7 @@ async def post(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 def check_answer(path: str, status: int, answer: bytes) -> None:
-    """Whether this is how OpenAI's API answers."""
+    """Check that the answer is in the format of OpenAI's API."""
     if status != 200:
         assert status in (400, 404, 413), (status, answer)
         error = json.loads(answer)["error"]

@@ -167,7 +167,7 @@ def test_mistakes_are_typed(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_are_typed(edge: EdgeServer, client: openai.OpenAI, stream: bool) -> None:
-    """Streamed or not, a request that is refused gets a status, not a stream."""
+    """A refused request gets a status, not a stream, whether streamed or not."""
     for status, expected in [
         (400, openai.BadRequestError),
         (429, openai.RateLimitError),

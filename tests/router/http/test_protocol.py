@@ -1,4 +1,4 @@
-"""A connection on which no complete request head arrives is closed, and costs no more and more memory until then."""
+"""A connection without a complete request head is closed, and its memory stays bounded until then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def connect(edge: EdgeServer) -> socket.socket:
 
 
 def read_to_end(connection: socket.socket) -> bytes:
-    """All that comes before the server closes the connection."""
+    """Everything received before the server closes the connection."""
     parts = []
     try:
         while part := connection.recv(65536):
@@ -37,7 +37,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize("line", [b"X-A: %b\r\n" % (b"a" * 1000), b"a" * 1000])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_headers_without_end_are_refused(edge: EdgeServer, line: bytes, is_first: bool) -> None:
-    """Many of them or a long one, in the connection's first request or a later one."""
+    """Many headers or a long one, in the connection's first request or a later one."""
     with connect(edge) as connection:
         if not is_first:
             connection.sendall(LIVE + b"\r\n")
@@ -58,7 +58,7 @@ def test_headers_without_end_are_refused(edge: EdgeServer, line: bytes, is_first
 @pytest.mark.parametrize("line", [b"X-A: %b\r\n" % (b"a" * 1000), b"a" * 1000])
 @pytest.mark.parametrize("end", [b"0\r\nX-B: ", b"2;x="])
 def test_a_body_without_end_may_not_be_bare(edge: EdgeServer, end: bytes, line: bytes) -> None:
-    """Trailers, or an extension of a chunk, come after a part of the body and go on."""
+    """Trailers, or an extension of a chunk, follow part of the body without end."""
     with connect(edge) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n" + end)
@@ -92,7 +92,7 @@ def test_a_connection_may_rest_between_requests(edge: EdgeServer, monkeypatch: p
             with pytest.raises(TimeoutError):
                 connection.recv(1)
             connection.settimeout(10)
-        connection.sendall(LIVE)  # a later request has a deadline of its own
+        connection.sendall(LIVE)  # a later request has its own deadline
         assert read_to_end(connection) == b""
 
 

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: requests of their own on workers, one request for the client and the metrics."""
+"""Several answers to one prompt: separate requests on workers, one request for the client and the metrics."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.router.scripted_worker import ScriptedWorker, until
 
 
 def answer(choice: int) -> list[int]:
-    """Four tokens: 100 to 103 of choice 0, 200 to 203 of choice 1 and so on."""
+    """Four tokens per choice: 100 to 103 for choice 0, 200 to 203 for choice 1 and so on."""
     return [100 * (choice + 1) + index for index in range(4)]
 
 
 def send(worker: ScriptedWorker, request: worker_pb2.Request, first: int = 0, end: int = 4) -> None:
-    """Tokens ``first`` to ``end`` - 1 of the request's choice, the last of four being final."""
+    """Send tokens ``first`` to ``end`` - 1 of the request's choice; the last of four is final."""
     tokens = list(enumerate(answer(request.choice)))[first:end]
     worker.send_tokens(request, tokens, last=end == 4)
 
 
 async def begin(rig: Rig, m: ScriptedWorker, num_choices: int = 3) -> tuple[TokenStream, list[worker_pb2.Request]]:
-    """A request on a mixed worker, which has every choice; token 0 of the first one is out."""
+    """Start a request on a mixed worker, which receives every choice; token 0 of choice 0 is out."""
     stream = rig.start(num_choices=num_choices)
     requests = [await m.next_submit()]
     send(m, requests[0], 0, 1)
@@ -37,7 +37,7 @@ async def begin(rig: Rig, m: ScriptedWorker, num_choices: int = 3) -> tuple[Toke
 
 
 def check_one_request(rig: Rig, outcome: Outcome) -> None:
-    """However many choices: one request was accepted, and it has one outcome."""
+    """Check that one request was accepted and has one outcome, however many choices it has."""
     assert rig.dispatcher.num_accepted == 1
     assert rig.dispatcher.outcomes == {other: int(other is outcome) for other in Outcome}
     assert rig.sample("pdserve_requests_accepted_total") == 1
@@ -95,7 +95,7 @@ async def test_every_choice_counts_as_load(p: ScriptedWorker, d: ScriptedWorker)
 
 @pytest.mark.parametrize("ending", ["joined", "stopped", "failed"])
 def test_the_prompt_is_pulled_once(ending: str) -> None:
-    """Further choices wait for the first one's pull, however it ends: the prompt is in a decode worker's cache then."""
+    """Other choices wait for the pull of choice 0, however it ends: the decode worker then caches the prompt."""
 
     @with_workers("prefill-0", "decode-0", "decode-1")
     async def run(p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker) -> None:
@@ -125,7 +125,7 @@ def test_the_prompt_is_pulled_once(ending: str) -> None:
 
 
 async def next_of(*workers: ScriptedWorker) -> worker_pb2.Request:
-    """The next request that any of them is to decode."""
+    """Next request that any of the workers is to decode."""
     tasks = [asyncio.create_task(worker.next_prepare()) for worker in workers]
     done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
@@ -135,7 +135,7 @@ async def next_of(*workers: ScriptedWorker) -> worker_pb2.Request:
 
 @with_workers("mixed-0")
 async def test_choices_end_one_by_one(m: ScriptedWorker) -> None:
-    """One with its token 0; one for a stop string; one at its limit."""
+    """One choice ends at token 0, one at a stop string, one at its limit."""
     async with running_rig() as rig:
         await rig.up(m)
         stream = rig.start(num_choices=3)
@@ -309,7 +309,7 @@ def test_every_choice_counts_in_admission() -> None:
 async def test_prompt_logprobs_are_whole_when_token_0_is_out(
     p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker
 ) -> None:
-    """Chunk by chunk; what an attempt repeats of an earlier one is not taken twice."""
+    """Log probabilities arrive chunk by chunk; those repeated by a later attempt are not added twice."""
     async with running_rig() as rig:
         await rig.up(p0, p1, d)
         stream = rig.start(num_prompt_logprobs=0, max_tokens=2)
@@ -320,7 +320,7 @@ async def test_prompt_logprobs_are_whole_when_token_0_is_out(
         await until(lambda: len(stream.prompt_logprobs) == 2)
         await p0.stop()
         request = await p1.next_submit()
-        p1.send_prompt_logprobs(lost, 3, [-6.0])  # of the attempt before
+        p1.send_prompt_logprobs(lost, 3, [-6.0])  # from the previous attempt
         p1.send_prompt_logprobs(request, 1, [-1.0])
         p1.send_prompt_logprobs(request, 2, [-2.0, -3.0, -4.0])
         p1.send_token(request, 0, 100)

@@ -1,4 +1,4 @@
-"""The life of a request over scripted workers, with nothing failing: placing, handing off, ending, refusing."""
+"""Life of a request over scripted workers without failures: placement, handoff, end, refusal."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ async def test_cache_events_steer_requests(m0: ScriptedWorker, m1: ScriptedWorke
 
 
 async def cache(rig: Rig, worker: ScriptedWorker, tokens: Sequence[int]) -> None:
-    """Have the router know that ``worker`` caches ``tokens``."""
+    """Report to the router that ``worker`` caches ``tokens``."""
     hashes = block_hashes(tokens, 4)
     worker.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(stored=hashes)))
     await until(lambda: rig.fleet.worker(worker.worker_id).cached_blocks >= set(hashes))

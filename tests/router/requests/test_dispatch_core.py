@@ -1,4 +1,4 @@
-"""The dispatch core under a virtual clock: no event loop, no wire, no process."""
+"""Dispatch core under a virtual clock: no event loop, no wire, no process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ HANDLE = bytes(16)
 
 
 class RecordingWorker(Worker):
-    """Writes down its commands."""
-
     def __init__(self, worker_id: str, role: WorkerRole) -> None:
         super().__init__(worker_id, role)
         self.kv_address = worker_id
@@ -41,8 +39,6 @@ class RecordingWorker(Worker):
 
 
 class ReadRequest(Request):
-    """Keeps its tokens."""
-
     def __init__(self, spec: RequestSpec) -> None:
         super().__init__(spec)
         self.tokens: list[tuple[int, int]] = []
@@ -57,7 +53,7 @@ class Clock:
 
 
 class Core:
-    """A dispatcher of one prefill and two decode workers."""
+    """Dispatcher of one prefill and two decode workers."""
 
     def __init__(self) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""Everything that can break under a request: each token reaches the client once, and nothing is forgotten."""
+"""Fail-over of requests: each token reaches the client once, and every request gets its outcome."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ async def test_a_garbled_frame_breaks_the_session(m0: ScriptedWorker, m1: Script
 
 @with_workers("prefill-0", "decode-0", "decode-1")
 async def test_many_streams_survive_a_lost_worker(p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker) -> None:
-    """Sixteen streams; half their decode workers die; a client sees every token of its own prompt once."""
+    """Sixteen streams lose half their decode workers; each client receives every token of its own prompt once."""
 
     async def play_prefill() -> None:
         while True:
@@ -307,7 +307,7 @@ async def test_many_streams_survive_a_lost_worker(p: ScriptedWorker, d0: Scripte
 
 @pytest.mark.parametrize("kind", [RequestEventKind.KV_UNAVAILABLE, RequestEventKind.FAILED, RequestEventKind.CANCELLED])
 def test_what_a_prefill_worker_says_after_the_join_ends_nothing(kind: RequestEventKind) -> None:
-    """The puller's release can be lost; the prefill worker then gives the prompt up while it is being decoded."""
+    """The puller's release may be lost; the prefill worker then gives up the prompt while it is being decoded."""
 
     @with_workers("prefill-0", "decode-0")
     async def run(p: ScriptedWorker, d: ScriptedWorker) -> None:
@@ -335,7 +335,7 @@ async def test_token_0_is_lost_after_the_decode_worker_heard_that_it_was_the_las
         stream = rig.start(max_tokens=1)
         p0.offer(await p0.next_submit())
         d.send_event(await d.next_prepare(), RequestEventKind.RELEASED)
-        d.load["num_running"] = 1  # its next load, which the router gets after the event
+        d.load["num_running"] = 1  # next load, which the router receives after the event
         await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
         await p0.stop()
         p1.send_token(await p1.next_submit(), 0, 9, last=True)

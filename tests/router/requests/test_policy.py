@@ -1,4 +1,4 @@
-"""The policy as a pure function: who is a candidate, what is predicted, and who wins."""
+"""Routing policy as a pure function: candidates, predictions, and choices."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def test_decoding_beside_prefill_costs_a_mixed_worker() -> None:
 
 TPOT_S = 0.05
 HISTORY = range(6000)
-"""Of a chat: an earlier prompt and its answer."""
+"""Earlier prompt and answer of a chat."""
 TURN = PromptBlocks(range(6100), BLOCK_SIZE)
-"""The chat's next turn: a hundred tokens more."""
+"""Next turn of the chat: a hundred tokens more."""
 OF_HISTORY = frozenset(block_hashes(HISTORY, BLOCK_SIZE))
 
 
@@ -185,7 +185,7 @@ def test_a_decode_worker_helps_out_with_short_prompts_only() -> None:
 
 
 def test_a_busy_decode_worker_keeps_its_tpot() -> None:
-    """Where a step with the prompt in it would take longer than the objective, and exactly there."""
+    """Refused exactly where a step with the prompt in it would exceed the objective."""
     for busy in (
         D0._replace(num_decoding=6, num_context_tokens=150_000),
         D0._replace(num_waiting_tokens=1500),

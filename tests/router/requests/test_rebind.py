@@ -1,4 +1,4 @@
-"""A parked prompt is pulled by another decode worker where the first one fails; only then is it prefilled again."""
+"""A parked prompt is pulled by another decode worker if the first fails; only then is it prefilled again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINK_FAILURE = "connect: UNAVAILABLE: no route"
 
 
 async def park(rig: Rig, p: ScriptedWorker, d: ScriptedWorker) -> tuple[TokenStream, worker_pb2.Prepare]:
-    """A request of two tokens: token 0 is out, its prompt is parked on ``p``, and ``d`` was asked to pull it."""
+    """Start a request of two tokens: token 0 is out, ``p`` has parked its prompt, and ``d`` was asked to pull it."""
     stream = rig.start(max_tokens=2)
     request = await p.next_submit()
     p.offer(request)
@@ -27,7 +27,7 @@ async def park(rig: Rig, p: ScriptedWorker, d: ScriptedWorker) -> tuple[TokenStr
 
 
 async def finish(rig: Rig, stream: TokenStream, d: ScriptedWorker, prepare: worker_pb2.Prepare) -> None:
-    """``d`` pulls the prompt and says the last token; it was the first attempt's."""
+    """``d`` pulls the prompt and sends the last token, as part of the first attempt."""
     assert prepare.request.attempt == 0
     assert not prepare.request.emitted_tokens
     d.send_event(prepare.request, RequestEventKind.JOINED)
@@ -133,7 +133,7 @@ async def test_what_the_prefill_worker_refuses_is_prefilled_again(
 async def test_after_the_release_there_is_nothing_to_pull(
     p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker
 ) -> None:
-    """The puller has everything, and dies before it could say that it joined."""
+    """The puller has all KV, and dies before it reports its join."""
     async with running_rig() as rig:
         await rig.up(p, d0, d1)
         stream, first = await park(rig, p, d0)

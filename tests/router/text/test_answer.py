@@ -1,4 +1,4 @@
-"""An answer starts when it is read, ends when it is left, and counts every token."""
+"""An answer starts when it is read, ends when it is closed, and counts every token."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
 
 
 def speaking_of(*choices: str) -> Script:
-    """A script in which each choice says something of its own, to the end of the longest."""
+    """Script with a different text for each choice, up to the end of the longest."""
     tokens = [tokens_of(text) for text in choices]
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:

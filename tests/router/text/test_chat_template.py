@@ -1,4 +1,4 @@
-"""Templates render as transformers renders them, and cannot leave the sandbox."""
+"""Templates render as in transformers, and cannot leave the sandbox."""
 
 from __future__ import annotations
 

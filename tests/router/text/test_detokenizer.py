@@ -1,4 +1,4 @@
-"""Text in pieces is the text as a whole, and no piece breaks a character."""
+"""Pieces of text join to the whole text, and no piece splits a character."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_pieces_of_a_text_join_to_its_decoding(tokenizer: Tokenizer, text: str) 
 
 @given(tokens=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=MAX_HELD_TOKENS))
 def test_pieces_of_any_tokens_join_to_their_decoding(tokens: list[int]) -> None:
-    """Broken bytes, special tokens and ids without a token included."""
+    """Includes broken bytes, special tokens and ids without a token."""
     assert "".join(pieces(BYTE_LEVEL, tokens)) == BYTE_LEVEL.decode(tokens)
     assert "".join(pieces(BYTE_LEVEL, tokens, frozenset())) == BYTE_LEVEL.decode(tokens, skip_special_tokens=False)
 

@@ -1,4 +1,4 @@
-"""Stop strings are found however the text is divided, and nothing of one is given before it is known."""
+"""Stop strings are found however the text is split, and no part of one is returned before it is decided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Read letter by letter until the text so far ends in a stop string; cut the longest that it ends in."""
+    """Read character by character until the text ends in a stop string; cut the longest that it ends in."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

@@ -1,4 +1,4 @@
-"""The tokenizer reads a model's folder, and encodes as transformers does."""
+"""The tokenizer reads a model's folder and encodes as transformers does."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
 
 
 def test_the_interpreter_serves_others_while_a_long_text_is_encoded(tmp_path: Path) -> None:
-    """The event loop turns during the encoding, not only before and after it."""
+    """The event loop runs during the encoding, not only before and after it."""
     write_tokenizer(tmp_path)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
     text = "the time to first token " * 8_000
@@ -137,7 +137,7 @@ def test_without_a_template_only_chat_fails(tmp_path: Path) -> None:
 
 
 def chat_text(folder: Path, chat_template: object) -> str:
-    """What a template of ``tokenizer_config.json`` writes."""
+    """Text rendered by a template of ``tokenizer_config.json``."""
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
     tokens = encoded_chat(ChatTokenizer.from_folder(folder), MESSAGES)
@@ -167,7 +167,7 @@ def test_the_vocabulary_is_the_models_where_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", ["decoder", "normalizer", "pre_tokenizer", "post_processor"])
 @pytest.mark.parametrize("value", [None, {}])
 def test_a_section_may_be_empty(tmp_path: Path, section: str, value: object) -> None:
-    """The file is legal where tokenizers takes it; what it refuses is refused with a remedy."""
+    """Any file that tokenizers accepts is legal; a refused one gets an error with a remedy."""
     content = json.loads(byte_level_tokenizer().to_str())
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(content | {section: value}))
@@ -184,7 +184,7 @@ def test_a_section_may_be_empty(tmp_path: Path, section: str, value: object) -> 
 
 
 def detokenized(tokenizer: ChatTokenizer, tokens: list[int]) -> str:
-    """The text of an answer, token by token."""
+    """Text of the answer, token by token."""
     detokenizer = tokenizer.detokenizer(skip_special_tokens=True)
     return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
 
