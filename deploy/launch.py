@@ -41,7 +41,6 @@ class Launch:
     """Seconds that in-flight requests may take after the signal to stop."""
 
     def phase(self, role: WorkerRole) -> PhaseConfig:
-        """Section of the deployment for the workers of ``role``."""
         return self.config.phase(role)
 
     def device(self, num_cores: int) -> Hardware:

@@ -92,7 +92,7 @@ class RouterProcess:
         return answer
 
     def is_ready(self) -> bool:
-        """Whether the cluster serves: both phases have answered a real request."""
+        """Whether both phases have answered a real request."""
         try:
             return self._http.get(f"{self.url}/health").status_code == httpx.codes.OK
         except httpx.HTTPError:

@@ -50,7 +50,7 @@ _QUESTION = "What is 17 + 25?"  # the demo model answers 42
 
 
 class Supervisor:
-    """Use once, from the main thread."""
+    """State machine of one cluster. Use it once, from the main thread."""
 
     def __init__(self, launch: Launch, progress: Progress) -> None:
         self._launch = launch
@@ -323,7 +323,7 @@ class Supervisor:
         return 0 if router.exit_code == 0 else 1
 
     def _end(self) -> None:
-        """End every process and remove every file, in whatever state they are."""
+        """End every process and remove every file, in any state."""
         if self._router is not None:
             self._router.close()
         if self._compiler is not None:

@@ -26,8 +26,6 @@ _HELP = f"Ctrl-C stops an answer, {_NEW} forgets what was said, Ctrl-D ends."
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpeed:
-    """Speed of one answer."""
-
     num_tokens: int
     ttft_s: float
     """Time from sending the request to the first piece of text."""
@@ -53,7 +51,6 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def start_anew(self) -> None:
-        """Forget all messages."""
         self._messages.clear()
 
     def say(self, message: str) -> None:

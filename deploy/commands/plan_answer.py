@@ -31,7 +31,6 @@ class Outputs(NamedTuple):
     json: Path | None
     """``-`` writes to standard output, and nothing else goes there."""
     num_rows: int
-    """Rows of the table."""
     num_processes: int
     """Processes that simulate in parallel; 0 uses one for each core."""
     model: Path | None

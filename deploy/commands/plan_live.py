@@ -130,7 +130,6 @@ def _overrides(cluster: RunningCluster, question: Question, holding: Holding, ob
 
 
 def _observe(watch: Watch) -> ObservedTraffic:
-    """Traffic within the window."""
     from pdserve.planner.live import observe
 
     before, begun_s = _fetch_metrics(watch.url), time.monotonic()

@@ -118,7 +118,6 @@ def added_hardware(file: Path | None) -> Mapping[str, Hardware]:
 
 
 def device(name: str, added: Mapping[str, Hardware]) -> Hardware:
-    """Device of that name."""
     from pdserve.model.cost.hardware import hardware
 
     with usage():
@@ -195,7 +194,6 @@ def console() -> Console:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file named by the user."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
