@@ -112,7 +112,7 @@ class RouterProcess:
 
     def restart(self) -> None:
         """End the rest of the router and start it again at the same addresses."""
-        end_session(self._process, 0)
+        self._end()
         self.is_listening = False
         self._start()
 
@@ -122,8 +122,13 @@ class RouterProcess:
 
     def close(self) -> None:
         """End the router if it still runs."""
-        end_session(self._process, 0)
+        self._end()
         self._http.close()
+
+    def _end(self) -> None:
+        end_session(self._process, 0)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "pdserve.router", "--config", "-"]

@@ -50,7 +50,7 @@ _QUESTION = "What is 17 + 25?"  # the demo model answers 42
 
 
 class Supervisor:
-    """State machine of one cluster. Use it once, from the main thread."""
+    """Runs one cluster. Use it once, from the main thread."""
 
     def __init__(self, launch: Launch, progress: Progress) -> None:
         self._launch = launch

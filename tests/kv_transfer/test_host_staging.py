@@ -68,5 +68,5 @@ def test_no_blocks_are_no_copy(rig: Rig) -> None:
 
 
 def test_a_pool_of_another_layout_cannot_be_staged_here() -> None:
-    with pytest.raises(AssertionError, match="is no pool"):
+    with pytest.raises(AssertionError, match="for KvLayout"):
         HostStaging(torch.zeros((7, LAYOUT.block_bytes), dtype=torch.uint8), PoolMemory.create(LAYOUT))

@@ -22,7 +22,7 @@ class Load(Protocol):  # not a comment line
 
 
 def test_a_tree_is_counted_room_by_room_with_sub_rooms(tmp_path: Path) -> None:
-    for name in ("router", "router/http", "deploy", "proto", "proto/v1", "tests"):
+    for name in ("router", "router/http", "deploy", "deploy/commands", "proto", "proto/v1", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     for name in ("router/http/load.py", "deploy/commands/plan.py", "proto/v1/stubs_pb2.py", "tests/test_load.py"):
