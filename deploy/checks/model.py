@@ -94,7 +94,7 @@ class WorkerMemory(NamedTuple):
 
 
 def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
-    """Raises ValueError, with the remedy, for sizes that no amount of memory would allow."""
+    """Return a worker's memory. Raises ValueError, with the remedy, for sizes that no amount of memory would allow."""
     cost = CostModel(model.shape, hardware("cpu"), config.precision)
     limits = model.limits(config.max_model_len)
     block_bytes = cost.kv_bytes_per_token * config.block_size

@@ -29,7 +29,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def check_ports(launch: Launch) -> None:
-    """Raises DeployError if the router cannot listen: the port is taken, or the address is not on this host."""
+    """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host."""
     router = launch.config.router
     for key, host, port in (("port", router.host, router.port), ("admin_port", "127.0.0.1", router.admin_port)):
         error = _listen_error(host, port)
@@ -127,7 +127,7 @@ def kernel_warning(launch: Launch) -> str:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be created in a folder, or the folder itself if it is missing."""
+    """True if files can be created in a folder, or the folder itself if it is missing."""
     while not folder.exists():
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

@@ -107,7 +107,7 @@ def _unusable(root: Path, error: OSError) -> DeployError:
 
 
 def _is_stale(folder: Path) -> bool:
-    """Whether no process holds the folder's lock."""
+    """True if the folder has a lock that no process holds."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

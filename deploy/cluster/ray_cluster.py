@@ -84,7 +84,7 @@ class PrivateRay:
 
     @property
     def is_started(self) -> bool:
-        """Whether `connect` may be called."""
+        """True once `connect` may be called."""
         return _STARTED in self._log_path.read_text(errors="replace")
 
     @property

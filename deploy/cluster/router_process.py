@@ -32,7 +32,7 @@ class RouterProcess:
         """Start the router without waiting for it."""
         self.config = config
         self.is_listening = False
-        """Whether the addresses are known; `url` and `admin_url` are valid from then on."""
+        """True once the addresses are known; `url` and `admin_url` are valid from then on."""
         self._log_path = log_path
         self._http = httpx.Client(timeout=_ADMIN_TIMEOUT_S, trust_env=False)
         self._start()
@@ -65,7 +65,7 @@ class RouterProcess:
         return reason or f"ended with exit code {self.exit_code}"
 
     def check_listening(self) -> bool:
-        """Whether the router listens by now. Records its addresses and keeps the ports for restarts."""
+        """Return True once the router listens. Records its addresses and keeps the ports for restarts."""
         assert self._process.stdout is not None
         if not self.is_listening and (line := self._process.stdout.readline()):
             addresses: dict[str, Any] = json.loads(line)
@@ -92,14 +92,14 @@ class RouterProcess:
         return answer
 
     def is_ready(self) -> bool:
-        """Whether both phases have answered a real request."""
+        """True if both phases have answered a real request."""
         try:
             return self._http.get(f"{self.url}/health").status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
     def is_alive(self) -> bool:
-        """Whether the router answers at all."""
+        """True if the router answers at all."""
         try:
             return self._http.get(f"{self.url}/live").status_code == httpx.codes.OK
         except httpx.HTTPError:

@@ -78,7 +78,7 @@ class UpProcess:
         return status
 
     def is_ready(self) -> bool:
-        """Whether the API reports that it serves."""
+        """True if the API reports that it serves."""
         try:
             return _get(f"{self.banner('API').removesuffix('/v1')}/health").is_success
         except httpx.HTTPError:
