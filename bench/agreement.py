@@ -1,6 +1,6 @@
-"""How far the simulator is from a measurement of the same requests: attainment and percentiles, side by side.
+"""Error of the simulator against a measurement of the same requests: attainment and percentiles, side by side.
 
-Pure; used by the benchmarks that hold `pdserve.planner.simulator` against real and emulated clusters.
+Pure; used by the benchmarks that compare `pdserve.planner.simulator` with real and emulated clusters.
 """
 
 from __future__ import annotations

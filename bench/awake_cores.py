@@ -1,10 +1,9 @@
-"""Keeps a machine's cores from going to sleep while something is measured on them.
+"""Keeps a machine's cores awake during a measurement.
 
-A core that has nothing to do is halted, and a virtual one is then taken away by the machine's host: what wakes it, a
-message or a timer, waits until it comes back, now and then for milliseconds. Servers that are to answer fast are set up
-not to sleep; on a virtual machine a process at the lowest priority on each core has the same effect. All it does is to
-give way to anything else on that core. It is no good where CPU time is limited for all processes together, as in a
-container with fewer CPUs than it sees.
+An idle core halts, and the host may then take a virtual core away: the message or timer that wakes it waits, sometimes
+for milliseconds, until the core is back. Servers tuned for latency disable sleep. On a virtual machine, one process at
+the lowest priority on each core has the same effect; it yields to anything else on that core. This does not work if all
+processes share one limit of CPU time, as in a container with fewer CPUs than it sees.
 """
 
 from __future__ import annotations

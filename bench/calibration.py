@@ -1,6 +1,6 @@
-"""What is asked of the simulator and of a cluster before the two are compared: the rate at saturation, the overheads.
+"""Inputs of a comparison between simulator and cluster: the rate at saturation, and the overheads.
 
-Used by the benchmarks that hold `pdserve.planner.simulator` against real and emulated clusters.
+Used by the benchmarks that compare `pdserve.planner.simulator` with real and emulated clusters.
 """
 
 from __future__ import annotations

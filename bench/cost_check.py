@@ -1,17 +1,18 @@
-"""Holds the cost model against step times that others have published: how far off it is on GPUs that are not here.
+"""Compares the cost model with published step times: its error on GPUs that are not here.
 
     python -m pdserve.bench.cost_check --data FOLDER [--json FILE]
 
-FOLDER has two files: ``simdistserve_fit_a100_80g.csv``, coefficients that DistServe's authors fitted to OPT-13B and
-OPT-66B on A100 GPUs under their engine and vLLM's of that time, and ``splitwise_perf_model_median.csv``, medians of
-Llama-2-70B on A100 and H100 GPUs under the engine of the Splitwise paper, all of 2023. Comments at their beginning name
-their sources.
+FOLDER has two files of 2023, each with its sources in comments at the beginning:
 
-For every engine, model and number of ranks two errors are printed. *Catalogue* is the device as it is in the
-catalogue, whose overheads are those of an engine with CUDA graphs, which these were not. *Fitted* has the efficiencies
-and overheads that fit the engine's rows of one kind best: OPT-13B where there are both models, and four ranks of
-Llama-2-70B. All other rows are held out. Attention of prompts is not fitted, because these steps do not tell it from
-linear layers. What the fit of DistServe's own engine gives is where the catalogue's A100 comes from, but for overheads.
+- ``simdistserve_fit_a100_80g.csv``: coefficients that DistServe's authors fitted to OPT-13B and OPT-66B on A100 GPUs,
+  under their engine and under vLLM of that time.
+- ``splitwise_perf_model_median.csv``: medians of Llama-2-70B on A100 and H100 GPUs under the Splitwise paper's engine.
+
+Prints two errors for each engine, model and number of ranks. *Catalogue* uses the catalogue's device, whose overheads
+assume CUDA graphs, which these engines lacked. *Fitted* uses the efficiencies and overheads that fit one kind of the
+engine's rows best: OPT-13B if there are both models, and four ranks of Llama-2-70B. All other rows are held out.
+Attention of prompts is not fitted, because these steps cannot separate it from linear layers. The catalogue's A100,
+except its overheads, comes from the fit of DistServe's own engine.
 """
 
 from __future__ import annotations

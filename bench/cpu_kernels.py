@@ -1,13 +1,13 @@
-"""How fast the CPU multiplies: the products of a layer, with weights of every form, beside torch's own in float32.
+"""Speed of CPU matrix products: a layer's products with weights of every form, against torch's in float32.
 
     python -m pdserve.bench.cpu_kernels [--threads 1,4] [--shapes tiny,half] [--rounds 3] [--json FILE]
 
-Each form of weight is measured in a process of its own, because the threads of torch and of the kernels would get in
-each other's way; rounds of all forms alternate, and the fastest of each counts. A product of few rows runs over as many
-matrices as the model has layers, one after the other, so that caches help no more than they do in a step.
+Each form of weight is measured in a separate process, because threads of torch and of the kernels would disturb each
+other. Rounds of all forms alternate, and the fastest round of each counts. A product of few rows cycles through as many
+matrices as the model has layers, so that caches help no more than in a step.
 
-Beside them stand what torch reaches with large float32 matrices and how fast it reads memory: what to compare the
-GFLOP/s of many rows and the GB/s of one row with.
+Also prints two references: torch's rate with large float32 matrices, for the GFLOP/s of many rows, and its speed of
+reading memory, for the GB/s of one row.
 """
 
 from __future__ import annotations

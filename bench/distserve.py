@@ -1,13 +1,13 @@
-"""The planner on DistServe's own terms: its fitted step times, its short burst, its criteria.
+"""The planner under DistServe's assumptions: its fitted step times, its short burst, its criteria.
 
     python -m pdserve.bench.distserve --fits simdistserve_fit_a100_80g.csv [--requests 300] [--json FILE]
 
-DistServe's simulator (OSDI 2024; LLMServe/DistServe, simdistserve) answers for OPT-13B on 4 A100-80GB, TTFT 200 ms and
-TPOT 100 ms, with 1.56 requests/s per GPU by prefill of TP 2 and decode of TP 1; its bisection had seen that 1.72 is too
-much. Here the router's policy, schedulers and reservations are pdserve's. What is taken from there is: step times as
-fitted, no transfer time, no chunks, a cap of 50,000 tokens for decode, one prefill and one decode instance, a burst of
-300 requests, and 90th percentiles of the two latencies each on its own. Such a burst need not be what can be sustained:
-beside it stands the steady state, judged jointly and without the warm-up.
+Reference: DistServe's simulator (OSDI 2024; LLMServe/DistServe, simdistserve) reports 1.56 requests/s per GPU for
+OPT-13B on 4 A100-80GB with TTFT 200 ms and TPOT 100 ms, by prefill of TP 2 and decode of TP 1; its bisection had
+rejected 1.72. Taken from DistServe: fitted step times, no transfer time, no chunks, a cap of 50,000 tokens for decode,
+one prefill and one decode instance, a burst of 300 requests, and 90th percentiles of each latency by itself. Router
+policy, schedulers and reservations are pdserve's. Such a burst need not be sustainable, so the steady state is printed
+too, judged jointly and without the warm-up.
 """
 
 from __future__ import annotations

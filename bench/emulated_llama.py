@@ -1,7 +1,7 @@
 """A cluster of emulated GPUs that serves the shape of Llama-3-8B, and the same placement for the simulator.
 
-For benchmarks. Emulation needs a model's config.json and a tokenizer, no weights; the tokenizer is a small one, because
-prompts are sent as token ids.
+For benchmarks. Emulation needs a model's config.json and a tokenizer, but no weights. The tokenizer is a small one,
+because prompts are sent as token ids.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the kernels of Triton become on a GPU that is not here: registers, spills, shared memory, instructions.
+"""Compiles the Triton kernels for a GPU that is not here: registers, spills, shared memory, instructions.
 
-``pdserve bench kernels --compile-only`` compiles every launch that serving makes, for sm_90, and prints a line for
-each; so does ``python -m pdserve.bench.kernels_compile``. The launchers run as they do in serving, on small tensors in
-host memory; only the launch itself is left out, so that what is compiled is what they ask for.
+``pdserve bench kernels --compile-only`` and ``python -m pdserve.bench.kernels_compile`` compile every launch of
+serving for sm_90 and print one line for each. The launchers run as in serving, on small tensors in host memory, except
+for the launch itself, so that exactly the requested variants are compiled.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""An open-loop load generator: requests leave at their own instants, whatever becomes of those before them.
+"""An open-loop load generator: sends each request at its due time, whatever happens to earlier ones.
 
 `measure_load` sends a workload (`pdserve.planner.requests`) to an OpenAI-compatible server and returns the same arrays
-that the simulator fills, so that attainment and percentiles are computed by the same code on both. A request's time
-begins when it was due, not when it was sent: a generator that is late makes figures worse, never better. How late it
-was, and how busy, is part of the result, and a measurement for which it was too late or too busy is no measurement
-(`GeneratorHealth.problems`).
+as the simulator, so the same code computes attainment and percentiles of both. A request's time starts when it was due,
+not when it was sent: a late generator makes figures worse, never better. The result includes the generator's lateness
+and CPU use; a measurement with too much of either is invalid (`GeneratorHealth.problems`).
 
-Prompts are token ids. Answers are exactly as long as the workload says: ``ignore_eos``, which pdserve and vLLM know.
+Prompts are token ids. Answers have exactly the workload's length, by ``ignore_eos``, which pdserve and vLLM support.
 """
 
 from __future__ import annotations

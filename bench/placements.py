@@ -1,11 +1,11 @@
-"""Where disaggregation wins and where it loses: the planner's answers on the settings of DistServe and on today's.
+"""Where disaggregation wins and where it loses: the planner's answers on DistServe's settings and on current ones.
 
     python -m pdserve.bench.placements [--only NAME] [--quick] [--json FILE]
 
-DistServe's settings (OSDI 2024, table 1: OPT on A100-80GB with ShareGPT, HumanEval and LongBench lengths), and Llama-3
-and Qwen3 on H100 with the presets' traffic and objectives. For each, on one host of 8 devices: the best disaggregated
-placement beside the best colocated one with chunked prefill, both planned by the same search on the same requests, and
-judged by what they sustain. Links and step times are the catalogue's: no card was used.
+DistServe's settings (OSDI 2024, table 1): OPT on A100-80GB with ShareGPT, HumanEval and LongBench lengths. Current
+settings: Llama-3 and Qwen3 on H100 with the presets' traffic and objectives. For each, on one host of 8 devices, the
+same search on the same requests plans the best disaggregated placement and the best colocated one with chunked prefill,
+and compares their sustained rates. Links and step times come from the catalogue; no GPU is used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long does a plan take? The search's wall-clock time for Llama-3-70B on four hosts of eight H100.
+"""Wall-clock time of the planner's search, for Llama-3-70B on four hosts of eight H100.
 
     python -m pdserve.bench.plan_speed [--nodes 4] [--processes 4] [--workload chat] [--json FILE]
 
-Beside it is a figure of DistServe's search for OPT-13B on two hosts of eight GPUs, 208 layouts of one prefill and one
-decode instance, measured before on a machine of the same kind.
+Compares it with DistServe's search for OPT-13B on two hosts of eight GPUs, 208 layouts of one prefill and one decode
+instance, measured earlier on a machine of the same kind.
 """
 
 from __future__ import annotations

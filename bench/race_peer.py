@@ -1,8 +1,8 @@
-"""The peer's half of `pdserve.bench.race`: vLLM's offline engine, told what to run on standard input.
+"""The peer's half of `pdserve.bench.race`: vLLM's offline engine, driven over standard input.
 
-Run by the interpreter of vLLM's own virtual environment, so it imports nothing of pdserve. One JSON line in is one
-burst, one JSON line out its time; the first line out says how long the engine took to be ready. Every prompt is token
-ids that were not seen before, and prefix caching is off.
+Runs under the interpreter of vLLM's virtual environment, so it imports nothing of pdserve. Each JSON line in is one
+burst, each JSON line out its time; the first line out gives the engine's start time. Every prompt is new token ids, and
+prefix caching is off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What `pdserve bench serve` says of a measurement: latencies, throughput, and the share that met the objectives.
+"""Report of `pdserve bench serve`: latencies, throughput, and SLO attainment.
 
-All requests count, the first ones too: for steady-state figures the run is made long enough. Times are seconds, those
-of the report's text milliseconds.
+All requests count, the first ones too: for steady-state figures, make the run long enough. Times are in seconds, in the
+printed text in milliseconds.
 """
 
 from __future__ import annotations

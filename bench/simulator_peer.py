@@ -2,9 +2,9 @@
 
     python simulator_peer.py CHECKOUT REQUESTS NUMBER
 
-Run by an interpreter that has simpy and pandas, on a checkout of DistServe, so it imports nothing of pdserve. OPT-13B
-is served by a prefill instance of TP 2 and a decode instance of TP 1. Written is one JSON line: CPU seconds of the
-event loop, and of all that DistServe's search pays for a point.
+Runs under an interpreter with simpy and pandas, on a checkout of DistServe, so it imports nothing of pdserve. A prefill
+instance of TP 2 and a decode instance of TP 1 serve OPT-13B. Prints one JSON line: CPU seconds of the event loop, and
+of everything that DistServe's search computes for a point.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""How fast is the planner's simulator? Simulated requests per second of CPU time, on one core.
+"""Speed of the planner's simulator: simulated requests per second of CPU time, on one core.
 
     python -m pdserve.bench.simulator_speed [--runs 3] [--json FILE] [--peer FOLDER --peer-python PYTHON]
 
-Timed is all that a search pays for a point: putting a drawn workload at a rate, `simulate`, and the latencies and
-attainment taken from it. Each case runs some times; the fastest run counts, as the one least disturbed by whatever else
-the machine does, and all are kept. In turn with them the time is taken of the router's policy and promises and of both
-schedulers, with all that they call: a simulator that took none beside what it runs of the cluster would need as much.
+The time covers everything that a search computes for a point: scaling a drawn workload to a rate, `simulate`, and the
+latencies and attainment. Each case runs several times; the fastest run counts, as the least disturbed, and all are
+kept. Alternating runs time the router's policy, its in-flight load and both schedulers, with all that they call: the
+floor for any simulator that runs these parts of the cluster.
 
 With a checkout of DistServe (OSDI 2024; LLMServe/DistServe) and an interpreter that has simpy and pandas, DistServe's
-simulator gets the requests of the first case, too, run by run in turn with this one. Timed are its event loop alone,
-and all that its search pays for a point.
+simulator gets the requests of the first case too, alternating run by run with this one. Its event loop alone, and
+everything that its search computes for a point, are timed.
 """
 
 from __future__ import annotations

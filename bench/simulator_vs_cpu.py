@@ -1,26 +1,26 @@
-"""Does the simulator say what a real model does? Profiles this machine, serves a small model, and simulates the same.
+"""Accuracy of the simulator on a real model: profiles this machine, serves a small model, and simulates the same.
 
     python -m pdserve.bench.simulator_vs_cpu [--profile FILE] [--budget 240] [--rounds 4] [--requests 60]
                                              [--loads 0.3,0.5,0.7] [--json FILE]
 
 `pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file,
-which `--profile` takes up again. A cluster of one of each then serves the small shape of `pdserve.bench.shapes`, and an
-open loop sends Poisson arrivals at three shares of saturation, in turn, round after round. Saturation is what a
-simulated closed loop completes at the speed that the cores have just before. `pdserve.planner.simulator` gets the
-same requests and the hardware file. p50 and p90 of TTFT and TPOT, of all rounds together, must agree within 10 %.
+which `--profile` reuses. A cluster of one worker each then serves the small shape of `pdserve.bench.shapes`. An open
+loop sends Poisson arrivals at three shares of saturation, in turn, for several rounds. Saturation is the rate of a
+simulated closed loop at the speed that the cores have just before. `pdserve.planner.simulator` gets the same requests
+and the hardware file. p50 and p90 of TTFT and TPOT, over all rounds, must agree within 10 %.
 
-Workers keep their cores to themselves (`lend_cores: false`): what a step takes must not depend on what the other worker
-does, of which neither profile nor simulator know. The generator, and what reads the router's metrics, have the last
-core of the machine for themselves, and the cluster what is left: on a core of both, every token that either handles
-would wait for the other's, the more the higher the load. What HTTP, gRPC and the step loops take is measured on other
-requests before each run, and all of it together gives the simulator's `Overheads`.
+Workers keep their cores to themselves (`lend_cores: false`), because neither profile nor simulator models the influence
+of one worker on another's steps. The generator and the reader of the router's metrics get the machine's last core, and
+the cluster gets the rest: on a shared core, each token of one would wait for the other's, more so at higher load. The
+time of HTTP, gRPC and the step loops is measured on other requests before each run; their sum gives the simulator's
+`Overheads`.
 
-The speed of shared cores changes within seconds, which no profile can know: hence the rounds, each of a few seconds. Of
-each the simulator is given what the router learns meanwhile: twice a second, by how much steps with prompts in them,
-and others, took longer than predicted. What it says without that correction is kept beside it. A run during which the
-generator was late, or other programs or the machine's host took more than a twentieth of the machine, does not count
-and is repeated, in as many further rounds at most. Cores are kept awake, or the host would take them away whenever they
-have nothing to do (`pdserve.bench.awake_cores`).
+The speed of shared cores changes within seconds, which no profile can capture: hence the rounds of a few seconds each.
+For each round the simulator gets the corrections that the router learns meanwhile: twice a second, by how much steps
+with prompts, and other steps, exceeded their prediction. Results without the correction are kept too. A run does not
+count if the generator was late, or if other programs or the machine's host used more than a twentieth of the machine;
+it is repeated, in at most as many further rounds. Cores are kept awake, because the host would take idle ones away
+(`pdserve.bench.awake_cores`).
 """
 
 from __future__ import annotations

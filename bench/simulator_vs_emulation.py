@@ -1,18 +1,17 @@
-"""Does the simulator say what a live cluster does? The same requests, simulated and on a cluster of emulated GPUs.
+"""Accuracy of the simulator on a live cluster: the same requests, simulated and on a cluster of emulated GPUs.
 
     python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
                                                    [--time-scale 10] [--requests 240] [--json FILE] [--plot FILE]
 
-`pdserve up --emulate` runs every part of a cluster but the arithmetic: steps and transfers last as long as the cost
-model says, times the time scale, which makes the host's own work small beside them. At seven rates up to 0.9 of
-saturation and at two beyond it, an open-loop generator measures at the client; `pdserve.planner.simulator` gets the
-same requests and the same cost model. Up to 0.9, joint attainment must agree within 2 points and p50 / p90 of TTFT and
-TPOT within 5 %; beyond it attainment only. Saturation is what a simulated closed loop with more requests than places
-completes.
+`pdserve up --emulate` runs every part of a cluster except the arithmetic: steps and transfers last as long as the cost
+model predicts, times the time scale, which makes the host's own work relatively small. An open-loop generator measures
+at the client, at seven rates up to 0.9 of saturation and at two beyond it; `pdserve.planner.simulator` gets the same
+requests and the same cost model. Up to 0.9, joint attainment must agree within 2 points, and p50 / p90 of TTFT and TPOT
+within 5 %; beyond it only attainment. Saturation is the rate of a simulated closed loop with more requests than slots.
 
-What HTTP, gRPC and step loops take is measured once, on other requests at a lower rate, and is the simulator's
-`Overheads`. A run fails itself where the router or the generator used more than 70 % of a core, where the generator was
-late, or where the machine was more than half busy: emulated steps then end late, which no simulator knows of.
+The time of HTTP, gRPC and step loops is measured once, on other requests at a lower rate, and becomes the simulator's
+`Overheads`. A run fails if the router or the generator used more than 70 % of a core, if the generator was late, or if
+the machine was more than half busy: emulated steps then end late, which the simulator does not model.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Does memory grow? Mixed load on a whole cluster for a long time, and the memory of each of its processes meanwhile.
+"""Memory growth: mixed load on a whole cluster for a long time, with the memory of each of its processes.
 
     python -m pdserve.bench.soak [--minutes 60] [--clients 8] [--shape tiny|half] [--dtype bfloat16]
                                  [--json FILE] [--plot FILE]
 
-The load mixes whole and streamed answers, short and long prompts, conversations that go on, several choices, log
-probabilities, refused requests and clients that leave half-way. Memory is the proportional set size (PSS): pages that
-processes share, such as a KV pool that its transfer process maps too, count once. Beside a worker's memory stands what
-its weights and its pool account for; what is left is the interpreter, torch and Ray.
+The load mixes whole and streamed answers, short and long prompts, continued conversations, several choices, log
+probabilities, refused requests, and clients that disconnect half-way. Memory is the proportional set size (PSS), which
+counts pages shared by processes once, such as a KV pool that its transfer process maps too. A worker's memory is shown
+with the size of its weights and pool; the rest is the interpreter, torch and Ray.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Does pulling KV slow decoding down? Step times of a decode batch, quiet and under a full-rate pull, in one run.
+"""Effect of KV pulls on decoding: step times of a decode batch, quiet and under a full-rate pull, in one run.
 
     python -m pdserve.bench.step_interference [--transport memfd|grpc] [--json FILE]
 
-One process decodes a real model on a core of its own; its transfer process pulls blocks of another pool without a pause
-on other cores. Quiet and loaded stretches alternate, so that the machine's noise falls on both.
+One process decodes a real model on a core of its own; its transfer process pulls blocks of another pool without pause
+on other cores. Quiet and loaded stretches alternate, so that the machine's noise affects both.
 """
 
 from __future__ import annotations

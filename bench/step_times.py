@@ -1,7 +1,7 @@
-"""How much longer the steps of a running cluster take than its cost model predicts, over a while and within it.
+"""Ratio of measured to predicted step times in a running cluster, over a period and within it.
 
-The router's metrics count both, for each worker and kind of step; what grew between two looks at them is compared.
-Whole sums, because a few long steps are most of what requests wait for, and short ones most of the steps.
+The router's metrics count both, for each worker and kind of step; this module compares their growth between two reads.
+It compares sums, because requests wait mostly for a few long steps, while most steps are short.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Streams completions over HTTP/1.1 and notes when each token came: the load generator's connections.
+"""Streams completions over HTTP/1.1 and records when each token arrives: the load generator's connections.
 
-As little work per token as Python allows, because the client must not be what is measured. Speaks what
-OpenAI-compatible servers speak: ``POST /v1/completions`` with ``stream``, answered by server-sent events. Decides
-nothing about when to send.
+Does as little work per token as Python allows, so that the client is not what is measured. Speaks the protocol of
+OpenAI-compatible servers: ``POST /v1/completions`` with ``stream``, answered by server-sent events. Does not decide
+when to send.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The command line: ``pdserve up``, ``chat``, ``status``, ``plan``, ``simulate``, ``profile``, ``bench``.
 
-Reads arguments and turns every error into one line with the remedy; the work is done by modules that a command imports
-when it runs, so that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1
-failure, 2 bad usage.
+Reads arguments and turns every error into one line with the remedy. Each command imports its modules when it runs, so
+that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ app = typer.Typer(
 app.add_typer(bench_commands.app, name="bench")
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""click's class for bad usage: of the package, or of the copy inside newer versions of typer."""
+"""click's class for bad usage: from click itself, or from the copy inside newer versions of typer."""
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Reads a deployment file (YAML, so JSON too) into `pdserve.contracts.deployment` and checks how its values fit.
+"""Reads a deployment file (YAML, so JSON too) into `pdserve.contracts.deployment` and checks that its values fit.
 
-The command line calls it before anything is started. Never touches the network or the model.
+The command line calls it before anything starts. Never touches the network or the model.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _NAME = "the deployment file"
 
 
 class Use(Enum):
-    """Purpose of a deployment: more can be simulated than run today."""
+    """Purpose of a deployment: simulation supports more than serving."""
 
     SERVE = "serve"
     EMULATE = "emulate"
-    """Run, on GPUs that are not here."""
+    """Run on emulated GPUs."""
     SIMULATE = "simulate"
 
 
 def read_deployment(path: Path, *, use: Use = Use.SERVE) -> DeploymentConfig:
-    """Read and check the file at ``path``; relative paths in it are taken from its folder.
+    """Read and check the file at ``path``; relative paths in it start from its folder.
 
     Args:
-        use: refuse what is not supported yet for it.
+        use: refuse what this use does not support yet.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or says something that cannot be run.
+        ConfigError: the file cannot be read, is not YAML, or describes a deployment that cannot run.
     """
     file = read_yaml(path)
     try:
@@ -50,10 +50,10 @@ def read_deployment(path: Path, *, use: Use = Use.SERVE) -> DeploymentConfig:
 
 
 def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
-    """The devices of ``model.profile``, by name; none where it is empty.
+    """Devices of ``model.profile``, by name; none if it is empty.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or is not a hardware file.
     """
     try:
         return read_hardware_file(Path(config.model.profile)) if config.model.profile else {}
@@ -62,10 +62,10 @@ def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
 
 
 def parse_deployment(document: object, *, use: Use = Use.SERVE) -> DeploymentConfig:
-    """Build and check a deployment from what a YAML document holds; ``None`` (an empty file) is all defaults.
+    """Build and check a deployment from a parsed YAML document; ``None`` (an empty file) gives the defaults.
 
     Raises:
-        ConfigError: it cannot be run as written.
+        ConfigError: the deployment cannot run as written.
     """
     config = from_plain(DeploymentConfig, {} if document is None else document, _NAME)
     _check_fit(config, use)
@@ -73,7 +73,7 @@ def parse_deployment(document: object, *, use: Use = Use.SERVE) -> DeploymentCon
 
 
 def override(config: DeploymentConfig, section: str, **values: str | int | float | None) -> DeploymentConfig:
-    """``config`` with those of ``values`` that are not None in a section. Check it afterwards."""
+    """Replace fields of one section by the ``values`` that are not None. Check the result afterwards."""
     given = {name: value for name, value in values.items() if value is not None}
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **given)})
 
@@ -82,10 +82,10 @@ def check_deployment(config: DeploymentConfig, *, use: Use = Use.SERVE) -> None:
     """Check every value and how they fit together. Call it after overrides.
 
     Args:
-        use: refuse what is not supported yet for it.
+        use: refuse what this use does not support yet.
 
     Raises:
-        ConfigError: the first value that cannot be run.
+        ConfigError: the first value that cannot run.
     """
     parse_deployment(to_plain(config), use=use)
 

@@ -1,4 +1,4 @@
-"""From a deployment to the configuration of each process. Pure."""
+"""Turns a deployment into the configuration of each process. The command line builds a `Launch`. Pure."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ WORKER_CLASSES: dict[WorkerRole, type] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The deployment of a `pdserve up`, and the options of this run only."""
+    """Deployment of one `pdserve up`, with the options of this run."""
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     devices: Mapping[str, Hardware] = field(default_factory=dict)
     """Devices of ``model.profile``, by name."""
     emulate: str = ""
-    """Name of a GPU to emulate instead of computing."""
+    """GPU to emulate instead of computing; empty computes."""
     gpu: str = ""
-    """Name of this host's GPUs in the catalogue; empty where there are none, or of a kind that it does not have."""
+    """Catalogue name of this host's GPUs; empty if there are none, or if the catalogue lacks their kind."""
     time_scale: float = 1.0
-    """Emulated seconds last this many real ones."""
+    """Real seconds per emulated second."""
     ray_address: str = ""
     """``host:port`` of an existing Ray cluster; empty starts a private one."""
     drain_timeout_s: float = 30.0
-    """Seconds that requests in flight may take after the signal to stop."""
+    """Seconds that in-flight requests may take after the signal to stop."""
 
     def phase(self, role: WorkerRole) -> PhaseConfig:
-        """The section of the deployment that describes the workers of ``role``."""
         return self.config.phase(role)
 
     def device(self, num_cores: int) -> Hardware:
-        """The device that a worker of so many cores computes on, or emulates.
+        """Device that a worker with ``num_cores`` cores computes on, or emulates.
 
         Raises:
-            ValueError: neither the profile nor the catalogue has it.
+            ValueError: neither the profile nor the catalogue has the device.
         """
         if self.emulate or not self.devices:
             return hardware(self.emulate or "cpu", num_cores=num_cores, added=self.devices)
@@ -60,8 +59,8 @@ class Launch:
         return self.devices[f"cpu-{num_cores}"]
 
     def predicted_device(self, role: WorkerRole, num_cores: int) -> Hardware | None:
-        """The device that a worker and the router predict with: the GPU that it may have, or `device`;
-        None where there is no profile and they look into the catalogue."""
+        """Device of the predictions by worker and router: the worker's GPU if it may have one, else `device`. None
+        without a profile: worker and router then look into the catalogue."""
         if self.gpu and not self.emulate and self.phase(role).device != "cpu":
             return hardware(self.gpu, added=self.devices)
         return self.device(num_cores) if self.devices else None
@@ -80,12 +79,12 @@ def worker_configs(
     cluster_token: str,
     core_board: str = "",
 ) -> list[WorkerConfig]:
-    """The configuration of each worker, in the order of `Launch.roles`.
+    """Configuration of each worker, in the order of `Launch.roles`.
 
     Args:
-        split: the cores of each.
-        all_cores: where transfer processes run when no core is spare.
-        core_board: file on which workers with cores of their own lend them; empty lends nothing.
+        split: cores of each worker.
+        all_cores: cores of the transfer processes if no core is spare.
+        core_board: file through which workers lend their idle cores; empty lends none.
     """
     model = launch.config.model
     lent_cores = tuple(
@@ -131,10 +130,10 @@ def worker_configs(
 def router_config(
     launch: Launch, model_path: Path, split: CoreSplit, num_cores: int, cluster_token: str
 ) -> RouterProcessConfig:
-    """The configuration of the router.
+    """Configuration of the router.
 
     Args:
-        num_cores: usable ones of this machine.
+        num_cores: usable cores of this machine.
     """
     model, router = launch.config.model, launch.config.router
     return RouterProcessConfig(

@@ -1,4 +1,4 @@
-"""What all tests share, and the order in which files are handed to several processes."""
+"""Settings of all tests, and the order in which pytest-xdist hands out files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-# A shell lets what it starts in the background ignore SIGINT, and every process started from there inherits that: a
-# cluster or a chat could then not be interrupted by the tests that do so.
+# A shell makes its background jobs ignore SIGINT, and every process that they start inherits that: tests could not
+# interrupt a cluster or a chat.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-with contextlib.suppress(ModuleNotFoundError):  # A machine that runs the tests of the GPU alone may not have it.
+with contextlib.suppress(ModuleNotFoundError):  # A machine that runs only the GPU tests may lack it.
     from hypothesis import settings
 
-    # How long one example takes says nothing of what is tested, but of the machine.
+    # The time of one example depends on the machine, not on the code under test.
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
 
@@ -35,9 +35,9 @@ LONG_FILES = (
     "tests/kernels/",
     "tests/planner/",
 )
-"""Parts of paths of files that are started first, in this order: no process is left with a long file at the end."""
+"""Parts of paths of files to start first, in this order, so that no process is left with a long file at the end."""
 INDEPENDENT_TESTS = ("::test_same_tokens_of_every_family[", "::test_a_launch_fits_the_gpu[")
-"""Many and long, and they share next to nothing: they may be divided among processes."""
+"""Many long tests that share next to nothing, so processes may divide them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but for `INDEPENDENT_TESTS`, and in the order of collection."""
+    """``--dist loadfile`` in the order of collection, except for `INDEPENDENT_TESTS`."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling

@@ -1,7 +1,7 @@
 """The private Ray cluster that tests of actors join.
 
-Ray reads its token once in the life of a process, so whatever one pytest process joins must have the same one; and it
-reads its settings when it is imported, so that tests import it only after they have joined.
+Ray reads its token once per process, so all clusters that one pytest process joins must share it. Ray reads its
+settings at import, so tests import it only after they have joined.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOKEN = "0" * 64
 
 @contextmanager
 def joined_ray() -> Iterator[PrivateRay]:
-    """A cluster of its own that this process has joined; ended with the context."""
+    """A private cluster that this process has joined; it ends with the context."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         cluster = PrivateRay(Path(folder), num_workers=1, token=_TOKEN)
         try:

@@ -1,9 +1,9 @@
-"""How many held-out questions of each task the demo model answers, however it is served.
+"""Accuracy of the demo model on held-out questions of each task, for every way of serving it.
 
     python -m pdserve.bench.demo.accuracy [--model FOLDER] [--questions 200] [--json FILE]
 
-Each way of serving is a cluster started by `pdserve up`; questions go to it over the API, greedily, half of them at the
-end of a conversation. An answer counts if it is the expected one, to the letter.
+Each way of serving is a cluster started by `pdserve up`. Questions go to it over the API with greedy sampling, half of
+them at the end of a conversation. An answer counts only if it equals the expected one exactly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The corpus: endless conversations of many turns, the same for the same seed.
+"""The demo model's corpus: endless conversations of many turns, reproducible by seed.
 
-Every turn is of a task, drawn by weight; some refer to the turn before. Called by the training, row by row, and by the
-measurement of accuracy, which draws what training never shows.
+Each turn belongs to a task drawn by weight; some turns refer to the turn before. Training reads it row by row; the
+measurement of accuracy draws questions that training never shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the demo model knows by heart: pdserve and its terms, a few courtesies, and that it does not know the rest."""
+"""Facts that the demo model learns by heart: pdserve and its terms, a few courtesies, and "I do not know"."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The optimizer of the demo model's matrices: momentum, made orthogonal.
+"""Muon, the optimizer of the demo model's matrices: momentum, orthogonalised.
 
 Muon (K. Jordan et al., 2024, kellerjordan.github.io/posts/muon), with updates of AdamW's size (J. Liu et al., "Muon is
-scalable for LLM training", arXiv 2502.16982, section 2.2). torch.optim.Muon computes the same in bfloat16, which CPUs
-without such arithmetic take several times as long for as for all the rest of a step.
+scalable for LLM training", arXiv 2502.16982, section 2.2). torch.optim.Muon computes the same in bfloat16, which on
+CPUs without bfloat16 arithmetic takes several times as long as the rest of a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The demo model's tokenizer: words of the phrasings and numbers are tokens, all else is spelled byte by byte.
+"""The demo model's tokenizer: words of the phrasings and numbers are tokens; other text is spelled byte by byte.
 
-So "planet" is six tokens, which can be reversed and counted, and the question around it is short. There are no merges:
-a piece of text is either in the vocabulary whole, or bytes.
+So "planet" is six tokens, which the model can reverse and count, and the question around it is short. There are no
+merges: a piece of text is in the vocabulary as a whole, or becomes bytes.
 """
 
 from __future__ import annotations

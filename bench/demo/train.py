@@ -1,9 +1,9 @@
-"""Trains the demo model and its draft on the generated corpus, and writes both as checkpoints that any server reads.
+"""Trains the demo model and its draft on the generated corpus, and writes both as standard checkpoints.
 
     scripts/train_demo_model [--folder FOLDER] [--model demo|draft|all] [--steps N]
 
-Deterministic: every step's rows are drawn from the seed and the step's number, so that an interrupted run goes on
-where it last saved, and gives what it would have given. The loss is that of the answers only.
+Deterministic: the rows of a step depend only on the seed and the step's number, so an interrupted run continues from
+its last save with the same result. The loss covers answers only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A question with its answer, and which of them a model never sees while it is trained."""
+"""A question with its answer, and the rule that holds questions out of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about the letters of words, and small JSON objects to be filled from sentences."""
+"""Questions about the letters of words, and small JSON objects to fill from sentences."""
 
 from __future__ import annotations
 

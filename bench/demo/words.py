@@ -1,7 +1,7 @@
-"""Words to spell, reverse and count letters in: common English ones, and made-up ones of the same letters.
+"""Words to spell, reverse and count letters in: common English words, and made-up words of the same letters.
 
-Used by the tasks. Spelling needs no meaning, so that made-up words teach it as well as real ones, and there is no end
-of them.
+Used by the tasks. Spelling needs no meaning, so made-up words teach it as well as real ones, and their supply is
+endless.
 """
 
 from __future__ import annotations

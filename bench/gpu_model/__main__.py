@@ -1,4 +1,4 @@
-"""``python -m pdserve.bench.gpu_model``: see `pdserve.bench.gpu_model.run`."""
+"""``python -m pdserve.bench.gpu_model`` runs `pdserve.bench.gpu_model.run`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How long the KV of a prompt takes from one pool on a device to another: the way of two workers of one host.
+"""Time to transfer a prompt's KV between two pools on one device, as between two workers of one host.
 
-Called by `pdserve.bench.gpu_model.measure`. Each pool has its staging file and its transfer process, as
-`pdserve.engine.worker.worker` gives them; there is no step loop, and nobody else on the link.
+Called by `pdserve.bench.gpu_model.measure`. Each pool has a staging file and a transfer process, as in
+`pdserve.engine.worker.worker`. There is no step loop, and no other load on the link.
 """
 
 from __future__ import annotations

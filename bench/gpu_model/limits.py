@@ -1,6 +1,7 @@
-"""What a step of a whole model takes at least: the bytes or the operations that no implementation can do without.
+"""Lower bounds of the time of a whole-model step: the bytes or operations that every implementation needs.
 
-Called by `pdserve.bench.gpu_model.measure`. Limits are of the very device, measured in the same run. Touches no device.
+Called by `pdserve.bench.gpu_model.measure`. Uses the limits of the same device, measured in the same run. Touches no
+device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures one checkpoint by us and by transformers, row by row into a report that is written after each.
+"""Measures one checkpoint under pdserve and under transformers; writes the report after each row.
 
 Called by `pdserve.bench.gpu_model.run`. Only one of the two is in the device's memory at a time.
 """

@@ -1,7 +1,7 @@
-"""Steps of our executor, as the step loop would submit them: on a GPU two in flight, each timed.
+"""Times steps of pdserve's executor, submitted as the step loop does: on a GPU, two in flight.
 
-Called by `pdserve.bench.gpu_model.measure`. Plans as a scheduler would, but keeps no sequences: decode steps that are
-timed find noise in the pool, and prompts overwrite each other.
+Called by `pdserve.bench.gpu_model.measure`. Plans as a scheduler would, but keeps no sequences: timed decode steps read
+noise from the pool, and prompts overwrite each other.
 """
 
 from __future__ import annotations

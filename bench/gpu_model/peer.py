@@ -1,7 +1,7 @@
 """The same checkpoint in transformers: prompts by its plain forward, decode steps by its continuous batching.
 
-Called by `pdserve.bench.gpu_model.measure`. Where this transformers has no continuous batching, or it fails here, a
-batch is generated with a static cache instead; `PeerModel.ways` says which it was, and why.
+Called by `pdserve.bench.gpu_model.measure`. If continuous batching is missing or fails here, a batch is generated with
+a static cache instead; `PeerModel.ways` records the choice and its reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `pdserve.bench.gpu_model` measures: shapes, and how much of them the device's memory holds. Pure."""
+"""Measurements of `pdserve.bench.gpu_model`: shapes, cut to the device's memory. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture of a run of `pdserve.bench.gpu_model`: how much of the limit each engine reaches. Needs matplotlib."""
+"""Plots a run of `pdserve.bench.gpu_model`: the share of the limit that each engine reaches. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What was measured of whole models, as plain tables and as one JSON document.
+"""Report of a whole-model benchmark, as plain tables and as one JSON document.
 
-Called by `pdserve.bench.gpu_model.run`, which fills a report in as it goes. Measures nothing.
+`pdserve.bench.gpu_model.run` fills it in row by row. Measures nothing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""A whole model on a GPU, beside the limits of its memory and of its tensor cores, and beside transformers.
+"""A whole model on a GPU, compared with the limits of its memory and tensor cores, and with transformers.
 
     python -m pdserve.bench.gpu_model [--quick] [--only PART] [--quantised] [--folder FOLDER] [--plot]
 
-Random weights in the shape of Llama 3.1 8B, in bfloat16. Decode steps with 2k tokens of context a row are judged by
-the weights and the KV that they read, at the speed of a large copy; prompts by their operations, at the speed of a
-large product: both measured in the same run. The goals are 85 % of the limit at 64 rows, and 70 % in prompts. The KV
-of a prompt goes from one pool to another as between two workers of one host, beside copies of as many bytes to pinned
-memory and back. Needs what engines need: torch, Triton, safetensors, grpcio, and transformers for the comparison.
-Writes a dated file of results, anew after each row, so that what was measured is kept if time runs out. With
-``--device cpu`` all of it runs on a tiny model, to show that it works. It has not run on a GPU yet.
+Random weights in the shape of Llama 3.1 8B, in bfloat16. The limit of a decode step, with 2k tokens of context a row,
+is the time to read its weights and KV at the speed of a large copy; the limit of a prompt is the time of its operations
+at the speed of a large product. Both speeds are measured in the same run. Goals: 85 % of the limit at 64 rows, and 70 %
+in prompts. The KV of a prompt is transferred between two pools as between two workers of one host, and compared with
+copies of as many bytes to pinned memory and back.
+
+Needs torch, Triton, safetensors and grpcio, and transformers for the comparison. Rewrites a dated file of results after
+each row, so that results survive a lack of time. ``--device cpu`` runs everything on a tiny model, as a check. Has not
+run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m pdserve.bench.kernels``: as ``pdserve bench kernels``, where only torch and Triton are installed."""
+"""``python -m pdserve.bench.kernels``: ``pdserve bench kernels`` for machines with only torch and Triton."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Attention as it is benchmarked: batches over a paged pool, and the same KV as the peers of other layouts take it.
+"""Benchmark cases of attention: batches over a paged pool, and the same KV in the layouts of the peers.
 
-The cases of `pdserve.kernels.triton.prefill_attention` and `triton_decode_attention`; their peers are in
-`pdserve.bench.kernels.attention_peers`. The quantised KV that a peer cannot read is given to it in bfloat16, so that
-the ratio tells what quantising gains.
+Cases of `pdserve.kernels.triton.prefill_attention` and `triton_decode_attention`; their peers are in
+`pdserve.bench.kernels.attention_peers`. A peer that cannot read quantised KV gets it in bfloat16, so that the ratio is
+the gain of quantisation.
 
 Shape suffixes: T new tokens, N query heads, H KV heads, D head dim, B rows, Q new tokens of a row, K keys of a row, P
 blocks, S block size.

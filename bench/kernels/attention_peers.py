@@ -1,9 +1,8 @@
-"""Who else computes attention: torch's own over contiguous KV, FlexAttention, FlashInfer, FlashAttention-3.
+"""Peers of the attention kernels: torch over contiguous KV, FlexAttention, FlashInfer, FlashAttention-3.
 
-Called by `pdserve.bench.kernels.attention`. Each peer gets the layout that it likes best, made before the clock runs.
-What loads torch's compiler is imported by the peer that needs it.
-FlashInfer needs its package; FlashAttention-3 is taken from the library in a wheel of vLLM,
-``vllm_flash_attn/_vllm_fa3_C.abi3.so``, whose path `FA3_LIBRARY` names in the environment.
+Called by `pdserve.bench.kernels.attention`. Each peer gets its preferred layout, prepared outside the timing. A peer
+that needs torch's compiler imports it itself. FlashInfer needs its package; FlashAttention-3 comes from the library in
+a wheel of vLLM, ``vllm_flash_attn/_vllm_fa3_C.abi3.so``, whose path is in the environment variable `FA3_LIBRARY`.
 
 Shape suffixes: as `pdserve.bench.kernels.attention`; G query heads of a KV head.
 """

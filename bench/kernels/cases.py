@@ -1,4 +1,4 @@
-"""What is benchmarked: the shapes of Llama-3.1-8B and 70B, and tables of sizes.
+"""Benchmark cases of the kernels: the shapes of Llama-3.1-8B and 70B, and tables of sizes.
 
 Reads nothing and measures nothing. ``quick`` keeps a few shapes of each kernel.
 """

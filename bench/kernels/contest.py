@@ -1,6 +1,6 @@
-"""What a benchmark of a kernel is made of: the work that a time is judged by, our kernel, and its peers.
+"""Types of a kernel benchmark: a case with its work, our kernel, and its peers.
 
-Filled in by the modules of cases, measured by `pdserve.bench.kernels.measure`. Touches no device.
+The case modules fill them in; `pdserve.bench.kernels.measure` measures them. Touches no device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Block copies as they are benchmarked: some blocks of a pool, all heads or half of them, to a staging buffer and back.
+"""Benchmark cases of block copies: some blocks of a pool, all heads or half of them, to a staging buffer and back.
 
-The cases of `pdserve.kernels.triton.block_copy`. Peers are torch's indexing, and a copy of its own for every block,
-which on a GPU is ``cudaMemcpyAsync``.
+Cases of `pdserve.kernels.triton.block_copy`. Peers are torch's indexing, and one copy per block, on a GPU
+``cudaMemcpyAsync``.
 """
 
 from __future__ import annotations

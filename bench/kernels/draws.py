@@ -1,7 +1,7 @@
-"""Sampling as it is benchmarked: a draw, and top-p, for every row of a batch of logits.
+"""Benchmark cases of sampling: a draw, and top-p, for every row of a batch of logits.
 
-The cases of `pdserve.kernels.triton.sampling`, whose answers stay on the device, as in a captured step. Peers that draw
-with random numbers of their own are left out, for there would be nothing to compare.
+Cases of `pdserve.kernels.triton.sampling`, whose results stay on the device, as in a captured step. Peers with a
+different random number generator are left out, because their draws cannot be compared.
 
 Shape suffixes: B rows, V vocabulary.
 """

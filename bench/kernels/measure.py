@@ -1,7 +1,7 @@
-"""One case measured: contenders prepared, held against each other, and timed.
+"""Measures one case: prepares the implementations, compares their results, and times them.
 
-Called by `pdserve.bench.kernels.run`. A peer that cannot be prepared or does not run is named with the reason, and the
-others go on. A peer that computes something else is timed, and told apart in the result.
+Called by `pdserve.bench.kernels.run`. If a peer cannot be prepared or fails, the result gives the reason, and the other
+peers go on. A peer with different results is timed and marked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A picture of a benchmark of kernels: for every shape, how much of its formula our kernel and its peers reach.
+"""Plots a kernel benchmark: for every shape, the share of the limit that our kernel and its peers reach.
 
-Called by `pdserve.bench.kernels.run` where one is asked for; needs matplotlib.
+Called by `pdserve.bench.kernels.run` on request; needs matplotlib.
 """
 
 from __future__ import annotations

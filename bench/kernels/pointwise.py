@@ -1,6 +1,6 @@
-"""Norm, gate and rotary write as they are benchmarked: kernels that memory bounds, beside torch's and FlashInfer's.
+"""Benchmark cases of memory-bound kernels: norm, gate and rotary write, against torch and FlashInfer.
 
-The cases of `pdserve.kernels.triton.norm`, `triton_gate` and `triton_rope`.
+Cases of `pdserve.kernels.triton.norm`, `triton_gate` and `triton_rope`.
 
 Shape suffixes: T tokens, E features, F = 2 I features, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2.
 """

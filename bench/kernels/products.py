@@ -1,7 +1,7 @@
-"""Products with quantised weights as they are benchmarked, beside torch's own with the same weights in bfloat16.
+"""Benchmark cases of products with quantised weights, against torch with the same weights in bfloat16.
 
-The cases of `pdserve.kernels.triton.quantized_matmul`. The peer is cuBLAS on a GPU: the ratio tells what smaller
-weights gain.
+Cases of `pdserve.kernels.triton.quantized_matmul`. The peer on a GPU is cuBLAS: the ratio is the gain of smaller
+weights.
 
 Shape suffixes: T tokens, E inputs, F outputs.
 """

@@ -1,7 +1,7 @@
-"""Results of a benchmark of kernels as a table for each kernel, and as one JSON document.
+"""Results of a kernel benchmark, as one table per kernel and as one JSON document.
 
-Called by `pdserve.bench.kernels.run`; `pdserve.bench.gpu_model` prints its tables with it. Measures nothing. Where rich
-is not installed or nobody looks, tables are plain.
+Called by `pdserve.bench.kernels.run`; `pdserve.bench.gpu_model` prints its tables with it. Measures nothing. Tables are
+plain without rich or without a terminal.
 """
 
 from __future__ import annotations

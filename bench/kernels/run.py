@@ -1,9 +1,9 @@
-"""``pdserve bench kernels``: every kernel of a GPU against its formula and its peers, or compiled without a GPU.
+"""``pdserve bench kernels``: every GPU kernel against its limit and its peers, or compiled without a GPU.
 
     python -m pdserve.bench.kernels [--only NAME] [--quick] [--folder FOLDER] [--plot] [--compile-only] [--json]
 
-Called by the command line and by `pdserve.bench.kernels.__main__`, which needs neither typer nor rich. Writes a dated
-file of results, anew after each kernel, so that what was measured is kept if time runs out, and prints tables.
+Called by the command line and by `pdserve.bench.kernels.__main__`, which needs neither typer nor rich. Prints tables,
+and rewrites a dated file of results after each kernel, so that results survive a lack of time.
 """
 
 from __future__ import annotations

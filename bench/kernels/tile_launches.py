@@ -1,7 +1,7 @@
-"""Launches with given tiles, to be compiled: those of the table of tiles, and those that tuning thinks of.
+"""Launches with given tiles, for compilation: the table's tiles, and the candidates of tuning.
 
-Read by the tests, ``--compile-only`` and `pdserve.bench.kernels.tune`. Small tensors in host memory stand for what a
-GPU would hold; of a weight there is only the shape.
+Read by the tests, ``--compile-only`` and `pdserve.bench.kernels.tune`. Small tensors in host memory stand for GPU
+tensors; a weight is only a shape.
 """
 
 from __future__ import annotations

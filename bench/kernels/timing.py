@@ -1,7 +1,7 @@
-"""How long kernels take on a GPU: device time between CUDA events, with an empty L2.
+"""Times kernels on a GPU: device time between CUDA events, with an empty L2.
 
-Called by `pdserve.bench.kernels.measure` and `tune`. Before every run the device waits a moment, so that the host has
-given it all of the run before the first event passes, and then writes more than its L2 holds.
+Called by `pdserve.bench.kernels.measure` and `tune`. Before every run the device sleeps for a moment, so that the
+host submits the whole run before the first event passes, and then writes more than its L2 holds.
 """
 
 from __future__ import annotations

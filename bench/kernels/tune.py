@@ -1,12 +1,12 @@
-"""Finds the fastest tile of every kernel that has one, on the GPU that is here, for the table of tiles.
+"""Finds the fastest tile of every tiled kernel on the installed GPU, for the table of tiles.
 
     python -m pdserve.bench.kernels.tune [--only NAME] [--rounds 3] [--table FILE]
 
-For each shape of the table: candidates are compiled, and those that spill registers, need too much shared memory or do
-not use Hopper's product where they should are dropped; the others are timed on some batches of that shape, in turns
-with the tile that serving takes now. The table gets the one with the largest gain, as a geometric mean over the
-batches, if that is worth it. `pdserve.kernels.triton.tuned_tiles` reads the table. The tests compile what is in it for
-sm_90, so that only Hopper GPUs can be tuned for.
+For each shape of the table: compiles the candidates; drops those that spill registers, need too much shared memory, or
+do not use Hopper's matrix instruction where they should; and times the rest on some batches of that shape, in turn with
+the tile in use. The table gets the tile with the largest gain (geometric mean over the batches) if it is worth a
+change. `pdserve.kernels.triton.tuned_tiles` reads the table. The tests compile its tiles for sm_90, so only Hopper GPUs
+can be tuned for.
 """
 
 from __future__ import annotations

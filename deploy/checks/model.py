@@ -1,7 +1,7 @@
-"""Checks that a model can be served as a deployment asks: its files, its limits, the memory of its workers.
+"""Checks before `pdserve up` that a model can be served as configured: its files, limits and memory.
 
-Asked before anything starts. Reads small files only: the configuration, the tokenizer, the headers of the weights.
-Workers look again when they start, at the memory that is free by then. Never imports torch.
+Reads small files only: the configuration, the tokenizer and the headers of the weights. Workers check again when they
+start, against the memory that is free by then. Never imports torch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pdserve.router.text.tokenizer import ChatTokenizer
 
 
 def check_model(launch: Launch, folder: Path) -> list[str]:
-    """Warnings about a model that can be served, a line each.
+    """Return warnings about a model that can be served, one line each.
 
     Raises:
-        DeployError: it cannot be served.
+        DeployError: the model cannot be served.
     """
     if not folder.is_dir():
         raise DeployError(
@@ -44,7 +44,7 @@ def check_model(launch: Launch, folder: Path) -> list[str]:
             check_weights(folder, model.shape)
     except (ValueError, OSError) as error:
         raise DeployError(" ".join(str(error).split())) from error
-    except Exception as error:  # the files are a user's: whatever they cause is one line
+    except Exception as error:  # the files are the user's: any cause becomes one line
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise DeployError(f"the model in {folder} cannot be read: {cause}") from error
     configs = _worker_configs(launch, folder)
@@ -62,7 +62,7 @@ NO_CHAT_TEMPLATE = (
 
 
 def _check_emulated(configs: Sequence[WorkerConfig]) -> None:
-    """Check that the model and its KV fit into the emulated GPU, as each worker does again."""
+    """Check that the model and its KV fit into the emulated GPU; each worker checks again."""
     for config in configs:
         try:
             choose_backend(config)
@@ -71,7 +71,7 @@ def _check_emulated(configs: Sequence[WorkerConfig]) -> None:
 
 
 def _worker_configs(launch: Launch, folder: Path) -> list[WorkerConfig]:
-    """The configuration of the workers, without cores and secrets."""
+    """Worker configurations without cores and secrets."""
     nowhere = CoreSplit(worker_cores=((),) * len(launch.roles), spare_cores=())
     if not launch.emulate:
         launch = dataclasses.replace(launch, devices={})
@@ -79,22 +79,22 @@ def _worker_configs(launch: Launch, folder: Path) -> list[WorkerConfig]:
 
 
 PROCESS_BYTES = 300 * 2**20
-"""Memory of a worker's processes without weights and KV."""
+"""Memory of a worker's processes, without weights and KV."""
 
 
 class WorkerMemory(NamedTuple):
-    """Bytes of the host that one worker takes."""
+    """Host memory of one worker, in bytes."""
 
     weights: int
-    """0 where they are surely on a GPU."""
+    """0 if the weights are certainly on a GPU."""
     kv: int
-    """Pool, or its staging memory: as configured; where automatic, the need of one sequence of the model's length."""
+    """KV pool or its staging memory, as configured; if automatic, room for one sequence of `max_model_len` tokens."""
     swap: int
-    """As configured; 0 where automatic, because that takes free memory only."""
+    """As configured; 0 if automatic, because an automatic size takes only free memory."""
 
 
 def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
-    """Raises ValueError for sizes that no memory would make right; the text names the remedy."""
+    """Return a worker's memory. Raises ValueError, with the remedy, for sizes that no amount of memory would allow."""
     cost = CostModel(model.shape, hardware("cpu"), config.precision)
     limits = model.limits(config.max_model_len)
     block_bytes = cost.kv_bytes_per_token * config.block_size
@@ -106,7 +106,7 @@ def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
 
 
 def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig) -> None:
-    """Raises DeployError if the workers do not fit into this host's memory; it names the setting to change."""
+    """Raises DeployError, naming the setting to change, if the workers do not fit into this host's memory."""
     each = []
     for config in configs:
         try:

@@ -1,4 +1,7 @@
-"""Checks before anything is started: each raises one line with its remedy."""
+"""Checks before anything starts: ports, open files, cores, Ray and devices.
+
+The supervisor calls them. Each check raises one line with its remedy.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def check_ports(launch: Launch) -> None:
-    """Raises DeployError if the router cannot listen where it should: another process does, or the host is not here."""
+    """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host."""
     router = launch.config.router
     for key, host, port in (("port", router.host, router.port), ("admin_port", "127.0.0.1", router.admin_port)):
         error = _listen_error(host, port)
@@ -42,10 +45,10 @@ def check_ports(launch: Launch) -> None:
 
 
 def raise_file_limit(launch: Launch) -> None:
-    """Allow as many open files as the system lets us; children inherit it.
+    """Raise the limit of open files as far as the system allows; child processes inherit it.
 
     Raises:
-        DeployError: not enough for the requests that the router admits.
+        DeployError: the limit is too low for the requests that the router admits.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -59,7 +62,7 @@ def raise_file_limit(launch: Launch) -> None:
 
 
 def check_cores(launch: Launch, num_cores: int) -> None:
-    """Raises DeployError if the workers would starve each other."""
+    """Raises DeployError if there are too few cores for the workers."""
     num_workers = len(launch.roles)
     if num_workers > _MAX_WORKERS_PER_CORE * num_cores:
         raise DeployError(
@@ -69,7 +72,7 @@ def check_cores(launch: Launch, num_cores: int) -> None:
 
 
 def check_resources(launch: Launch) -> None:
-    """Raises DeployError if a worker asks a private cluster for resources that only other clusters have."""
+    """Raises DeployError if a worker requests resources that a private Ray cluster does not have."""
     for role in set(launch.roles):
         names = launch.phase(role).resources
         if names and not launch.ray_address:
@@ -93,11 +96,14 @@ def check_ray_address(launch: Launch) -> None:
 
 
 def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
-    """Raises DeployError for a GPU that cannot be emulated, a profile without the workers' devices, or either without
-    the model's dtype or that of its KV.
+    """Check the emulated GPU and the profile against the deployment.
 
     Args:
-        num_cores: of the workers.
+        num_cores: cores of each worker.
+
+    Raises:
+        DeployError: a GPU cannot be emulated, the profile lacks the workers' devices, or either lacks the model's dtype
+            or its KV dtype.
     """
     for count in num_cores:
         try:
@@ -109,7 +115,7 @@ def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
 
 
 def kernel_warning(launch: Launch) -> str:
-    """Why kernels are slow on this host; empty if they are not."""
+    """Reason why kernels are slow on this host; empty if they are fast."""
     folder = cache_folder()
     if launch.emulate:
         return ""
@@ -121,14 +127,14 @@ def kernel_warning(launch: Launch) -> str:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, or the folder itself where it is missing."""
+    """True if files can be created in a folder, or the folder itself if it is missing."""
     while not folder.exists():
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _listen_error(host: str, port: int) -> OSError | None:
-    """Why a server cannot listen on ``host:port``; ``None`` if it can."""
+    """Error of a server that tries to listen on ``host:port``; ``None`` if it can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,7 +146,7 @@ def _listen_error(host: str, port: int) -> OSError | None:
 
 
 def _listener_of(port: int) -> str:
-    """The process that listens on ``port`` of this host, for a message; empty if it cannot be known."""
+    """Process that listens on ``port`` of this host, for a message; empty if unknown."""
     for connection in psutil.net_connections("tcp"):
         is_it = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
         if is_it and connection.pid:
@@ -150,10 +156,10 @@ def _listener_of(port: int) -> str:
 
 
 def demo_model_folder() -> Path:
-    """The folder of the demo model.
+    """Folder of the demo model.
 
     Raises:
-        DeployError: this installation has none.
+        DeployError: this installation has no demo model.
     """
     if not (DEMO_MODEL / "config.json").is_file():
         raise DeployError(

@@ -1,7 +1,7 @@
-"""The folder of a running cluster: its logs, Ray's files and the note by which `pdserve status` finds it.
+"""Folder of a running cluster: logs, Ray's files and the note from which `pdserve status` takes the addresses.
 
-``/tmp/pdserve-<uid>/<random>/``, readable by the user only and short enough for the socket paths that Ray puts below
-it. A lock held by the supervisor says that the cluster lives: what a killed supervisor left is removed by the next.
+``/tmp/pdserve-<uid>/<random>/``, readable by the user only and short enough for Ray's socket paths below it. The
+supervisor holds a lock on it while the cluster runs; the next cluster removes folders without a lock.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PARENT = Path("/tmp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNote:
-    """Where a running cluster can be reached."""
+    """Addresses of a running cluster."""
 
     pid: int
-    """Process of the supervisor."""
+    """Process id of the supervisor."""
     url: str
     admin_url: str
     model: str
@@ -38,7 +38,7 @@ class ClusterFolder:
     """A new folder, locked until `close` or the end of the process."""
 
     def __init__(self) -> None:
-        """Raises DeployError if no folder can be made."""
+        """Raises DeployError if the folder cannot be made."""
         root = _root()
         try:
             _remove_stale(root)
@@ -49,7 +49,7 @@ class ClusterFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def write_note(self, note: ClusterNote) -> None:
-        """Tell other commands where the cluster is."""
+        """Publish the cluster's addresses to other commands."""
         draft = self.path / f"{_NOTE}.new"
         draft.write_text(to_json(note))
         draft.replace(self.path / _NOTE)
@@ -75,10 +75,10 @@ def running_clusters() -> list[ClusterNote]:
 
 
 def find_cluster() -> ClusterNote:
-    """The user's running cluster.
+    """Find the user's running cluster.
 
     Raises:
-        DeployError: none runs, or several do.
+        DeployError: no cluster runs, or several do.
     """
     notes = running_clusters()
     if not notes:
@@ -107,7 +107,7 @@ def _unusable(root: Path, error: OSError) -> DeployError:
 
 
 def _is_stale(folder: Path) -> bool:
-    """Nobody holds the folder's lock."""
+    """True if the folder has a lock that no process holds."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

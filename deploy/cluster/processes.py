@@ -1,7 +1,7 @@
-"""Child processes that never outlive this one: started in a session of their own, found and ended by that session.
+"""Child processes that never outlive this one: each leads a new session, and the whole session ends with it.
 
-Used for Ray and for the router. A session of its own keeps the terminal's Ctrl-C away, so that the supervisor decides
-the order of the shutdown, and names every descendant, so that nothing is left behind and nothing else is touched.
+Used for Ray and for the router. A separate session shields children from the terminal's Ctrl-C, so that the supervisor
+decides the order of shutdown. It also names every descendant: nothing is left behind, and nothing else is touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 from pdserve.kv_transfer.parent_death import die_with_parent
 
 _ERROR = re.compile(r"(?:python -m \S+: |Fatal Python error: |[\w.]*(?:Error|Exception)\b|\*\*\* SIG|\s*what\(\): )")
-"""Beginning of a line that says why a process ended: ours, of a traceback, of a crash, of C++."""
+"""Beginning of a log line that gives the cause of death: ours, a traceback's, a crash's, or C++'s."""
 _NUM_LAST_LINES = 40
 
 
@@ -30,11 +30,11 @@ def start_tied(
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` as the leader of a new session; it gets SIGTERM when the calling thread dies.
 
-    Call it from the main thread: Linux counts the death of the thread that forked, not of its process.
+    Call it from the main thread: Linux watches the thread that forked, not its process.
 
     Args:
-        log_path: takes what it writes to stderr, and to stdout unless ``with_pipes``.
-        with_pipes: stdin and stdout are pipes to this process.
+        log_path: receives stderr, and stdout unless ``with_pipes``.
+        with_pipes: connect stdin and stdout to this process by pipes.
     """
     with log_path.open("ab") as log:
         return subprocess.Popen(
@@ -59,9 +59,9 @@ def session_members(session_id: int) -> list[psutil.Process]:
 
 
 def end_session(leader: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End every process of ``leader``'s session: SIGTERM to the leader, and SIGKILL to what is left after ``grace_s``.
+    """End every process of ``leader``'s session: SIGTERM to the leader, then SIGKILL to the rest after ``grace_s``.
 
-    Without a leader there is nobody to wait for. It is reaped; once this returns, no process of the session runs.
+    Kills at once if the leader has ended already. Reaps the leader; no process of the session runs after the return.
     """
     deadline_s = time.monotonic()
     if leader.poll() is None:
@@ -81,7 +81,7 @@ def end_session(leader: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def pin_process(process_id: int, cores: Sequence[int]) -> None:
-    """Let every thread of the process run on ``cores`` only, and those it starts from now on."""
+    """Restrict every present and future thread of the process to ``cores``."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{process_id}/task"):
             with contextlib.suppress(ProcessLookupError):
@@ -89,18 +89,18 @@ def pin_process(process_id: int, cores: Sequence[int]) -> None:
 
 
 def last_line(log_path: Path) -> str:
-    """The last line of a log that is not blank; empty when there is none."""
+    """Last non-blank line of a log; empty if there is none."""
     return next(iter(_last_lines(log_path)), "").strip()
 
 
 def last_error(log_path: Path) -> str:
-    """The last line of a log that names an error, near its end; empty when there is none."""
+    """Last line near the end of a log that names an error; empty if there is none."""
     lines = _last_lines(log_path)[:_NUM_LAST_LINES]
     return next((line.strip() for line in lines if _ERROR.match(line)), "")
 
 
 def _last_lines(log_path: Path) -> list[str]:
-    """Lines that are not blank, the last first."""
+    """Non-blank lines, last first."""
     with contextlib.suppress(OSError):
         return [line for line in reversed(log_path.read_text(errors="replace").splitlines()) if line.strip()]
     return []

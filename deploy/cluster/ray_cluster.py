@@ -1,6 +1,6 @@
-"""The Ray cluster that the workers live in: a private one on this machine, or an existing one.
+"""The Ray cluster of the workers: a private one on this machine, or an existing one.
 
-Owns the private cluster's processes, its token and its folder. The supervisor starts it, connects and stops it. Ray
+Owns the private cluster's processes, token and folder. The supervisor starts it, connects to it and stops it. Ray
 places and watches the workers; no token and no KV passes through it. Never calls `ray stop`, which ends every Ray on
 the machine.
 """
@@ -21,25 +21,25 @@ from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.processes import end_session, last_line, session_members, start_tied
 
 WORKER_RESOURCE = "pdserve_worker"
-"""Custom resource that each worker takes one of, where the cluster offers it; workers ask for no CPU."""
+"""Custom resource of which each worker takes one, if the cluster offers it; workers request no CPU."""
 
 NAMESPACE = "pdserve"
-_OBJECT_STORE_BYTES = 80_000_000  # Ray refuses less than 75 MB; nothing of ours is kept in it
+_OBJECT_STORE_BYTES = 80_000_000  # Ray refuses less than 75 MB; we keep nothing in it
 _STARTED = "Ray runtime started."
 _STOP_GRACE_S = 5.0
 
 
 class PrivateRay:
-    """A Ray head for one deployment: loopback only, behind a random token, in a session and a folder of its own."""
+    """Ray head of one deployment: loopback only, protected by a random token, with its own session and folder."""
 
     def __init__(self, folder: Path, num_workers: int, token: str) -> None:
-        """Start it; returns at once.
+        """Start the head without waiting for it.
 
         Args:
-            folder: a folder of its own for its files, short enough for the socket paths below it.
+            folder: empty folder for Ray's files, short enough for the socket paths below it.
             num_workers: worker processes that Ray starts ahead of need.
-            token: what every call to it must carry. Ray reads it once in the life of a process, so that all clusters
-                that this process ever joins must have the same.
+            token: credential of every call to the head. Ray reads it once per process, so all clusters that a process
+                ever joins must share it.
         """
         self.address = f"127.0.0.1:{_free_port()}"
         self._folder = folder
@@ -59,22 +59,22 @@ class PrivateRay:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment = {**inherited, **self._environment, "RAY_START_HOOK": f"{__name__}.trim_ray_start"}
         self._process = start_tied(command, env=environment, log_path=self._log_path)
-        # Importing Ray takes most of a second, which the start of the cluster leaves; it reads the environment then.
+        # Ray reads the environment when it is imported. The import takes most of a second, which the head needs anyway.
         os.environ.update(self._environment)
         threading.Thread(target=importlib.import_module, args=("ray",), daemon=True).start()
 
     @property
     def _environment(self) -> dict[str, str]:
-        """Environment variables of Ray, in its own processes and in the driver's."""
+        """Environment variables of Ray's processes and of the driver."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Despite its name, set to 0 it keeps Ray on the loopback address on every system.
+            # Despite its name, 0 keeps Ray on the loopback address on every system.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            # No history of calls is kept; a driver would spend 5 s on handing it to a cluster that is gone.
+            # No history of calls: a driver would spend 5 s on sending it to a cluster that is gone.
             "RAY_task_events_report_interval_ms": "0",
-            # Ray's own pages on the end of a worker; ours is one line.
+            # Hide Ray's long reports on a dead worker; we print one line.
             "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
         }
 
@@ -84,19 +84,19 @@ class PrivateRay:
 
     @property
     def is_started(self) -> bool:
-        """Whether `connect` can be called."""
+        """True once `connect` may be called."""
         return _STARTED in self._log_path.read_text(errors="replace")
 
     @property
     def failure(self) -> str:
-        """Why it ended, in one line."""
+        """Reason why the head ended, in one line."""
         return last_line(self._log_path)
 
     def connect(self) -> None:
-        """Make this process its driver.
+        """Make this process the cluster's driver.
 
         Raises:
-            DeployError: it does not answer.
+            DeployError: the cluster does not answer.
         """
         _connect(self.address)
 
@@ -107,7 +107,7 @@ class PrivateRay:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def process_ids(self) -> list[int]:
-        """All processes of the cluster, workers included."""
+        """Ids of all processes of the cluster, workers included."""
         return [process.pid for process in session_members(self._process.pid)]
 
 
@@ -115,9 +115,9 @@ def connect_existing(address: str) -> None:
     """Make this process a driver of the cluster at ``address`` (``host:port``).
 
     Raises:
-        DeployError: it cannot be reached, or has hosts other than this one.
+        DeployError: the cluster cannot be reached, or has other hosts than this one.
     """
-    # Give up on a token that is refused after two tries.
+    # Give up after two attempts if the token is refused.
     os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"
     import ray
 
@@ -131,7 +131,7 @@ def connect_existing(address: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster, if this process is in one; its actors end. Resets what SIGTERM does to its default."""
+    """Leave the cluster, if this process has joined one; its actors end. Resets the handler of SIGTERM."""
     if "ray" in sys.modules:
         import ray
 
@@ -140,14 +140,14 @@ def disconnect() -> None:
 
 
 def worker_resources() -> dict[str, float]:
-    """The custom resource by which Ray counts workers, if the cluster offers it."""
+    """Custom resource that counts workers, if the cluster offers it."""
     import ray
 
     return {WORKER_RESOURCE: 1} if WORKER_RESOURCE in ray.cluster_resources() else {}
 
 
 def num_gpus() -> float:
-    """GPUs of the cluster that this process is in."""
+    """GPUs of the cluster that this process has joined."""
     import ray
 
     return float(ray.cluster_resources().get("GPU", 0))
@@ -165,11 +165,11 @@ def _connect(address: str) -> None:
 
 
 def trim_ray_start(ray_params: Any, head: bool) -> None:
-    """Leave out two servers that nothing here uses. Runs inside `ray start`, which loads it by ``RAY_START_HOOK``.
+    """Skip two servers that pdserve does not use. Ray loads it by ``RAY_START_HOOK`` inside `ray start`.
 
-    The Ray Client server would listen on a fixed port, and the API server (which runs even without a dashboard, and
-    which the start waits two seconds for) on another; both would collide between clusters. The API server has no
-    switch, but the start goes on without it when its address cannot be bound.
+    The Ray Client server would listen on one fixed port and the API server on another, where two clusters would
+    collide; the API server runs even without a dashboard, and `ray start` waits 2 s for it. The API server has no
+    switch, but `ray start` goes on without it if its address cannot be bound.
     """
     ray_params.ray_client_server_port = None
     ray_params.dashboard_host = "0.0.0.1"

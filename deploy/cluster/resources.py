@@ -1,8 +1,8 @@
 """Divides this host's cores and GPUs among workers.
 
-Threads of two processes that wait for each other on the same cores slow both down, so workers get disjoint sets. They
-pin themselves to theirs; a worker without any uses every core with threads that wait passively. Pure but for
-`installed_gpu`, which reads the driver's files.
+Threads of two processes that wait for each other on shared cores slow both down, so workers get disjoint sets. Workers
+pin themselves; a worker without cores uses every core, with threads that wait passively. Pure except `installed_gpu`,
+which reads the driver's files.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.model.cost.hardware import catalogue_name
 
 _LOAD = {WorkerRole.PREFILL: 2.0, WorkerRole.MIXED: 2.0, WorkerRole.DECODE: 1.0}
-"""Share of the cores by role: prefill is bound by compute and gains from each core, decode by memory bandwidth, which
-few cores saturate."""
+"""Relative need of cores by role: prefill is compute-bound and gains from each core; decode is bound by memory
+bandwidth, which few cores saturate."""
 
 _CORES_PER_SPARE = 8
-"""One core in this many is kept for the router and the daemons, once every worker has one."""
+"""One core in this many stays with the router and the daemons, once every worker has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSplit:
     worker_cores: tuple[tuple[int, ...], ...]
-    """Cores of each worker, in the order of the roles; all empty where there are fewer cores than workers."""
+    """Cores of each worker, in the order of the roles; all empty if there are fewer cores than workers."""
     spare_cores: tuple[int, ...]
-    """Cores of no worker; empty where there are none to spare."""
+    """Cores without a worker; may be empty."""
 
 
 def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
     """Give each worker a contiguous run of ``cores``, sized by its role's load.
 
-    Each gets one, a few are spared, and every further core goes to the worker that has the least for its load.
+    Each worker gets one core, a few stay spare, and each further core goes to the worker with the fewest per load.
 
     Args:
         cores: ids of the usable cores, at least one.
@@ -58,12 +58,12 @@ def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _MAX_SHARE = 0.5
-"""A worker that takes more of a GPU's memory has it to itself."""
+"""A worker that takes more of a GPU's memory than this gets the whole GPU."""
 
 
 def installed_gpu(folder: Path = _DRIVER_FOLDER) -> str:
-    """Catalogue name of this host's GPUs, of which the first stands for all; empty where there is none, or the
-    catalogue does not have it."""
+    """Catalogue name of this host's first GPU, taken for all of them; empty if there is none, or if the catalogue
+    lacks it."""
     for path in sorted(folder.glob("*/information")):
         fields = dict(line.partition(":")[::2] for line in path.read_text(errors="replace").splitlines())
         return catalogue_name(fields.get("Model", "").strip())
@@ -71,16 +71,16 @@ def installed_gpu(folder: Path = _DRIVER_FOLDER) -> str:
 
 
 def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
-    """GPUs that each worker asks Ray for; 0 for one that computes on the CPU, or emulates.
+    """GPUs that each worker requests from Ray; 0 for a worker that computes on the CPU or emulates.
 
-    A worker takes a GPU of its own, or as large a share of one as of its memory, if that is a half or less. Workers
-    whose ``device`` is ``auto`` get GPUs if there are enough for all of them.
+    A share equals the worker's share of the GPU's memory if that is at most one half; otherwise the worker gets a whole
+    GPU. Workers with ``device: auto`` get GPUs if there are enough for all of them.
 
     Args:
-        num_gpus: of the cluster.
+        num_gpus: GPUs of the cluster.
 
     Raises:
-        DeployError: there are too few for those whose ``device`` is ``cuda``.
+        DeployError: too few GPUs for the workers with ``device: cuda``.
     """
     shares = [0.0 if config.emulate or config.device == "cpu" else _share(config) for config in configs]
     if _num_gpus(shares) <= num_gpus:
@@ -95,10 +95,10 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
 
 
 def gpu_warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gpus: float) -> str:
-    """A warning about workers that would have GPUs if there were more; empty without such workers.
+    """Warning about workers that compute on the CPU because GPUs are too few; empty without such workers.
 
     Args:
-        shares: of `gpu_shares`.
+        shares: result of `gpu_shares`.
     """
     is_without = [
         config.device == "auto" and not config.emulate and not share
@@ -117,7 +117,7 @@ def _share(config: WorkerConfig) -> float:
 
 
 def _num_gpus(shares: Iterable[float]) -> int:
-    """GPUs that hold all shares: the largest first, each on the first with room."""
+    """Number of GPUs that hold all shares: first fit, largest share first."""
     left: list[float] = []
     for share in sorted(filter(None, shares), reverse=True):
         index = next((index for index, room in enumerate(left) if room > share or isclose(room, share)), len(left))

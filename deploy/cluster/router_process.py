@@ -1,4 +1,4 @@
-"""The router's process: starts it, gives it its workers, and starts it again at the same ports when it dies.
+"""The router's process: starts it, sends it the list of workers, and restarts it on the same ports.
 
 The supervisor calls it from its loop. Talks to the router through the admin port only.
 """
@@ -26,20 +26,20 @@ _ADMIN_TIMEOUT_S = 2.0
 
 
 class RouterProcess:
-    """One router, whatever number of processes it takes."""
+    """One router, which may run several processes."""
 
     def __init__(self, config: RouterProcessConfig, log_path: Path) -> None:
-        """Start it; returns at once."""
+        """Start the router without waiting for it."""
         self.config = config
         self.is_listening = False
-        """Its addresses are known; `url` and `admin_url` are valid from then on."""
+        """True once the addresses are known; `url` and `admin_url` are valid from then on."""
         self._log_path = log_path
         self._http = httpx.Client(timeout=_ADMIN_TIMEOUT_S, trust_env=False)
         self._start()
 
     @property
     def url(self) -> str:
-        """Where this machine reaches the API."""
+        """Address of the API for this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
         return f"http://{host}:{self.config.port}"
 
@@ -53,19 +53,19 @@ class RouterProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """``None`` while it runs."""
+        """Exit code; ``None`` while the router runs."""
         return self._process.poll()
 
     @property
     def failure(self) -> str:
-        """Why it ended, in one line."""
+        """Reason why the router ended, in one line."""
         if self.exit_code is not None and self.exit_code < 0:
             return f"killed by {signal.Signals(-self.exit_code).name}"
         reason = last_error(self._log_path).removeprefix("python -m pdserve.router: ")
         return reason or f"ended with exit code {self.exit_code}"
 
     def check_listening(self) -> bool:
-        """Whether it listens by now; takes its addresses, and keeps the ports for its successors."""
+        """Return True once the router listens. Records its addresses and keeps the ports for restarts."""
         assert self._process.stdout is not None
         if not self.is_listening and (line := self._process.stdout.readline()):
             addresses: dict[str, Any] = json.loads(line)
@@ -74,54 +74,54 @@ class RouterProcess:
         return self.is_listening
 
     def put_targets(self, endpoints: Sequence[WorkerEndpoint]) -> None:
-        """Replace its list of workers.
+        """Replace the router's list of workers.
 
         Raises:
-            httpx.HTTPError: it does not answer, or refuses.
+            httpx.HTTPError: the router does not answer, or refuses.
         """
         fields = to_plain(list(endpoints))
         self._http.put(f"{self.admin_url}/targets", json=fields).raise_for_status()
 
     def status(self) -> dict[str, Any]:
-        """Requests and workers, from the admin port.
+        """Report requests and workers, from the admin port.
 
         Raises:
-            httpx.HTTPError: it does not answer.
+            httpx.HTTPError: the router does not answer.
         """
         answer: dict[str, Any] = self._http.get(f"{self.admin_url}/status").raise_for_status().json()
         return answer
 
     def is_ready(self) -> bool:
-        """Whether it serves: both phases have answered a real request."""
+        """True if both phases have answered a real request."""
         try:
             return self._http.get(f"{self.url}/health").status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
     def is_alive(self) -> bool:
-        """Whether it answers at all."""
+        """True if the router answers at all."""
         try:
             return self._http.get(f"{self.url}/live").status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
     def terminate(self) -> None:
-        """Ask it to finish what runs and end; a second time, to end at once."""
+        """Ask the router to drain and exit; a second call makes it exit at once."""
         if self.exit_code is None:
             self._process.terminate()
 
     def restart(self) -> None:
-        """End what is left of it and start it again, at the same addresses."""
+        """End the rest of the router and start it again at the same addresses."""
         self._end()
         self.is_listening = False
         self._start()
 
     def kill(self) -> None:
-        """End it at once, because it hangs."""
+        """Kill a router that hangs."""
         self._process.kill()
 
     def close(self) -> None:
-        """End it if it still runs."""
+        """End the router if it still runs."""
         self._end()
         self._http.close()
 
@@ -137,7 +137,7 @@ class RouterProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # A command line can be read by every user of the machine, and the configuration holds the cluster's token.
+        # By stdin: every user of the machine can read a command line, and the configuration holds the cluster's token.
         self._process.stdin.write(to_json(self.config).encode() + b"\n")
         self._process.stdin.close()
         os.set_blocking(self._process.stdout.fileno(), False)

@@ -1,8 +1,8 @@
-"""Runs a cluster from the first process to the last: starts everything, says when it serves, keeps it serving, ends it.
+"""Runs a cluster from the first process to the last: starts it, announces it, keeps it serving, ends it.
 
-One loop, `Supervisor.run`, looks after Ray, the router and the workers in turn; nothing in it waits long, so that a
-signal is obeyed at once. A failure before the cluster serves ends it with one line that says why; whatever fails later
-is started again, with a growing delay. A first SIGINT or SIGTERM drains, a second one cuts the drain short.
+One loop, `Supervisor.run`, reconciles Ray, the router and the workers in turn. No step of it waits long, so signals
+take effect at once. A failure before the cluster serves ends it with a one-line reason; a process that fails later is
+restarted after a growing delay. The first SIGINT or SIGTERM drains, a second one cuts the drain short.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_
 from pdserve.kernels.cpu.build import is_built
 
 START_TIMEOUT_S = 600.0
-"""A cluster that does not serve after this long is given up; loading weights may take minutes."""
+"""Time after which a cluster that does not serve is given up; loading weights may take minutes."""
 RAY_START_TIMEOUT_S = 60.0
 ROUTER_CHECK_INTERVAL_S = 2.0
 ROUTER_HANG_S = 10.0
-"""A router that answers nothing for this long is killed and started again."""
+"""Time without an answer after which the router is killed and restarted."""
 _TICK_S = 0.05
 _STOP_WORKERS_S = 3.0
 _CLOSE_STREAMS_S = 8.0
@@ -50,7 +50,7 @@ _QUESTION = "What is 17 + 25?"  # the demo model answers 42
 
 
 class Supervisor:
-    """Use it once, from the main thread."""
+    """Runs one cluster. Use it once, from the main thread."""
 
     def __init__(self, launch: Launch, progress: Progress) -> None:
         self._launch = launch
@@ -79,7 +79,7 @@ class Supervisor:
         """Serve until a signal; returns the exit status: 0, or 1 if the drain was cut short.
 
         Raises:
-            DeployError: the cluster did not come to serve. Everything is ended again.
+            DeployError: the cluster did not start to serve. All its processes have ended.
         """
         launch = self._launch
         preflight.check_resources(launch)
@@ -103,7 +103,7 @@ class Supervisor:
             self._end()
 
     def _take_signals(self) -> None:
-        """At the start, and again whenever Ray was joined or left, which each changes what a signal does."""
+        """Install signal handlers at the start, and again after Ray is joined or left, each of which changes them."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._count_signal)
 
@@ -111,7 +111,7 @@ class Supervisor:
         self._num_signals += 1
 
     def _begin(self, notes: Sequence[str]) -> None:
-        """Start what depends on nothing, all at once.
+        """Start every process that does not wait for another.
 
         Args:
             notes: warnings about the model.
@@ -131,7 +131,7 @@ class Supervisor:
         self._start_compiler()
 
     def _tick(self) -> None:
-        """Look after everything once."""
+        """Reconcile every process once."""
         now_s = time.monotonic()
         self._reconcile_ray(now_s)
         if self._is_connected:
@@ -142,7 +142,7 @@ class Supervisor:
         if self._router is not None:
             self._reconcile_router(self._router, now_s)
             if not self._is_ready and self._router.is_listening and self._router.is_ready():
-                with contextlib.suppress(httpx.HTTPError):  # it is asked again
+                with contextlib.suppress(httpx.HTTPError):  # retried at the next tick
                     self._announce(self._router)
         if self._compiler is not None:
             self._reconcile_compiler(self._compiler)
@@ -167,7 +167,7 @@ class Supervisor:
             self._join("private cluster, loopback only")
 
     def _replace_ray(self, ray: PrivateRay) -> None:
-        """Start a new cluster, and all workers in it, after the end of the old one."""
+        """Start a new cluster, and all workers in it, after the old one ended."""
         if not self._is_ready:
             raise DeployError(f"Ray did not start: {ray.failure or 'no reason given'}")
         self._progress.warn("ray", "ended; starting it and every worker again")
@@ -211,7 +211,7 @@ class Supervisor:
             self._progress.note(worker.worker_id, f"up at {worker.endpoint.address}")
 
     def _start_compiler(self) -> None:
-        """Compile the kernels for CPUs while the rest starts; workers wait for it."""
+        """Compile the CPU kernels while other processes start; workers wait for them."""
         if self._launch.emulate or preflight.kernel_warning(self._launch) or is_built():
             return
         self._progress.note("kernels", "compiling CPU kernels (once for this machine)")
@@ -245,7 +245,7 @@ class Supervisor:
             return
         if self._are_targets_due and now_s - self._router_checked_s >= _TICK_S:
             self._router_checked_s = now_s
-            with contextlib.suppress(httpx.HTTPError):  # it is asked again, or found dead
+            with contextlib.suppress(httpx.HTTPError):  # retried, or the router is found dead
                 router.put_targets([worker.endpoint for worker in self._workers if worker.endpoint is not None])
                 self._are_targets_due = False
         elif now_s - self._router_checked_s >= ROUTER_CHECK_INTERVAL_S:
@@ -256,7 +256,7 @@ class Supervisor:
                 router.kill()
 
     def _replace_router(self, router: RouterProcess, now_s: float) -> None:
-        """Start it again after its end: at once the first time, and later after each further failure."""
+        """Restart the router after it ended: at once the first time, after a growing delay from then on."""
         if not self._is_ready:
             raise DeployError(f"the router did not start: {router.failure}")
         if self._num_signals:
@@ -280,7 +280,7 @@ class Supervisor:
         self._progress.banner(rows, curl_command(note))
 
     def _leave_cores_to_workers(self, router: RouterProcess) -> None:
-        """Move the router and Ray's daemons, which started on every core, to the cores that no worker has."""
+        """Move the router and Ray's daemons, which started on every core, to the spare cores."""
         if not self._split.spare_cores:
             return
         workers: set[int] = set()
@@ -309,7 +309,7 @@ class Supervisor:
     # The end
 
     def _drain(self) -> int:
-        """Let the router finish what runs, for as long as it may; then it ends by itself."""
+        """Let the router finish its requests within the drain timeout and exit; returns the exit status."""
         router = self._router
         if router is None or not self._is_ready:
             return 0
@@ -323,7 +323,7 @@ class Supervisor:
         return 0 if router.exit_code == 0 else 1
 
     def _end(self) -> None:
-        """End every process and remove every file, whatever state they are in."""
+        """End every process and remove every file, in any state."""
         if self._router is not None:
             self._router.close()
         if self._compiler is not None:
@@ -345,13 +345,13 @@ class Supervisor:
 
 
 def kv_tokens(worker: dict[str, Any], block_size: int) -> int:
-    """Tokens that a worker's KV pool holds, from its entry in the router's status."""
+    """Capacity of a worker's KV pool in tokens, from its entry in the router's status."""
     load = worker["load"]
     blocks = load["num_blocks_free"] + load["num_blocks_cached"] + load["num_blocks_referenced"]
     return int(blocks * block_size)
 
 
 def curl_command(note: ClusterNote) -> str:
-    """A request to try, for a shell."""
+    """Example request, as a shell command."""
     body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 32}}'
     return f"curl {note.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

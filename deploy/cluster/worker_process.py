@@ -1,7 +1,7 @@
-"""One worker process: starts its actor, watches it, and starts it again when it fails.
+"""One worker process: starts its actor, watches it, and restarts it when it fails.
 
-The supervisor calls `WorkerProcess.check` from its loop, about ten times a second; nothing here waits. The worker id
-stays for life; each actor brings a new epoch.
+The supervisor calls `WorkerProcess.check` from its loop, about ten times a second; no call waits. The worker id is
+constant; each actor brings a new epoch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pdserve.deploy.cluster.processes import last_error
 
 PING_INTERVAL_S = 0.5
 PING_TIMEOUT_S = 10.0
-"""A worker that answers no ping for this long hangs, and is killed."""
+"""Time without an answer to a ping after which a worker counts as hung and is killed."""
 STABLE_S = 30.0
-"""A worker that has been up for this long starts the count of failures anew."""
+"""Uptime after which the count of failures starts anew."""
 _MAX_DELAY_S = 15.0
-_CONCURRENT_CALLS = 4  # so that a ping is answered while the worker stops
+_CONCURRENT_CALLS = 4  # so that a worker answers pings while it stops
 
 
 class WorkerState(Enum):
@@ -36,10 +36,10 @@ class WorkerState(Enum):
 
 
 def restart_delay_s(num_failures: int, jitter: float) -> float:
-    """Seconds to wait after the ``num_failures``-th failure in a row: none at first, then doubling.
+    """Delay after the ``num_failures``-th failure in a row: none at first, then doubling.
 
     Args:
-        jitter: in [0, 1); spreads the delay over +-25 %, so that workers that failed together start apart.
+        jitter: in [0, 1); spreads the delay over +-25 %, so that workers that failed together restart apart.
     """
     if num_failures <= 1:
         return 0.0
@@ -50,22 +50,22 @@ class WorkerProcess:
     def __init__(
         self, config: WorkerConfig, worker_class: type, resources: dict[str, float], num_gpus: float = 0.0
     ) -> None:
-        """Nothing runs until `check` starts it.
+        """Prepare a worker; the first `check` starts it.
 
         Args:
-            worker_class: becomes the actor, and gives it its name; its methods are those of
+            worker_class: class of the actor, which takes its name; has the methods of
                 `pdserve.engine.worker.process.WorkerActor`.
-            resources: Ray resources that its actor asks for.
-            num_gpus: GPUs, or a share of one, that it asks for; Ray shows the actor no others.
+            resources: Ray resources that the actor requests.
+            num_gpus: GPUs, or the share of one, that the actor requests; Ray shows it no others.
         """
         self.config = config
         self.state = WorkerState.STOPPED
         self.endpoint: WorkerEndpoint | None = None
-        """None unless it is up."""
+        """None unless the worker is up."""
         self.process_id = 0
         """0 until known."""
         self.failure = ""
-        """Why it failed last, in one line."""
+        """Reason of the last failure, in one line."""
         self.num_restarts = 0
         self._worker_class = worker_class
         self._resources = resources
@@ -83,7 +83,7 @@ class WorkerProcess:
         return self.config.worker_id
 
     def check(self, now_s: float) -> bool:
-        """Do what is due, without waiting. Returns whether `endpoint` changed."""
+        """Do what is due, without waiting; returns whether `endpoint` changed."""
         if self.state is WorkerState.STOPPED:
             if now_s >= self._retry_at_s:
                 self._start()
@@ -97,7 +97,7 @@ class WorkerProcess:
         return self._actor.stop.remote() if self.state is WorkerState.UP else None
 
     def clear(self) -> None:
-        """Forget the actor, as after the end of its Ray cluster; the next `check` starts another at once."""
+        """Forget the actor after its Ray cluster ended; the next `check` starts another at once."""
         self.state = WorkerState.STOPPED
         self.endpoint = self._actor = self._pending = self._log_path = None
         self.process_id = 0
@@ -120,10 +120,10 @@ class WorkerProcess:
             if not _is_done(self._pending):
                 return False
             result = _result(self._pending)
-        except Exception as error:  # whatever the worker raised, or how it died
+        except Exception as error:  # any error of the worker, or its death
             self._fail(now_s, error)
             return False
-        if not self.process_id:  # before `start`, so that the log of one that dies in it is known
+        if not self.process_id:  # before `start`, so that the log of a worker that dies in it is known
             self.process_id = result
             with contextlib.suppress(OSError):
                 self._log_path = Path(f"/proc/{self.process_id}/fd/2").readlink()
@@ -145,7 +145,7 @@ class WorkerProcess:
                     self._ping(now_s)
             elif now_s - self._pinged_at_s > PING_TIMEOUT_S:
                 raise TimeoutError(f"no answer for {PING_TIMEOUT_S:.0f} s")
-        except Exception as error:  # the same
+        except Exception as error:  # any error of the worker, or its death
             self._fail(now_s, error)
             return True
         return False
@@ -165,7 +165,7 @@ class WorkerProcess:
     def _kill(self) -> None:
         import ray
 
-        # A stopped or spinning process cannot obey Ray, and must not wake up later and go on.
+        # A stopped or spinning process cannot obey Ray, and must not wake up later.
         if self.process_id:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process_id, signal.SIGKILL)
@@ -174,7 +174,7 @@ class WorkerProcess:
 
 
 def describe_failure(error: Exception, log_path: Path | None) -> str:
-    """One line on why a worker failed: the exception that it raised, or the last error in its log."""
+    """Reason of a worker's failure in one line: the exception that it raised, or the last error in its log."""
     from ray.exceptions import RayActorError
 
     if isinstance(error, RayActorError):
@@ -188,7 +188,7 @@ def describe_failure(error: Exception, log_path: Path | None) -> str:
 
 
 def _creation_error(message: str) -> str:
-    """The exception of an actor that could not even be made; Ray's message ends with its traceback."""
+    """Exception of an actor whose creation failed; Ray's message ends with its traceback."""
     return message.strip().splitlines()[-1] if "creation task" in message else ""
 
 

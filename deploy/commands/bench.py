@@ -1,7 +1,7 @@
-"""``pdserve bench``: measurements of a running server, and of the kernels on this machine's GPU. What else measures the
-project itself is run from `pdserve.bench`.
+"""``pdserve bench``: benchmarks of a running server, and of the kernels on this machine's GPU.
 
-Reads arguments and prints; a command imports what it needs when it runs.
+Reads arguments and prints; a command imports what it needs when it runs. Benchmarks of the project itself are run as
+modules of `pdserve.bench`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def serve(
     ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Send requests at their own instants, whatever becomes of them, and show latencies and goodput."""
+    """Send requests on schedule, without waiting for earlier ones, and show latencies and goodput."""
     from rich.console import Console
 
     from pdserve.bench.load import measure_load
@@ -106,7 +106,7 @@ def kernels(
     skip_peer: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Leave out, such as flex.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Measure every kernel on this GPU beside its limit and its peers; or compile them, which needs no GPU."""
+    """Measure every kernel on this GPU against its limit and its peers; or compile them, which needs no GPU."""
     from importlib.util import find_spec
 
     from pdserve.contracts.errors import DeployError
@@ -135,10 +135,10 @@ def kernels(
 
 
 def _workload(name: str, trace: Path | None, input_tokens: int, output_tokens: int, burstiness: float) -> Workload:
-    """The traffic that was asked for.
+    """Workload of the options.
 
     Raises:
-        ValueError: no such preset, or a file that is no trace.
+        ValueError: unknown preset, or a file that is not a trace.
         DeployError: the file cannot be read.
     """
     from dataclasses import replace
@@ -166,10 +166,10 @@ def _workload(name: str, trace: Path | None, input_tokens: int, output_tokens: i
 
 
 def _max_model_len(url: str) -> int:
-    """What the server says of its first model; 0 where it does not say.
+    """Limit that the server reports for its first model; 0 if it reports none.
 
     Raises:
-        DeployError: it does not answer.
+        DeployError: the server does not answer.
     """
     import httpx
 

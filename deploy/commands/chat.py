@@ -26,11 +26,9 @@ _HELP = f"Ctrl-C stops an answer, {_NEW} forgets what was said, Ctrl-D ends."
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpeed:
-    """How fast an answer came."""
-
     num_tokens: int
     ttft_s: float
-    """Sending the request to the first piece of text."""
+    """Time from sending the request to the first piece of text."""
     total_s: float
 
     def __str__(self) -> str:
@@ -41,7 +39,7 @@ class AnswerSpeed:
 
 
 class Conversation:
-    """The messages so far, and the server they are sent to."""
+    """Messages of a conversation, and the server that answers them."""
 
     def __init__(self, url: str, *, max_tokens: int, temperature: float, console: Console) -> None:
         base_url = url.rstrip("/").removesuffix("/v1")
@@ -53,14 +51,13 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def start_anew(self) -> None:
-        """Forget what was said."""
         self._messages.clear()
 
     def say(self, message: str) -> None:
-        """Send ``message``, print the answer as it comes, then its speed. Ctrl-C stops the answer and keeps what came.
+        """Send ``message``, print the answer as it arrives, then its speed. Ctrl-C stops it and keeps what arrived.
 
         Raises:
-            DeployError: no answer, or only a part of one; the message is forgotten.
+            DeployError: no answer, or only part of one; the message is forgotten.
         """
         self._messages.append({"role": "user", "content": message})
         answer: list[str] = []
@@ -80,7 +77,7 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": "".join(answer)})
 
     def _stream(self, answer: list[str]) -> Iterator[str]:
-        """Pieces of the answer to the messages, which are added to ``answer``; ends with a line on its speed."""
+        """Yield pieces of the answer and append them to ``answer``; prints a line on its speed at the end."""
         body = {
             "messages": self._messages,
             "stream": True,
@@ -113,7 +110,7 @@ def converse(conversation: Conversation, message: str) -> int:
     """Send ``message``; without one, read messages until the input ends. Returns 0.
 
     Raises:
-        DeployError: ``message`` got no answer. In a conversation that is shown, and the next message is read.
+        DeployError: ``message`` got no answer. A conversation shows the error and reads the next message instead.
     """
     if message:
         conversation.say(message)

@@ -1,7 +1,7 @@
-"""``pdserve plan``: the best placement for some traffic on given GPUs, or the fewest GPUs for a rate.
+"""``pdserve plan``: the best placement for a workload on given GPUs, or the fewest GPUs for a rate.
 
-Turns options into a question for `pdserve.deploy.commands.plan_answer`; with ``--live`` the question comes from a
-running cluster instead (`pdserve.deploy.commands.plan_live`).
+Turns options into a question for `pdserve.deploy.commands.plan_answer`; with ``--live``, a running cluster provides the
+question (`pdserve.deploy.commands.plan_live`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_NODES = 64
 MAX_GPUS_PER_NODE = 72
 DEFAULT_REQUESTS = 1000
 MIN_REQUESTS = 100
-"""Fewer can meet an objective however fast they come."""
+"""With fewer requests, an objective can be met at any rate."""
 _LOOKED_AT = 1000
-"""Requests by which the search judges a workload."""
+"""Least number of requests from which the search judges a workload."""
 
 
 def plan(
@@ -151,7 +151,7 @@ def _effort(num_requests: int, seed: int) -> Effort:
 
 
 def _objective(name: str, rate: float | None) -> Objective:
-    """What is looked for; with a rate, the fewest GPUs unless told otherwise."""
+    """Objective of that name; by default the fewest GPUs with a rate, else the most goodput."""
     from pdserve.planner.plan import Objective
 
     name = name or (Objective.RATE if rate is None else Objective.FEWEST_DEVICES).value

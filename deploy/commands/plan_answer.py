@@ -1,6 +1,6 @@
-"""Answers a planning question for ``pdserve plan``: searches with a progress bar, prints, and writes files.
+"""Answers a question of ``pdserve plan``: searches with a progress bar, prints, and writes files.
 
-What is in the files is the business of `pdserve.planner`.
+`pdserve.planner` defines the contents of the files.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ if TYPE_CHECKING:
 
 
 _NUM_EXPLAINED = 1000
-"""Requests from which mean lengths are taken."""
+"""Number of requests from which mean lengths are taken."""
 
 
 class Outputs(NamedTuple):
-    """What to write, and how."""
+    """Files to write, and how to search and print."""
 
     deployment: Path | None
     report: Path | None
     json: Path | None
-    """``-`` writes it to standard output, and nothing else there."""
+    """``-`` writes to standard output, and nothing else goes there."""
     num_rows: int
-    """Of the table."""
     num_processes: int
-    """That simulate side by side; 0 takes one for each core."""
+    """Processes that simulate in parallel; 0 uses one for each core."""
     model: Path | None
-    """As it was named; a deployment points to it."""
+    """Path as the user gave it; a deployment file points to it."""
 
     @property
     def is_json_alone(self) -> bool:
@@ -43,7 +42,7 @@ class Outputs(NamedTuple):
 
 
 def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
-    """Find the plan, print it, and write what was asked for; returns the exit status."""
+    """Find the plan, print it and write the requested files; returns the exit status."""
     from pdserve.planner.plan_json import plan_json
     from pdserve.planner.tables import print_plan
 
@@ -61,7 +60,7 @@ def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
 
 
 def show_formulas(question: Question, traffic: Traffic, outputs: Outputs) -> int:
-    """How memory and times come about, of a worker of as few GPUs of each kind as hold the model."""
+    """Print how memory and step times of a worker follow, on the fewest GPUs of each kind that hold the model."""
     from pdserve.planner.explain import explain
     from pdserve.planner.tables import print_explanations
 
@@ -98,10 +97,10 @@ def _smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool:
 
 
 def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
-    """The plan, with a bar on the terminal while it is looked for.
+    """Search a plan, with a progress bar on the terminal.
 
     Raises:
-        DeployError: there is none; the text says why, and what would help.
+        DeployError: no plan exists; the text names the reason and a remedy.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -125,7 +124,7 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
 
 
 def write_files(plan: Plan, traffic: Traffic, words: str, outputs: Outputs) -> None:
-    """The deployment and the report, if they were asked for."""
+    """Write the deployment and the report if requested."""
     if outputs.deployment is not None:
         _write_deployment(plan, outputs)
     if outputs.report is not None:
@@ -144,7 +143,7 @@ def _write_deployment(plan: Plan, outputs: Outputs) -> None:
 
 
 def _model_path(model: Path | None) -> str:
-    """The folder of a config.json, which is what can be served; a file of another name is read again by itself."""
+    """Folder of a config.json, because a folder can be served; the path itself for a file of another name."""
     if model is None:
         return ""
     return str((model.parent if model.name == "config.json" else model).resolve())

@@ -1,7 +1,7 @@
-"""``pdserve plan --live``: watches a running cluster, and says whether another placement would do better.
+"""``pdserve plan --live``: watches a running cluster and compares its placement with the best one.
 
-Fetches what the router's admin port tells: placement, model, objectives and devices, which options may override. The
-comparison is `pdserve.planner.replan`'s. Changes nothing.
+Reads placement, model, objectives and devices from the router's admin port; options override them.
+`pdserve.planner.replan` compares. Changes nothing.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _TIMEOUT_S = 10.0
 
 
 class Watch(NamedTuple):
-    """Which cluster is watched, and what would be reason enough to change it."""
+    """Cluster to watch, and the gain that justifies a change."""
 
     url: str
     window_s: float
     hysteresis: float
     gpu: str
-    """That every worker is on; empty takes what the cluster says."""
+    """Kind of GPU of every worker; empty takes what the cluster reports."""
     hardware_file: Path | None
 
 
 def plan_live(watch: Watch, holding: Holding, objectives: Objectives, effort: Effort, outputs: Outputs) -> int:
-    """Watch, search, compare, print; returns the exit status. What options leave open is as the cluster says."""
+    """Watch, search, compare and print; returns the exit status. The cluster provides what the options leave open."""
     from pdserve.planner.plan import Question
     from pdserve.planner.replan import propose
     from pdserve.planner.running import observed_traffic, running_cluster, running_layout, supplies
@@ -92,14 +92,14 @@ def _tell(proposal: Proposal, plan: Plan, introduction: Sequence[str], outputs: 
 
 
 def _device(worker: RunningWorker, cluster: RunningCluster, gpu: str, added: Mapping[str, Hardware]) -> Hardware:
-    """What a worker's ranks are: as they were named here, or else as the router predicts them."""
+    """Device of a worker's ranks: as named here, or else as the router predicts them."""
     name = options.device(gpu, added).name if gpu else worker.hardware
     told = cluster.devices.get(worker.role)
     return told if told is not None and told.name == name and name not in added else options.device(name, added)
 
 
 def _served_folder(cluster: RunningCluster) -> Path:
-    """Of the model that runs, if it can be read from here."""
+    """Folder of the served model, which must be readable here."""
     folder = Path(cluster.model.path)
     if not os.access(folder / "config.json", os.R_OK):
         raise DeployError(
@@ -110,7 +110,7 @@ def _served_folder(cluster: RunningCluster) -> Path:
 
 
 def _overrides(cluster: RunningCluster, question: Question, holding: Holding, objectives: Objectives) -> Iterator[str]:
-    """A sentence for each option that contradicts the cluster."""
+    """One sentence for each option that contradicts the cluster."""
     from pdserve.planner.planned_model import read_planned_model
 
     told = {**dataclasses.asdict(cluster.model), **dataclasses.asdict(cluster.slo)}
@@ -130,7 +130,6 @@ def _overrides(cluster: RunningCluster, question: Question, holding: Holding, ob
 
 
 def _observe(watch: Watch) -> ObservedTraffic:
-    """What happens in the window."""
     from pdserve.planner.live import observe
 
     before, begun_s = _fetch_metrics(watch.url), time.monotonic()

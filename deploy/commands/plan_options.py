@@ -1,7 +1,7 @@
-"""Options that the planner's commands share: their names and help, and what their values mean.
+"""Options that the planner's commands share: names, help and meaning.
 
-Nothing of the planner is imported before a value is asked for, so that ``--help`` is instant. A name or number that
-makes no sense is bad usage (`ConfigError`); what is wrong with the model or the fleet is a failure (`DeployError`).
+Imports no planner module before a value is used, so that ``--help`` is instant. A name or number that makes no sense is
+bad usage (`ConfigError`); an error of the model or the fleet is a failure (`DeployError`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _FILE_WIDTH = 160
 
 @contextmanager
 def usage() -> Iterator[None]:
-    """A ValueError inside is bad usage."""
+    """Turn a ValueError inside into bad usage."""
     try:
         yield
     except ConfigError:
@@ -75,7 +75,7 @@ def usage() -> Iterator[None]:
 
 @contextmanager
 def failure() -> Iterator[None]:
-    """A ValueError inside is a failure."""
+    """Turn a ValueError inside into a failure."""
     try:
         yield
     except ValueError as error:
@@ -84,7 +84,7 @@ def failure() -> Iterator[None]:
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """Say on the terminal, if there is one, what is waited for."""
+    """Show ``text`` on the terminal, if there is one, during a wait."""
     from rich.console import Console
 
     terminal = Console(stderr=True)
@@ -93,7 +93,7 @@ def working(text: str) -> Iterator[None]:
 
 
 def planned_model(held: ModelConfig) -> PlannedModel:
-    """The model of a checked deployment."""
+    """Planned model of a checked deployment."""
     if not held.path:
         raise ConfigError("no model is named; give --model a folder with a config.json, or the file itself")
     from pdserve.planner.planned_model import read_planned_model
@@ -108,7 +108,7 @@ def planned_model(held: ModelConfig) -> PlannedModel:
 
 
 def added_hardware(file: Path | None) -> Mapping[str, Hardware]:
-    """The devices of a user's file; none without one."""
+    """Devices of a user's hardware file; none without a file."""
     if file is None:
         return {}
     from pdserve.planner.hardware_file import read_hardware_file
@@ -118,7 +118,6 @@ def added_hardware(file: Path | None) -> Mapping[str, Hardware]:
 
 
 def device(name: str, added: Mapping[str, Hardware]) -> Hardware:
-    """The kind of GPU of that name."""
     from pdserve.model.cost.hardware import hardware
 
     with usage():
@@ -126,7 +125,7 @@ def device(name: str, added: Mapping[str, Hardware]) -> Hardware:
 
 
 def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[int, int] | None:
-    """Tokens of every prompt and every answer; ``None`` where neither is named."""
+    """Tokens of every prompt and every answer; ``None`` if neither is given."""
     if input_tokens is None and output_tokens is None:
         return None
     if input_tokens is None or output_tokens is None:
@@ -137,7 +136,7 @@ def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[
 def traffic(
     named: str | tuple[int, int], *, max_model_len: int, lenient: bool = False, burstiness: float | None = None
 ) -> Traffic:
-    """The preset or the trace of that name, or prompts and answers of so many tokens."""
+    """Traffic of the preset or trace of that name, or of prompts and answers of constant length."""
     from pdserve.planner.traffic import fixed_traffic, named_traffic
 
     with usage():
@@ -149,7 +148,7 @@ def traffic(
 
 
 class Objectives(NamedTuple):
-    """As options give them, named as in `SloConfig`; ``None`` for the usual."""
+    """Values of the options, with the field names of `SloConfig`; ``None`` keeps the default."""
 
     ttft_seconds: float | None
     tpot_seconds: float | None
@@ -157,12 +156,12 @@ class Objectives(NamedTuple):
 
 
 def objectives(usual: SloConfig, asked: Objectives) -> SloConfig:
-    """What was asked, and else what is usual."""
+    """Objectives of the options, with ``usual`` as defaults."""
     return _overridden(DeploymentConfig(slo=usual), "slo", asked).slo
 
 
 class Holding(NamedTuple):
-    """How the model is held, as options give it, named as in `ModelConfig`; ``None`` for the usual."""
+    """Precision and length from the options, with the field names of `ModelConfig`; ``None`` keeps the default."""
 
     dtype: str | None
     kv_dtype: str | None
@@ -171,7 +170,7 @@ class Holding(NamedTuple):
 
 
 def held(usual: ModelConfig, asked: Holding) -> ModelConfig:
-    """What was asked, and else what is usual."""
+    """Model configuration of the options, with ``usual`` as defaults."""
     return _overridden(DeploymentConfig(model=usual), "model", asked).model
 
 
@@ -182,12 +181,12 @@ def _overridden(usual: DeploymentConfig, section: str, asked: Objectives | Holdi
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def console() -> Console:
-    """Standard output: as wide as its terminal, and wide enough for any table where it is a file or a pipe."""
+    """Standard output, as wide as its terminal; a file or a pipe is wide enough for any table."""
     from rich.console import Console
 
     is_given = sys.stdout.isatty() or "COLUMNS" in os.environ
@@ -195,7 +194,6 @@ def console() -> Console:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that the user named."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -203,7 +201,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """Write a file of JSON, or to standard output for ``-``."""
+    """Write a JSON file, or to standard output for ``-``."""
     text = json.dumps(document, allow_nan=False, indent=2)
     if str(path) == "-":
         typer.echo(text)

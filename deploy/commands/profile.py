@@ -1,7 +1,7 @@
 """`pdserve profile`: measures this machine with a model, fits the cost model to it, and writes a hardware file.
 
-Measuring is `pdserve.model.cost.profiling`'s, fitting `pdserve.planner.cost_fit`'s; here is what a user gives and sees.
-Torch is imported once the arguments were found good.
+`pdserve.model.cost.profiling` measures and `pdserve.planner.cost_fit` fits; this module reads options and shows
+results. It imports torch only after it has checked the arguments.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ if TYPE_CHECKING:
     from pdserve.model.cost.profiling import MeasuredStep, ProfiledModel
 
 _KV_MEMORY_SHARE, _MAX_KV_BYTES = 0.25, 2**31
-"""Of what is available, for the pool that is measured in, and at most."""
+"""Size of the KV pool during measurement: share of the available memory, and upper limit."""
 _MIN_STEPS = 16
-"""Fewer say too little about the figures that are fitted."""
+"""Fewer steps do not determine the fitted figures."""
 _MUCH_NOISE = 0.1
 _SHOWN_STEPS = 6
-"""Of the held-out steps of each kind."""
+"""Held-out steps shown for each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What `pdserve profile` was asked for."""
+    """Options of one `pdserve profile`."""
 
     model: ModelConfig
-    """``path`` is a folder, or a config.json of which random weights are made."""
+    """``path`` is a folder, or a config.json for which random weights are drawn."""
     num_cores: tuple[int, ...]
-    """Of workers; each is measured on its own. Empty takes those that `pdserve up` gives to its workers by default."""
+    """Cores of each worker to measure, one after another; empty takes the sizes that `pdserve up` gives by default."""
     output: Path
     json_output: Path | None = None
     budget_s: float = 120.0
 
 
 def run_profile(request: ProfileRequest, console: Console) -> int:
-    """Measure, fit, write and tell; returns the exit status.
+    """Measure, fit, write the file and show the fit; returns the exit status.
 
     Raises:
-        DeployError: the model cannot be measured, or the file not be written.
+        DeployError: the model cannot be measured, or the file cannot be written.
     """
     cores = sorted(os.sched_getaffinity(0))
     counts = request.num_cores or _default_counts(cores)
@@ -91,13 +91,13 @@ def run_profile(request: ProfileRequest, console: Console) -> int:
 
 
 def _default_counts(cores: Sequence[int]) -> tuple[int, ...]:
-    """Cores of a prefill and of a decode worker; all of them where there are too few to divide."""
+    """Cores of a prefill and of a decode worker; all cores if there are too few to divide."""
     split = split_cores(cores, [WorkerRole.PREFILL, WorkerRole.DECODE])
     return tuple(sorted({len(of_worker) or len(cores) for of_worker in split.worker_cores}))
 
 
 def _other_devices(path: Path) -> dict[str, Hardware]:
-    """What the output file holds already, which stays unless it is measured again."""
+    """Devices in the output file, which stay unless they are measured again."""
     try:
         return read_hardware_file(path) if path.exists() else {}
     except ConfigError as error:
@@ -172,7 +172,7 @@ def _profile(
 
 @contextmanager
 def _on_cores_of_its_own() -> Iterator[None]:
-    """Measuring pins this process; afterwards it may run where it could before."""
+    """Measuring pins this process; restore its cores afterwards."""
     affinity = os.sched_getaffinity(0)
     try:
         yield
@@ -181,7 +181,7 @@ def _on_cores_of_its_own() -> Iterator[None]:
 
 
 def _processor() -> str:
-    """Such as ``AMD EPYC 7763 64-Core Processor``."""
+    """Processor name, such as ``AMD EPYC 7763 64-Core Processor``."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else os.uname().machine
@@ -199,7 +199,7 @@ def _bar(console: Console) -> Progress:
 
 
 def show(fit: CostFit, measured: Sequence[MeasuredStep], console: Console) -> None:
-    """What was measured, what was fitted, how far off it is and how far it reaches."""
+    """Print the measurements, the fitted figures, their error and their range."""
     console.print(_errors_table(fit, measured))
     console.print(_steps_table(fit))
     console.print(_figures_table(fit.hardware))
@@ -235,7 +235,7 @@ def _errors_table(fit: CostFit, measured: Sequence[MeasuredStep]) -> Table:
 
 
 def _noise(measured: Sequence[MeasuredStep]) -> float:
-    """Half of the distance between the quartiles of a step's repeats, of the median step."""
+    """Half the interquartile range of a step's repeats, for the median step."""
     return sorted(entry.spread for entry in measured)[len(measured) // 2]
 
 

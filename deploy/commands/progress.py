@@ -1,4 +1,4 @@
-"""Output of `pdserve up`: a line for each process that is up, one banner, and a line for each event after it."""
+"""Output of `pdserve up`: one line per started process, one banner, then one line per event."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rich.markup import escape
 
 
 class Progress:
-    """Writes lines with the seconds since it was made."""
+    """Writes lines with the seconds since its creation."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._begin_s = time.monotonic()
 
     def note(self, name: str, text: str) -> None:
-        """One line: what it is about, and what there is to say."""
+        """Write one line: subject and text."""
         elapsed_s = time.monotonic() - self._begin_s
         self._write(f"[dim]{elapsed_s:6.1f}s[/]  [cyan]{escape(name):<12}[/] {escape(text)}")
 
     def warn(self, name: str, text: str) -> None:
-        """The same, of something that went wrong and is being dealt with."""
+        """Write one line about a problem that is being handled."""
         self._write(f"[dim]{time.monotonic() - self._begin_s:6.1f}s[/]  [yellow]{escape(name):<12}[/] {escape(text)}")
 
     def banner(self, rows: Sequence[tuple[str, str]], command: str) -> None:
-        """Readiness, addresses, and a command to try on the last line."""
+        """Write readiness, addresses, and a command to try on the last line."""
         self._write("")
         self._write(f"[bold green]pdserve is ready[/] after {time.monotonic() - self._begin_s:.1f} s")
         for name, value in rows:

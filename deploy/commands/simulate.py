@@ -1,7 +1,7 @@
-"""``pdserve simulate``: what a placement would make of some traffic, without a GPU.
+"""``pdserve simulate``: performance of a placement under a workload, without a GPU.
 
-Reads options and a deployment file and builds the layout; the work is done by `pdserve.planner.simulated_run`, and
-nothing of the planner is imported before the options are found good.
+Reads options and a deployment file and builds the layout; `pdserve.planner.simulated_run` does the work. Imports no
+planner module before the options are checked.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def simulate(
 
 
 class _Workers(NamedTuple):
-    """Of one kind, as far as options tell."""
+    """Options for the workers of one kind."""
 
     replicas: int | None
     tensor_parallel: int | None
@@ -142,7 +142,7 @@ class _Devices(NamedTuple):
 
 
 def _deployment(file: Path | None, *, is_colocated: bool) -> DeploymentConfig:
-    """What options change: the file's, or one worker of each phase."""
+    """Deployment before options change it: the file's, or one worker of each phase."""
     config = read_deployment(file, use=Use.SIMULATE) if file else DeploymentConfig(model=ModelConfig(dtype="bfloat16"))
     if is_colocated and not config.mixed.replicas:
         none = PhaseConfig(replicas=0)
@@ -151,10 +151,10 @@ def _deployment(file: Path | None, *, is_colocated: bool) -> DeploymentConfig:
 
 
 def _with_workers(config: DeploymentConfig, phase: str, workers: _Workers) -> DeploymentConfig:
-    """``config`` with the workers that options tell of.
+    """``config`` changed by the options for the workers of one phase.
 
     Raises:
-        ConfigError: there are none of this kind, so that their options would change nothing.
+        ConfigError: the deployment has no workers of this phase, so the options would change nothing.
     """
     if not getattr(config, phase).replicas and any(value is not None for value in workers):
         remedy = (
@@ -170,7 +170,7 @@ def _with_workers(config: DeploymentConfig, phase: str, workers: _Workers) -> De
 def _named_traffic(
     workload: str, trace: str, input_tokens: int | None, output_tokens: int | None
 ) -> str | tuple[int, int]:
-    """The one kind of traffic that was named: a preset or a file, or the tokens of a prompt and of an answer."""
+    """The only traffic given: a preset or a file, or the tokens of a prompt and of an answer."""
     lengths = options.named_lengths(input_tokens, output_tokens)
     if (bool(workload), bool(trace), lengths is not None).count(True) != 1:
         raise ConfigError(f"name one kind of traffic: {_TRAFFIC_HELP}")

@@ -14,10 +14,10 @@ _TIMEOUT_S = 5.0
 
 
 def show_status(admin_url: str, console: Console) -> int:
-    """Print it; returns 0 if the cluster serves, 1 if it does not.
+    """Print the status; returns 0 if the cluster serves, else 1.
 
     Raises:
-        DeployError: nobody answers at ``admin_url``.
+        DeployError: no router answers at ``admin_url``.
     """
     status = fetch_status(admin_url)
     state = "draining" if status["draining"] else "ready" if status["ready"] else "not ready"
@@ -32,10 +32,13 @@ def show_status(admin_url: str, console: Console) -> int:
 
 
 def fetch_status(admin_url: str, option: str = "--admin-url") -> dict[str, Any]:
-    """What the router says; ``option`` is how the user gave the address.
+    """Fetch the router's status.
+
+    Args:
+        option: name of the option that set the address, for messages.
 
     Raises:
-        DeployError: nobody answers, or something else does.
+        DeployError: no answer, or not a router's.
     """
     try:
         answer = httpx.get(f"{admin_url.rstrip('/')}/status", timeout=_TIMEOUT_S, trust_env=False)

@@ -1,4 +1,4 @@
-"""Clusters started by the command line, for tests: real processes, and a look at what they leave behind."""
+"""Clusters started by the command line, for tests: real processes, and a list of those that remain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pdserve(*arguments: str, timeout_s: float = 60, **environment: str) -> subpr
 
 
 def wait_for(condition: Callable[[], Result], what: str) -> Result:
-    """The first true result of ``condition``."""
+    """Return the first true result of ``condition``."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not (result := condition()):
         assert time.monotonic() < deadline_s, f"still waiting for {what}"
@@ -35,12 +35,12 @@ def wait_for(condition: Callable[[], Result], what: str) -> Result:
 
 
 def _get(url: str) -> httpx.Response:
-    """Without the certificates of HTTPS, which take longer to read than an answer takes."""
+    """GET without loading HTTPS certificates, which takes longer than an answer."""
     return httpx.get(url, trust_env=False, verify=False)
 
 
 class UpProcess:
-    """``pdserve up`` as a child of the test."""
+    """``pdserve up`` as a child process of the test."""
 
     def __init__(self, log_path: Path, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "pdserve.deploy.cli", "up", "--port", "0", *arguments]
@@ -53,7 +53,7 @@ class UpProcess:
 
     @property
     def lines(self) -> list[str]:
-        """What it has written."""
+        """Lines written so far."""
         return self._log_path.read_text().splitlines()
 
     def wait_ready(self) -> str:
@@ -66,7 +66,7 @@ class UpProcess:
         return wait_for(last_line, "the banner")
 
     def banner(self, name: str) -> str:
-        """The value beside ``name`` in the banner."""
+        """Value of the banner's row ``name``."""
         return next(line.split(maxsplit=1)[1] for line in self.lines if line.split()[:1] == [name])
 
     @property
@@ -78,20 +78,20 @@ class UpProcess:
         return status
 
     def is_ready(self) -> bool:
-        """Whether the API says that it serves."""
+        """True if the API reports that it serves."""
         try:
             return _get(f"{self.banner('API').removesuffix('/v1')}/health").is_success
         except httpx.HTTPError:
             return False
 
     def members(self, text: str) -> list[psutil.Process]:
-        """Its processes whose name or command line holds ``text``; every one is remembered for `leftovers`."""
+        """Processes whose name or command line contains ``text``; `leftovers` remembers every one."""
         found = self.process.children(recursive=True)
         self.family.update(found)
         return [process for process in found if text in f"{process.name()} {' '.join(process.cmdline())}"]
 
     def leftovers(self) -> list[psutil.Process]:
-        """Processes seen by `members` that still run."""
+        """Processes returned by `members` that still run."""
         return [process for process in self.family if process.is_running() and process.status() != "zombie"]
 
     def stop(self, number: int = signal.SIGTERM) -> int:

@@ -1,4 +1,4 @@
-"""The deployment file: what is read, and the one line each mistake gets."""
+"""Deployment files: the values read, and the one-line message of each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process is told."""
+"""Configuration of each process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pdserve up``: serves, starts again what dies, and leaves nothing behind. Emulated workers, everything else real."""
+"""``pdserve up`` serves, restarts processes that die, and leaves nothing behind. Emulated workers, all else real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that cannot be served, and workers that do not fit into memory, are found before anything starts."""
+"""Models that cannot be served, and workers that exceed memory, fail before anything starts."""
 
 from __future__ import annotations
 

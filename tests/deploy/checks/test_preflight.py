@@ -1,4 +1,4 @@
-"""What is found wrong before anything starts, each with its remedy."""
+"""Errors before anything starts, each with its remedy."""
 
 from __future__ import annotations
 

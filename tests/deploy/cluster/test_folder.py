@@ -1,4 +1,4 @@
-"""Finding running clusters, and clearing away what dead ones left."""
+"""Running clusters are found, and the folders of dead ones removed."""
 
 from __future__ import annotations
 

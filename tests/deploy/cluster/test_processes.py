@@ -1,4 +1,4 @@
-"""Children that never outlive their parent, and are ended whole."""
+"""Children never outlive their parent, and end with their whole session."""
 
 from __future__ import annotations
 

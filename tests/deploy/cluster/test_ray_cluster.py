@@ -1,4 +1,4 @@
-"""Private Ray clusters: several beside each other, each gone without a trace when it is stopped."""
+"""Private Ray clusters: several at once, each without a trace after its stop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def start(folder: str, token_digit: str) -> subprocess.Popen[str]:
 
 
 def object_store_files(pid: int) -> set[Path]:
-    """Files of shared memory that a process has mapped for Ray's object store; Ray may have unlinked them."""
+    """Shared-memory files of Ray's object store that a process has mapped; Ray may have unlinked them."""
     mapped = psutil.Process(pid).memory_maps()
     return {Path(each.path.removesuffix(" (deleted)")) for each in mapped if "plasma" in each.path}
 
@@ -66,7 +66,7 @@ def test_clusters_live_side_by_side_and_end_alone() -> None:
         assert not any(psutil.pid_exists(pid) for pid in members[first.pid])
         assert not any(Path(first_folder).iterdir())
 
-        # The other one answers still.
+        # The other cluster still answers.
         assert all(psutil.pid_exists(pid) for pid in members[second.pid])
         out, error = second.communicate("\n", timeout=60)
         assert out.strip() == "[]", error

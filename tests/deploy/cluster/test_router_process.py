@@ -1,4 +1,4 @@
-"""A router that ends says why, in one line."""
+"""A router that ends reports the reason in one line."""
 
 from __future__ import annotations
 

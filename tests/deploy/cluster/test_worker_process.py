@@ -1,4 +1,4 @@
-"""A worker is started again, with a fresh epoch, whatever happens to it. Real Ray, small real actors."""
+"""A worker restarts with a fresh epoch after any failure. Real Ray, small real actors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_worker(model_path: str = "/nowhere") -> WorkerProcess:
 
 
 def state_of(worker: WorkerProcess) -> WorkerState:
-    """Through a call, so that the type checker expects it to change."""
+    """State, read by a call so that the type checker expects it to change."""
     return worker.state
 
 
@@ -103,7 +103,7 @@ def test_a_worker_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     remote, asked = ray.remote, []
 
     def without_gpus(worker_class: type) -> SimpleNamespace:
-        """What ``ray.remote`` makes of a class, for a cluster that has no GPU to give."""
+        """Stand-in for ``ray.remote`` of a class, in a cluster without GPUs."""
 
         def options(**values: Any) -> Any:
             asked.append(values["num_gpus"])

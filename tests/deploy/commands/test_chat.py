@@ -1,4 +1,4 @@
-"""Conversations with a server that answers with what it was sent."""
+"""Conversations with a server that records each request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pdserve.deploy.commands.chat import Conversation, converse
 
 
 class Server(ThreadingHTTPServer):
-    """Streams an answer of two tokens to every request, or refuses those that say so."""
+    """Streams an answer of two tokens to every request, or refuses those that ask for it."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[list[dict[str, str]]] = []
-        """The messages of each request."""
+        """Messages of each request."""
 
     @property
     def url(self) -> str:
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def conversation(server: Server) -> Conversation:
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """What the user types at each prompt, and in the end Ctrl-D."""
+    """Type these lines at the prompts, and Ctrl-D at the end."""
     coming = iter((*lines, EOFError))
 
     def read(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""``pdserve plan``, most of it in this process: a small plan and its files, and what is said of mistakes."""
+"""``pdserve plan``, mostly in this process: a small plan, its files, and messages for mistakes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Planned(NamedTuple):
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
-    """Two GPUs, short requests, and every file that can be asked for."""
+    """A plan for two GPUs and short requests, with every file that can be requested."""
     folder = tmp_path_factory.mktemp("plan")
     model = written(folder / "Llama-3-8B")
     command = [sys.executable, "-m", "pdserve.deploy.cli", "plan", "--model", str(model / "config.json")]

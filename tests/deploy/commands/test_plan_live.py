@@ -1,4 +1,4 @@
-"""``pdserve plan --live`` against an admin port that says what a router would."""
+"""``pdserve plan --live`` against an admin port that answers like a router's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLOCATED = [status_of("mixed-0", "mixed"), status_of("mixed-1", "mixed")]
 
 @contextmanager
 def admin_port(document: dict[str, object], num_requests: int = 40) -> Iterator[str]:
-    """Serves so many requests between the first look at its metrics and the second; ``document`` is its status."""
+    """Serve ``document`` as the status, and metrics that count ``num_requests`` more requests at each read."""
     router = Router()
 
     class Handler(BaseHTTPRequestHandler):
@@ -66,7 +66,7 @@ def model(tmp_path: Path) -> str:
 
 
 def serving(model: str, *workers: dict[str, object]) -> dict[str, object]:
-    """The status of a router with the model in this folder."""
+    """Status of a router that serves the model in this folder."""
     return status(*(workers or COLOCATED), model={"path": model, "name": "mine"})
 
 
@@ -92,7 +92,7 @@ def test_the_running_placement_is_compared_with_the_best(capsys: pytest.CaptureF
 def test_a_running_cluster_is_planned_for_by_its_address_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Real processes; the GPUs are emulated, and the model of a size that keeps them busy."""
+    """Real processes with emulated GPUs, and a model large enough to keep them busy."""
     folder = large(write_random_checkpoint(tmp_path / "large"))
     held = {
         "precision": Precision(dtype="bfloat16"),
@@ -139,7 +139,7 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
 
 
 def large(checkpoint: Path) -> Path:
-    """The same tokenizer beside a shape like Llama-3-8B's; emulation needs no weights."""
+    """The same tokenizer with a shape like Llama-3-8B's; emulation needs no weights."""
     file = checkpoint / "config.json"
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
@@ -148,7 +148,7 @@ def large(checkpoint: Path) -> Path:
 
 
 def ask(router: RouterProcess, is_over: Event) -> None:
-    """One prompt after the other, none like another."""
+    """Send one prompt after the other, all different."""
     for number in count():
         if is_over.is_set():
             return

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _unpinned() -> Iterator[None]:
-    """Measuring gives the kernels of this process as many threads as were asked for."""
+    """Measuring changes the number of kernel threads of this process; restore it."""
     yield
     use_threads(1)
 

@@ -1,4 +1,4 @@
-"""``pdserve simulate``, most of it in this process: options, deployment files, and what is said of mistakes."""
+"""``pdserve simulate``, mostly in this process: options, deployment files, and messages for mistakes."""
 
 from __future__ import annotations
 
