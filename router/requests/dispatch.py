@@ -540,7 +540,7 @@ class Dispatcher:
         if attempt.num_failures >= MAX_FAILURES:
             return GenerationError(500, "the model could not compute this request")
         if attempt.number + 1 >= MAX_ATTEMPTS:
-            return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=1.0)
+            return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=MIN_RETRY_AFTER_S)
         return None
 
 

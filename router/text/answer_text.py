@@ -13,11 +13,10 @@ split: it comes before the stop string that is complete first.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-from typing import NamedTuple
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Output of a decoder for bytes that are not, or not yet, a character."""
