@@ -51,8 +51,8 @@ def room_on_gpu(
 ) -> PoolRoom:
     """Room on a GPU before the weights are loaded.
 
-    An automatic pool takes ``utilization`` of the whole GPU, or of its free memory if that is less, minus weights,
-    activations and the reserve.
+    An automatic pool takes ``utilization`` times the total memory, or the free memory if that is less, minus weights,
+    activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory.
 
     Args:
         activation_bytes: activations of the largest step.

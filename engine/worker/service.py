@@ -121,7 +121,7 @@ class WorkerService:
                 address.set_exception(error)
 
     def _die(self) -> None:
-        """End the process: a service that lost a frame or its event loop must not continue silently."""
+        """Report the service as dead: a service that lost a frame or its event loop must not continue silently."""
         _log.exception("the gRPC service died")
         self._inbox.put(PartDied("the gRPC service"))
 
