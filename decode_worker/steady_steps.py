@@ -78,7 +78,7 @@ def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> Steady
 
 
 def _num_steps_with_blocks(pool: BlockPool, running: Sized[Sequence], num_steps: int) -> int:
-    """Steps up to ``num_steps`` with enough blocks; an underestimate where that is cheap and large enough."""
+    """Steps with enough blocks: exact up to ``num_steps``, or a cheap lower bound if blocks are plentiful."""
     num_blocks_each = pool.num_available // len(running)
     if num_blocks_each > 1:
         return num_blocks_each * pool.block_size - 1

@@ -84,7 +84,6 @@ class BlockPool:
         return self._block_by_hash.keys()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, num_blocks: int) -> bool:

@@ -22,7 +22,6 @@ def host_id() -> str:
 
 
 def layout_message(layout: KvLayout) -> kv_pb2.Layout:
-    """Convert the layout to its wire message."""
     return kv_pb2.Layout(
         version=KV_LAYOUT_VERSION,
         model_hash=layout.model_hash,

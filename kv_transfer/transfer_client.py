@@ -42,8 +42,6 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """Settings of one transfer process."""
-
     layout: KvLayout
     worker_epoch: int
     """Incarnation of the worker. Pulls of any other are refused."""
@@ -59,7 +57,6 @@ class TransferConfig:
 
 
 def encode_frame(payload: bytes) -> bytes:
-    """Prefix a payload with its length."""
     assert len(payload) <= MAX_FRAME_BYTES, len(payload)
     return _LENGTH.pack(len(payload)) + payload
 

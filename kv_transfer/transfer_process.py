@@ -94,7 +94,6 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
 
 
 def main() -> None:
-    """Run until the engine is gone."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then sends Shutdown
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s transfer process: %(message)s")

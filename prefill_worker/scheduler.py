@@ -92,7 +92,6 @@ class PrefillScheduler:
             self._end(sequence, RequestEventKind.CANCELLED)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
         self._waiting.push(sequence, _wanted_s(sequence))
 
     def recompute(self, sequence: Sequence) -> None:
@@ -132,7 +131,6 @@ class PrefillScheduler:
         return self.table.commit(step)
 
     def expire_parked(self, now_s: float) -> None:
-        """End parked prompts that timed out."""
         for sequence in self._parking.take_expired(now_s):
             self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
 

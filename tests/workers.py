@@ -44,7 +44,6 @@ class RouterClient:
         self.load = worker_pb2.Load()
         self.frames: list[worker_pb2.StepFrame] = []
         self.tokens: defaultdict[int, list[TokenEvent]] = defaultdict(list)
-        """By request id."""
         self.events: defaultdict[int, list[worker_pb2.RequestEvent]] = defaultdict(list)
         self.error: grpc.StatusCode | None = None
         """Status that ended the stream; None while it is open."""
@@ -215,7 +214,6 @@ class WorkerProcess:
         self._stdout.close()
 
     def connect(self, *, router_id: str = "", epoch: int = 1, is_reading: bool = True) -> RouterClient:
-        """Open a session with the worker."""
         return RouterClient(
             self.endpoint.address, router_id=router_id, epoch=epoch, token=self.cluster_token, is_reading=is_reading
         )

@@ -44,7 +44,6 @@ class SequenceQueue:
         heappush(self._heap, (instant_s, sequence.sequence_id))
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence if it is queued."""
         entry = self._entries.pop(sequence.sequence_id, None)
         if entry is None:
             return

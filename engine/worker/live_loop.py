@@ -72,7 +72,7 @@ MIN_WAIT_S = 0.001
 
 STALL_LIMIT_S = 60.0
 STALL_FACTOR = 10.0
-"""A turn is a hang if it exceeds the limit and this multiple of its step's predicted time."""
+"""A turn is a hang if it exceeds the limit plus this multiple of its step's predicted time."""
 
 _log = logging.getLogger(__name__)
 

@@ -229,15 +229,11 @@ class _FailedSubmission:
 
 
 class Refusal(NamedTuple):
-    """Reason for refusing a request."""
-
     code: RefusalCode
     message: str
 
 
 class _LiveRequests:
-    """Live requests by session."""
-
     def __init__(self) -> None:
         self._sessions: dict[int, set[RequestKey]] = {}
         self._count = 0
@@ -368,7 +364,6 @@ class StepLoop:
         return Wait.NOTHING if self._in_flight else Wait.MESSAGE
 
     def step_ended(self, output: StepOutput, now_s: float) -> None:
-        """Process the results of the oldest step."""
         step = self._in_flight.popleft()
         self._num_failed_in_a_row = 0
         self.scheduler.complete(output, now_s)

@@ -18,7 +18,7 @@ MAX_QUEUED_FRAMES = 8192
 """Send queue limit. A router with more queued frames has stalled, and its session is closed."""
 
 MAX_REMEMBERED_ROUTERS = 256
-"""Disconnected routers whose last epoch is remembered."""
+"""Routers whose last epoch is remembered. Beyond this, disconnected routers are forgotten, oldest first."""
 
 
 class Session:
@@ -30,7 +30,6 @@ class Session:
         self.router_id = router_id
         self.epoch = epoch
         self.sent_s = time.monotonic()
-        """Time when a message was last queued."""
         self.close_reason = ""
         """Reason why the worker ends the stream; empty while it is open or if the router ended it."""
         self._queue: deque[bytes] = deque()

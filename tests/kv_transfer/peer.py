@@ -135,7 +135,6 @@ class Peer:
 def running_peer(
     *, layout: KvLayout = LAYOUT, transport: str = "auto", seed: int = 0, token: str = TOKEN
 ) -> Iterator[Peer]:
-    """A peer, closed on exit."""
     peer = Peer(layout, transport, seed, token)
     try:
         yield peer

@@ -57,7 +57,6 @@ class LoopSide:
         self.received: list[LiveMessage] = []
 
     def next_message(self) -> LiveMessage:
-        """Return the next message that the service put into the inbox."""
         wait_until(lambda: self._pull(), "a message in the inbox")
         return self.received.pop(0)
 
