@@ -1,8 +1,8 @@
-"""Requests whose prompt is computed elsewhere: first in line for blocks, then being pulled.
+"""Requests whose prompt another worker computes: a queue for blocks, and the pulls in flight.
 
-Blocks are taken for the whole prompt and head-room in one step, first come first served, and only then
-does a pull start: nobody holds some blocks while waiting for others. Owned by `pdserve.decode_worker.scheduler`, which
-limits the blocks that may be taken; this class never preempts anything.
+Blocks for the whole prompt plus headroom are reserved at once, first come first served, and only then does a pull
+start: no request holds some blocks while it waits for others. Owned by `pdserve.decode_worker.scheduler`, which
+limits the blocks to reserve. Never preempts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Reservation(NamedTuple):
 
 
 class Reservations:
-    """A FIFO of requests that need blocks, and the pulls in flight."""
+    """FIFO of requests that need blocks, and the pulls in flight."""
 
     def __init__(self, table: SequenceTable, *, pull_timeout_s: float) -> None:
         self._table = table
@@ -37,7 +37,7 @@ class Reservations:
         return len(self._waiting)
 
     def pulling(self) -> Iterator[Sequence]:
-        """Sequences that will decode once their pull is done."""
+        """Sequences that will decode once their pull has ended."""
         return (sequence for sequence in self._pulls.values() if not sequence.is_over)
 
     def first_waiting(self) -> Sequence | None:
@@ -47,16 +47,16 @@ class Reservations:
         self._waiting.append(_Reservation(sequence, source))
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is here. The targets of its pull stay reserved until the pull has ended."""
+        """Forget a sequence in any state. The targets of its pull stay reserved until the pull has ended."""
         if sequence.is_pulling:
             self._table.events.append(AbortPullEvent(sequence.sequence_id))
         else:
             self._waiting = deque(waiting for waiting in self._waiting if waiting.sequence is not sequence)
 
     def reserve(self, *, spare_blocks: int, now_s: float) -> int | None:
-        """Reserve blocks for the first request in line and start its pull, if the blocks that it is expected to need
-        before it ends are no more than ``spare_blocks``. Returns how many of those it takes; ``None`` if it waits on.
-        """
+        """Reserve blocks for the first request in line and start its pull, if it is expected to need at most
+        ``spare_blocks`` blocks before it ends. Returns the number of spare blocks taken; ``None`` if the request
+        keeps waiting."""
         sequence, source = self._waiting[0]
         cached = self._table.pool.match_prefix(sequence.iter_block_hashes(len(sequence.tokens) // sequence.block_size))
         num_taken = sequence.num_blocks_expected() - len(cached) + self._table.pool.num_unreferenced(cached)
@@ -92,7 +92,8 @@ class Reservations:
         self._table.events += [started, pull]
 
     def finish(self, result: PullResult) -> Sequence | None:
-        """A pull ended, and nothing writes to its targets any more. Returns its sequence, unless that is over."""
+        """Handle the end of a pull, after which nothing writes to its targets. Returns its sequence unless that has
+        ended."""
         sequence = self._pulls.pop(result.pull_id)
         sequence.is_pulling = False
         if sequence.is_over:

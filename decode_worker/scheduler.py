@@ -1,16 +1,17 @@
-"""Which sequences a worker decodes, and what else fits into the same step: local prefill, recomputation, pulls.
+"""Scheduler of a decode or mixed worker: sequences to decode, plus local prefill, recomputation and pulls.
 
-A step holds one row for every running sequence, then prefill chunks in what is left of the token budget, so that both
-phases share one forward pass. The decode and the mixed role are this one class: prompts come by `prepare` (computed
+A step holds one row for every running sequence, then prefill chunks in the rest of the token budget, so that both
+phases share one forward pass. The decode and mixed roles use the same class: prompts come by `prepare` (computed
 elsewhere, pulled) or by `add` (computed here, by the `PrefillScheduler` inside).
 
-Admission counts future need: a sequence starts when the blocks that it and all running ones are expected to need before
-they end (`Sequence.num_blocks_expected`) fit the pool together. Alone it always fits, or it was rejected on arrival.
+Admission counts future need: a sequence starts when the blocks that it and all running sequences are expected to
+need before they end (`Sequence.num_blocks_expected`) fit the pool together. A single sequence always fits; otherwise
+it was rejected on arrival.
 
-When a running sequence needs a block and there is none, the one that arrived last is preempted: its KV is swapped to
-host memory where that is cheaper (`pdserve.decode_worker.swapping`), or recomputed later. It comes back ahead of new
-work. If the last arrival is the needy one itself, it waits instead. So the oldest is never preempted, and something
-always advances.
+When a running sequence needs a block and none is free, the last arrival is preempted: its KV is swapped to host
+memory if that is cheaper (`pdserve.decode_worker.swapping`), else recomputed later. It resumes ahead of new work. If
+the last arrival is the sequence that needs the block, it waits instead. So the oldest sequence is never preempted,
+and some sequence always advances.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ _ARRIVAL = attrgetter("sequence_id")
 
 @dataclass(slots=True)
 class _Room:
-    """What a step's new work may take."""
+    """Capacity for a step's new work."""
 
     num_places: int
-    """Sequences that may start to hold blocks."""
+    """Number of sequences that may start to hold blocks."""
     num_spare_blocks: int
-    """Blocks that they may be expected to need in all."""
+    """Maximum total of blocks they are expected to need."""
 
     def take(self, num_blocks: int) -> None:
-        """One sequence starts."""
+        """Subtract one sequence that starts."""
         self.num_places -= 1
         self.num_spare_blocks -= num_blocks
 
@@ -75,13 +76,13 @@ class DecodeScheduler:
     ) -> None:
         """
         Args:
-            mint_handle: returns 16 bytes that nobody can guess, for prompts that are handed off from here.
-            max_batch_tokens: new tokens in a step, at most.
-            max_batch_size: sequences that hold blocks in order to decode, at most. Where the token budget is smaller,
-                it is one less than that, so that running sequences leave a token to prefill.
-            park_timeout_s: a parked prompt that nobody pulls is freed after this long.
-            pull_timeout_s: a pull is given up after this long.
-            swap_space: the host memory that preempted sequences may be swapped to; by default none.
+            mint_handle: returns 16 unguessable bytes, for prompts handed off from here.
+            max_batch_tokens: maximum number of new tokens in a step.
+            max_batch_size: maximum number of sequences that hold blocks in order to decode. If the token budget is
+                smaller, the limit is the budget minus one, which leaves a token for prefill.
+            park_timeout_s: a parked prompt without a pull is freed after this long.
+            pull_timeout_s: a pull times out after this long.
+            swap_space: host memory for preempted sequences; none by default.
 
         Raises:
             ValueError: a limit is below 1.
@@ -122,7 +123,7 @@ class DecodeScheduler:
             self._end(sequence, RequestEventKind.CANCELLED)
 
     def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
-        """A request is over."""
+        """End a request."""
         self._close(sequence)
         self._table.emit(sequence.key, kind, message)
 
@@ -134,7 +135,7 @@ class DecodeScheduler:
         self._table.close(sequence)
 
     def _remove_running(self, sequence: Sequence) -> bool:
-        """Returns whether it was running."""
+        """Remove a sequence from the running ones; returns whether it was there."""
         index = bisect_left(self._running, sequence.sequence_id, key=_ARRIVAL)
         is_running = index < len(self._running) and self._running[index] is sequence
         if is_running:
@@ -154,7 +155,7 @@ class DecodeScheduler:
         return self._table.commit(step)
 
     def _expire(self, now_s: float) -> None:
-        """End what is past its deadline, and prompts that nobody pulled in time."""
+        """End requests past their deadline and parked prompts that timed out."""
         while (sequence := self._table.past_deadline(now_s)) is not None:
             self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
         self._prefill.expire_parked(now_s)
@@ -163,9 +164,9 @@ class DecodeScheduler:
         return bool(self._reservations.num_waiting or self._swapping.num_waiting or not self._prefill.is_idle)
 
     def _plan_decode(self, step: PlannedStep) -> None:
-        """A row for every running sequence that has a token left to generate and a block to write to."""
+        """Add a row for every running sequence that has a token left to generate and a block to write to."""
         block_size = self._pool.block_size
-        # Preemption shortens the list behind the sequence in turn, never before it.
+        # Preemption removes sequences after the current one only, never before it.
         for sequence in self._running:
             if len(sequence.tokens) + sequence.num_pending >= sequence.max_length:
                 continue
@@ -173,10 +174,11 @@ class DecodeScheduler:
                 step.add_decode(sequence)
 
     def _grow(self, step: PlannedStep, sequence: Sequence) -> bool:
-        """Get the sequence one more block, by preempting the last arrivals if need be; ``False`` if it has to wait."""
+        """Allocate one more block for the sequence, preempting the last arrivals if needed; ``False`` if it must
+        wait."""
         while not self._pool.can_allocate(1):
             if self._table.num_retiring:
-                return False  # blocks come back with the steps in flight: nobody else must suffer for this
+                return False  # the steps in flight will free blocks, so no preemption
             victim = self._latest()
             if victim is sequence:
                 return False
@@ -185,7 +187,7 @@ class DecodeScheduler:
         return True
 
     def _latest(self) -> Sequence:
-        """The last arrival of those that can be computed again here: not of pulls and handoffs, which end soon."""
+        """Last arrival among sequences that can be recomputed here. Excludes pulls and handoffs, which end soon."""
         return max((*self._running[-1:], *self._local_prefills()), key=_ARRIVAL)
 
     def _local_prefills(self) -> Iterator[Sequence]:
@@ -205,8 +207,8 @@ class DecodeScheduler:
         self._table.retire(sequence)
 
     def _plan_new_work(self, step: PlannedStep, now_s: float) -> None:
-        """Swapped sequences, reservations and prefill, which compete for blocks and places: a preempted sequence goes
-        first, and else of the first reservation and the first prompt the older one, once it was held up."""
+        """Resume swapped sequences, reserve blocks and prefill, which compete for blocks and batch slots. Preempted
+        sequences go first, then the older of the first reservation and the first prompt, once it was held up."""
         local, reserving = self._prefill.first_waiting(), self._reservations.first_waiting()
         room = _Room(0, 0)
         if local is not None or reserving is not None or self._swapping.num_waiting:
@@ -233,7 +235,7 @@ class DecodeScheduler:
             self._join(sequence)
 
     def _resume_swapped(self, step: PlannedStep, room: _Room) -> None:
-        """Those whose KV is on the host decode again, as far as they fit; while one does not, nobody overtakes it."""
+        """Resume swapped sequences in order, as far as they fit. None overtakes one that does not fit."""
         while room.num_places > 0 and (sequence := self._swapping.first_waiting()) is not None:
             num_taken = self._swapping.resume(step, spare_blocks=room.num_spare_blocks)
             if num_taken is None:
@@ -244,9 +246,9 @@ class DecodeScheduler:
             self._join(sequence)
 
     def _must_wait(self, reserving: Sequence, local: Sequence | None) -> bool:
-        """Whether the first reservation in line must let the first prompt that waits to be prefilled go ahead.
+        """Whether the first reservation in line must let the first prompt waiting for prefill go ahead.
 
-        Never to one that will be handed off: two workers could wait for each other's reservations.
+        Never for a prompt that will be handed off: two workers could wait for each other's reservations.
         """
         if local is None or local.is_handoff:
             return False
@@ -254,8 +256,8 @@ class DecodeScheduler:
         return is_hungry and _is_ahead(local, reserving)
 
     def _room(self) -> _Room:
-        """Free places, and available blocks that no sequence that holds blocks and decodes, now or soon, is expected to
-        need."""
+        """Free batch slots, and available blocks beyond the expected need of all sequences that hold blocks and
+        decode now or soon."""
         soon = [*self._local_prefills(), *self._reservations.pulling()]
         num_blocks_missing = sum_blocks_missing(self._running) + sum_blocks_missing(soon)
         num_places = self._max_batch_size - len(self._running) - len(soon)
@@ -284,20 +286,20 @@ class DecodeScheduler:
 
     def steady_steps(self, now_s: float) -> SteadySteps:
         """Expire and reserve as `plan` does, and count the steps that `fast_forward` may take instead of `plan` and
-        `complete`: while nothing arrives, and nothing is past its deadline."""
+        `complete`, as long as nothing arrives and no deadline passes."""
         self._expire(now_s)
         if not self._prefill.is_idle or self._swapping.num_waiting or self._table.must_drain:
             return NO_STEADY_STEPS
         steady = count_steady_steps(self._table, self._running)
         if not steady.num_steps or not self._reservations.num_waiting:
             return steady
-        self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: it reserves, and adds no row
-        # A reservation that is refused stays so: sequences that go on leave ever less to others.
+        self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: this reserves and adds no row
+        # A refused reservation stays refused: running sequences leave ever fewer blocks to others.
         return count_steady_steps(self._table, self._running)
 
     def fast_forward(self, num_steps: int) -> tuple[StepBatch | None, list[SecondToken]]:
-        """Take so many of the steady steps at once. Returns the step in flight, if one was, and the second tokens of
-        answers, which are no events."""
+        """Take ``num_steps`` steady steps at once. Returns the step in flight, if any, and the second tokens of
+        answers, which are not events."""
         finished, second_tokens = fast_forward(self._table, self._running, num_steps)
         for sequence in finished:
             self._table.close(sequence)
@@ -322,7 +324,7 @@ class DecodeScheduler:
             )
             self._table.close(sequence)
         elif self._table.receive(sequence, result.num_tokens, first):
-            # It ended with token 0, which the prefill worker has emitted.
+            # The request ended with token 0, which the prefill worker has emitted.
             self._table.emit(sequence.key, RequestEventKind.RELEASED)
             self._table.close(sequence)
         else:
@@ -369,14 +371,14 @@ class DecodeScheduler:
         """Recount the pool's blocks and the host's slots.
 
         Raises:
-            AssertionError: names the invariant that does not hold.
+            AssertionError: names the broken invariant.
         """
         self._pool.check_integrity()
         self._swapping.check_integrity()
 
 
 def _mismatch(result: PullResult, sequence: Sequence) -> str:
-    """Why what was pulled is not what the sequence needs; empty when it is."""
+    """Mismatch between the pulled prompt and the sequence; empty if they match."""
     if result.first_token is None:
         return "verify: the source granted no first token"
     if not result.first_token.finish and result.num_tokens != len(sequence.tokens):

@@ -1,8 +1,8 @@
-"""Decode steps that change nothing but lengths, taken many at once: for a simulation, which knows how long answers are.
+"""Fast-forward over decode steps that change only lengths, for a simulation, which knows the answers' lengths.
 
 A *turn* plans a step and completes the oldest one in flight: with an executor of pipeline depth 1 the step just
-planned, with one of depth 2 the step before it. `fast_forward` leaves sequences, blocks and the step in flight as so
-many turns would, in one pass over the batch. Every token is 0, and only its length ends an answer.
+planned, with depth 2 the previous one. `fast_forward` leaves sequences, blocks and the step in flight as that many
+turns would, in one pass over the batch. Every token is 0, and only its length ends an answer.
 
 Used by `pdserve.decode_worker.scheduler`, which decides when steps are steady.
 """
@@ -24,14 +24,14 @@ _TOKEN = SampledToken(0, None)
 
 
 class SteadySteps(NamedTuple):
-    """Turns in which the same sequences decode, up to the first that gives one its first or its last token."""
+    """Turns in which the same sequences decode, up to the first that yields a sequence's first or last token."""
 
     num_steps: int
-    """0: only `Scheduler.plan` knows what comes next."""
+    """0 if only `Scheduler.plan` can decide the next step."""
     batch_size: int
-    """Rows of each planned step, but for the last one, which lacks sequences that end."""
+    """Rows of each planned step except the last, which lacks sequences that end."""
     num_context_tokens: int
-    """Cached tokens of all rows of the first planned step; each step adds ``batch_size``."""
+    """Cached tokens of all rows of the first planned step. Each step adds ``batch_size``."""
 
 
 NO_STEADY_STEPS = SteadySteps(0, 0, 0)
@@ -41,12 +41,12 @@ class SecondToken(NamedTuple):
     """Token 1 of an answer, whose emission ends the handoff stall."""
 
     turn: int
-    """The turn that completes it, counted from 1."""
+    """Turn that completes it, counted from 1."""
     event: TokenEvent
 
 
 class FastForward(NamedTuple):
-    """What came of some turns, beside the events of the last one."""
+    """Results of a fast-forward, except the events of its last turn."""
 
     finished: list[Sequence]
     """Sequences with their last token, for their scheduler to close."""
@@ -54,8 +54,8 @@ class FastForward(NamedTuple):
 
 
 def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
-    """Steady steps of ``running`` from here on, as far as there are blocks for them; none if anybody else has a row in
-    the step in flight."""
+    """Steady steps of ``running`` from here on, limited by the available blocks. None if the step in flight has rows
+    of other sequences."""
     if not running:
         return NO_STEADY_STEPS
     num_in_flight = len(table.steps_in_flight)
@@ -78,7 +78,7 @@ def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> Steady
 
 
 def _num_steps_with_blocks(pool: BlockPool, running: Sized[Sequence], num_steps: int) -> int:
-    """Steps up to ``num_steps`` for which there are blocks; fewer, if that is easily told and enough to go on with."""
+    """Steps with enough blocks: exact up to ``num_steps``, or a cheap lower bound if blocks are plentiful."""
     num_blocks_each = pool.num_available // len(running)
     if num_blocks_each > 1:
         return num_blocks_each * pool.block_size - 1
@@ -87,18 +87,18 @@ def _num_steps_with_blocks(pool: BlockPool, running: Sized[Sequence], num_steps:
 
 
 def _num_blocks_missing(running: Sized[Sequence], num_steps: int) -> int:
-    """Blocks that the rows of ``num_steps`` more steps need."""
+    """Blocks needed by the rows of ``num_steps`` more steps."""
     missing = (s.num_blocks_for(s.num_computed + _num_rows(s, num_steps)) - len(s.block_table) for s in running)
     return sum(num_blocks for num_blocks in missing if num_blocks > 0)
 
 
 def _num_rows(sequence: Sequence, num_steps: int) -> int:
-    """Rows of the sequence in ``num_steps`` more steps: none after that of its last token."""
+    """Rows of the sequence in ``num_steps`` more steps; none after its last token."""
     return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
 
 
 def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> FastForward:
-    """Take as many turns, `count_steady_steps` at most, and emit the first and last tokens that those end with."""
+    """Take ``num_steps`` turns, at most `count_steady_steps`, and emit the first and last tokens they end with."""
     old_rows, step = _begin_last_step(table, num_steps)
     rows, sequences = ([], []) if step is None else (step.batch.rows, step.sequences)
     block_size = table.pool.block_size
@@ -146,7 +146,7 @@ def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int)
 
 
 def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, num_steps: int, num_rows: int) -> bool:
-    """Take turns with a sequence that joined since the step in flight was planned, has at most one token of its answer,
+    """Advance a sequence that joined since the step in flight was planned, has at most one token of its answer,
     ends, or has no step in flight. Returns whether it is finished."""
     tokens = sequence.tokens
     num_tokens = num_steps + sequence.num_pending - (step is not None)
@@ -167,7 +167,7 @@ def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, nu
 
 
 def _grow(table: SequenceTable, sequences: Sized[Sequence]) -> None:
-    """Get blocks for all that is computed."""
+    """Allocate blocks for all computed tokens."""
     missing = [s.num_blocks_for(s.num_computed) - len(s.block_table) for s in sequences]
     blocks = table.pool.allocate(sum(missing))
     for sequence, num_missing in zip(sequences, missing, strict=True):
@@ -176,7 +176,8 @@ def _grow(table: SequenceTable, sequences: Sized[Sequence]) -> None:
 
 
 def _begin_last_step(table: SequenceTable, num_steps: int) -> tuple[list[StepRow], PlannedStep | None]:
-    """The rows of the step in flight, and the step that will be in flight in its place; nothing if none is."""
+    """Build the step in flight after the turns. Returns the rows of the current one and its successor; nothing if
+    none is in flight."""
     if not table.steps_in_flight:
         table.skip_steps(num_steps)
         return [], None

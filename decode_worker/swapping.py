@@ -1,10 +1,11 @@
-"""Preempted sequences whose KV waits in host memory, and the numbered host slots that hold it: a KV block each.
+"""Preempted sequences with KV in host memory, and the numbered host slots that hold it, one KV block each.
 
-A step copies the blocks of a sequence out, and they can be reused when that step has ended. A later step copies back
-what the prefix cache lacks by then, and decoding goes on in the same step. Slots are free again when the last step that
-touches them has ended. Slots whose step failed are never read: whatever a failed step copied fails with it.
+A step copies the blocks of a sequence D2H; they can be reused once that step has ended. A later step copies back the
+blocks missing from the prefix cache and decodes the sequence in the same step. Slots are freed when the last step
+that touches them has ended. Slots whose step failed are never read: every sequence copied by a failed step fails
+with it.
 
-Owned by `pdserve.decode_worker.scheduler`, which chooses the sequences to preempt and limits the blocks to take.
+Owned by `pdserve.decode_worker.scheduler`, which chooses the sequences to preempt and limits the blocks to allocate.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from pdserve.model.cost.cost_model import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapSpace:
-    """Capacity of the host for swapped KV, and when swapping pays."""
+    """Host capacity for swapped KV, and when swapping pays off."""
 
     num_slots: int
     is_cheaper: Callable[[int, int], bool]
-    """Whether copying a sequence's KV to the host and back takes less time than computing it again, by (its tokens, how
-    many of them the prefix cache is expected to keep)."""
+    """Whether swapping a sequence's KV out and back takes less time than recomputing it. Arguments: its tokens, and
+    how many of them the prefix cache is expected to keep."""
 
 
 NO_SWAP_SPACE = SwapSpace(num_slots=0, is_cheaper=lambda num_tokens, num_cached: False)
-"""Every preempted sequence is recomputed."""
+"""No swapping: every preempted sequence is recomputed."""
 
 
 def swap_space(cost: CostModel, num_slots: int) -> SwapSpace:
-    """``num_slots`` slots, used where the cost model predicts less time for both copies than for a prefill."""
+    """Swap space of ``num_slots`` slots, used if the cost model predicts both copies to be faster than a prefill."""
 
     def is_cheaper(num_tokens: int, num_cached: int) -> bool:
         num_lost = num_tokens - num_cached
@@ -46,19 +47,19 @@ def swap_space(cost: CostModel, num_slots: int) -> SwapSpace:
 class _Swapped(NamedTuple):
     sequence: Sequence
     slots: list[int]
-    """One for each of its blocks, in order."""
+    """One per block, in order."""
     step_id: int
-    """The step that fills them."""
+    """Step that fills them."""
 
 
 class _Leaving(NamedTuple):
     slots: list[int]
     step_id: int
-    """The last step that touches them."""
+    """Last step that touches them."""
 
 
 class Swapping:
-    """A free list of slots, and the slots of each swapped sequence."""
+    """Free list of slots, and the slots of each swapped sequence."""
 
     def __init__(self, table: SequenceTable, space: SwapSpace) -> None:
         self._table = table
@@ -79,11 +80,11 @@ class Swapping:
         return self._space.num_slots - len(self._free)
 
     def first_waiting(self) -> Sequence | None:
-        """The first arrival of those whose KV is here."""
+        """First arrival among the swapped sequences."""
         return self._swapped[min(self._swapped)].sequence if self._swapped else None
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Whether there are slots for all of its KV, and copying it is cheaper than computing it again."""
+        """Whether there are slots for all of the sequence's KV and copying is cheaper than recomputing."""
         num_tokens = sequence.num_computed
         blocks = sequence.block_table[: sequence.num_blocks_for(num_tokens)]
         if len(blocks) > len(self._free):
@@ -91,9 +92,10 @@ class Swapping:
         return self._space.is_cheaper(num_tokens, self._table.pool.num_leading_shared(blocks) * sequence.block_size)
 
     def swap_out(self, step: PlannedStep, sequence: Sequence) -> None:
-        """Copy the sequence's KV out with ``step``, that of the steps in flight included; its blocks are to be retired.
+        """Copy the sequence's KV D2H in ``step``, including the KV of steps in flight. The caller then retires its
+        blocks.
 
-        The sequence decodes: all its tokens have KV but the newest one, which may be pending.
+        The sequence is decoding: all its tokens have KV except the newest, which may be pending.
         """
         assert sequence.num_computed + 1 == len(sequence.tokens) + sequence.num_pending
         num_blocks = sequence.num_blocks_for(sequence.num_computed)
@@ -103,9 +105,9 @@ class Swapping:
         self.num_swap_outs += 1
 
     def resume(self, step: PlannedStep, *, spare_blocks: int) -> int | None:
-        """Take blocks for the first in line and let it decode in ``step``, if the blocks that it is expected to need
-        before it ends are no more than ``spare_blocks``. Returns how many of those it takes; ``None`` if it waits on.
-        """
+        """Allocate blocks for the first sequence in line and decode it in ``step``, if it is expected to need at
+        most ``spare_blocks`` blocks before it ends. Returns the number of spare blocks taken; ``None`` if it keeps
+        waiting."""
         sequence, slots, _ = self._swapped[min(self._swapped)]
         if not sequence.is_idle:
             return None
@@ -123,14 +125,14 @@ class Swapping:
         return num_taken
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence, if it is here. Its slots stay taken until the step that fills them has ended."""
+        """Forget a swapped sequence. Its slots stay taken until the step that fills them has ended."""
         swapped = self._swapped.pop(sequence.sequence_id, None)
         if swapped is not None:
             self._leave(swapped.slots, swapped.step_id)
 
     def step_ended(self, step_id: int) -> None:
-        """The step was completed or failed: forget the sequences that ended with it, free the slots it was the last to
-        touch."""
+        """Handle a completed or failed step: forget sequences that ended with it and free slots that it touched
+        last."""
         self._last_ended = step_id
         for swapped in [swapped for swapped in self._swapped.values() if swapped.sequence.is_over]:
             self.drop(swapped.sequence)
@@ -148,7 +150,7 @@ class Swapping:
         """Recount the slots.
 
         Raises:
-            AssertionError: one is lost or taken twice.
+            AssertionError: a slot is lost or taken twice.
         """
         taken = [*(swapped.slots for swapped in self._swapped.values()), *(leaving.slots for leaving in self._leaving)]
         assert sorted(chain(self._free, *taken)) == list(range(self._space.num_slots)), (

@@ -1,4 +1,4 @@
-"""The scheduler of a decode or a mixed worker, built from its configuration, its Ray actor, and its process entry."""
+"""Scheduler of a decode or mixed worker, built from its configuration, its Ray actor, and its process entry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 
 
 def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> DecodeScheduler:
-    """Raises ValueError for a role that another worker serves."""
+    """Build the scheduler. Raises ValueError if the configured role is prefill."""
     if config.role is WorkerRole.PREFILL:
         raise ValueError("a decode worker cannot serve role 'prefill': start pdserve.prefill_worker")
     return DecodeScheduler(

@@ -1,9 +1,9 @@
-"""Paged KV memory as bookkeeping: which blocks are free, cached or referenced, and which content a block holds.
+"""Bookkeeping of paged KV memory: which blocks are free, cached or referenced, and the content of each.
 
-A block is *referenced* (some sequence's table holds it), *cached* (nobody does, but its content is known by its hash
-and can be shared again) or *free*: ``free + cached + referenced == total`` always. The content index is the prefix
-cache, keyed by the chain of `pdserve.contracts.block_hash`. Schedulers call it; it never touches KV memory and never
-imports torch. Every operation is O(1) per block.
+A block is *referenced* (in some sequence's block table), *cached* (in none, but its content is known by hash and can
+be shared) or *free*; ``free + cached + referenced == total`` always. The content index is the prefix cache, keyed by
+the chain of `pdserve.contracts.block_hash`. Called by schedulers. Never touches KV memory and never imports torch.
+Every operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class CacheEvents(NamedTuple):
-    """Net change of the prefix cache since the last look; the two lists share no hash."""
+    """Net change of the prefix cache since the last call. The two lists share no hash."""
 
     stored: list[bytes]
     evicted: list[bytes]
@@ -37,12 +37,12 @@ class BlockPool:
         Args:
             num_blocks: blocks of the KV tensor, ids ``0 .. num_blocks - 1``.
             block_size: tokens per block.
-            generations: one counter per block, raised whenever the block is about to hold other content; memory shared
-                with the transfer process, so that a puller sees that a block was reused under its hands.
-            caches_content: False where no two prompts begin alike: nothing is registered, and nothing is found again.
+            generations: one counter per block, raised whenever the block is about to hold other content. The memory
+                is shared with the transfer process, so that a puller detects a reused block.
+            caches_content: False if no two prompts share a prefix: nothing is registered and nothing is found.
 
         Raises:
-            ValueError: no block, or a block of no token.
+            ValueError: fewer than one block, or fewer than one token per block.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens holds nothing: raise kv_memory")
@@ -66,7 +66,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody references and whose content may be shared or evicted."""
+        """Unreferenced blocks whose content may be shared or evicted."""
         return len(self._cached)
 
     @property
@@ -80,20 +80,19 @@ class BlockPool:
 
     @property
     def known_hashes(self) -> AbstractSet[bytes]:
-        """Hashes of all content that can be found now: a view, which changes with the pool."""
+        """Hashes of all content that can be found now: a live view of the pool."""
         return self._block_by_hash.keys()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, num_blocks: int) -> bool:
         return num_blocks <= len(self._free) + len(self._cached)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Blocks of undefined content with one reference each; `can_allocate` must hold.
+        """Allocate blocks of undefined content with one reference each. `can_allocate` must hold.
 
-        Free blocks go first, then the least recently used cached ones, which lose their content.
+        Free blocks go first, then the least recently used cached blocks, whose content is evicted.
         """
         assert self.can_allocate(num_blocks), f"{num_blocks} blocks asked, {self.num_available} available"
         num_free = min(num_blocks, len(self._free))
@@ -111,24 +110,24 @@ class BlockPool:
         return blocks
 
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known run of ``hashes`` from the first on. They are not referenced by this: `share`
-        them before anything is allocated."""
+        """Blocks of the longest known leading run of ``hashes``. They are not referenced yet: call `share` before
+        any allocation."""
         if not self.caches_content:
             return []
         blocks = map(self._block_by_hash.get, hashes)
-        return list(iter(blocks.__next__, None))  # up to the first that is None
+        return list(iter(blocks.__next__, None))  # up to the first None
 
     def num_unreferenced(self, block_ids: Iterable[int]) -> int:
-        """How many of ``block_ids`` are cached now: sharing them makes as many fewer available."""
+        """Number of ``block_ids`` cached now. Sharing them reduces the available blocks by that number."""
         references = self._num_references
         return [references[block] for block in block_ids].count(0)
 
     def num_leading_shared(self, block_ids: Iterable[int]) -> int:
-        """How many of ``block_ids``, from the first on, more than one sequence references."""
+        """Number of leading ``block_ids`` that more than one sequence references."""
         return sum(1 for _ in takewhile(lambda block: self._num_references[block] > 1, block_ids))
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more reference to blocks that are referenced or cached."""
+        """Add one reference to each block. Blocks must be referenced or cached."""
         references = self._num_references
         for block in block_ids:
             if references[block] == 0:
@@ -138,13 +137,13 @@ class BlockPool:
             references[block] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference fewer to each of a sequence's blocks, given in sequence order.
+        """Drop one reference to each of a sequence's blocks, given in sequence order.
 
-        The last reference demotes a block of known content to cached and frees any other. The deepest goes first, so
-        that of a chain the leaf is evicted before its parent, without which it could not be found.
+        Without references, a block of known content becomes cached and any other is freed. The deepest block goes
+        first, so that the leaf of a chain is evicted before its parent, without which it could not be found.
         """
         references, hashes = self._num_references, self._hashes
-        if not self.caches_content:  # nobody else has them
+        if not self.caches_content:  # no other sequence references them
             for block in block_ids:
                 references[block] -= 1
             self._num_referenced -= len(block_ids)
@@ -162,8 +161,8 @@ class BlockPool:
                     self._cached[block] = None
 
     def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
-        """The referenced blocks are completely written and their content is known. Of two blocks with the same content
-        the first stays the known one."""
+        """Register referenced, completely written blocks under their hashes. If two blocks have the same content,
+        the first stays registered."""
         known, hashes, stored, evicted = self._block_by_hash, self._hashes, self._stored, self._evicted
         for block, block_hash in zip(block_ids, block_hashes, strict=True):
             assert self._num_references[block] > 0, f"block {block} is registered while nobody owns it"
@@ -178,7 +177,7 @@ class BlockPool:
                 stored[block_hash] = None
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """The content of the blocks is doubtful: nobody may find it any more. References stay as they are."""
+        """Remove the blocks from the prefix cache because their content is doubtful. References do not change."""
         for block in block_ids:
             if self._hashes[block] is not None:
                 self._drop_hashes([block])
@@ -187,12 +186,12 @@ class BlockPool:
                     self._free.append(block)
 
     def generations(self, block_ids: Iterable[int]) -> tuple[int, ...]:
-        """The blocks' generations as of now."""
+        """Current generations of the blocks."""
         generations = self._generations
         return tuple([generations[block] for block in block_ids])
 
     def take_cache_events(self) -> CacheEvents:
-        """What the prefix cache gained and lost since the last call, for the router's view of it."""
+        """Return what the prefix cache gained and lost since the last call, for the router's index."""
         events = CacheEvents(list(self._stored), list(self._evicted))
         self._stored.clear()
         self._evicted.clear()
@@ -202,7 +201,7 @@ class BlockPool:
         """Recount everything.
 
         Raises:
-            AssertionError: names the invariant that does not hold.
+            AssertionError: names the broken invariant.
         """
         free, cached = set(self._free), set(self._cached)
         referenced = {block for block, count in enumerate(self._num_references) if count}

@@ -1,7 +1,7 @@
-"""Checks of a puller and a source before any byte moves, and of every grant.
+"""Checks between a puller and a source before any byte moves, and of every grant.
 
-Pure functions over the wire's messages and the local configuration; each raises ValueError with a reason that names the
-field, and the caller decides what that fails.
+Pure functions over wire messages and the local configuration. Each raises ValueError with a reason that names the
+field; the caller decides what fails.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ _SAME_FIELDS = ("model_hash", "dtype", "num_kv_heads", "num_layers", "block_size
 
 
 def host_id() -> str:
-    """Equal for processes that can reach each other through ``/proc``: same boot, same process-id namespace."""
+    """Id shared by processes that can reach each other through ``/proc``: same boot, same process-id namespace."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
 
 
 def layout_message(layout: KvLayout) -> kv_pb2.Layout:
-    """The layout as peers see it."""
     return kv_pb2.Layout(
         version=KV_LAYOUT_VERSION,
         model_hash=layout.model_hash,
@@ -36,7 +35,7 @@ def layout_message(layout: KvLayout) -> kv_pb2.Layout:
 
 
 def check_layout(message: kv_pb2.Layout, ours: KvLayout) -> KvLayout:
-    """The peer's layout, known to hold blocks that can be copied to and from ours.
+    """Return the peer's layout, whose blocks can be copied to and from ours.
 
     Raises:
         ValueError: it differs in more than the number of blocks.
@@ -62,17 +61,17 @@ def check_layout(message: kv_pb2.Layout, ours: KvLayout) -> KvLayout:
 
 
 def check_heads(head_start: int, head_end: int, layout: KvLayout) -> None:
-    """A head range must be in the source's rank and not empty.
+    """Check that a head range is not empty and lies in the source's rank.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is empty or out of range.
     """
     if not head_start < head_end <= layout.num_kv_heads:
         raise ValueError(f"KV heads [{head_start}, {head_end}) of {layout.num_kv_heads}")
 
 
 def check_grant(grant: kv_pb2.Grant, *, first_index: int, layout: KvLayout) -> None:
-    """A grant must follow the one before it and name blocks of the source's pool.
+    """Check that a grant follows the previous one and names blocks of the source's pool.
 
     Args:
         first_index: number of blocks granted before.
@@ -97,12 +96,12 @@ def check_grant(grant: kv_pb2.Grant, *, first_index: int, layout: KvLayout) -> N
 
 
 def ends_request(grant: kv_pb2.Grant) -> bool:
-    """Whether the request ended with its first token, so that no block is needed."""
+    """Whether the request ended with its first token and needs no block."""
     return grant.final and bool(grant.first_token.finish)
 
 
 def choose_transport(ours: str, theirs: str, *, is_same_host: bool) -> str:
-    """The transport that both sides' settings (``auto``, ``memfd`` or ``grpc``) allow.
+    """Choose the transport allowed by both sides' settings (``auto``, ``memfd`` or ``grpc``).
 
     Raises:
         ValueError: there is none.

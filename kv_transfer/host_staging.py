@@ -1,18 +1,18 @@
-"""Host staging of a KV pool on a GPU: blocks copied between the pool and a host file of the same layout.
+"""Host staging of a GPU KV pool: copies blocks between the pool and a host file of the same layout.
 
-Transfer processes and peers map a worker's pool as a file (`pdserve.kv_transfer.pool_memory`). For a pool in GPU memory
-the file is a staging area: every block has its place in it, and holds bytes once it was granted to another worker or
-pulled from one. Called by `pdserve.engine.worker.staged_transfer`; knows neither grants nor pulls.
+Transfer processes and peers map a worker's pool as a file (`pdserve.kv_transfer.pool_memory`). For a pool in GPU
+memory the file is a staging area: every block has its place in it, with valid bytes once it was granted to another
+worker or pulled from one. Called by `pdserve.engine.worker.staged_transfer`. Knows neither grants nor pulls.
 
-Copies wait for no step, and no step waits for them, because the blocks that are copied are in no step:
+Copies and steps never wait for each other, because copied blocks are in no step:
 
-- a block is copied to the host when the results of the step that wrote it are known, and it is granted for as long as
-  its generation stays the same;
-- a block is copied to the GPU while it is reserved for a pull: all steps of its former owner have ended, and its new
-  owner waits for the pull.
+- A block is copied D2H once the results of the step that wrote it are known. It stays granted as long as its
+  generation is the same.
+- A block is copied H2D while it is reserved for a pull: all steps of its former owner have ended, and its new owner
+  waits for the pull.
 
-Each direction has a stream and pinned memory of its own: the GPU copies a block as one run, without a kernel launch,
-and the host copies from there, so that the file takes memory only where blocks have passed through it.
+Each direction has its own stream and pinned memory. The GPU copies a block as one run, without a kernel launch, and
+the host copies it from there, so that the file takes memory only for blocks that have passed through it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from pdserve.kv_transfer.pool_memory import PoolMemory
 
 PINNED_BYTES = 32 << 20
-"""Pinned memory of each direction."""
+"""Pinned memory per direction."""
 
 
 class HostStaging:
-    """A pool and its staging file. The two directions may run at once, each one copy at a time."""
+    """A pool and its staging file. The two directions may run concurrently, each with one copy at a time."""
 
     def __init__(self, pool_blocks: torch.Tensor, memory: PoolMemory) -> None:
         """
@@ -44,14 +44,14 @@ class HostStaging:
         self._d2h = _CopyStream(pool_blocks)
         self._h2d = _CopyStream(pool_blocks)
         self._generations: dict[int, int] = {}
-        """Generation of each block when it was last copied to the host."""
+        """Generation of each block at its last D2H copy."""
 
     def copy_d2h(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
-        """Copy blocks from the pool to the host; returns when they are there.
+        """Copy blocks from the pool to the host; returns when they have arrived.
 
         Args:
-            generations: of each block. While it is the same, so are the bytes, and a block that many prompts begin with
-                is copied once.
+            generations: generation of each block. The bytes do not change while it is the same, so a block shared by
+                many prompts is copied once.
         """
         wanted = dict(zip(block_ids, generations, strict=True))
         missing = [block for block, generation in wanted.items() if self._generations.get(block) != generation]
@@ -59,12 +59,12 @@ class HostStaging:
         self._generations.update(wanted)
 
     def copy_h2d(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks from the host to the pool; returns when they are there."""
+        """Copy blocks from the host to the pool; returns when they have arrived."""
         self._h2d.copy(self._host, self._pool, block_ids)
 
 
 class _CopyStream:
-    """A CUDA stream and its pinned memory."""
+    """A CUDA stream with its pinned memory."""
 
     def __init__(self, pool_blocks: torch.Tensor) -> None:
         device, (num_blocks, block_bytes) = pool_blocks.device, pool_blocks.shape
@@ -74,7 +74,7 @@ class _CopyStream:
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, block_ids: Sequence[int]) -> None:
-        """Copy rows of ``source`` to the same rows of ``target``, of which one is on the host."""
+        """Copy rows of ``source`` to the same rows of ``target``. One of the two is on the host."""
         with torch.cuda.stream(self._stream):
             for start in range(0, len(block_ids), len(self._pinned)):
                 blocks = block_ids[start : start + len(self._pinned)]

@@ -1,4 +1,4 @@
-"""Ties a process to its parent: no worker, router or transfer process outlives a parent that was killed."""
+"""Ties a process to its parent: no worker, router or transfer process outlives a killed parent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
-    """Ask the kernel for a signal when the thread that started this process is gone. Linux only.
+    """Request a signal from the kernel when the thread that started this process is gone. Linux only.
 
     Args:
-        parent: its process, where it is known, to notice that it died before the kernel was asked.
+        parent: process id of the parent, if known, to detect that it died before this call.
 
     Raises:
         OSError: the kernel refuses.

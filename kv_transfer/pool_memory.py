@@ -1,8 +1,8 @@
-"""The memory of one rank's KV pool: an anonymous file (memfd) that this host's processes map.
+"""Memory of one rank's KV pool: an anonymous file (memfd) that processes of this host map.
 
-The file is one page-aligned header with a 64-bit generation per block, then the blocks as `KvLayout` describes them.
-The engine creates it, its transfer process maps the inherited descriptor, and peers map it read-only through ``/proc``.
-The owners of blocks are known to the block pool only.
+The file is a page-aligned header with a 64-bit generation per block, followed by the blocks as described by
+`KvLayout`. The engine creates it, its transfer process maps the inherited descriptor, and peers map it read-only
+through ``/proc``. Only the block pool knows the owners of blocks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class PoolMemory:
         self.inode = inode
         header_bytes = _header_bytes(layout)
         self.generations: memoryview[int] = memoryview(mapping)[: layout.num_blocks * GENERATION_BYTES].cast("Q")
-        """``[num_blocks]``; the owner's block pool raises an entry whenever it gives the block to a new owner."""
+        """``[num_blocks]``. The owner's block pool raises an entry whenever it gives the block to a new owner."""
         self.blocks: memoryview[int] = memoryview(mapping)[header_bytes : header_bytes + layout.pool_bytes]
-        """``[pool_bytes]`` bytes, shaped by `KvLayout.shape`."""
+        """``[pool_bytes]`` bytes, with shape `KvLayout.shape`."""
         self._mapping = mapping
 
     @classmethod
@@ -41,7 +41,7 @@ class PoolMemory:
         """Allocate a zeroed pool, readable and writable.
 
         Raises:
-            ValueError: the pool holds no block, or the host has not enough memory for it.
+            ValueError: the pool holds no block, or the host lacks memory for it.
             OSError: the kernel refuses the memory.
         """
         if layout.num_blocks < 1:
@@ -53,7 +53,7 @@ class PoolMemory:
         fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            # Nobody can shrink the file under a peer that has it mapped, which would kill the peer with SIGBUS.
+            # Sealed: a peer that has the file mapped would die of SIGBUS if the file shrank.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls._map(layout, fd)
         except OSError as error:
@@ -62,10 +62,10 @@ class PoolMemory:
 
     @classmethod
     def from_fd(cls, fd: int, layout: KvLayout) -> PoolMemory:
-        """Map an inherited descriptor, readable and writable; the result owns ``fd``.
+        """Map an inherited descriptor, readable and writable. The result owns ``fd``.
 
         Raises:
-            ValueError: the file has not the layout's size.
+            ValueError: the file size does not match the layout.
         """
         _check_size(os.fstat(fd).st_size, layout)
         return cls._map(layout, fd)
@@ -76,12 +76,12 @@ class PoolMemory:
 
         Args:
             path: ``/proc/<pid>/fd/<n>``.
-            inode: what the path must lead to, so that a reused process id is noticed.
+            inode: inode expected at the path, which detects a reused process id.
             layout: the peer's.
 
         Raises:
-            ValueError: the path leads to something else.
-            OSError: it cannot be opened from here.
+            ValueError: the path leads to another file.
+            OSError: this process cannot open it.
         """
         if not _FD_PATH.fullmatch(path):
             raise ValueError(f"{path!r} is not a /proc/<pid>/fd/<n> path")
@@ -104,7 +104,7 @@ class PoolMemory:
 
     @property
     def path(self) -> str:
-        """Path of the file for other processes of this host, while this process keeps it open."""
+        """Path of the file for other processes of this host, valid while this process keeps it open."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def block(self, block_id: int, head_start: int, head_end: int) -> memoryview[int]:
@@ -116,7 +116,7 @@ class PoolMemory:
         return self.blocks[start + head_start * head_bytes : start + head_end * head_bytes]
 
     def close(self) -> None:
-        """Let go of the memory. A view still in use, such as a tensor's, keeps it mapped until it is dropped."""
+        """Unmap the memory. A view still in use, such as a tensor's, keeps it mapped until it is dropped."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -127,21 +127,21 @@ class PoolMemory:
 
 
 class PeerPools:
-    """Pools of other workers on this host, mapped once each and kept while their owner lives.
+    """Pools of other workers on this host, each mapped once and kept while its owner lives.
 
-    A mapping is kept because the first touch of every page costs far more than its copy. It also keeps the memory of a
-    dead worker alive, so the transfer process calls `drop_gone` regularly.
+    Mappings are kept because the first touch of every page costs far more than its copy. A mapping also keeps the
+    memory of a dead worker alive, so the transfer process calls `drop_gone` regularly.
     """
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, int], PoolMemory] = {}
 
     def get(self, path: str, inode: int, layout: KvLayout) -> PoolMemory:
-        """The pool at ``path``, mapped now or before.
+        """Return the pool at ``path``, mapping it if needed.
 
         Raises:
-            ValueError: the path leads to something else.
-            OSError: it cannot be opened from here.
+            ValueError: the path leads to another file.
+            OSError: this process cannot open it.
         """
         pool = self._pools.get((path, inode))
         if pool is None or pool.layout != layout:
@@ -149,7 +149,7 @@ class PeerPools:
         return pool
 
     def drop_gone(self) -> None:
-        """Forget pools whose owner has closed them or died. A copy still running keeps its mapping to the end."""
+        """Forget pools whose owner has closed them or died. A running copy keeps its mapping until it ends."""
         for path, inode in [key for key in self._pools if not _leads_to(*key)]:
             del self._pools[path, inode]
 
@@ -177,7 +177,7 @@ def _check_size(size: int, layout: KvLayout) -> None:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can be had without swapping, within the container's limit if there is one."""
+    """Memory available without swapping, within the container's limit if there is one."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")

@@ -1,7 +1,7 @@
-"""The fetching side of pulls: one task per pull, from the order of the engine to its `PullDone`.
+"""Pulling side of KV transfer: one task per pull, from the engine's order to its `PullDone`.
 
-Owned by the transfer process. A pull succeeds only if every block is copied and verified, and once its end is reported,
-nothing writes to its target blocks any more.
+Owned by the transfer process. A pull succeeds only if every block is copied and verified. Once its end is reported,
+nothing writes to its target blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUSY_RETRY_S = 0.02
 _log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 5.0
-"""A source answers an open at once; one that does not by then is unreachable."""
+"""Timeout of an open. A source answers immediately; otherwise it is unreachable."""
 RELEASE_TIMEOUT_S = 2.0
 
 _REFUSALS = (
@@ -43,14 +43,14 @@ _REFUSALS = (
 
 
 class SourceBusyError(PullError):
-    """Another pull of the prompt stands."""
+    """Another pull of the prompt holds the lease."""
 
 
 class PullStream:
-    """The gRPC stream of one pull, with statuses turned into `PullError`. `close` it in every case.
+    """gRPC stream of one pull, with statuses converted to `PullError`. Always `close` it.
 
-    One connection per pull costs about a millisecond, which the wait for the prompt's last chunk hides, and leaves no
-    state behind that could be stale when a source is restarted.
+    A connection per pull costs about a millisecond, hidden by the wait for the prompt's last chunk, and leaves no
+    stale state behind when a source restarts.
     """
 
     def __init__(self, *, address: str, cluster_token: str, max_message_bytes: int) -> None:
@@ -58,10 +58,10 @@ class PullStream:
         self._call = kv_pb2_grpc.KvTransferStub(self._channel).Pull(None, metadata=call_metadata(cluster_token))
 
     async def open(self, opening: kv_pb2.PullOpen) -> kv_pb2.Opened:
-        """Ask for a prompt.
+        """Request a prompt.
 
         Raises:
-            PullError: the source cannot be reached or refuses.
+            PullError: the source is unreachable or refuses.
         """
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -75,13 +75,13 @@ class PullStream:
         return message.opened
 
     async def read(self, stage: str) -> kv_pb2.SourceMessage:
-        """The source's next message.
+        """Read the source's next message.
 
         Args:
-            stage: of the pull, if the stream is broken.
+            stage: stage of the pull, for the error.
 
         Raises:
-            PullError: there is none.
+            PullError: the stream ended or broke.
         """
         try:
             message = await self._call.read()
@@ -92,9 +92,10 @@ class PullStream:
         return message
 
     async def close(self, *, release: bool) -> None:
-        """End the stream, telling the source first that it may free the prompt if ``release``."""
+        """End the stream. With ``release``, first inform the source that it may free the prompt."""
         if release:
-            # Best effort: the blocks are here, and a source that misses it frees the prompt after its park time.
+            # Best effort: the blocks have arrived, and a source that misses the release frees the prompt after its park
+            # time.
             with suppress(TimeoutError, asyncio.InvalidStateError, grpc.aio.AioRpcError):
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     await self._call.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
@@ -112,11 +113,11 @@ def _pull_error(error: grpc.aio.AioRpcError, stage: str) -> PullError:
 
 
 class _PoolUnreachableError(Exception):
-    """The source offered its mapped pool, and it cannot be opened from here."""
+    """The source offered its mapped pool, but this process cannot open it."""
 
 
 class Puller:
-    """The pulls that run now."""
+    """Pulls in flight."""
 
     def __init__(
         self, *, config: TransferConfig, memory: PoolMemory, send: Callable[[transfer_pb2.TransferToEngine], None]
@@ -129,15 +130,15 @@ class Puller:
         self._closing: set[asyncio.Task[None]] = set()
 
     def start(self, order: transfer_pb2.StartPull) -> None:
-        """Begin a pull; exactly one `PullDone` follows."""
+        """Start a pull. Exactly one `PullDone` follows."""
         assert order.pull_id not in self._running, order.pull_id
         task = asyncio.ensure_future(self._pull(order))
         self._running[order.pull_id] = task
-        # In a callback, because a task that is cancelled before its first step never runs a line of its own.
+        # In a callback, because a task cancelled before its first step never runs any line of its body.
         task.add_done_callback(partial(self._report, order.pull_id))
 
     def abort(self, pull_id: int) -> None:
-        """Stop a pull; one that has ended already is left alone."""
+        """Stop a pull. One that has ended is ignored."""
         if pull_id in self._running:
             self._running[pull_id].cancel()
 
@@ -172,7 +173,8 @@ class Puller:
         return await self._fetch_when_free("grpc", order)
 
     async def _fetch_when_free(self, transport: str, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
-        """Fetch; a source may take a moment to notice that the puller before is gone, or this one's stream before."""
+        """Pull the prompt, retrying while it is leased: a source may need a moment to notice that the previous
+        stream is gone."""
         busy_until_s = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -213,7 +215,7 @@ class Puller:
 
     @asynccontextmanager
     async def _stream(self, address: str) -> AsyncIterator[PullStream]:
-        """A stream that is released if the body succeeds, and broken off if not; without keeping the pull waiting."""
+        """Yield a stream, released if the body succeeds and broken off otherwise, without delaying the pull."""
         layout = self._memory.layout
         stream = PullStream(
             address=address,
@@ -245,7 +247,7 @@ class Puller:
 async def _receive_prompt(
     order: transfer_pb2.StartPull, transport: str, layout: KvLayout, stream: PullStream, receiver: Receiver
 ) -> transfer_pb2.PullDone:
-    """Take grants as they come and fetch their blocks, to the final one; ``layout`` is the source's."""
+    """Receive grants and fetch their blocks, up to the final grant. ``layout`` is the source's."""
     num_granted = 0
     num_received = 0
     while True:
@@ -282,7 +284,7 @@ async def _read_grant(stream: PullStream, num_granted: int, layout: KvLayout) ->
 
 
 def _wanted_blocks(order: transfer_pb2.StartPull, grant: kv_pb2.Grant) -> list[GrantedBlock]:
-    """The blocks of a grant that are not here yet, each with its target."""
+    """Blocks of a grant that are not cached here, each with its target."""
     num_cached = order.num_cached_blocks
     num_known = num_cached + len(order.block_ids)
     num_granted = grant.first_index + len(grant.block_ids)

@@ -1,8 +1,7 @@
 """gRPC between the members of a cluster: the cluster token, and the options of every channel and server.
 
-Keep-alive pings run on both sides, so that a cut cable or a stopped process is noticed in about four seconds while a
-call stands, which TCP alone would not notice for many minutes. Used by transfer processes, workers' services and the
-router's sessions.
+Keep-alive pings run on both sides, so that a cut cable or a stopped process is detected in about four seconds during
+a call; TCP alone would take many minutes. Used by transfer processes, workers' services and the router's sessions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _KEY = "authorization"
 _COMMON: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    # Seen: without this a stopped process, whose kernel still acknowledges bytes, is noticed after a minute only.
+    # Observed: without this a stopped process, whose kernel still acknowledges bytes, is detected only after a minute.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -32,7 +31,7 @@ def channel_options(max_receive_bytes: int) -> tuple[tuple[str, int], ...]:
     return (
         *_COMMON,
         ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),  # a restarted peer is not met with the old connection's backoff
+        ("grpc.use_local_subchannel_pool", 1),  # a restarted peer does not inherit the old connection's backoff
         ("grpc.min_reconnect_backoff_ms", CONNECT_ATTEMPT_MS),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", max_receive_bytes),

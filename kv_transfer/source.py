@@ -1,7 +1,7 @@
-"""The serving side of pulls: prompts on offer, the grants of their blocks, and the lease on each.
+"""Serving side of pulls: prompts on offer, the grants of their blocks, and the lease on each.
 
-Owned by the transfer process. The engine offers, grants and withdraws; pullers come over gRPC. A lease is a pull's
-stream: it ends with the stream, and unless the puller released the prompt another may come.
+Owned by the transfer process. The engine offers, grants and withdraws; pullers connect over gRPC. A lease is a
+pull's stream: it ends with the stream, and another puller may come unless the prompt was released.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdserve.kv_transfer.transports import block_data
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 OPEN_TIMEOUT_S = 5.0
-"""A stream that has not said what it wants by then is broken off."""
+"""Timeout for the first message of a stream, after which the stream is closed."""
 
 _Context = grpc.aio.ServicerContext[kv_pb2.PullMessage, kv_pb2.SourceMessage]
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _RefusalError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """One prompt that may be pulled."""
+    """A prompt that may be pulled."""
 
     handle: bytes
     grants: list[kv_pb2.Grant] = field(default_factory=list)
@@ -52,20 +52,20 @@ class _Offer:
     is_leased: bool = False
     is_withdrawn: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by a new grant, the withdrawal and a release; cleared by the lease that waits for them."""
+    """Set by a new grant, the withdrawal or a release. Cleared by the lease that waits for it."""
 
     @property
     def is_complete(self) -> bool:
         return bool(self.grants) and self.grants[-1].final
 
     def check(self) -> None:
-        """Raise `_RefusalError` if the prompt may be pulled no longer."""
+        """Raise `_RefusalError` if the prompt can no longer be pulled."""
         if self.is_withdrawn:
             raise _RefusalError(grpc.StatusCode.ABORTED, "the source needs the prompt's blocks and withdrew it")
 
 
 class Source(kv_pb2_grpc.KvTransferServicer):
-    """The table of offers and the gRPC service that serves them."""
+    """Table of offers, with the gRPC service for them."""
 
     def __init__(
         self, *, config: TransferConfig, memory: PoolMemory, send: Callable[[transfer_pb2.TransferToEngine], None]
@@ -76,11 +76,11 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         self._offers: dict[bytes, _Offer] = {}
 
     def offer(self, handle: bytes) -> None:
-        """Let a prompt be pulled; its grants follow."""
+        """Offer a prompt for pulling. Its grants follow."""
         self._offers.setdefault(handle, _Offer(handle))
 
     def grant(self, handle: bytes, grant: kv_pb2.Grant) -> None:
-        """Add blocks to an offer. A handle that is unknown, because the puller just released it, is ignored."""
+        """Add blocks to an offer. An unknown handle is ignored: the puller has just released it."""
         offer = self._offers.get(handle)
         if offer is None:
             return
@@ -97,14 +97,14 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         offer.changed.set()
 
     def withdraw(self, handle: bytes) -> None:
-        """Forget an offer and break the pull of it, if there is one."""
+        """Remove an offer and abort the pull of it, if there is one."""
         offer = self._offers.pop(handle, None)
         if offer is not None:
             offer.is_withdrawn = True
             offer.changed.set()
 
     async def Pull(self, request_iterator: object, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
-        """Serve one pull: `Opened`, then grants (and block data) as they come, until the puller releases."""
+        """Serve one pull: `Opened`, then grants (and block data) as they come, until the puller releases the prompt."""
         # A coroutine that writes, not a generator that yields: its `finally` runs at once when the stream breaks.
         try:
             opening = await self._read_open(context)
@@ -139,7 +139,7 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         return message.open
 
     def _admit(self, opening: kv_pb2.PullOpen) -> tuple[_Offer, str]:
-        """The offer that a pull asks for, and the transport."""
+        """Return the offer that a pull requests, and the transport."""
         if opening.worker_epoch != self._config.worker_epoch:
             raise _RefusalError(grpc.StatusCode.NOT_FOUND, "the worker was restarted: its epoch is another")
         offer = self._offers.get(opening.handle)

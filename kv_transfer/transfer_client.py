@@ -1,11 +1,11 @@
 """The engine's handle on its transfer process, and the messages on the pipe between them.
 
-The first frame on the pipe is a `TransferConfig` as JSON: not on the command line, where every user of the host could
-read the cluster token. Then messages of `transfer.proto` go both ways. A frame is a 32-bit little-endian length and as
-many bytes.
+The first frame on the pipe is a `TransferConfig` as JSON. It is not on the command line, where every user of the
+host could read the cluster token. After it, messages of `transfer.proto` go both ways. A frame is a 32-bit
+little-endian length, then as many bytes.
 
-The step loop sends; one reader thread receives and must be given callbacks that only enqueue. A transfer process that
-dies is not restarted here: the worker ends with it.
+The step loop sends. One reader thread receives; its callbacks must only enqueue. A dead transfer process is not
+restarted here: the worker ends with it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Shutdown, TransferTo
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 2.0
 SEND_TIMEOUT_S = 1
-"""A transfer process that does not empty its pipe for so long is killed."""
+"""A transfer process that does not empty its pipe within this time is killed."""
 
 _MODULE = "pdserve.kv_transfer.transfer_process"
 _MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
-"""Block-sized buffers come from memory that was used before: page faults on fresh memory halved the speed of gRPC."""
+"""Settings that reuse memory for block-sized buffers: page faults on fresh memory halved the speed of gRPC."""
 
 _log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 << 20
@@ -42,36 +42,33 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """Settings of one transfer process."""
-
     layout: KvLayout
     worker_epoch: int
-    """Incarnation of the worker; pulls of another one are refused."""
+    """Incarnation of the worker. Pulls of any other are refused."""
     host: str
-    """Address to listen on and to be reached at."""
+    """Address to listen on, reachable by peers."""
     cluster_token: str
     transport: str
     """``auto``, ``memfd`` or ``grpc``."""
     cpu_cores: tuple[int, ...]
     """Cores to run on; empty leaves the affinity alone."""
     parent_pid: int
-    """The engine's process, with which the transfer process dies."""
+    """Process id of the engine, with which the transfer process dies."""
 
 
 def encode_frame(payload: bytes) -> bytes:
-    """A frame ready to be sent."""
     assert len(payload) <= MAX_FRAME_BYTES, len(payload)
     return _LENGTH.pack(len(payload)) + payload
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:
-    """Block for the next frame's payload; ``None`` once the other side has closed."""
+    """Block for the next frame's payload; ``None`` once the peer has closed."""
     header = _receive_exactly(sock, _LENGTH.size)
     return None if header is None else _receive_exactly(sock, _payload_length(header))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next frame's payload; ``None`` once the other side has closed."""
+    """Read the next frame's payload; ``None`` once the peer has closed."""
     try:
         return await reader.readexactly(_payload_length(await reader.readexactly(_LENGTH.size)))
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -98,7 +95,7 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
 
 
 class TransferProcess:
-    """A running transfer process; get one from `start`."""
+    """A running transfer process. Created by `start`."""
 
     def __init__(
         self, memory_fd: int, on_message: Callable[[TransferToEngine], None], on_death: Callable[[], None]
@@ -111,7 +108,7 @@ class TransferProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, args=(memory_fd,), name="kv-transfer-reader", daemon=True)
         self._started = threading.Event()
-        """Set when the process serves or never will."""
+        """Set once the process serves, or never will."""
         self._is_closing = False
         self.address = ""
         """``host:port`` where pulls are served."""
@@ -133,8 +130,8 @@ class TransferProcess:
 
         Args:
             memory: the engine's pool.
-            on_message: called on the reader thread with everything but `Ready`; must only enqueue.
-            on_death: called on the reader thread, once, if the process ends without `close`.
+            on_message: called on the reader thread with every message except `Ready`; must only enqueue.
+            on_death: called once, on the reader thread, if the process ends without `close`.
 
         Raises:
             RuntimeError: it does not serve within `START_TIMEOUT_S`.
@@ -163,9 +160,9 @@ class TransferProcess:
         return self._process.pid
 
     def send(self, message: EngineToTransfer) -> None:
-        """Hand over a message, from any thread. If the process is dead the message is lost, and ``on_death`` follows.
+        """Send a message, from any thread. If the process is dead the message is lost, and ``on_death`` follows.
 
-        Blocks while the pipe is full, at most `SEND_TIMEOUT_S`, and then kills the process.
+        Blocks while the pipe is full, for at most `SEND_TIMEOUT_S`, then kills the process.
         """
         frame = encode_frame(message.SerializeToString())
         with self._send_lock:
@@ -178,7 +175,7 @@ class TransferProcess:
                 _log.warning("a message to the KV transfer process is lost: %s", error)
 
     def close(self) -> None:
-        """End the process, without ``on_death``. Callable at any time, more than once, not from a callback."""
+        """End the process without ``on_death``. May be called at any time and repeatedly, but not from a callback."""
         self._is_closing = True
         if self._thread.is_alive():
             self.send(EngineToTransfer(shutdown=Shutdown()))

@@ -1,9 +1,9 @@
 """The transfer process: ``python -m pdserve.kv_transfer.transfer_process PIPE_FD MEMORY_FD``.
 
-It runs next to an engine and maps the same pool, so that copies, digests and network calls never slow an engine step.
+Runs next to an engine and maps the same pool, so that copies, digests and network calls never slow an engine step.
 Started and owned by `pdserve.kv_transfer.transfer_client.TransferProcess`; its first frame on the pipe is a
-`TransferConfig`. It lives no longer than its engine: the kernel kills it with its parent, and it leaves when the pipe
-closes. It imports no torch and decides nothing about requests.
+`TransferConfig`. It never outlives its engine: the kernel kills it with its parent, and it exits when the pipe
+closes. Never imports torch and decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Process:
-    """The two halves and their pipe to the engine."""
+    """Source, puller and their pipe to the engine."""
 
     def __init__(self, config: TransferConfig, memory: PoolMemory, writer: asyncio.StreamWriter) -> None:
         self._config = config
@@ -79,7 +79,7 @@ class _Process:
 
     def _send(self, message: transfer_pb2.TransferToEngine) -> None:
         self._writer.write(encode_frame(message.SerializeToString()))
-        # An engine that has stopped reading is as good as dead.
+        # An engine that has stopped reading counts as dead.
         assert self._writer.transport.get_write_buffer_size() <= MAX_FRAME_BYTES
 
     async def _drop_gone_pools(self) -> None:
@@ -94,7 +94,6 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
 
 
 def main() -> None:
-    """Run until the engine is gone."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then sends Shutdown
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s transfer process: %(message)s")
@@ -104,7 +103,7 @@ def main() -> None:
     if first_frame is None:
         return
     config = from_json(TransferConfig, first_frame, "the transfer process's configuration")
-    if os.getppid() != config.parent_pid:  # it died before the kernel was asked to tell
+    if os.getppid() != config.parent_pid:  # the parent died before the kernel was asked for the signal
         return
     if config.cpu_cores:
         os.sched_setaffinity(0, config.cpu_cores)

@@ -1,8 +1,8 @@
 """Transports of granted blocks: a copy from the source's mapped pool, or messages in the pull's gRPC stream.
 
-A receiver returns from ``receive`` only when every block is copied and verified. Copies run on the event loop between
-two awaits, never in a thread: a cancelled pull therefore writes nothing more, and the loop gets a turn every few
-milliseconds.
+A receiver returns from ``receive`` only when every block is copied and verified. Copies run on the event loop
+between two awaits, never in a thread: a cancelled pull therefore writes nothing more, and the loop gets a turn every
+few milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COPY_BYTES_PER_TURN = 4 << 20
 
 
 class PullError(Exception):
-    """Why a pull failed; ``stage`` is one of `PullDone.failure_stage`."""
+    """Reason why a pull failed. ``stage`` is one of `PullDone.failure_stage`."""
 
     def __init__(self, stage: str, message: str) -> None:
         super().__init__(message)
@@ -40,13 +40,13 @@ class GrantedBlock(NamedTuple):
 
 
 class Receiver(Protocol):
-    """Brings granted blocks into the local pool."""
+    """Receives granted blocks into the local pool."""
 
     async def receive(self, blocks: Sequence[GrantedBlock]) -> None:
         """Copy and verify all KV heads of ``blocks``.
 
         Raises:
-            PullError: a block could not be had or is doubtful.
+            PullError: a block could not be received or failed verification.
         """
         ...
 
@@ -73,7 +73,7 @@ class MemfdReceiver:
 
 
 class GrpcReceiver:
-    """Takes blocks from the pull's stream, in the order of the grants."""
+    """Receives blocks from the pull's stream, in the order of the grants."""
 
     def __init__(self, target: PoolMemory, read: Callable[[], Awaitable[kv_pb2.SourceMessage]]) -> None:
         self._target = target
@@ -90,7 +90,7 @@ class GrpcReceiver:
 
 
 def block_data(memory: PoolMemory, *, index: int, block_id: int, head_start: int, head_end: int) -> kv_pb2.BlockData:
-    """A block's KV heads ``[head_start, head_end)`` as a message, with the integrity data of exactly these bytes."""
+    """Message with a block's KV heads ``[head_start, head_end)`` and the integrity data of exactly these bytes."""
     data = bytes(memory.block(block_id, head_start, head_end))
     generation = memory.generations[block_id]  # after the copy
     return kv_pb2.BlockData(
@@ -105,7 +105,7 @@ def head_digests(data: bytes, head_bytes: int) -> list[int]:
 
 
 def verify_block_data(data: kv_pb2.BlockData, block: GrantedBlock, layout: KvLayout) -> None:
-    """Check that a message holds all KV heads of the granted block, undamaged and of the granted generation.
+    """Check that a message holds all KV heads of the granted block, undamaged and with the granted generation.
 
     Raises:
         PullError: it does not; its bytes must not be used.

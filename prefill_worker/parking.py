@@ -1,8 +1,8 @@
-"""Prompts on offer to decode workers: their grants, their leases, and when they are given up.
+"""Prompts on offer to decode workers: grants, leases and expiry.
 
-A prompt is *offered* when its last chunk is planned, *parked* once token 0 is known, and leaves when its puller
-releases it, or when nobody pulled it in time. Owned by `pdserve.prefill_worker.scheduler`, which closes the sequences;
-this class speaks to the transfer process (by events) and never frees a block.
+A prompt is *offered* when its last chunk is planned and *parked* once token 0 is known. It leaves when its puller
+releases it, or when it times out without a pull. Owned by `pdserve.prefill_worker.scheduler`, which closes the
+sequences. This class sends events to the transfer process and never frees a block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Offer:
     num_granted_blocks: int = 0
     is_leased: bool = False
     expires_s: float = inf
-    """Instant at which it is given up without a lease; infinite until token 0 is known."""
+    """Time at which the offer expires without a lease; infinite until token 0 is known."""
 
     @property
     def due_s(self) -> float:
@@ -46,12 +46,12 @@ class Parking:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the prompts on offer hold."""
+        """Blocks held by the prompts on offer."""
         sequences = [offer.sequence for offer in self._offers.values()]
         return sum([len(sequence.block_table) for sequence in sequences if not sequence.is_over])
 
     def offer(self, sequence: Sequence) -> None:
-        """The prompt's last chunk is planned: let a decode worker come for it, and grant what is written already."""
+        """Offer a prompt whose last chunk is planned, and grant the blocks written so far."""
         handle = self._mint_handle()
         assert handle not in self._offers, "handles must be unique"
         sequence.handle = handle
@@ -68,15 +68,15 @@ class Parking:
             self._table.events.append(self._grant(offer, num_full))
 
     def park(self, sequence: Sequence, first_token: FirstToken, now_s: float) -> None:
-        """Token 0 is known: grant the rest. A request that ended with it leaves nothing to pull, but its puller must
-        learn that."""
+        """Grant the remaining blocks: token 0 is known. If it ended the request there is nothing to pull, but the
+        puller must be informed."""
         offer = self._offers[sequence.handle]
         num_blocks = offer.num_granted_blocks if first_token.finish else len(sequence.block_table)
         offer.expires_s = now_s + self._park_timeout_s
         self._table.events.append(self._grant(offer, num_blocks, first_token))
 
     def _grant(self, offer: _Offer, num_blocks: int, first_token: FirstToken | None = None) -> GrantEvent:
-        """The blocks up to ``num_blocks`` that are not granted yet; with ``first_token``, the final grant."""
+        """Grant of the blocks up to ``num_blocks`` not granted before; final if ``first_token`` is given."""
         sequence = offer.sequence
         first_index, offer.num_granted_blocks = offer.num_granted_blocks, num_blocks
         block_ids = tuple(sequence.block_table[first_index:num_blocks])
@@ -90,13 +90,13 @@ class Parking:
         )
 
     def set_leased(self, handle: bytes, is_leased: bool) -> None:
-        """A puller came or went; a handle that is gone already is ignored."""
+        """Record that a puller came or left. An unknown handle is ignored."""
         offer = self._offers.get(handle)
         if offer is not None:
             offer.is_leased = is_leased
 
     def take_released(self, handle: bytes) -> Sequence | None:
-        """A puller has it all: forget the offer and return its sequence, if that is not over anyway."""
+        """Remove an offer whose puller has every block. Returns its sequence unless that has already ended."""
         offer = self._offers.get(handle)
         if offer is None or offer.expires_s == inf:
             return None
@@ -104,17 +104,17 @@ class Parking:
         return None if offer.sequence.is_over else offer.sequence
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Take an offer back, if the sequence has one."""
+        """Withdraw the sequence's offer, if it has one."""
         if self._offers.pop(sequence.handle, None) is not None:
             self._table.events.append(WithdrawEvent(sequence.handle))
 
     def take_expired(self, now_s: float) -> list[Sequence]:
-        """Withdraw what nobody pulled in time; returns the sequences that are not over anyway."""
+        """Withdraw expired offers. Returns their sequences, except those already ended."""
         expired = [offer.sequence for offer in self._offers.values() if offer.due_s <= now_s]
         for sequence in expired:
             self.withdraw(sequence)
         return [sequence for sequence in expired if not sequence.is_over]
 
     def next_expiry_s(self) -> float:
-        """Infinite when nothing can expire."""
+        """Next expiry time; infinite if nothing can expire."""
         return min([offer.due_s for offer in self._offers.values()], default=inf)

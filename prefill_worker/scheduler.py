@@ -1,16 +1,17 @@
-"""Which prompts a worker computes next, in what chunks, and what becomes of them.
+"""Scheduler of prompts: which prompts a worker computes next, in what chunks, and where they go afterwards.
 
-Life of a prompt: `PrefillScheduler.add` queues it by the time token 0 is wanted; it is *admitted* when its turn comes
-and blocks for the whole prompt are free, so that an admitted prompt never waits for memory; its chunks fill the token
-budget of the steps; with its last chunk it goes to `pdserve.prefill_worker.parking` (a handoff), or, on a worker that
-also decodes, to `take_ready`.
+Life of a prompt: `PrefillScheduler.add` queues it by the time token 0 is due. It is *admitted* when its turn comes
+and blocks for the whole prompt are free, so an admitted prompt never waits for memory. Its chunks fill the token
+budget of the steps. With its last chunk it moves to `pdserve.prefill_worker.parking` (a handoff) or, on a worker
+that also decodes, to `take_ready`.
 
-Alone it is the scheduler of a prefill worker. Inside `pdserve.decode_worker.scheduler`, on the same table and pool, it
-prefills locally and recomputes preempted sequences: that one calls `enqueue`, `recompute`, `plan_chunks`, `take_ready`.
+Alone it is the scheduler of a prefill worker. Inside `pdserve.decode_worker.scheduler`, on the same table and pool,
+it prefills locally and recomputes preempted sequences; the decode scheduler calls `enqueue`, `recompute`,
+`plan_chunks` and `take_ready`.
 
-Order: earliest wanted token 0 first, order of arrival among equals. A prompt without an objective counts as wanted
-`PATIENCE_S` after its arrival, so that everybody's turn comes: what arrives later than that cannot be ahead of it. A
-prompt that lacks blocks is not overtaken by smaller ones.
+Order: earliest due token 0 first, then order of arrival. A prompt without an objective is due `PATIENCE_S` after its
+arrival, which prevents starvation: requests that arrive later than that cannot overtake it. Smaller prompts never
+overtake a prompt that lacks blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.parking import Parking
 
 PATIENCE_S = 10.0
-"""A request without a TTFT objective is ordered as if its first token were wanted this long after its arrival."""
+"""A request without a TTFT objective is ordered as if its first token were due this many seconds after arrival."""
 
 DEFAULT_PARK_TIMEOUT_S = 30.0
 
@@ -49,10 +50,10 @@ class PrefillScheduler:
     ) -> None:
         """
         Args:
-            mint_handle: returns 16 bytes that nobody can guess and that were never returned before.
-            max_batch_tokens: new tokens in a step, at most.
-            max_batch_size: prompts admitted and not yet computed, at most.
-            park_timeout_s: a parked prompt that nobody pulls is freed after this long.
+            mint_handle: returns 16 unguessable bytes, never the same twice.
+            max_batch_tokens: maximum number of new tokens in a step.
+            max_batch_size: maximum number of prompts admitted and not yet computed.
+            park_timeout_s: a parked prompt without a pull is freed after this long.
 
         Raises:
             ValueError: a limit is below 1.
@@ -70,7 +71,7 @@ class PrefillScheduler:
         self._admitted: list[Sequence] = []
         self._ready: list[Sequence] = []
         self.is_held_up = False
-        """Whether the first waiting prompt was due in the last plan and lacked blocks or a place."""
+        """Whether the first waiting prompt was due in the last plan and lacked blocks or a batch slot."""
 
     # Requests
 
@@ -91,23 +92,22 @@ class PrefillScheduler:
             self._end(sequence, RequestEventKind.CANCELLED)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """A new sequence waits for its turn."""
         self._waiting.push(sequence, _wanted_s(sequence))
 
     def recompute(self, sequence: Sequence) -> None:
-        """A preempted sequence waits for blocks, ahead of every new one and in order of arrival among its like."""
+        """Queue a preempted sequence for blocks, ahead of all new ones and in order of arrival among preempted ones."""
         assert sequence.state is RequestState.PREEMPTED
         self._waiting.push(sequence, _wanted_s(sequence))
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is here."""
+        """Forget a sequence in any state."""
         self._waiting.discard(sequence)
         if sequence in self._admitted:
             self._admitted.remove(sequence)
         self._parking.withdraw(sequence)
 
     def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
-        """A request is over, on a worker that only prefills."""
+        """End a request on a worker that only prefills."""
         self.drop(sequence)
         self.table.emit(sequence.key, kind, message)
         self.table.close(sequence)
@@ -131,19 +131,18 @@ class PrefillScheduler:
         return self.table.commit(step)
 
     def expire_parked(self, now_s: float) -> None:
-        """Give up the parked prompts that nobody pulled in time."""
         for sequence in self._parking.take_expired(now_s):
             self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
 
     def plan_chunks(
         self, step: PlannedStep, *, max_tokens: int, max_admissions: int, spare_blocks: int, now_s: float
     ) -> None:
-        """Add chunks to a step, those wanted first first, and admit waiting prompts as the budget reaches them.
+        """Add chunks to a step in order of due time, and admit waiting prompts as the token budget allows.
 
         Args:
-            max_tokens: new tokens to add at most.
-            max_admissions: prompts to admit at most.
-            spare_blocks: blocks that admitted prompts may be expected to need in all.
+            max_tokens: maximum number of new tokens to add.
+            max_admissions: maximum number of prompts to admit.
+            spare_blocks: maximum total of blocks that admitted prompts are expected to need.
         """
         self.is_held_up = False
         index = 0
@@ -170,7 +169,7 @@ class PrefillScheduler:
         return index == len(self._admitted) or _order(head) < _order(self._admitted[index])
 
     def _admission_cost(self, sequence: Sequence, spare_blocks: int) -> int | None:
-        """Blocks that admitting the sequence takes from the spare ones; ``None`` if it cannot be admitted now."""
+        """Spare blocks that admitting the sequence takes; ``None`` if it cannot be admitted now."""
         if not sequence.is_idle or (sequence.is_handoff and not self._may_park(sequence)):
             return None
         cached = self._match(sequence)
@@ -178,7 +177,8 @@ class PrefillScheduler:
         return num_blocks if num_blocks <= spare_blocks else None
 
     def _may_park(self, sequence: Sequence) -> bool:
-        """Parked prompts, and those that will be, hold at most half of the pool, or one prompt alone what it needs."""
+        """Whether the sequence may be parked. Parked and soon parked prompts hold at most half of the pool; a single
+        prompt may exceed that."""
         num_held = self._parking.num_blocks + sum(len(s.block_table) for s in self._admitted if s.is_handoff)
         return not num_held or 2 * (num_held + self._num_blocks_expected(sequence)) <= self._pool.num_blocks
 
@@ -188,15 +188,15 @@ class PrefillScheduler:
         return sequence.num_blocks_expected()
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its prefix; the last token at least is computed again, to sample after it, and the whole
-        prompt where its log probabilities are wanted."""
+        """Cached blocks of the sequence's prefix. At least the last token is recomputed, to sample after it, or the
+        whole prompt if its log probabilities are requested."""
         if sequence.wants_prompt_logprobs:
             return []
         num_blocks = (len(sequence.tokens) - 1) // sequence.block_size
         return self._pool.match_prefix(sequence.iter_block_hashes(num_blocks))
 
     def _admit(self, sequence: Sequence, index: int, now_s: float) -> None:
-        """Move the first waiting prompt to place ``index`` of the admitted ones, with blocks for all of its tokens."""
+        """Move the first waiting prompt to index ``index`` of the admitted ones, with blocks for all of its tokens."""
         self._waiting.discard(sequence)
         self._admitted.insert(index, sequence)
         cached = self._match(sequence)
@@ -218,7 +218,7 @@ class PrefillScheduler:
             )
 
     def _hand_over(self) -> None:
-        """Send the prompts whose last chunk is planned on their way."""
+        """Move prompts whose last chunk is planned to the next stage."""
         planned = [sequence for sequence in self._admitted if not sequence.num_uncomputed]
         if not planned:
             return
@@ -231,8 +231,8 @@ class PrefillScheduler:
                 self._ready.append(sequence)
 
     def take_ready(self) -> list[Sequence]:
-        """Sequences whose last chunk was planned by now and that are not handed off: from the next step on they decode.
-        The sampled token is pending."""
+        """Return sequences that are not handed off and whose last chunk is planned. They decode from the next step
+        on; the sampled token is pending."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -243,7 +243,7 @@ class PrefillScheduler:
             self.take_result(result, now_s)
 
     def take_result(self, result: RowResult, now_s: float) -> None:
-        """Grant what a handoff has written, park it with token 0; close what has finished."""
+        """Grant the blocks a handoff has written and park it with token 0; close a finished sequence."""
         sequence = result.sequence
         if sequence.handle and result.first_token is not None:
             self._parking.park(sequence, result.first_token, now_s)
@@ -278,12 +278,12 @@ class PrefillScheduler:
 
     @property
     def admitted(self) -> list[Sequence]:
-        """Sequences that hold blocks and have chunks to plan; not to be changed."""
+        """Sequences that hold blocks and have chunks to plan. Callers must not modify the list."""
         return self._admitted
 
     @property
     def is_idle(self) -> bool:
-        """Whether no prompt waits or is being computed; prompts may be parked."""
+        """Whether no prompt waits or is being computed. Prompts may be parked."""
         return not self._waiting and not self._admitted
 
     def first_waiting(self) -> Sequence | None:
@@ -316,7 +316,7 @@ def deadline_message(sequence: Sequence) -> str:
 
 
 def _wanted_s(sequence: Sequence) -> float:
-    """When token 0 is wanted; a preempted sequence is always late."""
+    """Time at which token 0 is due. A preempted sequence is always late."""
     if sequence.state is RequestState.PREEMPTED:
         return -inf
     return sequence.arrived_s + (sequence.request.ttft_slo_s or PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The scheduler of a prefill worker, built from its configuration, its Ray actor, and its process entry."""
+"""Scheduler of a prefill worker, built from its configuration, its Ray actor, and its process entry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdserve.prefill_worker.scheduler import PrefillScheduler
 
 
 def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> PrefillScheduler:
-    """Raises ValueError for a role that another worker serves."""
+    """Build the scheduler. Raises ValueError if the configured role is not prefill."""
     if config.role is not WorkerRole.PREFILL:
         raise ValueError(f"a prefill worker cannot serve role {config.role.value!r}: start pdserve.decode_worker")
     return PrefillScheduler(

@@ -1,4 +1,4 @@
-"""A worker of the made-up cluster in `tests.hash_chain_world`: real scheduler, pool and executor."""
+"""A worker of the simulated cluster in `tests.hash_chain_world`: real scheduler, pool and executor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EOS = 7
 @dataclass(frozen=True, kw_only=True)
 class WorldConfig:
     num_prefill: int = 1
-    """0: the decode workers are mixed ones."""
+    """0: the decode workers are mixed workers."""
     num_decode: int = 1
     num_prefill_blocks: int = 64
     num_decode_blocks: int = 64
@@ -40,12 +40,12 @@ class WorldConfig:
     max_model_len: int = 128
     num_swap_slots: int = 0
     recompute_share: float = 0.0
-    """Of preemptions, those that are recomputed although there are slots."""
+    """Share of preemptions that recompute although slots are free."""
     pipeline_depth: int = 2
     park_timeout_s: float = 2.0
     eos_period: int = 0
     local_share: float = 0.0
-    """Of requests that are prefilled on a decode worker although there are prefill workers."""
+    """Share of requests prefilled on a decode worker although there are prefill workers."""
     pull_failure: float = 0.0
     step_failure: float = 0.0
     cancel: float = 0.0
@@ -53,13 +53,13 @@ class WorldConfig:
     cancel_preempted: float = 0.0
     """Share of preemptions soon after which the client leaves."""
     is_staged: bool = False
-    """Pulls read and write a staging copy of the pool, and orders and messages of transfer processes wait for it."""
+    """Pulls read and write a staging copy of the pool; orders and messages of transfer processes wait for it."""
 
 
 class LateExecutor:
-    """Computes a step when its result is asked for: a block that is given away while a step is in flight gets the
-    step's writes, or misleads its reads. A step that is made to fail leaves garbage, and the step planned before that
-    was known may fail with it; no other may."""
+    """Computes a step when its result is requested, so that a block freed while a step is in flight receives the
+    step's writes or corrupts its reads. A step made to fail leaves garbage. The step planned before the failure was
+    known may fail with it; no other may."""
 
     def __init__(self, inner: EmulatedExecutor, memory: np.ndarray, fails: Callable[[], bool]) -> None:
         self._inner = inner
@@ -95,7 +95,8 @@ class LateExecutor:
             self._memory[row.block_table[position // block_size], ..., position % block_size, :] = 1
 
     def _spoil_copies(self, batch: StepBatch) -> None:
-        """Every target of the step's swap copies holds garbage: slots are reached by way of a block saved meanwhile."""
+        """Fill every target of the step's swap copies with garbage. Slots are reached through a block saved
+        meanwhile."""
         block, saved = 0, self._memory[0].copy()
         self._memory[block] = 1
         spoiled = [BlockCopy(block, copy.target) for copy in batch.swap_outs]
@@ -105,7 +106,8 @@ class LateExecutor:
 
 
 def _check_sampling(row: StepRow) -> None:
-    """What a token depends on beside the KV is complete, although the one before it may not be known yet."""
+    """Check that every input of sampling except the KV is complete, although the previous token may not be known
+    yet."""
     if row.sample is None:
         assert not row.history
         assert not row.banned_tokens
@@ -132,7 +134,7 @@ def _staging(memory: np.ndarray, layout: KvLayout) -> tuple[HostStaging, np.ndar
     blocks = torch.from_numpy(memory.view(np.uint8).reshape(layout.num_blocks, layout.block_bytes))
     staging = HostStaging(blocks, staged)
     view = np.frombuffer(staged.blocks, np.uint64).reshape(layout.shape)
-    staged.close()  # of its descriptor; what is mapped stays with the views
+    staged.close()  # closes its descriptor; the views keep the mapping
     return staging, view
 
 
@@ -155,13 +157,13 @@ class Node:
         self.memory = np.zeros(layout.shape, dtype=np.uint64)
         self.staging: HostStaging | None = None
         self.transferred = self.memory
-        """What pulls read and write."""
+        """Memory that pulls read and write."""
         if config.is_staged:
             self.staging, self.transferred = _staging(self.memory, layout)
         self.orders: deque[Event] = deque()
-        """For the transfer process."""
+        """To the transfer process."""
         self.messages: deque[Callable[[], None]] = deque()
-        """From it: each tells the scheduler something."""
+        """From the transfer process: each calls the scheduler."""
         eos = (EOS,)
         inner = EmulatedExecutor(
             layout=layout,

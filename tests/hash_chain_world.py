@@ -1,11 +1,11 @@
-"""A cluster in one thread under a virtual clock: real schedulers, pools and executor, everything else made up.
+"""A cluster in one thread under a virtual clock: real schedulers, pools and executor; everything else is simulated.
 
-Workers run the hash-chain executor over in-memory pools, so that one wrong, lost or repeated token, or a block reused
-too early, shows in the next token. The world plays the transfer processes (pulls copy bytes between pools, or between
-staging copies, late, in parts, and sometimes not to the end), the clients (who leave at any time) and the router
-(which sends the further choices of a prompt once the first has a token or is over, has a parked prompt pulled again, or
-sends a failed request again, keeping the tokens it has). After every turn each pool's integrity is checked, and in
-every step the inputs of sampling.
+Workers run the hash-chain executor over in-memory pools, so that one wrong, lost or repeated token, or a block
+reused too early, shows in the next token. The world simulates the transfer processes (pulls copy bytes between
+pools, or between staging copies, late, in parts, and sometimes incompletely), the clients (which leave at any time)
+and the router (which sends the further choices of a prompt once the first has a token or has ended, retries the pull
+of a parked prompt, or resends a failed request with the tokens it has). After every turn it checks each pool's
+integrity, and in every step the inputs of sampling.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Client:
     expected: list[int]
     received: list[int] = field(default_factory=list)
     further: list[Client] = field(default_factory=list)
-    """The other choices of the prompt, until they are dispatched."""
+    """Other choices of the prompt, until they are dispatched."""
     outcome: Outcome | None = None
     leaves_at_turn: int = -1
 
@@ -52,9 +52,9 @@ class Dispatch:
     client: Client
     request: GenerationRequest
     nodes: list[Node] = field(default_factory=list)
-    """Workers that know of it."""
+    """Workers that received the attempt."""
     handle: bytes = b""
-    """Of the parked prompt."""
+    """Handle of the parked prompt."""
 
     @property
     def key(self) -> RequestKey:
@@ -92,9 +92,9 @@ class World:
         self._pulls: list[_Pull] = []
         self._dispatches: dict[RequestKey, Dispatch] = {}
         self._alive: set[tuple[str, RequestKey]] = set()
-        """(worker, attempt) that has not said that it is over."""
+        """(worker, attempt) pairs without a terminal event yet."""
         self._num_prompt_logprobs: Counter[tuple[str, RequestKey]] = Counter()
-        """Those that an attempt has sent."""
+        """Number of prompt log probabilities each attempt has emitted."""
 
     def _node(self, name: str, *, decodes: bool) -> Node:
         return Node(self.config, name, decodes=decodes, random=self.random)
@@ -109,7 +109,7 @@ class World:
         deadline_s: float = 600.0,
         num_choices: int = 1,
     ) -> None:
-        """Send the first choice; the others follow when that one has a token."""
+        """Send the first choice. The others follow when it has a token."""
         ttft_slo_s = self.random.choice((0.0, 0.1, 1.0))
         choices = []
         for choice in range(num_choices):
@@ -153,7 +153,7 @@ class World:
         node.scheduler.add(dispatch.key, dispatch.request, self.now_s)
 
     def _redispatch(self, dispatch: Dispatch, reason: str) -> None:
-        """Send an attempt again, with the tokens that the client has."""
+        """Resend an attempt with the tokens that the client has."""
         self.counts[f"redispatched: {reason}"] += 1
         self._withdraw(dispatch)
         attempt, emitted = dispatch.request.attempt + 1, tuple(dispatch.client.received)
@@ -165,7 +165,7 @@ class World:
             node.scheduler.cancel(dispatch.key, self.now_s)
 
     def _end(self, client: Client, outcome: Outcome) -> None:
-        """Workers know by themselves when a request has finished; any other end is a cancel."""
+        """Record the outcome of a client. Workers detect a finished request themselves; any other end is a cancel."""
         client.outcome = outcome
         for dispatch in [dispatch for dispatch in self._dispatches.values() if dispatch.client is client]:
             if outcome is Outcome.FINISHED:
@@ -199,7 +199,7 @@ class World:
             self._end(client, Outcome.FINISHED)
 
     def _on_prompt_logprobs(self, node: Node, event: PromptLogprobsEvent) -> None:
-        """They come in order; a prompt that was preempted begins anew."""
+        """Check that prompt log probabilities arrive in order. A preempted prompt starts again from the first."""
         attempt = node.name, event.key
         num_before = event.first_position - 1
         assert num_before <= self._num_prompt_logprobs[attempt], f"{event.key}: no prompt logprobs before {num_before}"
@@ -232,7 +232,7 @@ class World:
                 self._end(dispatch.client, Outcome.REJECTED)
 
     def _may_rebind(self, dispatch: Dispatch) -> bool:
-        """Whether another pull of a prompt is tried, after one that failed: half the time, while it is parked."""
+        """Whether to retry a failed pull: half the time, while the prompt is parked."""
         return (dispatch.nodes[0].name, dispatch.key) in self._alive and self.random.random() < 0.5
 
     def _bind(self, dispatch: Dispatch, handle: bytes) -> None:
@@ -259,7 +259,7 @@ class World:
                 self._obey(node, event)
 
     def _obey(self, node: Node, order: Event) -> None:
-        """An order reaches the transfer process; the blocks that it grants are staged by then."""
+        """Apply an order that reaches the transfer process. The blocks it grants are staged by then."""
         match order:
             case OfferEvent():
                 self._offers[order.handle] = _Offer(node)
@@ -268,7 +268,7 @@ class World:
                     node.staging.copy_d2h(order.block_ids, order.generations)
                 self._grant(order)
             case WithdrawEvent():
-                self._offers.pop(order.handle, None)  # the puller may have released it meanwhile
+                self._offers.pop(order.handle, None)  # the puller may have released it already
             case StartPullEvent():
                 opens_at_turn = self.num_turns + self.random.randrange(4)
                 self._pulls.append(_Pull(node, order, opens_at_turn))
@@ -276,14 +276,14 @@ class World:
                 self._abort(node, order.pull_id)
 
     def _tell(self, node: Node, message: Callable[[], None]) -> None:
-        """A transfer process tells a worker something: at once, or when the copies before it are done."""
+        """Send a message from a transfer process to a worker: at once, or after the copies queued before it."""
         if node.staging is not None:
             node.messages.append(message)
         else:
             message()
 
     def _move_copies(self, node: Node) -> None:
-        """Some of what waits for copies goes on its way."""
+        """Finish some of the waiting copies."""
         while node.orders and self.random.random() < 0.6:
             self._obey(node, node.orders.popleft())
         while node.messages and self.random.random() < 0.6:
@@ -296,7 +296,7 @@ class World:
         offer.grants.append(event)
 
     def _abort(self, node: Node, pull_id: int) -> None:
-        for pull in self._pulls:  # it may have ended meanwhile
+        for pull in self._pulls:  # it may have ended already
             if pull.node is node and pull.order.pull_id == pull_id:
                 pull.is_aborted = True
 
@@ -305,7 +305,7 @@ class World:
         offer = self._offers.get(pull.order.source.handle)
         is_failing = self.random.random() < self.config.pull_failure
         if pull.is_aborted and self.random.random() < 0.7:
-            pull.node.transferred[list(pull.order.block_ids)] = 3  # a copy that was under way
+            pull.node.transferred[list(pull.order.block_ids)] = 3  # a copy in flight
         elif pull.is_aborted or is_failing or (pull.is_open and offer is None):
             self._end_pull(pull, "aborted" if pull.is_aborted else "copy" if is_failing else "withdrawn")
         elif self.num_turns < pull.opens_at_turn:
@@ -356,7 +356,7 @@ class World:
         pull.node.scheduler.pull_done(result, self.now_s)
 
     def _end_pull(self, pull: _Pull, failure: str) -> None:
-        """The pull fails, after a last write of garbage to its targets."""
+        """Fail the pull after a last write of garbage to its targets."""
         self._pulls.remove(pull)
         self.counts[f"pull failed: {failure}"] += 1
         pull.node.transferred[list(pull.order.block_ids)] = 2
@@ -369,7 +369,7 @@ class World:
     # Time
 
     def turn(self) -> bool:
-        """Everybody gets a chance to do something; returns whether anybody is at work."""
+        """Give every participant a chance to act; returns whether any of them is busy."""
         self.num_turns += 1
         self.now_s += self.random.random() * 0.02
         is_busy = False
@@ -395,7 +395,7 @@ class World:
         return is_busy or bool(self._pulls) or any(node.orders or node.messages for node in self.nodes)
 
     def _take_events(self) -> None:
-        """Handle every worker's events, and those that handling them causes."""
+        """Handle every worker's events, and the events caused by handling them."""
         while events := [(node, event) for node in self.nodes for event in node.scheduler.take_events()]:
             for node, event in events:
                 self._on_event(node, event)
@@ -404,7 +404,7 @@ class World:
         """Turn until every client has an outcome and every worker is empty.
 
         Raises:
-            AssertionError: that takes more than ``max_turns`` turns, or leaves something behind.
+            AssertionError: it takes more than ``max_turns`` turns, or leaves something behind.
         """
         last_turn = self.num_turns + max_turns
         while self.turn() or not self._is_empty():
@@ -429,7 +429,7 @@ class World:
 def submit_many(
     world: World, num_requests: int, *, max_prompt: int, max_answer: int, max_choices: int = 1, turns_between: int = 2
 ) -> None:
-    """Requests of random lengths, some of which share prefixes, arriving over time."""
+    """Submit requests of random lengths, some with shared prefixes, over time."""
     random = world.random
     families = [tuple(random.randrange(VOCAB_SIZE) for _ in range(max_prompt)) for _ in range(3)]
     for _ in range(num_requests):

@@ -1,4 +1,4 @@
-"""Worker processes for tests, and a minimal router to talk to them: one session, collected by a thread."""
+"""Worker processes for tests, and a minimal router to drive them: one session, read by a thread."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ _router_numbers = itertools.count()
 
 
 class RouterClient:
-    """One session with one worker. Everything received is kept; `wait_for` waits until it satisfies a condition."""
+    """One session with one worker. Keeps everything received; `wait_for` waits until it satisfies a condition."""
 
     def __init__(
         self, address: str, *, router_id: str = "", epoch: int = 1, token: str = "", is_reading: bool = True
     ) -> None:
-        """``is_reading`` False: a stalled router, which opens a session and never reads it."""
+        """
+        Args:
+            is_reading: False for a stalled router, which opens a session and never reads it.
+        """
         self.welcome = worker_pb2.Welcome()
         self.load = worker_pb2.Load()
         self.frames: list[worker_pb2.StepFrame] = []
         self.tokens: defaultdict[int, list[TokenEvent]] = defaultdict(list)
-        """By request id."""
         self.events: defaultdict[int, list[worker_pb2.RequestEvent]] = defaultdict(list)
         self.error: grpc.StatusCode | None = None
-        """How the stream ended; None while it stands."""
+        """Status that ended the stream; None while it is open."""
         self.error_details = ""
         self._changed = threading.Condition()
         self._outgoing: queue.SimpleQueue[worker_pb2.RouterMessage | None] = queue.SimpleQueue()
@@ -87,13 +89,13 @@ class RouterClient:
         self.send(worker_pb2.RouterMessage(cancel=cancel))
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
-        """Wait until ``condition()`` holds; an AssertionError names ``what`` did not happen in time."""
+        """Wait until ``condition()`` holds. On timeout, an AssertionError names ``what`` did not happen."""
         with self._changed:
             happened = self._changed.wait_for(condition, timeout_s)
         assert happened, f"not seen in {timeout_s} s: {what}; stream: {self.error} {self.error_details}"
 
     def wait_for_event(self, request_id: int, kind: worker_pb2.RequestEvent.Kind.ValueType) -> worker_pb2.RequestEvent:
-        """The first event of this kind of a request."""
+        """Wait for the first event of this kind of a request."""
 
         def found() -> list[worker_pb2.RequestEvent]:
             return [event for event in self.events[request_id] if event.kind == kind]
@@ -103,13 +105,13 @@ class RouterClient:
         return found()[0]
 
     def wait_for_source(self, request_id: int) -> KvSource:
-        """Where a prompt that was submitted with ``handoff`` can be pulled from."""
+        """Wait until a prompt submitted with ``handoff`` can be pulled; returns its source."""
         event = self.wait_for_event(request_id, worker_pb2.RequestEvent.LAST_CHUNK)
         welcome = self.welcome
         return KvSource(address=welcome.kv_address, worker_epoch=welcome.worker_epoch, handle=event.handle)
 
     def wait_for_tokens(self, request_id: int, count: int) -> list[int]:
-        """The first ``count`` tokens of a request."""
+        """Wait for the first ``count`` tokens of a request."""
         self.wait_for(
             lambda: len(self.tokens[request_id]) >= count,
             f"{count} tokens of request {request_id}, only {len(self.tokens[request_id])}: {self.events[request_id]}",
@@ -117,7 +119,7 @@ class RouterClient:
         return [entry.token for entry in self.tokens[request_id][:count]]
 
     def wait_for_answer(self, request_id: int) -> list[int]:
-        """All tokens of a request, once the last one is here. Their indices are checked to be without gaps."""
+        """Wait for all tokens of a request, up to the last one. Checks that their indices have no gaps."""
         self.wait_for(
             lambda: bool(self.tokens[request_id]) and self.tokens[request_id][-1].finish != 0,
             f"the end of request {request_id}",
@@ -128,7 +130,7 @@ class RouterClient:
         return [entry.token for entry in entries]
 
     def wait_until_free(self, timeout_s: float = DEADLINE_S) -> None:
-        """Wait for a load that says that no block is referenced and nothing runs, waits or is parked."""
+        """Wait for a load report without referenced blocks and without running, waiting or parked requests."""
         self.wait_for(
             lambda: (
                 bool(self.frames)
@@ -170,13 +172,13 @@ class RouterClient:
 
 
 class WorkerProcess:
-    """A worker as a plain process of its own; leaving the context ends it by SIGKILL if it still runs."""
+    """A worker as a plain process. Leaving the context kills it with SIGKILL if it still runs."""
 
     def __init__(self, config: WorkerConfig, *, module: str = "") -> None:
-        """Start it and wait for its endpoint; an AssertionError shows what it wrote if it does not come up.
+        """Start the process and wait for its endpoint. If it does not come up, an AssertionError shows its output.
 
         Args:
-            module: the program; empty is that of the role.
+            module: the program; empty for that of the role.
         """
         of_role = f"pdserve.{'prefill' if config.role is WorkerRole.PREFILL else 'decode'}_worker.worker"
         self.process = subprocess.Popen(
@@ -212,13 +214,12 @@ class WorkerProcess:
         self._stdout.close()
 
     def connect(self, *, router_id: str = "", epoch: int = 1, is_reading: bool = True) -> RouterClient:
-        """A session with the worker."""
         return RouterClient(
             self.endpoint.address, router_id=router_id, epoch=epoch, token=self.cluster_token, is_reading=is_reading
         )
 
     def children(self) -> list[int]:
-        """Process ids of what the worker started."""
+        """Process ids of the worker's children."""
         return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
 
 
@@ -239,7 +240,7 @@ def emulated_config(model_path: Path, role: WorkerRole, **fields: object) -> Wor
 
 
 def hand_off(prefill: RouterClient, decode: RouterClient, request: GenerationRequest) -> list[int]:
-    """Run a request through both phases and return its answer; token 0 must be said by the prefill worker."""
+    """Run a request through both phases and return its answer. The prefill worker must emit token 0."""
     prefill.submit(replace(request, handoff=True))
     decode.prepare(request, prefill.wait_for_source(request.request_id))
     first = prefill.wait_for_tokens(request.request_id, 1)
@@ -251,7 +252,7 @@ def hand_off(prefill: RouterClient, decode: RouterClient, request: GenerationReq
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
-    """Poll a condition that no thread announces."""
+    """Poll a condition that no thread signals."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not seen in {timeout_s} s: {what}"

@@ -1,6 +1,6 @@
-"""Sequences in the order of an instant: the first to be served, the first to expire.
+"""Sequences ordered by time: first to serve, first to expire.
 
-Used by the schedulers for waiting prompts (when token 0 is wanted) and for deadlines. Knows no clock.
+Used by the schedulers for waiting prompts (by the time token 0 is due) and for deadlines. Never reads a clock.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import NamedTuple
 from pdserve.engine.scheduling.sequence import Sequence
 
 _MIN_STALE = 64
-"""Heap entries of removed sequences that are tolerated before the heap is rebuilt."""
+"""Heap entries of removed sequences tolerated before a rebuild."""
 
 
 class _Entry(NamedTuple):
     instant_s: float
     sequence: Sequence
     num_tokens: int
-    """Known when it was pushed."""
+    """Count at the time of the push."""
 
 
 class SequenceQueue:
-    """Earliest instant first, order of arrival among equals. O(log n), removal from the middle included."""
+    """Earliest time first, then order of arrival. O(log n), including removal from the middle."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._heap: list[tuple[float, int]] = []
         self.num_tokens = 0
-        """Tokens of all sequences here, as many as were known when each was pushed."""
+        """Tokens of all queued sequences, as counted when each was pushed."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -44,7 +44,6 @@ class SequenceQueue:
         heappush(self._heap, (instant_s, sequence.sequence_id))
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence, if it is here."""
         entry = self._entries.pop(sequence.sequence_id, None)
         if entry is None:
             return
@@ -58,7 +57,7 @@ class SequenceQueue:
         return entry.sequence if entry is not None else None
 
     def first_due(self, now_s: float) -> Sequence | None:
-        """The first one, if its instant has come."""
+        """Return the first sequence if its time has come."""
         entry = self._first_entry()
         return entry.sequence if entry is not None and entry.instant_s <= now_s else None
 

@@ -1,10 +1,10 @@
-"""One request while a worker computes it: its tokens, its block table, and how far both have come.
+"""One request while a worker computes it: tokens, block table, and progress of both.
 
-Owned by a phase's scheduler through `pdserve.engine.scheduling.table`. A sequence decides nothing and owns no block: it
-records what the scheduler did, and answers questions about its own length.
+Owned by a phase's scheduler through `pdserve.engine.scheduling.table`. A sequence decides nothing and owns no block:
+it records what the scheduler did and computes its own lengths.
 
-Lengths, in tokens: ``num_written <= num_computed <= len(tokens) + num_pending``. Written KV is in the pool; computed KV
-is written or will be by a planned step; pending tokens are sampled by a planned step and not known yet.
+Lengths, in tokens: ``num_written <= num_computed <= len(tokens) + num_pending``. Written KV is in the pool. Computed
+KV is written, or will be by a planned step. Pending tokens are sampled by a planned step and not known yet.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import FinishReason, GenerationRequest, RequestState, SamplingParams
 
 LOOKAHEAD_TOKENS = 64
-"""A running sequence is expected to need at least so many more tokens, its limit permitting."""
+"""Minimum number of further tokens a running sequence is expected to need, up to its length limit."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request's tokens and the KV blocks that they have."""
+    """A request's tokens and their KV blocks."""
 
     sequence_id: int
     """Unique on the worker, in order of arrival."""
@@ -32,41 +32,41 @@ class Sequence:
     arrived_s: float
     block_size: int
     is_handoff: bool
-    """Only its prompt is computed here, and parked for another worker."""
+    """Only the prompt is computed here, then parked for another worker."""
     max_length: int
-    """Prompt and answer tokens together, at most."""
+    """Maximum length of prompt and answer together, in tokens."""
     stop_token_ids: frozenset[int]
     early_end_ids: tuple[int, ...]
-    """Tokens that must not be sampled while fewer than ``min_tokens`` are answered."""
+    """Tokens banned from sampling until the answer has ``min_tokens`` tokens."""
 
     # Set by the schedulers.
     state: RequestState = RequestState.QUEUED
     is_over: bool = False
-    """The request is over here; results of its planned rows are ignored."""
+    """The request has ended here; results of its planned rows are ignored."""
     is_retiring: bool = False
-    """Its blocks go back as soon as nothing in flight needs them."""
+    """Blocks are freed as soon as no step or pull in flight needs them."""
     is_pulling: bool = False
-    """A transfer writes to its blocks."""
+    """A pull writes to the blocks."""
     handle: bytes = b""
-    """Under which its prompt is offered for pulling; empty when it is not."""
+    """Handle under which the prompt is offered for pulling; empty if it is not offered."""
 
     # Kept by the sequence table.
     tokens: list[int] = field(init=False)
     """Every known token: prompt, tokens of earlier attempts, tokens sampled here."""
     history: list[int] | tuple[()] = field(init=False)
-    """The same tokens, for penalties; empty where there are none."""
+    """The same tokens, for penalties; empty if the request has no penalties."""
     num_prompt_tokens: int = field(init=False)
     sampling: SamplingParams = field(init=False)
     block_table: list[int] = field(init=False, default_factory=list)
     num_computed: int = field(init=False, default=0)
     num_written: int = field(init=False, default=0)
     num_registered_blocks: int = field(init=False, default=0)
-    """Leading blocks whose content the prefix cache was told."""
+    """Leading blocks registered in the prefix cache."""
     num_in_flight: int = field(init=False, default=0)
-    """Planned, not completed steps with a row of this sequence or with swap copies of its blocks."""
+    """Steps in flight that have a row of this sequence or swap copies of its blocks."""
     num_pending: int = field(init=False, default=0)
     last_row: int = field(init=False, default=-1)
-    """Its row in the step it was planned in last."""
+    """Row index in the last step that planned it."""
     _hashes: list[bytes] = field(init=False)
     _min_length: int = field(init=False)
 
@@ -80,7 +80,7 @@ class Sequence:
 
     @property
     def num_answered(self) -> int:
-        """Known tokens of the answer, over all attempts: the index of the next one."""
+        """Known tokens of the answer over all attempts, which is the index of the next token."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
@@ -90,26 +90,26 @@ class Sequence:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing in flight writes or copies its blocks."""
+        """Whether nothing in flight writes or copies the blocks."""
         return not self.num_in_flight and not self.is_pulling
 
     @property
     def num_kv_tokens_max(self) -> int:
-        """Tokens whose KV it can ever need: the last token of an answer is never computed on."""
+        """Maximum number of tokens with KV. The last token of an answer is never computed on."""
         return self.max_length - 1
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_with_headroom(self) -> int:
-        """Blocks to start decoding with: all known tokens and one more block, as far as it can ever need."""
+        """Blocks required to start decoding: all known tokens plus one block, up to the sequence's maximum."""
         return self.num_blocks_for(min(len(self.tokens) + self.block_size, self.num_kv_tokens_max))
 
     def num_blocks_expected(self) -> int:
         """Blocks that decoding is expected to need before it ends.
 
-        An answer of n tokens is expected to go on for n more, for `LOOKAHEAD_TOKENS` at least and to its limit at most.
-        Never fewer than `num_blocks_with_headroom`, which are taken at the start.
+        An answer of n tokens is expected to continue for n more, at least `LOOKAHEAD_TOKENS` and at most to its
+        limit. Never less than `num_blocks_with_headroom`, which are allocated at the start.
         """
         num_known, block_size = len(self.tokens), self.block_size
         num_tokens = num_known + max(LOOKAHEAD_TOKENS, block_size, num_known - self.num_prompt_tokens)
@@ -118,13 +118,13 @@ class Sequence:
         return (num_tokens + block_size - 1) // block_size
 
     def block_hashes(self, num_blocks: int, first: int = 0) -> list[bytes]:
-        """Hashes of the full blocks of the known tokens from ``first`` up to ``num_blocks``; each is computed once."""
+        """Hashes of the full blocks of known tokens, from ``first`` to ``num_blocks``. Each is computed once."""
         while len(self._hashes) < num_blocks:
             self._add_block_hash()
         return self._hashes[first:num_blocks]
 
     def iter_block_hashes(self, num_blocks: int) -> Iterator[bytes]:
-        """The same, one at a time: who stops early lets the others be."""
+        """Yield the hashes one at a time, so that a caller that stops early does not compute the rest."""
         known = self._hashes[:num_blocks]
         return chain(known, self._further_block_hashes(len(known), num_blocks))
 
@@ -140,28 +140,28 @@ class Sequence:
         hashes.append(block_hash(parent, self.tokens[start : start + self.block_size]))
 
     def banned_at(self, position: int) -> tuple[int, ...]:
-        """Tokens that must not be sampled at a position, whether or not those before it are known yet."""
+        """Tokens banned from sampling at ``position``, whether or not the tokens before it are known yet."""
         return self.early_end_ids if position < self._min_length else ()
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of its prompt are to be sent: until the first token of the answer is known."""
+        """Whether to emit log probabilities of the prompt: until the first token of the answer is known."""
         return self.sampling.num_prompt_logprobs >= 0 and not self.num_answered
 
     def append(self, token: int) -> FinishReason:
-        """Take the next token of the answer; returns whether it ends the answer."""
+        """Append the next token of the answer and return its finish reason."""
         finish = self.finish_with(token)
         self.tokens.append(token)
         return finish
 
     def finish_with(self, token: int) -> FinishReason:
-        """Whether ``token``, if it came next, would end the answer."""
+        """Finish reason of the answer if ``token`` came next."""
         if token in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) + 1 >= self.max_length else FinishReason.NONE
 
     def start_at(self, shared_blocks: Iterable[int], new_blocks: Iterable[int]) -> None:
-        """Take blocks: leading ones whose KV is complete, found in the prefix cache, then ones yet to be written."""
+        """Assign blocks: leading ones with complete KV from the prefix cache, then blocks still to be written."""
         assert not self.block_table, "a sequence takes its first blocks once"
         self.block_table.extend(shared_blocks)
         self.num_registered_blocks = len(self.block_table)
@@ -169,12 +169,12 @@ class Sequence:
         self.block_table.extend(new_blocks)
 
     def receive(self, num_tokens: int) -> None:
-        """The KV of all known tokens was pulled."""
+        """Record that the KV of all known tokens was pulled."""
         assert num_tokens == len(self.tokens), f"KV of {num_tokens} tokens for a prompt of {len(self.tokens)}"
         self.num_computed = self.num_written = num_tokens
 
     def lose_blocks(self) -> list[int]:
-        """Give up all blocks, in order; all KV must be computed again."""
+        """Give up all blocks, in order. All KV must be computed again."""
         assert self.is_idle, "blocks that are being written cannot be given up"
         blocks, self.block_table = self.block_table, []
         self.num_computed = self.num_written = self.num_registered_blocks = 0
@@ -183,9 +183,10 @@ class Sequence:
 
 
 def sum_blocks_missing(sequences: Iterable[Sequence]) -> int:
-    """Blocks that decoding all of these is expected to need (`Sequence.num_blocks_expected`) and they do not hold.
+    """Blocks that decoding all ``sequences`` is expected to need (`Sequence.num_blocks_expected`) beyond those they
+    hold.
 
-    Asked of whole batches whenever a request is to join one, so it does not ask sequence by sequence.
+    Runs on the whole batch whenever a request may join, so it avoids calls per sequence.
     """
     total = 0
     for sequence in sequences:

@@ -1,11 +1,11 @@
-"""The sequences of one worker, the steps planned for them, and the events that they caused.
+"""Sequences of one worker, the steps planned for them, and the events they caused.
 
-What every phase's scheduler does alike: open and close sequences, take a step's results one step late, apply the stop
-rules, report complete blocks to the prefix cache. Which sequence runs is the schedulers' business.
+Shared by every phase's scheduler: opens and closes sequences, processes results one step late, applies the stop
+rules, registers complete blocks in the prefix cache. Never decides which sequence runs.
 
-The rule of retiring blocks: a sequence that is over, or preempted, keeps its blocks until no planned step and no pull
-writes to them, because both write whether or not anybody still wants the result; and until no planned step copies them
-to the host, because a pull into their next owner would not wait for that step.
+Retiring blocks: a sequence that has ended or was preempted keeps its blocks until no planned step and no pull writes
+to them, because both write even if the result is no longer needed. It also keeps them until no planned step copies
+them to the host, because a pull into their next owner would not wait for that step.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from pdserve.kv_transfer.block_pool import BlockPool
 
 
 class RowResult(NamedTuple):
-    """A completed row that its scheduler has to look at."""
+    """A completed row that its scheduler must process."""
 
     sequence: Sequence
     is_finished: bool
-    """It has its last token and must be closed."""
+    """The sequence has its last token and must be closed."""
     first_token: FirstToken | None = None
-    """Of a handoff, if the row sampled."""
+    """Set for a handoff whose row sampled."""
 
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A step while its scheduler decides it, and the sequence of each of its rows."""
+    """A step under construction, with the sequence of each row."""
 
     batch: StepBatch
     sequences: list[Sequence] = field(default_factory=list)
     swapped_out: list[Sequence] = field(default_factory=list)
     num_chunk_tokens: int = 0
-    """Tokens of its chunks of prompts."""
+    """Prompt tokens in its prefill chunks."""
 
     @property
     def num_rows(self) -> int:
@@ -57,11 +57,11 @@ class PlannedStep:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has neither rows nor copies."""
+        """Whether the step has neither rows nor copies."""
         return not self.num_rows and not self.swapped_out
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add a row that computes the next ``num_tokens`` known tokens, and samples if they are the last ones."""
+        """Add a row that computes the next ``num_tokens`` known tokens and samples if they are the last ones."""
         start = sequence.num_computed
         end = start + num_tokens
         self.num_chunk_tokens += num_tokens
@@ -85,7 +85,7 @@ class PlannedStep:
         self._account(sequence, end, samples)
 
     def add_decode(self, sequence: Sequence) -> None:
-        """Add a row that computes the newest token, known or not yet, and samples the one after it."""
+        """Add a row that computes the newest token, known or pending, and samples the next one."""
         start, tokens = sequence.num_computed, sequence.tokens
         is_pending = start == len(tokens)
         self.batch.rows.append(
@@ -106,13 +106,13 @@ class PlannedStep:
         self._account(sequence, start + 1, True)
 
     def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
-        """Copy the sequence's leading blocks to host slots, as they are when the steps before have run."""
+        """Copy the sequence's leading blocks to host slots, as they are after all earlier steps."""
         self.batch.swap_outs += map(BlockCopy, sequence.block_table, slots)
         sequence.num_in_flight += 1
         self.swapped_out.append(sequence)
 
     def add_swap_in(self, sequence: Sequence, slots: list[int], num_skipped: int) -> None:
-        """Copy host slots back to the sequence's blocks, all but the first ``num_skipped``; then decode."""
+        """Copy host slots back to the sequence's blocks, except the first ``num_skipped``, then decode."""
         blocks = sequence.block_table[num_skipped : len(slots)]
         self.batch.swap_ins += map(BlockCopy, slots[num_skipped:], blocks)
         sequence.num_computed = len(sequence.tokens) - 1
@@ -134,10 +134,10 @@ class SequenceTable:
         self.limits = limits
         self.events: list[Event] = []
         self.num_retiring = 0
-        """Sequences whose blocks come back when the steps in flight are completed."""
+        """Sequences whose blocks are freed when the steps in flight complete."""
         self.must_drain = False
-        """Nothing may be planned: the step in flight builds on one that failed and may fail with it. What is planned on
-        top of it would fail in turn, and so on for as long as new sequences arrive."""
+        """Nothing may be planned: the step in flight depends on a failed one and may fail too. Any step planned on
+        top of it would fail in turn, for as long as new sequences arrive."""
         self._live: dict[RequestKey, Sequence] = {}
         self._deadlines = SequenceQueue()
         self._steps: deque[PlannedStep] = deque()
@@ -147,10 +147,10 @@ class SequenceTable:
     # Requests
 
     def open(self, key: RequestKey, request: GenerationRequest, now_s: float, *, is_handoff: bool) -> Sequence | None:
-        """Take a request, or reject one that could never run; a key that is alive already is ignored.
+        """Add a request, or reject one that could never run. A key that is already live is ignored.
 
         Args:
-            is_handoff: only its prompt is computed here, and parked; else it is decoded here to the end.
+            is_handoff: True to compute only the prompt here and park it; False to decode here to the end.
         """
         if key in self._live:
             return None
@@ -178,7 +178,7 @@ class SequenceTable:
         return sequence
 
     def _refusal(self, sequence: Sequence) -> str:
-        """Why the request can never run here; empty when it can."""
+        """Reason why the request can never run here; empty if it can."""
         request = sequence.request
         num_prompt, max_tokens = len(request.prompt_tokens), request.sampling.max_tokens
         limit = self.limits.max_model_len
@@ -214,7 +214,7 @@ class SequenceTable:
         return events
 
     def close(self, sequence: Sequence) -> None:
-        """The request is over on this worker: forget it and retire its blocks."""
+        """Forget a request that has ended on this worker and retire its blocks."""
         assert not sequence.is_over, f"{sequence.key} is closed twice"
         sequence.is_over = True
         del self._live[sequence.key]
@@ -222,7 +222,7 @@ class SequenceTable:
         self.retire(sequence)
 
     def past_deadline(self, now_s: float) -> Sequence | None:
-        """A request whose deadline has come, for its scheduler to end."""
+        """Return a request past its deadline, for its scheduler to end."""
         return self._deadlines.first_due(now_s)
 
     def next_deadline_s(self) -> float | None:
@@ -231,7 +231,7 @@ class SequenceTable:
     # Blocks
 
     def retire(self, sequence: Sequence) -> None:
-        """Give the sequence's blocks back, at once or when nothing in flight writes to them any more."""
+        """Free the sequence's blocks, now or once nothing in flight writes to them."""
         if sequence.is_idle:
             self.pool.release(sequence.lose_blocks())
         elif not sequence.is_retiring:
@@ -239,12 +239,12 @@ class SequenceTable:
             self.num_retiring += sequence.num_in_flight > 0
 
     def settle(self, sequence: Sequence) -> None:
-        """Something that wrote to the sequence's blocks has ended: give them back if they were waiting for it."""
+        """Free retiring blocks after a step or pull that wrote to them has ended."""
         if sequence.is_retiring and sequence.is_idle:
             self.pool.release(sequence.lose_blocks())
 
     def register_written(self, sequence: Sequence) -> None:
-        """Report every block that is full by now to the prefix cache."""
+        """Register every full block in the prefix cache."""
         num_full = sequence.num_written // sequence.block_size
         if num_full == sequence.num_registered_blocks or not self.pool.caches_content:
             return
@@ -256,21 +256,21 @@ class SequenceTable:
 
     @property
     def steps_in_flight(self) -> Collection[PlannedStep]:
-        """In the order in which they were planned."""
+        """In planning order."""
         return self._steps
 
     @property
     def next_step_id(self) -> int:
-        """Of the next step that is committed."""
+        """Id of the next step to commit."""
         return self._num_steps
 
     @property
     def num_chunk_tokens_in_flight(self) -> int:
-        """Prompt tokens that the steps in flight compute."""
+        """Prompt tokens computed by the steps in flight."""
         return sum([step.num_chunk_tokens for step in self._steps])
 
     def skip_steps(self, num_steps: int) -> None:
-        """Leave out the numbers of steps that were taken unplanned."""
+        """Skip the ids of steps that ran unplanned."""
         self._num_steps += num_steps
 
     def begin_step(self) -> PlannedStep:
@@ -278,7 +278,7 @@ class SequenceTable:
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
 
     def commit(self, step: PlannedStep) -> StepBatch | None:
-        """The step is decided; ``None`` if it is empty."""
+        """Commit a step; ``None`` if it is empty."""
         if step.is_empty:
             return None
         self._num_steps += 1
@@ -286,8 +286,8 @@ class SequenceTable:
         return step.batch
 
     def complete(self, output: StepOutput) -> list[RowResult]:
-        """Take a step's results: KV written, tokens appended and emitted. Returns rows of sequences that finished, and
-        all rows of sequences with a handle."""
+        """Process a step's results: mark KV as written, append and emit tokens. Returns the rows of finished
+        sequences and all rows of sequences with a handle."""
         step = self.take_step(output.step_id)
         self.must_drain = False
         caches_content = self.pool.caches_content
@@ -330,8 +330,8 @@ class SequenceTable:
         return finish
 
     def receive(self, sequence: Sequence, num_tokens: int, first: FirstToken) -> FinishReason:
-        """The KV of a prompt was pulled, and with it token 0, which the worker that sampled it has emitted. Returns
-        whether that token ends the answer."""
+        """Record a pulled prompt and its token 0, which the prefill worker has emitted. Returns the finish reason of
+        that token."""
         finish = first.finish or sequence.finish_with(first.token)
         if not finish:
             sequence.receive(num_tokens)
@@ -340,8 +340,8 @@ class SequenceTable:
         return finish
 
     def fail_step(self, step_id: int) -> list[Sequence]:
-        """A step raised: returns the live sequences that it computed or copied, for their scheduler to end. The prefix
-        cache forgets their blocks."""
+        """Handle a failed step: return the live sequences it computed or copied, for their scheduler to end. Their
+        blocks are removed from the prefix cache."""
         step = self.take_step(step_id)
         self.must_drain = bool(self._steps)
         sequences = step.sequences + step.swapped_out

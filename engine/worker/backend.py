@@ -1,7 +1,7 @@
-"""The executor of a worker: the real model on a CPU or a GPU, or an emulated GPU. Chosen once, at its start.
+"""Executor of a worker: the real model on a CPU or a GPU, or an emulated GPU. Chosen once, at startup.
 
-Called on the step loop's thread, after that thread was pinned. Torch is imported for the real model only, and only once
-the rest of the configuration was found good; nothing heavy is allocated before the executor is built.
+Runs on the step loop's thread, after that thread was pinned. Torch is imported for the real model only, after the
+rest of the configuration was validated. Nothing large is allocated before the executor is built.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:  # it imports torch
 class BuiltExecutor(NamedTuple):
     executor: Executor
     staging: HostStaging | None = None
-    """Copies blocks between a pool on a GPU and the memory that the transfer process maps; ``None`` on a CPU."""
+    """Copies blocks between a GPU pool and the memory the transfer process maps; ``None`` on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The executor of a worker and the figures of its pool."""
+    """Executor of a worker and the dimensions of its pool."""
 
     limits: ModelLimits
     layout: KvLayout
@@ -47,18 +47,18 @@ class Backend:
     num_swap_slots: int
     """Host slots for KV blocks of preempted sequences."""
     build_executor: Callable[[PoolMemory], BuiltExecutor]
-    """Given the memory that the transfer process maps."""
+    """Takes the memory mapped by the transfer process."""
     emulated_pull_s: Callable[[int], float] | None = None
-    """Seconds that pulling this many blocks lasts at least; ``None`` when nothing is emulated."""
+    """Minimum duration of a pull of this many blocks, in seconds; ``None`` when nothing is emulated."""
 
 
 def choose_backend(config: WorkerConfig) -> Backend:
-    """Raises ValueError when the model cannot be served so; the text names the remedy."""
+    """Choose the executor. Raises ValueError with the remedy if the model cannot be served with this configuration."""
     return _emulated_backend(config) if config.emulate else _model_backend(config)
 
 
 def _model_backend(config: WorkerConfig) -> Backend:
-    """The checkpoint, on this host's CPU or on a GPU."""
+    """Serve the checkpoint on this host's CPU or on a GPU."""
     if config.tensor_parallel != 1:
         raise ValueError(f"tensor_parallel is {config.tensor_parallel}; only 1 is computed today, more can be emulated")
     folder = Path(config.model_path)
@@ -98,7 +98,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             dtype=config.precision.dtype,
             quantization=config.precision.quantization,
             num_swap_slots=num_slots,
-            # Of no use to a prefill worker, and on a CPU.
+            # Useless on a prefill worker and on a CPU.
             max_captured_rows=0 if config.role is WorkerRole.PREFILL or device == CPU else config.max_batch_size,
         )
         if device == CPU:
@@ -115,7 +115,7 @@ def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
 
 
 def _emulated_backend(config: WorkerConfig) -> Backend:
-    """A GPU that is not here: its step times, its transfer times and as many blocks as its memory would hold."""
+    """Emulate a GPU: its step times, its transfer times, and as many blocks as its memory would hold."""
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0
@@ -145,7 +145,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         model_hash=f"emulated-{blake2b(repr(model).encode(), digest_size=16).hexdigest()}",
     )
 
-    # The emulated host has what is asked of it.
+    # The emulated host has all the memory requested.
     num_slots = num_swap_slots(config, layout.num_blocks, block_bytes, sys.maxsize)
 
     def build_executor(memory: PoolMemory) -> BuiltExecutor:
@@ -157,7 +157,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
             cost=cost,
             time_scale=0.0 if is_instant else 1.0,
             num_swap_slots=num_slots,
-            # Against the clock the host's time belongs to the steps; the last cached token is checked all the same.
+            # In real time the step's CPU time counts; the last cached token is checked anyway.
             check_context=is_instant,
         )
         return BuiltExecutor(executor)
@@ -182,9 +182,9 @@ def _device(config: WorkerConfig) -> Hardware:
 
 
 def _configure_openmp(config: WorkerConfig) -> None:
-    """Must come before torch is imported. What the operator has set stays."""
+    """Must run before torch is imported. Keeps what the operator has set."""
     if not config.cpu_cores:
-        # Other workers may share these cores, and OpenMP threads that spin there stop each other for milliseconds.
+        # Other workers may share these cores, and spinning OpenMP threads block each other for milliseconds.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

@@ -1,11 +1,11 @@
-"""The live driver of a step loop: its thread's loop over an inbox, real time, and the messages of the transfer process.
+"""Live driver of a step loop: a thread with an inbox, real time, and the messages of the transfer process.
 
 Sessions, the transfer process and the owner of the worker put messages into the `Inbox` from any thread. The driver
-empties it at the top of each turn, sleeps on it while the loop is idle, waits for the executor, sends orders to the
-transfer process and everything else to the gRPC service. It never waits for a router.
+empties it at the top of each turn, sleeps on it while the loop is idle, waits for the executor, and sends orders to
+the transfer process and everything else to the gRPC service. It never waits for a router.
 
-Anything but a failed step ends `LiveLoop.run` with an exception, and the owner ends the process with it: a worker
-without its loop must not look healthy.
+Any exception except a failed step ends `LiveLoop.run`, and the owner then ends the process: a worker without its
+loop must not look healthy.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ from pdserve.proto.v1.transfer_pb2 import (
 )
 
 MAX_WAITING_MESSAGES = 8192
-"""Messages that wait for the loop before new requests are refused."""
+"""Messages waiting for the loop before new requests are refused."""
 
 REFUSED = "refused"
-"""Stage of a failed pull: the source refused it."""
+"""Failure stage of a pull that the source refused."""
 
 PULSE_S = 0.5
-"""An idle loop turns at least this often, so that `LiveLoop.is_healthy` means something."""
+"""Longest interval between turns of an idle loop, which keeps `LiveLoop.is_healthy` meaningful."""
 
 MIN_WAIT_S = 0.001
-"""Shortest sleep of an idle loop: a deadline that is due but not yet expired must not make it spin."""
+"""Shortest sleep of an idle loop. Without it, a deadline that is due but not yet expired would make the loop spin."""
 
 STALL_LIMIT_S = 60.0
 STALL_FACTOR = 10.0
-"""A turn that lasts longer than the limit and this many times its step's predicted time is a hang."""
+"""A turn is a hang if it exceeds the limit plus this multiple of its step's predicted time."""
 
 _log = logging.getLogger(__name__)
 
 
 class PartDied(NamedTuple):
-    """A part that the worker cannot go on without ended on its own."""
+    """A component that the worker cannot run without has died."""
 
     part: str
 
@@ -91,7 +91,7 @@ LiveMessage = Message | PartDied | StopLoop
 
 
 class Inbox:
-    """A thread-safe queue that the loop empties in one go."""
+    """Thread-safe queue that the loop empties at once."""
 
     def __init__(self) -> None:
         self._messages: deque[LiveMessage] = deque()
@@ -99,7 +99,7 @@ class Inbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether new requests should be refused. Every other message is always accepted: it ends work."""
+        """Whether to refuse new requests. All other messages are accepted, because they end work."""
         return len(self._messages) >= MAX_WAITING_MESSAGES
 
     def put(self, message: LiveMessage) -> None:
@@ -108,7 +108,7 @@ class Inbox:
             self._condition.notify()
 
     def take_all(self, timeout_s: float) -> list[LiveMessage]:
-        """Every waiting message in order; waits up to ``timeout_s`` for the first one."""
+        """Return every waiting message in order; wait up to ``timeout_s`` for the first."""
         with self._condition:
             if not self._messages and timeout_s > 0:
                 self._condition.wait(timeout_s)
@@ -145,18 +145,18 @@ class WorkerReport:
 
     @property
     def is_for_all(self) -> bool:
-        """Whether every session receives it, not only those that an event names."""
+        """Whether every session receives the report, not only sessions with an event in it."""
         return bool(self.step or self.transfers or self.cache.stored or self.cache.evicted)
 
 
 class WorkerSink(Protocol):
-    """Receives the reports for the routers, on the loop's thread; must return at once."""
+    """Receives reports for the routers on the loop's thread. Must return at once."""
 
     def publish(self, report: WorkerReport) -> None: ...
 
 
 class LiveLoop:
-    """Drives one `StepLoop`. Everything but `run` may be called from any thread."""
+    """Drives one `StepLoop`. Any thread may call everything except `run`."""
 
     def __init__(
         self,
@@ -172,8 +172,9 @@ class LiveLoop:
     ) -> None:
         """
         Args:
-            pool: the scheduler's; read here for the changes of its prefix cache only.
-            emulated_pull_s: seconds that pulling this many blocks lasts at least; ``None`` when nothing is emulated.
+        pool: the scheduler's pool, read only for changes of its prefix cache.
+        emulated_pull_s: minimum duration of a pull of this many blocks, in seconds; ``None`` when nothing is
+            emulated.
         """
         self._loop = StepLoop(scheduler=scheduler, executor=executor, sink=self, times=times)
         self._pool = pool
@@ -185,10 +186,10 @@ class LiveLoop:
         self._is_stopping = False
         self._turned_s = time.monotonic()
         self.drained = Event()
-        """Set once a drain was asked for and nothing is left."""
+        """Set once a drain was requested and no work is left."""
 
     def is_healthy(self) -> bool:
-        """Whether the loop turned lately."""
+        """Whether the loop turned recently."""
         return time.monotonic() - self._turned_s < STALL_LIMIT_S + STALL_FACTOR * self._loop.expected_step_s
 
     def run(self) -> None:
@@ -211,7 +212,7 @@ class LiveLoop:
             self._take_oldest()
 
     def publish(self, report: StepReport) -> None:
-        """Send the orders to the transfer process and the rest to the routers."""
+        """Send orders to the transfer process and everything else to the routers."""
         for order in report.orders:
             min_duration_s = 0.0
             if isinstance(order, StartPullEvent) and self._emulated_pull_s is not None:
@@ -259,7 +260,7 @@ class LiveLoop:
 
 
 def order_to_proto(order: TransferEvent, min_duration_s: float = 0.0) -> EngineToTransfer:
-    """``min_duration_s`` is for a `StartPullEvent`: how long an emulated pull lasts at least."""
+    """Convert an order. ``min_duration_s`` applies to a `StartPullEvent`: minimum duration of an emulated pull."""
     match order:
         case OfferEvent():
             return EngineToTransfer(offer=Offer(handle=order.handle))
@@ -296,7 +297,7 @@ def _grant_to_proto(event: GrantEvent) -> kv_pb2.Grant:
 
 
 def message_from_proto(message: TransferToEngine, limits: ModelLimits) -> Message:
-    """Raises ValueError for a message that an engine does not take."""
+    """Convert a message. Raises ValueError if an engine does not accept it."""
     match message.WhichOneof("body"):
         case "lease_opened":
             return LeaseOpened(message.lease_opened.handle)
@@ -313,7 +314,7 @@ def message_from_proto(message: TransferToEngine, limits: ModelLimits) -> Messag
 
 
 def _pull_result(done: PullDone, limits: ModelLimits) -> PullResult:
-    """The peer's values are checked: a token that cannot be is a failure."""
+    """Convert the end of a pull. Values from the peer are validated: an impossible token is a failure."""
     if done.failure_stage:
         failure = f"{done.failure_stage}: {done.message}"
         return PullResult(pull_id=done.pull_id, failure=failure, is_refused=done.failure_stage == REFUSED)

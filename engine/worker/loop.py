@@ -1,14 +1,14 @@
-"""The step loop: owns a worker's scheduler, the order of its steps, and which requests are alive.
+"""The step loop: owns a worker's scheduler, the order of its steps, and the set of live requests.
 
-It knows no clock, thread, socket or protobuf, so that two drivers run the same class: the live one
+Knows no clock, thread, socket or protobuf, so two drivers run the same class: the live driver
 (`pdserve.engine.worker.live_loop`) with a thread and real time, the planner's simulator with virtual time. A driver
-passes messages with `StepLoop.handle`, turns the loop with `StepLoop.turn`, and ends steps with `StepLoop.step_ended`.
-Events leave as a `StepReport` through one `ReportSink`.
+passes messages with `StepLoop.handle`, turns the loop with `StepLoop.turn`, and ends steps with
+`StepLoop.step_ended`. Events leave as a `StepReport` through one `ReportSink`.
 
-With an executor of pipeline depth 2, step N + 1 is planned and submitted before the result of step N is taken.
+With an executor of pipeline depth 2, step N + 1 is planned and submitted before the result of step N is processed.
 
-A failed step costs its own requests only, and those of the step behind it, if that one was submitted by then with rows
-of the same sequences.
+A failed step fails only its own requests, plus those of the next step if that was already submitted with rows of the
+same sequences.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from pdserve.engine.scheduling.interface import PullResult, Scheduler, TransferE
 from pdserve.model.cost.cost_model import CostModel, OnlineCorrection
 
 MAX_LIVE_REQUESTS = 16384
-"""Requests on a worker, waiting ones included, before it refuses more."""
+"""Maximum number of live requests on a worker, waiting ones included; more are refused."""
 
 MAX_FAILED_STEPS_IN_A_ROW = 16
-"""After so many failures in a row the executor is beyond repair and the loop raises."""
+"""After this many consecutive failures the executor is considered broken and the loop raises."""
 
 
 # Messages to the loop
@@ -49,11 +49,11 @@ class AddRequest(NamedTuple):
     key: RequestKey
     request: GenerationRequest
     received_s: float
-    """On the driver's clock: objectives run from here, not from when the loop has time to look."""
+    """On the driver's clock. Objectives count from here, not from when the loop handles the message."""
 
 
 class PrepareRequest(NamedTuple):
-    """Decode here what another worker prefills."""
+    """Decode a request here whose prompt another worker prefills."""
 
     key: RequestKey
     request: GenerationRequest
@@ -66,7 +66,7 @@ class CancelRequest(NamedTuple):
 
 
 class SessionEnded(NamedTuple):
-    """A session is gone for good: cancel all its requests."""
+    """A session has ended for good: cancel all its requests."""
 
     session: int
 
@@ -78,7 +78,7 @@ class LeaseOpened(NamedTuple):
 
 
 class LeaseLost(NamedTuple):
-    """The puller went away without release."""
+    """The puller left without releasing the prompt."""
 
     handle: bytes
 
@@ -90,7 +90,7 @@ class PromptReleased(NamedTuple):
 
 
 class TransferReport(NamedTuple):
-    """A pull's end, for the routers' metrics."""
+    """End of a pull, for the routers' metrics."""
 
     transport: str
     seconds: float
@@ -105,7 +105,7 @@ class PullEnded(NamedTuple):
 
 
 class StartDrain(NamedTuple):
-    """Refuse new work; finish what runs."""
+    """Refuse new work and finish running requests."""
 
 
 Message = (
@@ -129,12 +129,12 @@ class Prediction(NamedTuple):
     predicted_s: float
     """Before correction."""
     is_typical: bool
-    """Only computes and samples its rows' tokens, so that its duration predicts that of others."""
+    """The step only computes and samples its rows' tokens, so its duration predicts that of others."""
 
 
 class StepTimes:
-    """Predicted and observed step times, and the two corrections between them: steps with prefill rows and pure decode
-    steps err differently."""
+    """Predicted and observed step times, and the two corrections between them. Steps with prefill rows and pure
+    decode steps have different errors."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -151,11 +151,11 @@ class StepTimes:
         return Prediction(True, predicted_s, is_typical)
 
     def corrected_s(self, prediction: Prediction) -> float:
-        """Expected seconds of a step, by the durations observed so far."""
+        """Expected duration of a step in seconds, given the durations observed so far."""
         return prediction.predicted_s * self._correction(prediction).factor
 
     def observe(self, prediction: Prediction, duration_s: float) -> None:
-        """Correct later predictions by the duration of a step that is typical."""
+        """Correct later predictions by the duration of a typical step."""
         if prediction.is_typical:
             self._correction(prediction).observe(prediction.predicted_s, duration_s)
 
@@ -184,31 +184,31 @@ class FinishedStep(NamedTuple):
 
 @dataclass(slots=True)
 class StepReport:
-    """Everything that happened since the last report, in order within each list."""
+    """Everything since the last report, in order within each list."""
 
     orders: list[TransferEvent] = field(default_factory=list)
-    """For the transfer process."""
+    """To the transfer process."""
     events: list[ClientEvent] = field(default_factory=list)
-    """For the routers."""
+    """To the routers."""
     transfers: list[TransferReport] = field(default_factory=list)
     """Pulls that ended."""
     step: FinishedStep | None = None
 
 
 class ReportSink(Protocol):
-    """Receives the reports of a loop, on the driver's thread; must return at once."""
+    """Receives the loop's reports on the driver's thread. Must return at once."""
 
     def publish(self, report: StepReport) -> None: ...
 
 
 class Wait(Enum):
-    """What a driver waits for before the next turn."""
+    """Condition a driver waits for before the next turn."""
 
     NOTHING = "nothing"
     STEP = "step"
-    """The end of the oldest step in flight."""
+    """End of the oldest step in flight."""
     MESSAGE = "message"
-    """A message, or the instant `StepLoop.next_deadline_s`: the loop is idle."""
+    """A message, or the time `StepLoop.next_deadline_s`: the loop is idle."""
 
 
 class StepInFlight(NamedTuple):
@@ -219,7 +219,7 @@ class StepInFlight(NamedTuple):
 
 
 class _FailedSubmission:
-    """Handle of a step whose submission raised, so that it fails in its turn."""
+    """Handle of a step whose submission raised, so that it fails in step order."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -229,15 +229,11 @@ class _FailedSubmission:
 
 
 class Refusal(NamedTuple):
-    """The reason why a request is refused."""
-
     code: RefusalCode
     message: str
 
 
 class _LiveRequests:
-    """Requests that have not ended, by session."""
-
     def __init__(self) -> None:
         self._sessions: dict[int, set[RequestKey]] = {}
         self._count = 0
@@ -246,7 +242,7 @@ class _LiveRequests:
         return self._count
 
     def refusal(self, key: RequestKey) -> Refusal | None:
-        """Why the key cannot be added; ``None`` when it can."""
+        """Reason for refusing the key; ``None`` if it can be added."""
         if key in self._sessions.get(key.session, ()):
             return Refusal(RefusalCode.INVALID, "the worker already runs this attempt")
         if self._count >= MAX_LIVE_REQUESTS:
@@ -258,7 +254,7 @@ class _LiveRequests:
         self._count += 1
 
     def discard(self, key: RequestKey) -> None:
-        """Forget a request that ended; unknown keys are ignored."""
+        """Forget a request that has ended. Unknown keys are ignored."""
         keys = self._sessions.get(key.session)
         if keys is None or key not in keys:
             return
@@ -279,7 +275,7 @@ class StepLoop:
     ) -> None:
         """
         Args:
-            times: predicts and corrects step times; ``None`` where the driver knows them, as a simulator does.
+            times: predicts and corrects step times; ``None`` if the driver knows them, as a simulator does.
         """
         self.scheduler = scheduler
         self._executor = executor
@@ -291,7 +287,7 @@ class StepLoop:
         self._num_failed_in_a_row = 0
         self.is_draining = False
         self.expected_step_s = 0.0
-        """Expected seconds of the step submitted last; 0 without ``times``."""
+        """Expected duration in seconds of the last submitted step; 0 without ``times``."""
 
     @property
     def num_in_flight(self) -> int:
@@ -299,20 +295,20 @@ class StepLoop:
 
     @property
     def oldest_step(self) -> StepInFlight:
-        """The step that must end first; there must be one."""
+        """The step that must end first. There must be one."""
         return self._in_flight[0]
 
     @property
     def is_drained(self) -> bool:
-        """Whether a drain was asked for and nothing is left."""
+        """Whether a drain was requested and no work is left."""
         return self.is_draining and not self._in_flight and not self._live
 
     def next_deadline_s(self) -> float | None:
-        """The instant at which an idle loop must turn to expire something; ``None`` for none."""
+        """Time at which an idle loop must turn to expire something; ``None`` if never."""
         return self.scheduler.next_deadline_s()
 
     def handle(self, message: Message, now_s: float) -> None:
-        """Take a message. Its events leave with the next report."""
+        """Handle a message. Its events leave with the next report."""
         scheduler = self.scheduler
         match message:
             case AddRequest(key, request, received_s):
@@ -339,7 +335,7 @@ class StepLoop:
                 self.is_draining = True
 
     def _accept(self, key: RequestKey) -> bool:
-        """Whether the request may go to the scheduler; a refusal is an event like any other."""
+        """Whether to pass the request to the scheduler. A refusal emits an event."""
         refusal = Refusal(RefusalCode.DRAINING, "draining") if self.is_draining else self._live.refusal(key)
         if refusal is not None:
             self._report.events.append(
@@ -350,10 +346,11 @@ class StepLoop:
         return True
 
     def turn(self, now_s: float) -> Wait:
-        """Plan a step and submit it, if there is one. A `Wait.STEP` must be followed by `step_ended` or `step_failed`.
+        """Plan and submit a step, if there is one. After `Wait.STEP` the driver must call `step_ended` or
+        `step_failed`.
 
-        Publishes first what the plan decided, because a pull or a handoff must not wait for a computation; and once
-        more unless the driver is to wait for a step, whose end publishes.
+        Publishes the plan's events first, because a pull or a handoff must not wait for a computation. Publishes
+        again unless the driver is to wait for a step, whose end publishes.
         """
         batch = self.scheduler.plan(now_s)
         self._collect(self.scheduler.take_events())
@@ -367,7 +364,6 @@ class StepLoop:
         return Wait.NOTHING if self._in_flight else Wait.MESSAGE
 
     def step_ended(self, output: StepOutput, now_s: float) -> None:
-        """Take the results of the oldest step."""
         step = self._in_flight.popleft()
         self._num_failed_in_a_row = 0
         self.scheduler.complete(output, now_s)
@@ -377,10 +373,10 @@ class StepLoop:
         self.flush()
 
     def step_failed(self, error: RuntimeError, now_s: float) -> None:
-        """The oldest step raised ``error``.
+        """Handle ``error``, raised by the oldest step.
 
         Raises:
-            RuntimeError: so did every one of the last `MAX_FAILED_STEPS_IN_A_ROW` steps.
+            RuntimeError: each of the last `MAX_FAILED_STEPS_IN_A_ROW` steps failed.
         """
         step = self._in_flight.popleft()
         self.scheduler.fail_step(step.step_id, str(error), now_s)
@@ -390,13 +386,13 @@ class StepLoop:
             raise RuntimeError(f"{self._num_failed_in_a_row} steps failed in a row, the last with: {error}") from error
 
     def flush(self) -> None:
-        """Publish the scheduler's events: after a driver called the scheduler itself."""
+        """Publish the scheduler's events after a driver called the scheduler directly."""
         self._collect(self.scheduler.take_events())
         self._publish()
 
     def skip_to(self, batch: StepBatch | None) -> None:
-        """Go on where a driver that called the scheduler itself left it: publish, and submit ``batch``, which is in
-        flight in place of the step that was."""
+        """Continue after a driver called the scheduler directly: publish, and submit ``batch``, which replaces the
+        step in flight."""
         self._in_flight.clear()
         self.flush()
         if batch is not None:

@@ -1,7 +1,7 @@
-"""The device of a worker's model, its room for KV, and the KV pool on it.
+"""Device of a worker's model, its room for KV, and its KV pool.
 
-Called by `pdserve.engine.worker.backend` for a real model, once torch may be imported. What is not torch's is decided
-in `pdserve.engine.worker.pool_size`.
+Called by `pdserve.engine.worker.backend` for a real model, once torch may be imported. Decisions that need no torch
+are in `pdserve.engine.worker.pool_size`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pdserve.model.weights.decoder_weights import held_bytes
 
 CPU = torch.device("cpu")
 _FLOAT8_CAPABILITY = (8, 9)
-"""Ada's: the first NVIDIA GPU that converts float8."""
+"""Compute capability of Ada, the first NVIDIA generation that converts float8."""
 
 
 def choose_device(setting: str) -> torch.device:
-    """The device of one of `DEVICE_SETTINGS`. Raises ValueError for what is none of them, or not here."""
+    """Return the device for one of `DEVICE_SETTINGS`. Raises ValueError if the setting is unknown or the device
+    absent."""
     if setting not in DEVICE_SETTINGS:
         raise ValueError(f"device {setting!r} is not supported: use one of {', '.join(DEVICE_SETTINGS)}")
     has_gpu = torch.cuda.is_available()
@@ -34,7 +35,7 @@ def choose_device(setting: str) -> torch.device:
 
 
 def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
-    """Raises ValueError for KV that no kernel reads on ``device``."""
+    """Raise ValueError if no kernel reads KV of this dtype on ``device``."""
     if device == CPU or kv_dtype != "float8_e4m3fn":
         return
     if torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
@@ -42,7 +43,7 @@ def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
 
 
 def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, host_bytes: int) -> PoolRoom:
-    """Memory that weights, activations and the rest will leave.
+    """Memory left after weights, activations and the rest.
 
     Args:
         host_bytes: available memory of the host.
@@ -66,8 +67,8 @@ def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, hos
 
 
 def build_pool(device: torch.device, memory: PoolMemory) -> KvPool:
-    """The pool that a model computes in: on a CPU the memory that the transfer process maps, and on a GPU as much
-    there, zeroed, because the unused end of a block goes to other workers with it."""
+    """Build the pool that a model computes in. On a CPU it is the memory mapped by the transfer process. On a GPU it
+    is GPU memory of the same size, zeroed because the unused end of a block is sent to other workers with it."""
     layout = memory.layout
     if device == CPU:
         pool_bytes = torch.frombuffer(memory.blocks, dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""Number of KV blocks of a worker, and of host slots for preempted ones: as configured, or a share of the memory.
+"""Number of KV blocks of a worker and of host slots for preempted blocks: as configured, or a share of the memory.
 
-Called once when a worker starts. Never allocates.
+Called once at worker startup. Never allocates.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
 
 AUTO_MEMORY_SHARE = 0.1
-"""Share of the host's available memory, less the weights, that an automatic pool takes: several workers size theirs at
-the same moment, and the pages of a pool are taken from the host only as they are first written."""
+"""Share of the host's available memory, after weights, for an automatic pool. Several workers size their pools at
+the same time, and the host commits pages only when they are first written."""
 
 AUTO_SWAP_SHARE = 0.25
-"""Host slots for each block of the pool, unless configured: preemption is the exception, and only answers longer than
-expected are swapped."""
+"""Host slots per block of the pool, unless configured. Preemption is rare, and only answers longer than expected are
+swapped."""
 
 STAGING_MEMORY_SHARE = 0.5
-"""Share of the host's available memory that the staging file of an automatic pool on a GPU may grow to."""
+"""Maximum size of the staging file of an automatic GPU pool, as a share of the host's available memory."""
 
 
 class PoolRoom(NamedTuple):
-    """Bytes that a worker has for KV."""
+    """Bytes available for a worker's KV."""
 
     max_bytes: int
-    """Most that a pool may take, however it is configured."""
+    """Maximum size of a pool, however it is configured."""
     auto_bytes: int
     """Size of an automatic pool."""
     host_bytes: int
-    """Host memory for the pool (its staging file for a pool on a GPU) and for swap slots."""
+    """Host memory for the pool (its staging file for a GPU pool) and for swap slots."""
 
 
 def room_on_cpu(weight_bytes: int, available_bytes: int) -> PoolRoom:
-    """Raises ValueError if the weights do not fit into what is available of the host's memory."""
+    """Raise ValueError if the weights exceed the host's available memory."""
     spare_bytes = memory_after_weights(weight_bytes, available_bytes)
     return PoolRoom(spare_bytes, int(spare_bytes * AUTO_MEMORY_SHARE), spare_bytes)
 
@@ -51,14 +51,14 @@ def room_on_gpu(
 ) -> PoolRoom:
     """Room on a GPU before the weights are loaded.
 
-    An automatic pool takes what weights, activations and the reserve leave of ``utilization`` of the whole GPU, or of
-    what is free, if that is less.
+    An automatic pool takes ``utilization`` times the total memory, or the free memory if that is less, minus weights,
+    activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory.
 
     Args:
-        activation_bytes: of the largest step.
-        reserve_bytes: for what no formula has: libraries, CUDA graphs, copies of logits. Workers that share a GPU have
-            nothing but their shares.
-        free_bytes: of the GPU, and so is ``total_bytes``.
+        activation_bytes: activations of the largest step.
+        reserve_bytes: memory without a formula: libraries, CUDA graphs, copies of logits. Workers that share a GPU
+            have only their shares.
+        free_bytes: free memory of the GPU; ``total_bytes`` is its total memory.
         host_bytes: available memory of the host.
 
     Raises:
@@ -79,8 +79,8 @@ def room_on_gpu(
 def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:
     """Blocks of the worker's pool: ``num_kv_blocks``, else from ``kv_memory_bytes``, else automatic.
 
-    An automatic pool takes what ``auto_bytes`` holds, and not more than ``max_batch_size`` sequences of the model's
-    length need.
+    An automatic pool takes as many blocks as ``auto_bytes`` holds, at most those of ``max_batch_size`` sequences of
+    the model's length.
 
     Raises:
         ValueError: one sequence of the model's length would not fit, or a block holds no token.
@@ -103,7 +103,7 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
 
 
 def memory_after_weights(weight_bytes: int, available_bytes: int) -> int:
-    """Bytes that weights leave of what is available. Raises ValueError if they do not fit it."""
+    """Available bytes minus the weights. Raises ValueError if the weights do not fit."""
     if weight_bytes > available_bytes:
         raise ValueError(
             f"the model's weights take {weight_bytes} bytes on this host and {available_bytes} are available: "
@@ -113,7 +113,7 @@ def memory_after_weights(weight_bytes: int, available_bytes: int) -> int:
 
 
 def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:
-    """Raises ValueError if a pool is larger than what the weights leave."""
+    """Raise ValueError if the pool exceeds the memory left by the weights."""
     if pool_bytes > spare_bytes:
         raise ValueError(
             f"the KV pool needs {pool_bytes} bytes and {spare_bytes} are available after the weights: lower kv_memory"
@@ -121,7 +121,7 @@ def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:
 
 
 def check_staging_fits(pool_bytes: int, host_bytes: int) -> None:
-    """Raises ValueError if the staging file of a pool on a GPU may grow larger than what the host has."""
+    """Raise ValueError if the staging file of a GPU pool may exceed the host's memory."""
     if pool_bytes > host_bytes:
         raise ValueError(
             f"the KV pool of {pool_bytes} bytes has a staging file on the host, where {host_bytes} bytes are "
@@ -133,8 +133,8 @@ def num_swap_slots(config: WorkerConfig, num_blocks: int, block_bytes: int, spar
     """Host slots for blocks of preempted sequences: from ``swap_memory_bytes``, else automatic.
 
     Args:
-        num_blocks: of the pool.
-        spare_bytes: host memory without weights and pool.
+        num_blocks: blocks of the pool.
+        spare_bytes: host memory minus weights and pool.
 
     Raises:
         ValueError: the configured memory holds no block, or does not fit.

@@ -1,11 +1,11 @@
-"""A worker in a process of its own: as a Ray actor, or as ``python -m pdserve.prefill_worker.worker --config JSON``.
+"""A worker in its own process: a Ray actor, or ``python -m pdserve.prefill_worker.worker --config JSON``.
 
-`WorkerActor` is how Ray starts, pings and ends a worker; no token and no KV passes through it. The class is plain:
-the deployment decorates it with ``ray.remote``, with ``num_cpus=0`` and a ``max_concurrency`` of 2 at least, so that
+`WorkerActor` lets Ray start, ping and stop a worker. Tokens and KV never pass through it. The class is plain: the
+deployment decorates it with ``ray.remote``, ``num_cpus=0`` and a ``max_concurrency`` of at least 2, so that
 `WorkerActor.ping` answers while `WorkerActor.drain` waits.
 
-`main` prints one JSON line with the endpoint and serves. SIGTERM or SIGINT drains and exits 0; a second one, or a drain
-that takes too long, drops what still runs and exits 1, as does a step loop that died.
+`main` prints one JSON line with the endpoint and serves. SIGTERM or SIGINT drains and exits 0. A second signal, or a
+drain that times out, drops running requests and exits 1, as does a dead step loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DRAIN_TIMEOUT_S = 30.0
 
 
 class WorkerActor:
-    """One worker in an actor's process. A step loop that dies ends the process, and so the actor."""
+    """One worker in an actor's process. If the step loop dies, so do the process and the actor."""
 
     def __init__(self, config: Mapping[str, Any], scheduler_factory: SchedulerFactory) -> None:
         """
@@ -37,7 +37,7 @@ class WorkerActor:
             config: a `WorkerConfig` as JSON values.
 
         Raises:
-            ValueError: it is not one.
+            ValueError: the configuration is invalid.
         """
         self._worker = EngineWorker(from_plain(WorkerConfig, config, "the worker's configuration"), scheduler_factory)
 
@@ -48,7 +48,7 @@ class WorkerActor:
         """Serve; returns the fields of the `WorkerEndpoint`.
 
         Raises:
-            ValueError: the configuration cannot be served; the text names the remedy.
+            ValueError: the configuration cannot be served; the message names the remedy.
         """
         endpoint: dict[str, Any] = to_plain(self._worker.start())
         return endpoint
@@ -64,16 +64,16 @@ class WorkerActor:
         return self._worker.epoch
 
     def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for what runs; returns whether it finished in time."""
+        """Refuse new requests and wait for running ones; returns whether they finished in time."""
         return self._worker.drain(timeout_s)
 
     def stop(self) -> None:
-        """End the worker; what still runs is dropped."""
+        """Stop the worker and drop running requests."""
         self._worker.stop()
 
 
 def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | None = None) -> int:
-    """Run a worker until a signal ends it; returns the exit status. ``prog`` is for the usage text."""
+    """Run a worker until a signal stops it; returns the exit status. ``prog`` appears in the usage text."""
     arguments = _parse_arguments(prog, argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
@@ -104,12 +104,12 @@ def _parse_arguments(prog: str, argv: Sequence[str] | None) -> argparse.Namespac
 
 
 def _read_config(argument: str) -> WorkerConfig:
-    # A command line can be read by every user of the host, and the configuration holds the cluster token.
+    # Every user of the host can read a command line, and the configuration holds the cluster token.
     return from_json(WorkerConfig, sys.stdin.readline() if argument == "-" else argument, "the worker's configuration")
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT: the first is waited for, the second ends the process on the spot."""
+    """SIGTERM and SIGINT: the first starts a drain, the second ends the process immediately."""
 
     def __init__(self) -> None:
         self._received: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put may interrupt its get

@@ -1,8 +1,8 @@
-"""The worker's gRPC service: router sessions on an event loop in a thread of its own.
+"""The worker's gRPC service: router sessions on an event loop in its own thread.
 
-Commands of routers are checked here and put into the step loop's inbox; reports of the step loop come back through
-`WorkerService.publish` and leave as one packed frame per session. A router that does not read its stream, or whose
-cable was cut, costs its own session and never delays a step. Never touches the scheduler.
+Validates routers' commands and puts them into the step loop's inbox. Receives the step loop's reports through
+`WorkerService.publish` and sends one packed frame per session. A router that does not read its stream, or loses its
+connection, loses its own session only and never delays a step. Never touches the scheduler.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from pdserve.proto.codec import (
 from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5
-"""Longest silence of a healthy worker on a session."""
+"""Maximum interval between messages on a healthy session."""
 
 HELLO_TIMEOUT_S = 10.0
 MAX_ROUTER_ID_LENGTH = 128
 MAX_SNAPSHOT_HASHES = 65536
-"""Most block hashes in the first frame of a session: 1.2 MB. The rest is found by hits alone."""
+"""Maximum number of block hashes in the first frame of a session: 1.2 MB. The router learns the rest from hits."""
 
 STOP_GRACE_S = 0.5
-"""Time for what is queued to leave before the sessions are cut."""
+"""Time for queued messages to leave before the sessions are cut."""
 
 BYTES_PER_TOKEN_ON_WIRE = 5
 
@@ -68,29 +68,32 @@ class ServiceSettings:
     cluster_token: str
     session_grace_s: float
     welcome: worker_pb2.Welcome
-    """The first message on every session."""
+    """First message on every session."""
     limits: ModelLimits
 
 
 class WorkerService:
-    """Serves `Worker.Session`. ``start``, ``publish`` and ``stop`` may be called from any thread."""
+    """Serves `Worker.Session`. Any thread may call ``start``, ``publish`` and ``stop``."""
 
     def __init__(self, settings: ServiceSettings, inbox: Inbox, *, is_healthy: Callable[[], bool]) -> None:
-        """``is_healthy``: heartbeats stop when the step loop does not turn."""
+        """
+        Args:
+            is_healthy: whether the step loop turns; heartbeats stop when it does not.
+        """
         self._settings = settings
         self._inbox = inbox
         self._is_healthy = is_healthy
         self._sessions = SessionTable(grace_s=settings.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
         self._load = worker_pb2.Load()
-        """Load of the last report, without its step."""
+        """Load in the last report, without its step."""
         self._cached_hashes: set[bytes] = set()
-        """The prefix cache as the reports tell it, for sessions that begin later."""
+        """Prefix cache contents according to the reports, for sessions that open later."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Listen on a free port, in a new thread, and return ``host:port``."""
+        """Listen on a free port in a new thread; returns ``host:port``."""
         address: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, args=(address,), name="worker-service", daemon=True)
         self._thread.start()
@@ -102,7 +105,7 @@ class WorkerService:
         self._loop.call_soon_threadsafe(self._deliver, report)
 
     def stop(self) -> None:
-        """Close every session and the port; the step loop must not publish any more."""
+        """Close every session and the port. The step loop must not publish afterwards."""
         if self._thread is not None and self._thread.is_alive():
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -118,13 +121,13 @@ class WorkerService:
                 address.set_exception(error)
 
     def _die(self) -> None:
-        """A service that lost a frame, or its event loop, must not go on as if nothing had happened."""
+        """Report the service as dead: a service that lost a frame or its event loop must not continue silently."""
         _log.exception("the gRPC service died")
         self._inbox.put(PartDied("the gRPC service"))
 
     async def _serve(self, address: Future[str]) -> None:
         self._loop = asyncio.get_running_loop()
-        # Beside the tokens a request has a few short fields: four times their size is ample.
+        # Apart from its tokens a request has a few short fields: four times the tokens' size is ample.
         max_receive_bytes = max(4 * BYTES_PER_TOKEN_ON_WIRE * self._settings.limits.max_model_len, 1 << 20)
         server = grpc.aio.server(
             interceptors=[TokenInterceptor(self._settings.cluster_token)], options=server_options(max_receive_bytes)
@@ -154,13 +157,13 @@ class WorkerService:
                 outcomes = await asyncio.gather(*tasks, return_exceptions=True)
                 if isinstance(outcomes[0], WireError):
                     session.close(str(outcomes[0]))
-            finally:  # the call may be cancelled while its parts end
+            finally:  # the call may be cancelled during cleanup
                 self._sessions.leave(session)
         if session.close_reason:
             await context.abort(grpc.StatusCode.ABORTED, session.close_reason)
 
     async def _open_session(self, requests: _RequestStream, context: _Context) -> Session:
-        """Read the hello, fence older streams, and queue the welcome; aborts the call if there is nothing to open."""
+        """Read the hello, fence older streams and queue the welcome. Aborts the call if no session can be opened."""
         try:
             first = await asyncio.wait_for(anext(aiter(requests), None), HELLO_TIMEOUT_S)
         except TimeoutError:
@@ -182,14 +185,14 @@ class WorkerService:
         return session
 
     async def _read(self, session: Session, requests: _RequestStream) -> None:
-        """Commands to inbox messages until the router closes its half, or the session is closed.
+        """Turn commands into inbox messages until the router closes its half or the session is closed.
 
         Raises:
-            WireError: a command that no version of the protocol allows here.
+            WireError: no version of the protocol allows the command here.
         """
         async for message in requests:
             if session.closed.is_set():
-                return  # its end is in the inbox already: what came after it would never be cancelled
+                return  # its end is already in the inbox: later requests would never be cancelled
             body = message.WhichOneof("body")
             if body in ("submit", "prepare"):
                 self._read_request(session, message)
@@ -202,7 +205,7 @@ class WorkerService:
                 raise WireError(f"a session does not take {body or 'an empty message'} here")
 
     def _read_request(self, session: Session, message: worker_pb2.RouterMessage) -> None:
-        """A request that breaks a limit is refused by an event of its own; the session goes on."""
+        """Read a request. One that breaks a limit is refused with an event; the session continues."""
         is_prepare = message.WhichOneof("body") == "prepare"
         wire_request = message.prepare.request if is_prepare else message.submit.request
         key = RequestKey(session.number, wire_request.request_id, wire_request.attempt)
@@ -226,14 +229,14 @@ class WorkerService:
         session.send_frame(worker_pb2.StepFrame(events=[refused], load=self._load))
 
     def _deliver(self, report: WorkerReport) -> None:
-        """On the event loop: send a report."""
+        """Send a report, on the event loop."""
         try:
             self._queue_frames(report)
         except Exception:
             self._die()
 
     def _queue_frames(self, report: WorkerReport) -> None:
-        """Pack a report and queue it to the sessions that it concerns."""
+        """Pack a report and queue it to the sessions it concerns."""
         self._load = _load_to_proto(report)
         self._cached_hashes.update(report.cache.stored)
         self._cached_hashes.difference_update(report.cache.evicted)
@@ -243,7 +246,7 @@ class WorkerService:
         for number in concerned:
             session = self._sessions.open.get(number)
             if session is None:
-                continue  # it ended while the step ran: its requests are being cancelled
+                continue  # ended while the step ran: its requests are being cancelled
             frame = frames.get(number) or worker_pb2.StepFrame()
             frame.load.CopyFrom(self._load)
             if report.step is not None:

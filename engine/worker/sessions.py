@@ -1,6 +1,6 @@
-"""Router sessions of one worker: open streams, the epochs that fence older ones, and the messages queued for each.
+"""Router sessions of one worker: open streams, the epochs that fence older streams, and each session's send queue.
 
-Owned by the gRPC service and used on its event loop only. Never talks gRPC itself.
+Owned by the gRPC service and used only on its event loop. Never calls gRPC.
 """
 
 from __future__ import annotations
@@ -15,31 +15,30 @@ from pdserve.proto.v1 import worker_pb2
 
 MAX_QUEUED_BYTES = 16 << 20
 MAX_QUEUED_FRAMES = 8192
-"""A router that lets more than this pile up has stalled; its session is closed."""
+"""Send queue limit. A router with more queued frames has stalled, and its session is closed."""
 
 MAX_REMEMBERED_ROUTERS = 256
-"""Routers whose last epoch is kept after they left."""
+"""Routers whose last epoch is remembered. Beyond this, disconnected routers are forgotten, oldest first."""
 
 
 class Session:
-    """One stream of one router, from its hello to its end."""
+    """One stream of one router, from hello to end."""
 
     def __init__(self, session: int, router_id: str, epoch: int) -> None:
         self.number = session
-        """Local name of the session, as in `RequestKey.session`."""
+        """Local id of the session, as in `RequestKey.session`."""
         self.router_id = router_id
         self.epoch = epoch
         self.sent_s = time.monotonic()
-        """Instant at which a message was last queued."""
         self.close_reason = ""
-        """Why the worker ends the stream; empty while it stands or when the router ended it."""
+        """Reason why the worker ends the stream; empty while it is open or if the router ended it."""
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
         self._changed = asyncio.Event()
         self.closed = asyncio.Event()
 
     def send(self, message: worker_pb2.WorkerMessage) -> None:
-        """Queue a message. One that finds the queue full closes the session instead: the router has stalled."""
+        """Queue a message. If the queue is full the router has stalled, and the session is closed instead."""
         if self.closed.is_set():
             return
         data = message.SerializeToString()
@@ -55,14 +54,14 @@ class Session:
         self.send(worker_pb2.WorkerMessage(frame=frame))
 
     def close(self, reason: str) -> None:
-        """End the session from this side; what is queued is dropped."""
+        """End the session from this side and drop queued messages."""
         self.close_reason = self.close_reason or reason
         self._queue.clear()
         self._queued_bytes = 0
         self.closed.set()
 
     async def next_message(self) -> bytes:
-        """The oldest queued message, serialised; waits for one."""
+        """Wait for the oldest queued message and return it serialised."""
         while not self._queue:
             self._changed.clear()
             await self._changed.wait()
@@ -72,7 +71,7 @@ class Session:
 
 
 class _RouterSlot:
-    """One router: its newest epoch, its session, and the timer of a broken one."""
+    """One router: its newest epoch, its session, and the grace timer of a broken session."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -81,7 +80,7 @@ class _RouterSlot:
 
 
 class SessionTable:
-    """All sessions of a worker. ``on_end`` receives the number of a session whose requests must be cancelled."""
+    """All sessions of a worker. ``on_end`` receives the id of a session whose requests must be cancelled."""
 
     def __init__(self, *, grace_s: float, on_end: Callable[[int], None]) -> None:
         self._grace_s = grace_s
@@ -89,10 +88,10 @@ class SessionTable:
         self._slots: dict[str, _RouterSlot] = {}
         self._numbers = itertools.count(1)
         self.open: dict[int, Session] = {}
-        """Sessions whose stream stands, by number."""
+        """Sessions with an open stream, by id."""
 
     def enter(self, router_id: str, epoch: int) -> Session | None:
-        """Open a session, ending the router's older one at once; ``None`` when the epoch is not newer than the last."""
+        """Open a session and end the router's older one at once; ``None`` if the epoch is not newer than the last."""
         slot = self._slots.setdefault(router_id, _RouterSlot())
         if epoch <= slot.epoch:
             return None
@@ -106,7 +105,7 @@ class SessionTable:
         return slot.session
 
     def leave(self, session: Session) -> None:
-        """The stream is gone. Its requests live on for the grace time, or end now if this side closed it."""
+        """Handle the end of a stream. Its requests live on for the grace time, or end now if this side closed it."""
         self.open.pop(session.number, None)
         session.closed.set()
         slot = self._slots.get(session.router_id)

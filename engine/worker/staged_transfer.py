@@ -1,16 +1,16 @@
-"""The transfer process of a worker whose KV pool lies on a GPU: the process maps a staging file on the host.
+"""Transfer process of a worker with its KV pool on a GPU: the process maps a staging file on the host.
 
-Stands between the step loop and the process. Blocks are copied to the host before the order that grants them leaves,
-and to the GPU before the loop receives the end of their pull. The loop does not wait for copies: orders wait in one
-thread, and messages of the process in another, each in its order. Only an offer overtakes, because its puller may come
+Sits between the step loop and the process. Blocks are copied D2H before the order that grants them is sent, and H2D
+before the loop receives the end of their pull. The loop does not wait for copies: orders queue in one thread and
+messages of the process in another, each in order. Only an offer overtakes other orders, because its puller may come
 at any moment; its grants follow.
 
 Why a puller never uses wrong bytes of the staging file:
 
-- A grant that waits may be of a prompt that ended meanwhile, and its blocks may have new owners. The generations that
-  the grant names are past by then, so that a puller refuses its blocks.
-- If the new owner is a pull, its order comes behind the grant, and the process writes to the blocks after that copy.
-- A granted block has one owner and one content until its generation is raised: copied again, it stays the same bytes.
+- A queued grant may belong to a prompt that has ended, and its blocks may have new owners. The generations in the
+  grant are outdated by then, so the puller refuses its blocks.
+- If the new owner is a pull, its order follows the grant, and the process writes to the blocks after that copy.
+- A granted block has one owner and one content until its generation is raised: another copy has the same bytes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class StagedTransfer:
         """
         Args:
             start: starts the transfer process, given the receiver of its messages.
-            on_message: called on a thread of this object with every message of the process; must only enqueue.
-            on_failure: called on such a thread when a copy failed; the orders behind it are lost.
+            on_message: receives every message of the process, on a thread of this object; must only enqueue.
+            on_failure: called on such a thread when a copy failed; later orders are lost.
         """
         self._staging = staging
         self._on_message = on_message
@@ -52,7 +52,7 @@ class StagedTransfer:
         self._orders = ThreadPoolExecutor(1, "kv-d2h")
         self._messages = ThreadPoolExecutor(1, "kv-h2d")
         self._targets: dict[int, Sequence[int]] = {}
-        """Blocks of each pull under way."""
+        """Target blocks of each pull in flight."""
         self._process = start(self._receive)
 
     @property
@@ -60,7 +60,7 @@ class StagedTransfer:
         return self._process.address
 
     def send(self, message: EngineToTransfer) -> None:
-        """Send an order once the blocks that it grants are on the host; returns at once."""
+        """Send an order once the blocks it grants are on the host. Returns at once."""
         if message.HasField("offer"):
             self._process.send(message)
             return
@@ -69,7 +69,7 @@ class StagedTransfer:
         self._orders.submit(self._pass_on, message).add_done_callback(self._check)
 
     def close(self) -> None:
-        """End the process and both threads; what waits is dropped."""
+        """Stop the process and both threads; queued orders and messages are dropped."""
         self._orders.shutdown(cancel_futures=True)
         self._process.close()
         self._messages.shutdown(cancel_futures=True)

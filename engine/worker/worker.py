@@ -1,11 +1,10 @@
 """One worker, assembled: KV memory, block pool, scheduler, executor, step loop, transfer process and gRPC service.
 
-Used by the process entry (`pdserve.engine.worker.process`) and by the Ray actors, which give it the scheduler of their
-phase. Everything is built on the step loop's thread, which was pinned to the worker's cores before torch is imported
-there.
+Used by the process entry (`pdserve.engine.worker.process`) and by the Ray actors, which pass the scheduler of their
+phase. Everything is built on the step loop's thread, which is pinned to the worker's cores before it imports torch.
 
-The transfer process is not restarted alone: when it dies the worker ends with it, because offered prompts and running
-pulls were its state, and the supervisor starts both again under a new epoch.
+The transfer process is never restarted alone. It holds the state of offered prompts and running pulls, so the worker
+ends when it dies, and the supervisor starts both again under a new epoch.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ class SchedulerFactory(Protocol):
 
 
 def end_process() -> None:
-    """End a worker whose loop died: nothing else is noticed as surely as the end of the process."""
+    """End a worker whose loop died: the end of the process is the most reliable signal."""
     logging.shutdown()
     os._exit(1)
 
 
 class EngineWorker:
-    """A worker inside this process. Its methods may be called from any thread."""
+    """A worker inside this process. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class EngineWorker:
         """Build everything and serve; returns once sessions can be opened.
 
         Raises:
-            ValueError: the configuration cannot be served; the text names the remedy.
+            ValueError: the configuration cannot be served; the message names the remedy.
             RuntimeError: the transfer process does not start.
         """
         self._thread.start()
@@ -82,7 +81,7 @@ class EngineWorker:
 
     @property
     def epoch(self) -> int:
-        """Random number of this incarnation."""
+        """Random id of this worker incarnation."""
         return self._epoch
 
     def is_healthy(self) -> bool:
@@ -90,13 +89,13 @@ class EngineWorker:
         return self._thread.is_alive() and self._loop is not None and self._loop.is_healthy()
 
     def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait until what runs has finished; returns whether it has in time."""
+        """Refuse new requests and wait for running ones; returns whether they finished in time."""
         assert self._loop is not None, "start comes first"
         self._inbox.put(StartDrain())
         return self._loop.drained.wait(timeout_s)
 
     def stop(self) -> None:
-        """End the loop, the service and the transfer process; what still runs is dropped."""
+        """Stop the loop, the service and the transfer process; running requests are dropped."""
         self._inbox.put(StopLoop())
         self._thread.join(STOP_TIMEOUT_S)
 
@@ -119,7 +118,7 @@ class EngineWorker:
                 end_process()
 
     def _build(self, stack: ExitStack) -> tuple[LiveLoop, str]:
-        """Assemble the worker on its loop's thread; ``stack`` takes it apart in reverse order.
+        """Assemble the worker on its loop's thread. ``stack`` tears it down in reverse order.
 
         Returns the loop, ready to run, and the ``host:port`` of the service.
         """

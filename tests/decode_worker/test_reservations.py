@@ -1,4 +1,4 @@
-"""Reservations against the pool: what is counted must be what is taken."""
+"""Reservations against the pool: the blocks counted must equal the blocks allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = KvSource(address="there", worker_epoch=1, handle=b"handle")
 
 @pytest.mark.parametrize("block_size", [1, LOOKAHEAD_TOKENS, 2 * LOOKAHEAD_TOKENS])
 def test_what_is_counted_covers_what_is_taken(block_size: int) -> None:
-    """Also where one block of head-room is more than the tokens that are expected."""
+    """Also if one block of headroom exceeds the tokens expected."""
     pool = BlockPool(num_blocks=1024 // block_size, block_size=block_size)
     table = SequenceTable(pool, ModelLimits(max_model_len=512, vocab_size=100))
     reservations = Reservations(table, pull_timeout_s=60.0)

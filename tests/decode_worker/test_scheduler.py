@@ -101,7 +101,7 @@ def start_pulls(scheduler: DecodeScheduler, *requests: GenerationRequest) -> lis
 
 
 def join(scheduler: DecodeScheduler, *requests: GenerationRequest) -> list[StartPullEvent]:
-    """The requests' prompts are pulled; each has 40 as its first token."""
+    """Pull the requests' prompts; each has 40 as its first token."""
     pulls = start_pulls(scheduler, *requests)
     assert len(pulls) == len(requests)
     for pull in pulls:
@@ -502,7 +502,7 @@ def test_the_latest_is_preempted_and_resumes_without_repeating_tokens(pipeline_d
 
 
 def _step_until_a_preemption(scheduler: DecodeScheduler) -> StepBatch:
-    """Two steps in flight until the second cannot be planned for want of blocks: returns the first."""
+    """Keep two steps in flight until the second cannot be planned for lack of blocks; returns the first."""
     batch = step(scheduler)
     while (following := scheduler.plan(0.0)) is not None:
         scheduler.take_events()

@@ -55,7 +55,7 @@ def pulled(scheduler: DecodeScheduler, event: StartPullEvent) -> None:
 
 
 def join(scheduler: DecodeScheduler, *requests: GenerationRequest) -> None:
-    """The requests' prompts are pulled, and they have their second token."""
+    """Pull the requests' prompts and step until each has its second token."""
     for request in requests:
         prepare(scheduler, request)
     scheduler.plan(0.0)
@@ -150,7 +150,7 @@ def test_nothing_is_steady_while_a_cancelled_row_is_in_flight() -> None:
 
 
 def without_ids(event: Event) -> Event:
-    """Which blocks a sequence gets is of no consequence."""
+    """Replace block ids by zeros: they may differ between the twins."""
     return event._replace(block_ids=(0,) * len(event.block_ids)) if isinstance(event, StartPullEvent) else event
 
 
@@ -168,7 +168,8 @@ class Twins:
         self.second_tokens: list[TokenEvent] = []
 
     def check(self) -> None:
-        """Both have the same load, prefix cache and events, but for tokens between the second and the last."""
+        """Check that both have the same load, prefix cache and events, except tokens between the second and the
+        last."""
         assert self.planning.load() == self.forwarding.load()
         assert self.pools[0].known_hashes == self.pools[1].known_hashes
         said = []
@@ -183,14 +184,14 @@ class Twins:
         self.pulls += [event for event in said[0] if isinstance(event, StartPullEvent)]
 
     def pull(self) -> None:
-        """The first pull ends."""
+        """End the first pull."""
         event = self.pulls.pop(0)
         for scheduler in self.both:
             pulled(scheduler, event)
         self.check()
 
     def forward(self, share: float) -> bool:
-        """Take a share of the steady steps, or one step; returns whether there was something to do."""
+        """Take a share of the steady steps, or one step; returns whether there was anything to do."""
         steady = NO_STEADY_STEPS
         if len(self.in_flight) == self.depth - 1:
             steady = self.forwarding.steady_steps(0.0)
@@ -219,7 +220,7 @@ class Twins:
         return True
 
     def step(self) -> bool:
-        """Plan as far ahead as may be, complete one step; returns whether there was one."""
+        """Plan as far ahead as allowed and complete one step; returns whether there was one."""
         while len(self.in_flight) < self.depth:
             one, other = (scheduler.plan(0.0) for scheduler in self.both)
             self.check()

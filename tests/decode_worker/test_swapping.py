@@ -1,4 +1,5 @@
-"""Preempted sequences that go to host memory and come back: what is copied when, and whose the slots are."""
+"""Preempted sequences swapped to host memory and back: contents and timing of the copies, and ownership of the
+slots."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ FIRST, SECOND = RequestKey(0, 0, 0), RequestKey(0, 1, 0)
 
 
 class Worker:
-    """A scheduler with two sequences that outgrow its pool together, and the steps in flight."""
+    """A scheduler with two sequences that together outgrow its pool, and the steps in flight."""
 
     def __init__(self, *, num_slots: int = 64, pipeline_depth: int = 2, has_requests: bool = True) -> None:
         self.pool = BlockPool(38, BLOCK_SIZE)
@@ -71,7 +72,7 @@ class Worker:
         return batch
 
     def answer(self, token: int | None = None) -> None:
-        """The oldest step is done; every row samples a token of its own, or ``token``."""
+        """Complete the oldest step: every row samples its own token, or ``token``."""
         batch = self.in_flight.pop(0)
         sampled: list[SampledToken | None] = []
         for row in batch.rows:
@@ -85,7 +86,7 @@ class Worker:
         self.check()
 
     def step(self) -> StepBatch | None:
-        """Plan a step, when there is room for one in flight; with nothing to plan, take the oldest one's results."""
+        """Plan a step if another may be in flight; with nothing to plan, complete the oldest one."""
         while len(self.in_flight) >= self.pipeline_depth:
             self.answer()
         batch = self.plan()
@@ -94,7 +95,7 @@ class Worker:
         return batch
 
     def until_swap_out(self) -> StepBatch:
-        """Step until one with swap-outs is in flight; so is the step before it at depth 2."""
+        """Step until one with swap-outs is in flight, together with the previous step at depth 2."""
         while (batch := self.step()) is None or not batch.swap_outs:
             assert self.next_token < 800, "nothing was swapped out"
         return batch
@@ -208,7 +209,7 @@ def test_what_others_share_is_expected_to_stay_cached() -> None:
     assert [num_cached for _, num_cached in worker.asked] == [PROMPT_TOKENS]
 
 
-# What ends while it is swapped
+# Requests that end while swapped
 
 
 @pytest.mark.parametrize("num_answered", [0, 1, 2])
@@ -315,8 +316,8 @@ class Case(NamedTuple):
     [Case(8000, 0, True), Case(8000, 7996, False), Case(16, 16, False)],
 )
 def test_the_cheaper_of_recomputation_and_two_copies_is_chosen(case: Case) -> None:
-    """On a CPU a prefill of thousands of tokens takes longer than two copies of their KV at 3 GB/s; one of the last
-    four takes less than the copy of all of them."""
+    """On a CPU a prefill of thousands of tokens takes longer than two copies of their KV at 3 GB/s. A prefill of
+    only the last four tokens takes less than copying all of the KV."""
     shape = ModelShape(
         num_layers=2, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=4, head_dim=64, vocab_size=1000
     )

@@ -1,4 +1,4 @@
-"""One engine's side of KV transfer for tests: a pool with random content, its transfer process, and what that says."""
+"""One engine's side of KV transfer for tests: a pool with random content, its transfer process, and its messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Peer:
         for block_id in range(layout.num_blocks):
             self.memory.generations[block_id] = (block_id + 1) << 33
         self.messages: queue.Queue[transfer_pb2.TransferToEngine | None] = queue.Queue()
-        """From the transfer process; ``None`` for its death."""
+        """From the transfer process; ``None`` once it has died."""
         self.process = TransferProcess.start(
             memory=self.memory,
             worker_epoch=EPOCH,
@@ -60,7 +60,7 @@ class Peer:
         token: int = 7,
         finish: worker_pb2.FinishReason.ValueType = worker_pb2.FINISH_REASON_NONE,
     ) -> None:
-        """Grant blocks with their present generations; a final grant's last block is not full."""
+        """Grant blocks with their current generations. A final grant's last block is not full."""
         grant = kv_pb2.Grant(
             first_index=first_index,
             block_ids=block_ids,
@@ -87,7 +87,7 @@ class Peer:
         min_duration_s: float = 0.0,
         epoch: int = EPOCH,
     ) -> None:
-        """Order a pull from the transfer process at the address ``source``."""
+        """Order the transfer process to pull from address ``source``."""
         self.process.send(
             transfer_pb2.EngineToTransfer(
                 start_pull=transfer_pb2.StartPull(
@@ -105,14 +105,14 @@ class Peer:
         self.process.send(transfer_pb2.EngineToTransfer(abort_pull=transfer_pb2.AbortPull(pull_id=pull_id)))
 
     def expect(self, body: str) -> transfer_pb2.TransferToEngine:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this kind."""
         message = self.messages.get(timeout=TIMEOUT_S)
         assert message is not None, "the transfer process died"
         assert message.WhichOneof("body") == body, message
         return message
 
     def expect_done(self, failure_stage: str = "") -> transfer_pb2.PullDone:
-        """The next message, which must be a pull's end of this kind."""
+        """Return the next message, which must be the end of a pull with this failure stage."""
         done = self.expect("pull_done").pull_done
         assert done.failure_stage == failure_stage, done
         return done
@@ -124,7 +124,7 @@ class Peer:
         return bytes(self.memory.block(block_id, 0, self.layout.num_kv_heads))
 
     def wait_for_block(self, block_id: int, content: bytes) -> None:
-        """Wait until a pull has brought ``content`` into a block."""
+        """Wait until a pull has written ``content`` to a block."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while self.block(block_id) != content:
             assert time.monotonic() < deadline_s
@@ -135,7 +135,6 @@ class Peer:
 def running_peer(
     *, layout: KvLayout = LAYOUT, transport: str = "auto", seed: int = 0, token: str = TOKEN
 ) -> Iterator[Peer]:
-    """A peer that is ended on exit."""
     peer = Peer(layout, transport, seed, token)
     try:
         yield peer

@@ -18,7 +18,7 @@ def hashes_of(num_blocks: int, first_token: int = 0) -> list[bytes]:
 
 
 def cache_chain(pool: BlockPool, hashes: list[bytes]) -> list[int]:
-    """Blocks that hold the chain, referenced by nobody."""
+    """Unreferenced blocks that hold the chain."""
     blocks = pool.allocate(len(hashes))
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.register([block], [block_hash])
@@ -196,7 +196,7 @@ def test_the_integrity_check_sees_damage(damage: Callable[[BlockPool], None]) ->
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random owners of random chains, checked against what each block was last known to hold."""
+    """Random owners of random chains, checked against the last known content of each block."""
 
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""Copies between a pool and its staging file, where the GPU is another piece of host memory."""
+"""Copies between a pool and its staging file, with host memory in place of the GPU."""
 
 from __future__ import annotations
 

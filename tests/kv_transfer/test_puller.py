@@ -1,4 +1,4 @@
-"""What a puller makes of sources that fail, lie or damage the blocks: each is an in-test gRPC server."""
+"""Pulls from sources that fail, lie or damage the blocks: each is an in-test gRPC server."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _good_answer(pool: PoolMemory) -> list[kv_pb2.SourceMessage]:
 
 
 def _pull_from(target: Peer, answer: list[kv_pb2.SourceMessage], failure_stage: str) -> str:
-    """Pull from a source that sends ``answer`` whatever it is asked; the failure's message."""
+    """Pull from a source that sends ``answer`` to any request; returns the failure's message."""
     with _source(lambda opening, context: iter(answer)) as address:
         target.pull(address, HANDLE, [8, 9])
         return target.expect_done(failure_stage).message

@@ -1,4 +1,4 @@
-"""A peer that is stopped, or whose cable is cut, is noticed though its connection stays open."""
+"""Detection of a peer that is stopped or whose cable is cut, although its connection stays open."""
 
 from __future__ import annotations
 

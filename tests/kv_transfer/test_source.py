@@ -1,4 +1,4 @@
-"""What a source answers to a client that speaks the protocol by hand, rightly and wrongly."""
+"""Answers of a source to a client that speaks the protocol by hand, correctly and incorrectly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Client:
     def __init__(self, channel: grpc.Channel) -> None:
         self._requests: queue.Queue[bytes | None] = queue.Queue()
         pull = channel.stream_stream("/pdserve.v1.KvTransfer/Pull", bytes, kv_pb2.SourceMessage.FromString)
-        # A response iterator and a call in one, which grpc-stubs does not know.
+        # Both a response iterator and a call, a combination unknown to grpc-stubs.
         self.call: Any = pull(iter(self._requests.get, None), timeout=TIMEOUT_S, metadata=call_metadata(TOKEN))
 
     def write(self, message: kv_pb2.PullMessage) -> None:
@@ -59,7 +59,7 @@ class _Client:
         return message
 
     def expect_end(self) -> tuple[grpc.StatusCode, str]:
-        """Read to the end; its status."""
+        """Read to the end of the stream; returns its status."""
         try:
             for _ in self.call:
                 pass

@@ -1,4 +1,4 @@
-"""The life of a transfer process, as its engine sees it."""
+"""Life of a transfer process, as its engine sees it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_it_dies_with_its_engine(is_stopped: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
         pid = int(engine.stdout.readline())
-        if is_stopped:  # cannot read the end of its pipe: the kernel must kill it
+        if is_stopped:  # it cannot read the end of its pipe: the kernel must kill it
             os.kill(pid, signal.SIGSTOP)
         engine.kill()
         _wait_until_dead(pid)

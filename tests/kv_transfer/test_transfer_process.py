@@ -17,7 +17,7 @@ from tests.kv_transfer.peer import EPOCH, LAYOUT, Peer, running_peer
 
 TRANSPORTS = ["memfd", "grpc"]
 EVENT_GRACE_S = 0.2
-"""Long enough for what must not happen to happen."""
+"""Wait before checking that something did not happen."""
 
 
 @pytest.fixture(name="source", scope="module")

@@ -79,7 +79,7 @@ def answer(scheduler: PrefillScheduler, batch: StepBatch, token: int = 50, now_s
 
 
 def park(scheduler: PrefillScheduler, request: GenerationRequest, now_s: float = 0.0) -> bytes:
-    """Compute the request's whole prompt; returns the handle under which it is parked."""
+    """Compute the request's whole prompt; returns the handle of the parked prompt."""
     add(scheduler, request, now_s=now_s)
     while (batch := scheduler.plan(now_s)) is not None:
         answer(scheduler, batch, now_s=now_s)

@@ -56,7 +56,7 @@ def test_first_is_the_least_of_those_present(actions: list[tuple[int, float | No
 
 
 def test_tokens_are_counted_as_they_were_pushed() -> None:
-    """A preempted sequence may learn a token of a step in flight while it waits."""
+    """A preempted sequence may gain a token from a step in flight while it waits."""
     queue, first, second = SequenceQueue(), numbered(1), numbered(2)
     queue.push(first, 0.0)
     queue.push(second, 0.0)

@@ -1,4 +1,4 @@
-"""Both schedulers together in a made-up cluster: every token right, once and in order; no block lost; always an end."""
+"""Both schedulers in a simulated cluster: every token correct, once and in order; no block lost; every request ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_client_gets_its_tokens_and_every_block_comes_back(
 
 
 LONG_ANSWERS = WorldConfig(num_decode_blocks=104, max_model_len=400)
-"""Answers of up to 360 tokens, of which the admission rule expects 64: they outgrow the pool together."""
+"""Answers of up to 360 tokens, of which the admission rule expects 64: together they outgrow the pool."""
 
 
 @pytest.mark.parametrize("num_swap_slots", [0, 60])
@@ -76,7 +76,7 @@ def test_preempted_sequences_lose_no_token(num_prefill: int, pipeline_depth: int
 
 
 def test_swapped_sequences_are_cancelled_and_their_steps_fail() -> None:
-    """Where everything goes wrong, and answers outgrow the pool all the time."""
+    """Everything goes wrong, and answers outgrow the pool all the time."""
     config = replace(LONG_ANSWERS, num_decode_blocks=120, num_swap_slots=100, step_failure=0.003, cancel_preempted=0.4)
     num_swap_ins = num_lost = 0
     for seed in range(3):
@@ -90,7 +90,7 @@ def test_swapped_sequences_are_cancelled_and_their_steps_fail() -> None:
 
 
 def test_every_kind_of_trouble_is_met() -> None:
-    """The worlds above would prove nothing if nothing ever happened in them."""
+    """The tests above would prove nothing if their worlds never met trouble."""
     config = WorldConfig(
         num_prefill=2,
         num_decode=2,

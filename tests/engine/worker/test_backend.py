@@ -1,4 +1,4 @@
-"""What a worker is told of its memory before anything is allocated."""
+"""Memory sizing of a worker before anything is allocated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
 
 @pytest.fixture(autouse=True)
 def settings_of_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker sets for its own process must not outlive the test."""
+    """Settings that a worker makes in its process must not outlive the test."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
 
 
@@ -71,7 +71,7 @@ def test_a_quantised_pool_has_more_blocks_in_the_same_memory(config: WorkerConfi
     whole, quantised = choose_backend(config), choose_backend(with_precision(config, kv_dtype=dtype))
     assert quantised.layout.dtype == dtype
     assert quantised.layout.num_blocks == 10**5 // quantised.layout.block_bytes
-    # Of 8 values, in bfloat16 16 bytes, and in a byte each with a scale 12.
+    # 8 values take 16 bytes in bfloat16, and 12 bytes at one byte each plus a scale.
     assert quantised.layout.num_blocks == pytest.approx(whole.layout.num_blocks * 16 / 12, abs=2)
 
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, A
 
 
 def test_kv_of_dynamic_rope_is_of_one_length(config: WorkerConfig, tmp_path: Path) -> None:
-    """Two lengths rotate keys differently; elsewhere the length changes nothing."""
+    """Two lengths rotate keys differently; without dynamic RoPE the length changes nothing."""
     stretched = write_random_checkpoint(
         tmp_path, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     )

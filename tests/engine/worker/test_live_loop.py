@@ -1,4 +1,4 @@
-"""The live driver of the step loop, over a scheduler and an executor that record their calls."""
+"""Live driver of the step loop, over a scheduler and an executor that record their calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SOURCE = KvSource(address="127.0.0.1:5", worker_epoch=3, handle=bytes(16))
 
 
 class CountingScheduler:
-    """Runs every request for ``max_tokens`` steps, all in one batch, and records what it is told."""
+    """Runs every request for ``max_tokens`` steps, all in one batch, and records its calls."""
 
     def __init__(self) -> None:
         self.left: dict[RequestKey, int] = {}
@@ -71,7 +71,7 @@ class CountingScheduler:
         self.max_planned = 0
         self.num_failed = 0
         self.one_at_a_time = False
-        """The next request starts only when the last one is complete, as when it waits for its blocks."""
+        """Each request starts only when the previous one is complete, as if it waited for blocks."""
         self.deadline_s: float | None = None
         self._step_id = 0
 
@@ -139,7 +139,7 @@ class CountingScheduler:
 
 
 class FakeExecutor:
-    """Answers each row with the number of steps submitted so far; can be told to fail or to hold its results."""
+    """Answers each row with the number of steps submitted so far. Can be made to fail or to hold its results."""
 
     def __init__(self, pipeline_depth: int = 1) -> None:
         self.pipeline_depth = pipeline_depth
@@ -180,7 +180,7 @@ class FakeHandle:
 
 
 class RecordingLink:
-    """The transfer process's end, as a list."""
+    """The transfer process's end of the link, as a list."""
 
     address = "127.0.0.1:1"
 
@@ -195,7 +195,7 @@ class RecordingLink:
 
 
 class Rig:
-    """A loop with its surroundings. Doubles as the sink."""
+    """A loop with its collaborators. Doubles as the sink."""
 
     def __init__(self, pipeline_depth: int = 1) -> None:
         self.scheduler = CountingScheduler()

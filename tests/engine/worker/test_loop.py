@@ -1,4 +1,4 @@
-"""The step loop under a virtual clock, and the corrections of the cost model by observed step times."""
+"""The step loop under a virtual clock, and the cost model's corrections by observed step times."""
 
 from __future__ import annotations
 

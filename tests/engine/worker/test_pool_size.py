@@ -67,7 +67,7 @@ def test_a_cpu_s_pools_share_what_the_weights_leave() -> None:
 
 
 def gpu_room(**given: float) -> PoolRoom:
-    """Of a GPU of 1000 bytes on a large host."""
+    """Room on a GPU of 1000 bytes, on a large host."""
     values: dict[str, float] = {"weight_bytes": 300, "activation_bytes": 40, "reserve_bytes": 10, "total_bytes": 1000}
     told = {**values, "free_bytes": 1000, "utilization": 0.9, "host_bytes": 10**6, **given}
     return room_on_gpu(**told)  # type: ignore[arg-type]

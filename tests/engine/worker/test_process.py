@@ -1,4 +1,4 @@
-"""The Ray actors of both phases, in a local Ray: one handoff through them, and their life cycle."""
+"""Ray actors of both phases in a local Ray: one handoff and their life cycle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start_actor(worker_class: type, config: WorkerConfig) -> tuple[Any, RouterCl
     return actor, RouterClient(endpoint.address, token=config.cluster_token)
 
 
-# Ray's own files and sockets: what it leaves open is not ours to close.
+# Files and sockets that Ray itself leaves open are not ours to close.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_handoff_between_two_actors_and_their_end(local_ray: None, tmp_path: Path) -> None:
     import ray

@@ -1,4 +1,4 @@
-"""The worker's gRPC service over a real channel; the step loop's side is played by the test."""
+"""The worker's gRPC service over a real channel. The test plays the step loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class LoopSide:
         self.received: list[LiveMessage] = []
 
     def next_message(self) -> LiveMessage:
-        """The next message that the service put into the inbox."""
         wait_until(lambda: self._pull(), "a message in the inbox")
         return self.received.pop(0)
 
@@ -228,7 +227,7 @@ def test_a_newer_epoch_ends_the_older_session_at_once_and_an_older_one_is_refuse
 
 
 def test_nothing_comes_from_a_session_after_its_end(loop_side: LoopSide) -> None:
-    """A command that was on its way then would start a request that nobody hears of and nobody cancels."""
+    """A command still on its way would start a request that nobody reads and nobody cancels."""
     session = Session(7, "router", 1)
 
     async def commands() -> AsyncIterator[worker_pb2.RouterMessage]:
@@ -315,7 +314,7 @@ def test_a_late_session_is_told_of_the_whole_prefix_cache(loop_side: LoopSide) -
 
 
 class Cable:
-    """A TCP proxy in front of the service that can be cut: bytes stop, and no side is told."""
+    """TCP proxy in front of the service that can be cut: bytes stop, and neither side is notified."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -357,7 +356,7 @@ def test_a_cut_cable_ends_the_session(loop_side: LoopSide) -> None:
 
 
 def test_a_call_that_is_cancelled_while_its_parts_end_ends_its_session(loop_side: LoopSide) -> None:
-    """A router that closes its half and cancels the call right after."""
+    """A router closes its half and cancels the call right after."""
     is_ending = asyncio.Event()
 
     class SlowToEnd:

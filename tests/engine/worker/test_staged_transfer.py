@@ -1,4 +1,4 @@
-"""The order of copies, orders and messages, with a transfer process and a staging area that record their calls."""
+"""Order of copies, orders and messages, with a transfer process and a staging area that record their calls."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HANDLE = bytes(16)
 
 
 class Rig:
-    """A staged transfer with its surroundings. Doubles as the staging area and as the process's end of the pipe."""
+    """A staged transfer with its collaborators. Doubles as the staging area and the process's end of the pipe."""
 
     address = "127.0.0.1:1"
 
     def __init__(self) -> None:
         self.log: list[object] = []
-        """Copies, orders sent and messages told, as they happened."""
+        """Copies, sent orders and received messages, in order."""
         self.may_copy = threading.Event()
         self.may_copy.set()
         self.error: Exception | None = None
@@ -104,7 +104,7 @@ def test_a_grant_leaves_after_its_blocks_are_copied_and_nothing_overtakes_it(rig
 
 
 def test_an_offer_waits_for_nothing(rig: Rig) -> None:
-    """Its puller may be under way already."""
+    """Its puller may already be on its way."""
     rig.may_copy.clear()
     rig.transfer.send(a_grant())
     begun = ("D2H begins", [(3, 7), (5, 9)])

@@ -1,7 +1,7 @@
-"""Workers whose KV pool lies apart from what their transfer processes map, as on a GPU: every token is that of others.
+"""Workers whose KV pool is separate from the memory their transfer processes map, as on a GPU: tokens do not change.
 
-The emulated executor checks every byte of a row's KV in every step, so that blocks that were not copied, or too late,
-fail the step.
+The emulated executor checks every byte of a row's KV in every step, so that blocks copied late or never fail the
+step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 @contextmanager
 def staged_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[Pair]:
-    """Two workers, which have to be free at the end, and to end when told so."""
+    """Two workers, which must be free at the end and stop when asked."""
     with (
         WorkerProcess(config_of(WorkerRole.PREFILL), module="tests.staged_worker") as prefill_worker,
         WorkerProcess(config_of(WorkerRole.DECODE), module="tests.staged_worker") as decode_worker,
@@ -64,7 +64,7 @@ def staged_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[Pai
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path) -> Iterator[Pair]:
-    """Small pools, so that blocks change hands all the time between sequences, pulls and host slots."""
+    """Small pools, so that blocks constantly move between sequences, pulls and host slots."""
     config = partial(emulated_config, checkpoint, num_kv_blocks=40, swap_memory_bytes=2**30)
     with staged_pair(config) as pair:
         yield pair
@@ -103,7 +103,7 @@ def test_answers_that_outgrow_the_pool_are_swapped_out_and_in(pair: Pair) -> Non
 
 
 def test_cancelled_handoffs_leave_the_others_alone(pair: Pair) -> None:
-    """Clients leave at every stage: their blocks go to others while grants and pulls of them are still under way."""
+    """Clients leave at every stage: their blocks get new owners while grants and pulls of them are in flight."""
     requests = [a_request(n, num_prompt=n, max_tokens=40, seed=n) for n in range(60, 84)]
     for request in requests:
         n = request.request_id
@@ -121,7 +121,7 @@ def test_cancelled_handoffs_leave_the_others_alone(pair: Pair) -> None:
 
 
 def test_handoffs_of_the_real_model_equal_a_mixed_worker(checkpoint: Path) -> None:
-    """With KV of int8, in a gRPC stream."""
+    """With int8 KV, in a gRPC stream."""
     requests = [a_request(n, num_prompt=50 + 20 * n) for n in range(4)]
     mixed_config = real_model_config(checkpoint, WorkerRole.MIXED, 0, "int8")
     with WorkerProcess(mixed_config) as mixed_worker, mixed_worker.connect() as mixed:

@@ -33,7 +33,7 @@ LONG = 450
 """Tokens of an answer that takes 15 s at that scale."""
 
 SOON_S = 8.0
-"""A deadline that such an answer cannot meet by coming to its end."""
+"""Deadline that expires before such an answer is complete."""
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_further_choices_compute_and_pull_only_the_last_block_of_their_prompt(ch
 
 
 def real_model_config(checkpoint: Path, role: WorkerRole, core: int, quantization: str = "none") -> WorkerConfig:
-    """KV is quantised where weights are."""
+    """Configuration with quantised KV if weights are quantised."""
     cores = sorted(os.sched_getaffinity(0))
     return WorkerConfig(
         worker_id=role.value,
@@ -186,7 +186,7 @@ def test_choices_of_the_real_model_differ_and_are_the_same_over_a_cached_prompt(
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, quantization: str) -> None:
-    """To the token, int8 KV included: compiled kernels compute a row alike in any batch."""
+    """Token by token, int8 KV included: compiled kernels compute a row alike in any batch."""
     config = partial(real_model_config, checkpoint, quantization=quantization)
     requests = [a_request(n, num_prompt=50 + 20 * n) for n in range(4)]
     with WorkerProcess(config(WorkerRole.MIXED, 0)) as mixed_worker, mixed_worker.connect() as mixed:
