@@ -19,7 +19,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> DecodeScheduler:
     """Build the scheduler. Raises ValueError if the configured role is prefill."""
     if config.role is WorkerRole.PREFILL:
-        raise ValueError("a decode worker cannot serve role 'prefill': start pdserve.prefill_worker")
+        raise ValueError("a decode worker cannot serve role 'prefill': start pdserve.prefill_worker.worker")
     return DecodeScheduler(
         pool,
         backend.limits,

@@ -18,7 +18,8 @@ from pdserve.prefill_worker.scheduler import PrefillScheduler
 def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> PrefillScheduler:
     """Build the scheduler. Raises ValueError if the configured role is not prefill."""
     if config.role is not WorkerRole.PREFILL:
-        raise ValueError(f"a prefill worker cannot serve role {config.role.value!r}: start pdserve.decode_worker")
+        role = config.role.value
+        raise ValueError(f"a prefill worker cannot serve role {role!r}: start pdserve.decode_worker.worker")
     return PrefillScheduler(
         pool,
         backend.limits,
