@@ -163,11 +163,6 @@ class Attempt:
         return is_parked and not self.has_joined and self.num_bindings < MAX_BINDINGS
 
     @property
-    def wants_decode(self) -> bool:
-        """Whether a prompt is ready to be pulled and no decode worker is bound."""
-        return self.source is not None and self.decode is None
-
-    @property
     def is_pulling(self) -> bool:
         """Whether a decode worker is bound that does not hold the prompt's KV yet."""
         return self.decode is not None and not self.has_joined

@@ -133,6 +133,11 @@ def attempt_of(request: TokenStream) -> Attempt:
     return attempt
 
 
+def is_unbound(attempt: Attempt) -> bool:
+    """Whether its prompt can be pulled and no decode worker is bound."""
+    return attempt.source is not None and attempt.decode is None
+
+
 async def read_some(request: TokenStream, count: int) -> list[int]:
     """Read the next ``count`` tokens of an answer."""
     async with asyncio.timeout(TIMEOUT_S):

@@ -11,7 +11,17 @@ from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import TokenStream
 from pdserve.router.requests.request import GenerationError
-from tests.router.rig import Rig, attempt_of, hand_off, read_all, read_choices, read_some, running_rig, with_workers
+from tests.router.rig import (
+    Rig,
+    attempt_of,
+    hand_off,
+    is_unbound,
+    read_all,
+    read_choices,
+    read_some,
+    running_rig,
+    with_workers,
+)
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -108,7 +118,7 @@ def test_the_prompt_is_pulled_once(ending: str) -> None:
             send(p, first, 0, 1)
             second = await p.next_submit()
             p.offer(second)
-            await until(lambda: stream.attempts[1].wants_decode)
+            await until(lambda: is_unbound(stream.attempts[1]))
             assert d0.commands.empty()
             assert d1.commands.empty()
             match ending:

@@ -13,7 +13,7 @@ from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.requests.request import GenerationError
-from tests.router.rig import Rig, attempt_of, hand_off, read_all, read_some, running_rig, with_workers
+from tests.router.rig import Rig, attempt_of, hand_off, is_unbound, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -173,7 +173,7 @@ async def test_a_parked_prompt_waits_for_a_decode_worker(
         await rig.up(p)
         p.offer(request)
         p.send_token(request, 0, 100)
-        await until(lambda: attempt_of(stream).wants_decode)
+        await until(lambda: is_unbound(attempt_of(stream)))
         await rig.up(p, other)
         prepared = await other.next_prepare()
         assert prepared.attempt == 0

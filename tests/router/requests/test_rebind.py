@@ -10,7 +10,7 @@ from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import TokenStream
-from tests.router.rig import Rig, attempt_of, hand_off, read_all, read_some, running_rig, with_workers
+from tests.router.rig import Rig, attempt_of, hand_off, is_unbound, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 LINK_FAILURE = "connect: UNAVAILABLE: no route"
@@ -70,12 +70,12 @@ async def test_the_only_decode_worker_is_replaced_in_time(p: ScriptedWorker, d: 
         await rig.up(p, d)
         stream, _ = await park(rig, p, d)
         await d.stop()
-        await until(lambda: attempt_of(stream).wants_decode)
+        await until(lambda: is_unbound(attempt_of(stream)))
         assert attempt_of(stream).state is RequestState.HANDOFF
         d.epoch += 1000
         await d.start()
         await rig.fleet.set_targets([p.endpoint, d.endpoint])
-        await until(lambda: not attempt_of(stream).wants_decode)
+        await until(lambda: not is_unbound(attempt_of(stream)))
         await finish(rig, stream, d, (await d.next_command("prepare")).prepare)
 
 
@@ -85,7 +85,7 @@ async def test_the_prompt_expires_before_a_decode_worker_comes(p: ScriptedWorker
         await rig.up(p, d)
         stream, prepare = await park(rig, p, d)
         await d.stop()
-        await until(lambda: attempt_of(stream).wants_decode)
+        await until(lambda: is_unbound(attempt_of(stream)))
         p.send_event(prepare.request, RequestEventKind.KV_UNAVAILABLE, message="parked: nobody pulled it")
         await until(lambda: attempt_of(stream).state is RequestState.QUEUED)
         stream.cancel()
