@@ -28,7 +28,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def supports(kv_pool: KvPool) -> bool:
-    """Report if the C++ kernels run on ``kv_pool``. Compiles them on first use."""
+    """Report whether the C++ kernels run on ``kv_pool``. Compiles them on first use."""
     return (
         kv_pool.values.device.type == "cpu"
         and kv_pool.dtype != torch.float8_e4m3fn

@@ -68,7 +68,7 @@ def cache_folder() -> Path:
 
 
 def is_built() -> bool:
-    """Report if the cache holds the library for this machine."""
+    """Report whether the cache holds the library for this machine."""
     compiler = shutil.which("g++")
     return compiler is not None and _library(compiler, cache_folder()).exists()
 

@@ -22,7 +22,7 @@ def use_cores(cores: Sequence[int]) -> None:
 
 
 def use_threads(num_threads: int, cores: Sequence[int] = ()) -> None:
-    """Compute on ``num_threads`` from now on; if ``cores`` are given, all but the calling thread stay on them.
+    """Compute on ``num_threads`` from now on; ``cores``, if given, bind every thread except the calling one.
 
     Must not be called while a kernel runs.
     """
