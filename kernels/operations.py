@@ -137,12 +137,12 @@ class DecoderKernels(NamedTuple):
     rope_and_write_kv: RopeAndWriteKv
     paged_attention: PagedAttention
     is_capturable: bool = False
-    """Launches follow from shapes and from `AttentionMetadata`'s numbers of new tokens alone, and waits for
-    nothing: a step can be captured in a CUDA graph."""
+    """Launches depend only on shapes and on the new token counts of `AttentionMetadata`, and never wait: a CUDA graph
+    can capture a step."""
     device: torch.device = torch.device("cpu")
-    """Where weights and activations lie, and what is told of a batch."""
+    """Device of weights, activations and `AttentionMetadata`."""
     mlp_rows: int | None = None
-    """Tokens that the MLP takes at a time, for what lies between its products is by far the largest; ``None``: all."""
+    """Tokens per MLP call, which bounds the intermediate activations, by far the largest; ``None``: all."""
 
 
 LAST_ID = 2**31 - 1

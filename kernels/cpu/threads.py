@@ -16,7 +16,7 @@ from pdserve.kernels.cpu.build import load_library
 
 
 def use_cores(cores: Sequence[int]) -> None:
-    """Compute on ``cores`` with one thread each from now on; the calling thread takes the first core."""
+    """Compute on ``cores`` from now on, with one thread per core including the calling thread."""
     os.sched_setaffinity(0, cores)
     use_threads(len(cores), cores)
 
