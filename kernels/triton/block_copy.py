@@ -7,7 +7,7 @@ at the end of each (block, head).
 Computes no checksums: the transfer checksum, xxh3 of a (block, head), chains its state through every KiB, which a GPU
 would process serially, and it always covers all layers.
 
-Judged by ``(bytes read + bytes written) / (0.9 bandwidth)``; host memory, by the link's bandwidth.
+Target: ``(bytes read + bytes written) / (0.9 bandwidth)``; for host memory, the link's bandwidth.
 
 Shape suffixes: B blocks, H heads and L layers that are moved, V vectors of a (block, head): keys and values of every
 token in each of the L layers, D head dim.
