@@ -1,10 +1,10 @@
-"""One rank's KV pool as kernels see it: views of one run of bytes.
+"""One rank's KV pool as kernels see it: views of one contiguous buffer.
 
-Built once by an executor, over memory that somebody else owns, and passed through the model untouched. Which block
-belongs to whom is not known here.
+An executor builds it once, over memory that it does not own, and passes it through the model untouched. Never knows
+which block belongs to which sequence.
 
-A block is one run of bytes, and so is a KV head within it: the values of all layers, keys and values, and where they
-are quantised a strip of scales behind them, as `pdserve.contracts.kv_layout` describes.
+A block is contiguous, and so is each KV head within it: keys and values of all layers, followed by a strip of scales in
+a quantised pool (`pdserve.contracts.kv_layout`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import NamedTuple
 import torch
 
 LARGEST_VALUES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Dtypes of quantised pools, and what the largest magnitude of a vector becomes in them."""
+"""Dtypes of quantised pools, each with the value that a vector's largest magnitude maps to."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, *LARGEST_VALUES)
 _SCALE_BYTES = 4
 
 
 def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of K, or of V, of one token and head in one layer, its scale included."""
+    """Bytes of one token's K (or V) vector for one head and layer, including its scale."""
     return head_dim * dtype.itemsize + (_SCALE_BYTES if dtype in LARGEST_VALUES else 0)
 
 
 class KvPoolShape(NamedTuple):
-    """As `pdserve.contracts.kv_layout.KvLayout.shape`."""
+    """The fields of `pdserve.contracts.kv_layout.KvLayout.shape`."""
 
     num_blocks: int
     num_kv_heads: int
@@ -56,11 +56,11 @@ class KvPool:
     """Keys and values of every block, head and layer."""
 
     def __init__(self, memory: torch.Tensor, shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> None:
-        """View ``memory``, which stays whose it is.
+        """View ``memory`` without taking ownership.
 
         Args:
             memory: uint8 ``[pool_bytes]``.
-            shape: of `KvPoolShape`.
+            shape: the fields of `KvPoolShape`.
             dtype: float32, bfloat16, float16, or int8 or float8_e4m3fn with float32 scales.
         """
         assert dtype in _DTYPES, f"no KV pool of {dtype}"
@@ -75,16 +75,16 @@ class KvPool:
         assert memory.is_contiguous()
         assert memory.numel() == num_blocks * num_kv_heads * head_bytes, f"{memory.numel()} bytes for a pool {shape}"
         self.blocks = memory.view(num_blocks, num_kv_heads * head_bytes)
-        """uint8 ``[num_blocks, block_bytes]``: a block is a run of bytes."""
+        """uint8 ``[num_blocks, block_bytes]``."""
         heads = memory.view(num_blocks, num_kv_heads, head_bytes)
         self.values = heads[..., :value_bytes].view(dtype).view(shape)
         """``[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]``."""
         self.scales: torch.Tensor | None = None
-        """Of quantised pools: float32 ``[num_blocks, num_kv_heads, num_layers, 2, block_size]``: a value is
+        """Quantised pools only: float32 ``[num_blocks, num_kv_heads, num_layers, 2, block_size]``. The stored number is
         ``values * scales``."""
         if dtype in LARGEST_VALUES:
             self.scales = heads[..., value_bytes:].view(torch.float32).view(shape[:-1])
         self.struct = PoolStruct(
             memory.data_ptr(), _DTYPES.index(dtype), num_kv_heads, num_layers, block_size, head_dim, head_bytes
         )
-        """What the C++ kernels read; it points into ``memory``, which this object keeps."""
+        """The pool for the C++ kernels; points into ``memory``, which this object keeps alive."""

@@ -1,8 +1,8 @@
-"""The geometry of one step's ragged batch, as every attention kernel takes it.
+"""Attention metadata: the geometry of one step's ragged batch.
 
-Built once per step by an executor and shared by all layers. Bounds are asserted here, once, so that kernels index
-without checks. A batch may be padded to a size for which a decode step was captured
-(`pdserve.model.executors.decode_graphs`). Holds no tokens and no model knowledge.
+An executor builds it once per step and all layers share it. Bounds are asserted here, once, so that kernels index
+without checks. A batch may be padded to a captured decode size (`pdserve.model.executors.decode_graphs`). Holds no
+tokens and no model knowledge.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class AttentionMetadata:
     ``kv_lengths[r] - num_new .. kv_lengths[r]`` of its sequence; token at position p has its KV in block
     ``block_ids[block_starts[r] + p // block_size]`` at offset ``p % block_size``.
 
-    A batch may be padded: its last rows have no token, and its last tokens, from ``query_starts[num_rows]`` on, are
-    nobody's. Of those nothing is written to the pool, and what is computed for them is unspecified.
+    In a padded batch the last rows have no token, and the tokens from ``query_starts[num_rows]`` on belong to no row.
+    Kernels write nothing to the pool for padding tokens; their outputs are unspecified.
     """
 
     words: torch.Tensor
-    """``positions``, then ``packed``: all that is copied to another device."""
+    """``positions``, then ``packed``: the one buffer that is copied to another device."""
     packed: torch.Tensor
-    """``num_rows``, then the four tensors that follow, one behind the other: all that the C++ kernels are told."""
+    """``num_rows``, then the next four tensors back to back: the batch as the C++ kernels read it."""
     query_starts: torch.Tensor
-    """``[num_rows + 1]``, ascending from 0, strictly but for padding."""
+    """``[num_rows + 1]``, ascending from 0; strictly, except for padding."""
     kv_lengths: torch.Tensor
-    """``[num_rows]``: tokens of each sequence once this step is done, the new ones included; 0 in padding."""
+    """``[num_rows]``: tokens of each sequence after this step, new tokens included; 0 in padding."""
     block_starts: torch.Tensor
     """``[num_rows + 1]``: each row's range in ``block_ids``."""
     block_ids: torch.Tensor
-    """``[total]``: pool blocks of every row in sequence order, one row after the other; there may be room behind."""
+    """``[total]``: pool blocks of every row in sequence order, row after row; may have spare room at the end."""
     positions: torch.Tensor
-    """``[num_tokens]``: of every new token in its sequence; 0 in padding."""
+    """``[num_tokens]``: position of every new token in its sequence; 0 in padding."""
     min_new_tokens: int
-    """New tokens of the row that has the fewest; padding does not count."""
+    """Fewest new tokens of any row, padding excluded."""
     max_new_tokens: int
-    """New tokens of the row that has the most."""
+    """Most new tokens of any row."""
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of the batch."""
+        """New tokens of the batch, padding included."""
         return self.positions.shape[0]
 
     @property
@@ -95,7 +95,7 @@ class AttentionMetadata:
     def of_words(
         cls, words: torch.Tensor, *, num_rows: int, num_tokens: int, min_new_tokens: int, max_new_tokens: int
     ) -> AttentionMetadata:
-        """View what `attention_words` returned, on any device; whatever lies behind it belongs to ``block_ids``."""
+        """View a buffer from `attention_words`, on any device; spare room at its end belongs to ``block_ids``."""
         num_block_ids = len(words) - num_tokens - 1 - 2 * (num_rows + 1) - num_rows
         positions, packed = words.split_with_sizes([num_tokens, len(words) - num_tokens])
         query_starts, kv_lengths, block_starts, block_ids = packed[1:].split_with_sizes(
@@ -114,7 +114,7 @@ class AttentionMetadata:
         )
 
     def to(self, device: torch.device) -> AttentionMetadata:
-        """The same on ``device``, by one copy that the host does not wait for."""
+        """Copy to ``device`` in one transfer that the host does not wait for."""
         if device == self.words.device:
             return self
         pinned = self.words.pin_memory() if device.type == "cuda" else self.words
@@ -137,7 +137,7 @@ def attention_words(
     num_padding: int = 0,
 ) -> npt.NDArray[np.int32]:
     """``AttentionMetadata.words`` on the host, for `AttentionMetadata.of_words`; see `AttentionMetadata.build`."""
-    # Plain lists but for what may be long: a decode step of few rows is packed in some microseconds.
+    # Plain lists except for the block ids: packs a decode step of few rows in a few microseconds.
     num_rows, num_tokens = len(num_new_tokens), sum(num_new_tokens)
     kv_lengths = [new + cached for new, cached in zip(num_new_tokens, cached_lengths, strict=True)]
     table_lengths = [len(table) for table in block_tables]

@@ -1,6 +1,6 @@
-"""Chooses the kernels for a pool, in one place.
+"""Kernel selection: the one place that picks an implementation for a pool or device.
 
-The model calls what it was given and knows nothing else of it. Nothing here computes.
+Executors call it once; the model calls the kernels it receives and never asks which they are. Computes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CPU_KERNELS = DecoderKernels(
     gate=cpu_dense.gate,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,
     paged_attention=cpu_attention.paged_attention,
-    # Some blocks of rows of dense.cpp, so that every core has its share and the caches hold what it works on.
+    # A few row blocks of dense.cpp: every core gets a share, and its working set fits the caches.
     mlp_rows=256,
 )
 
@@ -50,7 +50,7 @@ CPU_SAMPLING = SamplingKernels(cpu_sampling.draw_tokens, cpu_sampling.find_top_p
 
 
 def select_sampling_kernels(device: torch.device) -> SamplingKernels:
-    """The fastest implementation for logits on ``device``, chosen as by `select_kernels`."""
+    """Return the fastest implementation for logits on ``device``, by the rule of `select_kernels`."""
     if device.type == "cpu":
         return TORCH_SAMPLING if load_library() is None else CPU_SAMPLING
     if find_spec("triton") is None:
@@ -61,8 +61,8 @@ def select_sampling_kernels(device: torch.device) -> SamplingKernels:
 
 
 def select_kernels(kv_pool: KvPool) -> DecoderKernels:
-    """The fastest implementation that runs on ``kv_pool`` here: C++ on a CPU, Triton on a GPU, or plain torch where
-    they cannot be compiled."""
+    """Return the fastest implementation that runs on ``kv_pool``: C++ on a CPU, Triton on a GPU, plain torch where
+    neither compiles."""
     device = kv_pool.values.device
     if device.type != "cpu":
         return _gpu_kernels()._replace(device=device)

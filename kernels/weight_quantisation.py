@@ -1,6 +1,6 @@
-"""Weights as small integers and scales: what the kernels of CPUs and GPUs hold of a quantised matrix.
+"""Weight quantisation: a matrix as int8 or int4 values with scales, for CPU and GPU kernels.
 
-Called as weights are packed. Symmetric rounding to the nearest: there are no zero points. Multiplies nothing.
+Kernels call it while they pack weights. Symmetric round-to-nearest, without zero points. Multiplies nothing.
 
 Shape suffixes: F output features, E input features, G groups of `GROUP_INPUTS` inputs, R some rows, H half a group.
 """
@@ -14,12 +14,12 @@ import torch
 INT8_MAX = 127
 INT4_MAX = 7
 GROUP_INPUTS = 128
-"""Inputs of an output that share a scale in int4."""
+"""Inputs of one output that share an int4 scale."""
 _QUANTISED_ROWS = 1024
 
 
 class QuantisedWeight(NamedTuple):
-    """``values * scales[:, None]`` stands for the weight, no further than half a scale from it."""
+    """``values * scales[:, None]`` approximates the weight to within half a scale."""
 
     values: torch.Tensor
     """int8 ``[F, E]``, -127 to 127."""
@@ -28,29 +28,29 @@ class QuantisedWeight(NamedTuple):
 
 
 class Int4Weight(NamedTuple):
-    """Two's complement of four bits, two to a byte, -7 to 7, times a scale for every group of inputs."""
+    """Four-bit two's complement values from -7 to 7, two per byte, with one scale per group of inputs."""
 
     packed: torch.Tensor
-    """int8 ``[F, G * GROUP_INPUTS / 2]``: of a group, byte i holds input i in its low bits and input i + 64 in its
-    high ones, so that either half of the bits is a run of inputs. Inputs are filled up with zeros to whole groups."""
+    """int8 ``[F, G * GROUP_INPUTS / 2]``: byte i of a group holds input i in its low bits and input i + 64 in its high
+    bits, so that each half is a contiguous run of inputs. Zeros pad the inputs to whole groups."""
     scales: torch.Tensor
     """float32 ``[F, G]``."""
     num_inputs: int
-    """E."""
+    """E, without padding."""
 
 
 def quantise_int8(weight_FE: torch.Tensor) -> QuantisedWeight:
-    """One scale per output; NaN for outputs with weights that are not finite."""
+    """Quantise with one scale per output; the scale is NaN where a weight is not finite."""
     values_FE = torch.empty(weight_FE.shape, dtype=torch.int8, device=weight_FE.device)
     scales_F = torch.empty(len(weight_FE), device=weight_FE.device)
-    for start in range(0, len(weight_FE), _QUANTISED_ROWS):  # So that no copy of the whole weight is made.
+    for start in range(0, len(weight_FE), _QUANTISED_ROWS):  # Avoids a float32 copy of the whole weight.
         rows = slice(start, start + _QUANTISED_ROWS)
         values_FE[rows], scales_F[rows] = _rounded(weight_FE[rows].float(), INT8_MAX)
     return QuantisedWeight(values_FE, scales_F)
 
 
 def quantise_int4(weight_FE: torch.Tensor) -> Int4Weight:
-    """One scale per output and group; NaN for groups with weights that are not finite."""
+    """Quantise with one scale per output and group; the scale is NaN where a weight is not finite."""
     (num_outputs, num_inputs), device = weight_FE.shape, weight_FE.device
     num_groups = -(-num_inputs // GROUP_INPUTS)
     packed_FH = torch.empty(num_outputs, num_groups * GROUP_INPUTS // 2, dtype=torch.int8, device=device)
@@ -77,8 +77,8 @@ def dequantise_int4(weight: Int4Weight) -> torch.Tensor:
 
 
 def _rounded(part: torch.Tensor, largest_value: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers of a float32 tensor, and scales of vectors along its last axis."""
+    """Return the rounded integers of a float32 tensor and one scale per vector along its last axis."""
     scales = part.abs().amax(dim=-1) / largest_value
-    # Where a scale is 0, NaN or infinite, values mean nothing and are 0; the scale alone says enough.
+    # Values are 0 where the scale is 0, NaN or infinite: the scale alone then determines the result.
     inverse = scales.reciprocal().nan_to_num()
     return (part * inverse[..., None]).nan_to_num().round().to(torch.int8), scales

@@ -1,7 +1,7 @@
-"""When requests arrive: a pattern that is drawn once, at one arrival a second, and then put at any rate.
+"""Arrival patterns: drawn once at one arrival per second, then scaled to any rate.
 
-Used by `pdserve.planner.workload`. Knows nothing of what arrives. A pattern at twice the rate has the same arrivals in
-half the time, so that rates are compared on the same luck.
+Used by `pdserve.planner.workload`. Knows nothing of what arrives. At twice the rate, a pattern has the same arrivals in
+half the time, so that rates are compared on the same random draw.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Judges one simulated run against an SLO: who met it, how sure that is, and what the latencies were.
+"""Judges one simulated run against an SLO: attainment, its confidence, and latencies.
 
-`pdserve.planner.goodput` asks it at each rate, `pdserve simulate` once. What arrived before the cluster was in its
-steady state is left out (`warm_up_s`). Works on any `Simulation`-shaped record; runs nothing itself.
+`pdserve.planner.goodput` calls it at each rate, `pdserve simulate` once. Excludes requests that arrive before the
+cluster reaches its steady state (`warm_up_s`). Works on any `Simulation`-shaped record; runs nothing itself.
 """
 
 from __future__ import annotations

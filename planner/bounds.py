@@ -1,20 +1,20 @@
-"""What can be said of a layout without simulating it: whether it fits, what it cannot exceed, what it may reach.
+"""Closed-form bounds of a layout, without simulation: memory, maximum rate, and an estimate of its goodput.
 
-Used by `pdserve.planner.search` to leave out layouts that cannot win, and to rank the others before they are simulated.
-Asks the cost model only. All figures are of a steady state with a demand's mean lengths (`pdserve.planner.demand`).
+`pdserve.planner.search` uses them to drop layouts that cannot win and to rank the others before it simulates them.
+Calls the cost model only. All figures describe a steady state with a demand's mean lengths (`pdserve.planner.demand`).
 
-- Memory: the weights, and the KV of one sequence of ``max_model_len`` beside them.
-- Reach: of the prompts, those whose TTFT is within the objective on an idle cluster; of the answers, those whose steps
-  are when they decode alone. Too few of either, and no rate meets the SLO.
-- Prefill: a worker computes no more than prompts that fill each step's token budget to the last token.
-- Decode and mixed workers: steps of ``b`` decode rows and ``n`` prompt tokens take ``s(n, b)``, so that a worker
-  decodes ``b / (s g)`` requests of ``g`` gaps a second, and prefills ``n / (s L)`` prompts of ``L`` tokens. ``b`` is
-  limited by the batch and by KV (Little's law), ``n + b`` by the token budget, ``s`` by the objective for TPOT, unless
-  answers of one token, which have no TPOT, are enough to meet the target. Decode workers do prefill where the router
-  finds that of use, so that the same holds for both. As ``s`` is convex, but for the growth of efficiency with size,
-  steps that vary around their means do no better than steps that are all alike.
-- Link: what is prefilled elsewhere and not in a prefix cache must cross it, one pull at a time for each worker, as fast
-  as the slower side can, within a host or over the network (`pdserve.planner.links`).
+- Memory: the weights, plus the KV of one sequence of ``max_model_len``.
+- Reach: the share of prompts whose TTFT meets the objective on an idle cluster, and the share of answers whose steps do
+  when they decode alone. If either is too low, no rate meets the SLO.
+- Prefill: a worker computes at most the prompts that fill every step's token budget.
+- Decode and mixed workers: a step of ``b`` decode rows and ``n`` prompt tokens takes ``s(n, b)``, so a worker decodes
+  ``b / (s g)`` requests of ``g`` gaps per second and prefills ``n / (s L)`` prompts of ``L`` tokens. The batch and KV
+  limit ``b`` (Little's law), the token budget limits ``n + b``, and the TPOT objective limits ``s``, unless answers of
+  one token, which have no TPOT, suffice for the target. Decode workers also prefill if the router finds it useful, so
+  the same bound holds for both. ``s`` is convex, except that efficiency grows with size, so steps that vary around
+  their means do no better than uniform steps.
+- Link: KV that is prefilled elsewhere and not in a prefix cache must cross the link, one pull at a time per worker, at
+  the speed of the slower side, within a host or over the network (`pdserve.planner.links`).
 
 The rate cannot exceed ``min(decoded, prefilled)`` at the best ``(n, b)``. Sources: Little, "A proof for the queuing
 formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and Kingman's exponential tail of it (1961).

@@ -1,6 +1,6 @@
-"""From what was simulated to what is told: a candidate's figures, what binds it and why it lost, and the verdict.
+"""Turns simulations into candidates: their figures, bottlenecks and reasons for losing, and the verdict.
 
-Used by `pdserve.planner.search`. Runs nothing.
+Used by `pdserve.planner.search`. Simulates nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a plan tells beside the rank: how the losers do at the winner's rate, where the winner's cliff is, and what
-faster or slower steps would change.
+"""Sensitivity of a plan: the losers at the winner's rate, the rate at which the winner saturates, and the effect of
+faster or slower steps.
 
-Used by `pdserve.planner.search`, which has the pursuits followed and then asks.
+Used by `pdserve.planner.search`, which runs the simulations and then reads the results here.
 """
 
 from __future__ import annotations

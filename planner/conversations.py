@@ -1,6 +1,6 @@
-"""What is asked: conversations of one or more turns, with the system prompts that they share.
+"""Conversations of one or more turns, and the system prompts that they share.
 
-Used by `pdserve.planner.workload`. Knows nothing of when they begin, and of no model's limits.
+Used by `pdserve.planner.workload`. Knows neither when conversations begin nor any model's limits.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Fits a device's efficiencies to steps that were measured on it, and says how far off predictions of others are.
+"""Fits a device's efficiencies to measured steps, and reports the error on held-out steps.
 
-`pdserve profile` calls `fit_hardware` with what `pdserve.model.cost.profiling` measured. What is varied are figures of
-`pdserve.model.cost.hardware.Hardware` and what predicts is `pdserve.model.cost.cost_model.CostModel` itself, so that a
-fit cannot drift away from the model that uses it. Some steps of each kind are held out: the errors on them are those of
-the file.
+`pdserve profile` calls `fit_hardware` with measurements of `pdserve.model.cost.profiling`. The fit varies figures of
+`pdserve.model.cost.hardware.Hardware` and predicts with `pdserve.model.cost.cost_model.CostModel` itself, so it cannot
+drift from the model that uses it. Some steps of each kind are held out; their errors go into the file.
 
-The squares of log(predicted / measured) are minimised, by the method of Levenberg and Marquardt (Marquardt, 1963), over
-logarithms of the figures: none can become negative. Each is pulled a little towards what the catalogue says, which
-decides where the steps do not. Overhead per step and per layer are told apart by steps of a model of fewer layers.
+Minimises the squares of log(predicted / measured) with the method of Levenberg and Marquardt (Marquardt, 1963) over
+logarithms of the figures, which keeps them positive. A weak pull towards the catalogue's figures decides where the
+steps do not. Steps of a model with fewer layers separate the overhead per step from the overhead per layer.
 """
 
 from __future__ import annotations

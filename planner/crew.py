@@ -1,7 +1,7 @@
-"""Processes that simulate side by side, for the search.
+"""Pool of simulation processes for the search.
 
-Work is given as plain values and comes back in the order in which it was given, so that the number of processes changes
-nothing but the time. Ctrl-C, any error, or the end of the process that gave them work ends them all.
+Takes and returns plain values, in order, so the number of processes changes only the time. Ctrl-C, any error, or the
+end of the parent process ends them all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attainment of a plan's contenders at rates around their goodput, for the curves of its report.
+"""Attainment of a plan's leading candidates at rates around their goodput, for the curves of its report.
 
-The search tries few rates, and stops most of them early; a curve wants rates that are run to their end. Its runs are as
-long as those that found the goodput, because shorter ones show more of it, and what those saw is among its points.
+The search tries few rates and stops most of them early; a curve needs rates that run to their end. These runs are as
+long as those that found the goodput, because shorter ones overstate it, and reuse their results as points.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a workload asks of a cluster, in the few numbers that closed forms need: taken from a drawn sample.
+"""A workload's demand on a cluster in the few numbers that closed forms need, computed from a drawn sample.
 
 Read by `pdserve.planner.bounds`. Knows nothing of hardware.
 """

@@ -1,7 +1,7 @@
-"""A placement as a deployment file, and back: what the search found can be served, and what is served simulated.
+"""Converts between layouts and deployment files: to serve what the search found, and to simulate what is served.
 
-The file is what `pdserve up` reads, with the planner's predictions beside it as comments. Writes text and builds
-layouts; never touches a file.
+`pdserve up` reads the file; comments hold the planner's predictions. Writes text and builds layouts; never touches a
+file.
 """
 
 from __future__ import annotations

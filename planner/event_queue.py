@@ -1,4 +1,4 @@
-"""The simulation's virtual clock and event queue: calls in order of time, and in order of entry at the same time.
+"""Virtual clock and event queue of the simulation: calls in order of time, ties in order of insertion.
 
 Used by the simulator. Knows neither workers nor requests; never reads a real clock.
 """

@@ -1,8 +1,7 @@
-"""The cost model's formulas with a model's and a device's numbers filled in: how a prediction comes about.
+"""The cost model's formulas with a model's and a device's numbers filled in, to explain a prediction.
 
-`explain` gives plain lines; `pdserve plan --explain` prints them. The numbers of a line are the arithmetic that gives
-its result, so that anybody can do it again; results come from `pdserve.model.cost.cost_model`, which has the formulas'
-sources.
+`explain` returns plain lines; `pdserve plan --explain` prints them. Each line shows the arithmetic behind its result,
+so that readers can check it. Results come from `pdserve.model.cost.cost_model`, which cites the formulas' sources.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where predictions go beyond what a device was measured with: said, never refused. Pure.
+"""Warns where predictions leave the measured range of a device; never refuses. Pure functions.
 
-Only devices of `pdserve profile` know how far they were measured; figures of the catalogue are estimates throughout.
+Only devices measured by `pdserve profile` have a measured range; the catalogue's figures are estimates throughout.
 """
 
 from __future__ import annotations

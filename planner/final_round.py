@@ -1,7 +1,7 @@
-"""The finalists of one kind, colocated or not, and which of them is the best: as long as that is open, the best so far,
-and who is about as good, get as many simulations as their goodput needs.
+"""Picks the best finalist of one kind, colocated or disaggregated.
 
-Used by `pdserve.planner.search`, which has it done for both kinds side by side.
+While the choice is open, the best finalist so far and those about as good get as many simulations as their goodput
+needs. Used by `pdserve.planner.search`, which runs both kinds in parallel.
 """
 
 from __future__ import annotations

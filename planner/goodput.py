@@ -1,10 +1,10 @@
-"""The goodput of one layout: the highest rate at which enough requests meet both objectives, by simulation.
+"""Goodput of one layout: the highest rate at which enough requests meet both objectives, by simulation.
 
-What is tried (`Trial`), the runs that tell something of it (`Run`, carried out by a `Runner`), and what came out
-(`Goodput`). What takes several runs to find out is a `Pursuit`, which only says which ones it needs:
-`pdserve.planner.crew` carries out those of many side by side. Where to look for the goodput is the business of
-`pdserve.planner.goodput_search`. All rates, and all layouts that are given the same workload and seeds, see the same
-requests in the same pattern, only closer together (common random numbers), so that differences are the layouts' own.
+Defines a trial (`Trial`), its runs (`Run`, executed by a `Runner`) and the result (`Goodput`). A `Pursuit` is a task of
+several runs that only requests them; `pdserve.planner.crew` executes the runs of many in parallel.
+`pdserve.planner.goodput_search` decides where to look. All rates, and all layouts with the same workload and seeds, see
+the same requests in the same pattern, only closer together (common random numbers), so that differences come from the
+layouts alone.
 """
 
 from __future__ import annotations

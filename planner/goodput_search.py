@@ -1,9 +1,9 @@
-"""Looks for the goodput of one layout.
+"""Searches for the goodput of one layout.
 
-Near the target, the share of requests that miss grows about as a power of the rate. `GoodputSearch` tries the rate at
-which that power, through what was seen so far, crosses the target, until the crossing is near a rate that was tried:
-the goodput is the crossing. Rates are looked for with the first seed, and the others are spent where it led to. A rate
-that is hopeless is given up as soon as too many requests missed.
+Near the target, the share of requests that miss grows roughly as a power of the rate. `GoodputSearch` fits that power
+to the results so far and tries the rate at which it crosses the target, until the crossing is near a tried rate: the
+crossing is the goodput. The first seed finds the rate; the other seeds are spent near it. A hopeless rate stops as soon
+as too many requests missed.
 """
 
 from __future__ import annotations

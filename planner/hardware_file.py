@@ -1,8 +1,8 @@
-"""Reads and writes a file of devices: a user's own hardware, or what `pdserve profile` has measured.
+"""Reads and writes a file of devices: a user's hardware, or measurements of `pdserve profile`.
 
     devices:
-      my-l40s:                      # any name; one of the catalogue's changes that device
-        base: l40s                  # the figures that are not given here; a device of the catalogue or one above
+      my-l40s:                      # any name; a name of the catalogue changes that device
+        base: l40s                  # source of omitted figures; a device of the catalogue or one above
         price_per_hour_usd: 1.2
         link_bandwidth: 28e9
       this-machine:
@@ -16,11 +16,11 @@
                    context_tokens: [0, 4096], errors: {prefill: 0.04, decode: 0.06}}
         sources: {compute_efficiency: pdserve profile}
 
-The keys are the fields of `pdserve.model.cost.hardware.Hardware`, where their units stand, and ``base`` and
-``num_cores``. Without a base every field that has no default must be given. A figure without a source has the file's
-name for one.
+The keys are ``base``, ``num_cores`` and the fields of `pdserve.model.cost.hardware.Hardware`, which documents their
+units. Without a base, every field that has no default is required. A figure without a source cites the file's name.
 
-Read by the command line and the search; what it gives goes to `pdserve.model.cost.hardware.hardware` as ``added``.
+The command line and the search read the file and pass its devices to `pdserve.model.cost.hardware.hardware` as
+``added``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Which host each worker of a layout is on: what decides whether KV goes by the links within a host or by the network.
+"""Places the workers of a layout on hosts, which decides if KV moves over links within a host or over the network.
 
-Used by `pdserve.planner.layouts` for what is searched and `pdserve.planner.deployment_file` for what is simulated; a
-cluster that runs has hosts of its own (`pdserve.planner.running`). Nothing starts workers on several hosts yet: what is
-assumed here is what an operator would do, or Ray with its SPREAD strategy.
+`pdserve.planner.layouts` uses it for the search and `pdserve.planner.deployment_file` for simulation; a running cluster
+reports its hosts (`pdserve.planner.running`). Nothing starts workers on several hosts yet: the placement assumes what
+an operator, or Ray with its SPREAD strategy, would do.
 
-- Hosts have devices of one kind, and as few of them are taken as the workers fit on.
-- A stage's tensor-parallel group is on one host, and the stages of a pipeline fill a host before the next one, as the
-  cost model takes them to (`pdserve.model.cost.cost_model`).
-- Of what is left, every worker takes the emptiest host, the larger workers first. So both phases are spread over all
-  hosts, and as many workers as can be have one of the other phase beside them: the low node affinity of Zhong et al.,
-  "DistServe" (OSDI 2024, section 4.2), without its splitting of both phases' pipelines over the same hosts.
-- Where workers do not fit so, those of one phase after the other take the first host that has room.
+- Each host has devices of one kind; a layout takes as few hosts as its workers fit on.
+- A stage's tensor-parallel group is on one host, and the stages of a pipeline fill a host before the next one, as
+  `pdserve.model.cost.cost_model` assumes.
+- Each worker takes the emptiest remaining host, larger workers first. This spreads both phases over all hosts, and as
+  many workers as possible share a host with the other phase: the low node affinity of Zhong et al., "DistServe" (OSDI
+  2024, section 4.2), without its splitting of both phases' pipelines over the same hosts.
+- If the workers do not fit that way, each takes the first host with room, one phase after the other.
 """
 
 from __future__ import annotations

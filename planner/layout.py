@@ -1,7 +1,7 @@
-"""A placement: which workers there are, on which hardware, parallelised how, and what they are limited to.
+"""Layout of a placement: its workers, their hardware, parallelism and limits.
 
-What the search varies, the simulator runs and a deployment file is written from. Holds values and counts; decides
-nothing.
+The search varies layouts, the simulator runs them, and deployment files are written from them. Holds values and counts;
+decides nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which layouts a question allows: degrees, replicas, kinds of devices and limits, as hosts have room for them.
+"""Enumerates the layouts that a question allows: degrees, replicas, kinds of devices and limits that fit on the hosts.
 
-Used by `pdserve.planner.search`. Judges memory, nothing else.
+Used by `pdserve.planner.search`. Judges memory only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How long prompts and answers are: distributions of pairs.
+"""Distributions of prompt and answer lengths, drawn as pairs.
 
-Used by `pdserve.planner.conversations`. Knows nothing of arrivals, of what prompts share, or of a model's limits.
+Used by `pdserve.planner.conversations`. Knows nothing of arrivals, shared prefixes or a model's limits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How many prompts' KV the links between a layout's prefill and decode workers can carry, in closed form.
+"""Closed-form bound on the prompts whose KV the links between a layout's prefill and decode workers can carry.
 
-Used by `pdserve.planner.bounds`. Each worker, or each lane of a pipeline, has one wire, on which pulls follow one
-another (`pdserve.planner.simulated_transfers`); how long one takes depends on whether both ends are on the same host.
+Used by `pdserve.planner.bounds`. Each worker, or each micro-batch of a pipeline, has one link that serialises its pulls
+(`pdserve.planner.simulated_transfers`); the time of a pull depends on whether both ends share a host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a running cluster tells of its traffic: two scrapes of the router's metrics, and the difference between them.
+"""Observes the traffic of a running cluster as the difference between two scrapes of the router's metrics.
 
-From it a workload like the observed one is drawn, so that the search can answer for it. Reads text only; fetching it is
-the caller's business. Prompts and answers are drawn independently of each other: histograms do not tell which belong
-together.
+The search can then plan for a workload that resembles it. Parses text only; the caller fetches it. Prompt and answer
+lengths are drawn independently, because histograms do not record which belong together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The planner's question and its answer, as plain values: what is asked, ranked candidates, reasons and figures.
+"""The planner's question and answer as plain values: requirements, ranked candidates, reasons and figures.
 
 `pdserve.planner.search` fills them in; the CLI and the reports render them; a deployment file is written from a
-candidate's layout. Decides nothing. Rates are requests per second of the whole layout, money is US dollars.
+candidate's layout. Decides nothing. Rates are requests per second of the whole layout; money is in US dollars.
 """
 
 from __future__ import annotations

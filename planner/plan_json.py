@@ -1,6 +1,6 @@
-"""Plans and simulations as JSON: the figures of the tables and more, for programs.
+"""Plans and simulations as JSON for programs: the figures of the tables and more.
 
-Seconds, bytes, requests per second, US dollars; ``null`` where there is no figure, or where it is infinite. Called by
+Units are seconds, bytes, requests per second and US dollars; ``null`` marks a missing or infinite figure. Called by
 the command line.
 """
 

@@ -1,4 +1,4 @@
-"""A plan's candidates as rows of words, the same in a terminal and on a page."""
+"""Formats a plan's candidates as rows of text, for both the terminal and the HTML report."""
 
 from __future__ import annotations
 

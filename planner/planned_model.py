@@ -1,6 +1,6 @@
-"""Reads the model that is to be planned for: a config.json, or the folder that holds one. No weight is needed.
+"""Reads the shape of the model to plan for from a config.json, or from the folder that holds one. Needs no weights.
 
-Called by the command line. Any decoder whose shape is told counts, whether or not the engine could serve it.
+Called by the command line. Accepts any decoder whose config gives its shape, even if the engine cannot serve it.
 """
 
 from __future__ import annotations

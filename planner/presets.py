@@ -1,7 +1,7 @@
-"""Kinds of traffic by name, each with the objectives that are usual for it.
+"""Named kinds of traffic, each with its usual objectives.
 
-Called by the CLI and the benchmarks. Lengths are distributions, no trace is shipped; `preset` has a table of the means
-they give, and `pdserve.planner.workload.Workload.source` says where each is from.
+Called by the CLI and the benchmarks. Lengths are distributions; no trace is shipped. `preset` lists their means, and
+`pdserve.planner.workload.Workload.source` cites the origin of each.
 """
 
 from __future__ import annotations

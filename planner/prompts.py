@@ -1,6 +1,6 @@
-"""Token ids of simulated prompts and the hashes of their blocks: equal exactly where contents are said to be equal.
+"""Token ids of simulated prompts and their block hashes: equal exactly where the workload shares content.
 
-Answers are zeros (`pdserve.planner.simulated_worker`), and so a next turn's prompt has zeros where the answer was.
+Answers are zeros (`pdserve.planner.simulated_worker`), so the prompt of a next turn has zeros in place of the answer.
 """
 
 from __future__ import annotations

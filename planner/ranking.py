@@ -1,4 +1,4 @@
-"""In what order layouts are, given what is known of each so far.
+"""Orders layouts by the results known so far.
 
 Used by `pdserve.planner.search`. Compares; simulates nothing.
 """

@@ -1,7 +1,7 @@
-"""Whether a running cluster should be placed anew: what would be gained, how sure that is, and what the change costs.
+"""Decides whether to change a running cluster's placement: the gain, its confidence, and the cost of the change.
 
-Compares a plan for the observed traffic with the placement that runs, both simulated. Proposes only what is better
-beyond doubt and by more than a threshold (hysteresis), so that a cluster is not rebuilt for noise. Changes nothing.
+Compares a plan for the observed traffic with the running placement, both simulated. Proposes only what is better beyond
+doubt and by more than a threshold (hysteresis), so that noise never triggers a rebuild. Changes nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A plan as one HTML page that needs nothing beside it: no script, no network, light or dark as its reader likes.
+"""Renders a plan as one self-contained HTML page: no scripts, no network, light or dark as the reader prefers.
 
-Called by the command line. Words and figures come from the plan, charts from `pdserve.planner.report_charts`.
+Called by the command line. Text and figures come from the plan, charts from `pdserve.planner.report_charts`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The charts of a plan's report: which series of a plan each one draws.
+"""Charts of a plan's report: selects the series that each one draws.
 
-Used by `pdserve.planner.report`; how a chart looks is the business of `pdserve.planner.svg`.
+Used by `pdserve.planner.report`; `pdserve.planner.svg` draws them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests as the simulator takes them: when, how long, what they share. Made by `pdserve.planner.workload`."""
+"""Requests of the simulator: arrival times, lengths and shared prefixes. Made by `pdserve.planner.workload`."""
 
 from __future__ import annotations
 

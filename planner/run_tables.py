@@ -1,4 +1,4 @@
-"""A simulated run in a terminal and as JSON: latencies, attainment, throughput, and how the workers were used."""
+"""Prints a simulated run in a terminal and as JSON: latencies, attainment, throughput and worker utilisation."""
 
 from __future__ import annotations
 

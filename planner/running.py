@@ -1,7 +1,6 @@
-"""A running cluster as the planner sees it: its workers from the router's status, its traffic as a workload.
+"""The planner's view of a running cluster: its workers from the router's status, its traffic as a workload.
 
-Reads what was fetched; fetches nothing. Used by `pdserve plan --live`, with `pdserve.planner.live` and
-`pdserve.planner.replan`.
+Parses data that others fetch. Used by `pdserve plan --live`, with `pdserve.planner.live` and `pdserve.planner.replan`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Looks at simulated workers at equal distances of time, for the curves of a report."""
+"""Samples simulated workers at fixed intervals, for the curves of a report."""
 
 from __future__ import annotations
 

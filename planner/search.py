@@ -1,18 +1,17 @@
-"""The placement search: from a question and a workload to a ranked plan.
+"""Placement search: from a question and a workload to a ranked plan.
 
-`find_plan` is what the CLI and the live planner call. Three rounds, each with fewer layouts and more requests
-(in the manner of successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same requests:
+The CLI and the live planner call `find_plan`. It runs three rounds, each with fewer layouts and more requests (as in
+successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same requests:
 
-1. Bounds and estimates of every layout, in closed form. What is known of one phase's worker is worked out once, and the
-   ratio of prefill to decode workers follows from the demand of each phase, as in DistServe's algorithm 1 (OSDI 2024,
-   section 4.1) but with queues, and with the link and the prompts that decode workers compute.
-2. Screening: short simulations of the best estimates, of both kinds of layout, the first of which correct the others.
-   One of each tells enough to choose finalists; where a rate is asked for, those within reach of the best get as many
-   as their goodput needs.
-3. Finalists, of those within reach of the best: one long simulation of each, at the same rates where that may be, then
-   as many as its goodput needs, with several seeds, of the best of either kind. Then what the reader wants to know
-   beside the rank: how the losers do at the winner's rate, where the cliff is, and what faster or slower steps would
-   change.
+1. Closed-form bounds and estimates of every layout. Each phase's worker is evaluated once, and the demand of each phase
+   sets the ratio of prefill to decode workers, as in DistServe's algorithm 1 (OSDI 2024, section 4.1), but with queues,
+   the link, and the prompts that decode workers compute.
+2. Screening: short simulations of the best estimates of both kinds of layout; the first correct the other estimates.
+   One simulation each suffices to choose finalists; if the question asks for a rate, layouts within reach of the best
+   get as many as their goodput needs.
+3. Finalists within reach of the best: one long simulation each, at the same rates where possible, then as many as their
+   goodput needs, with several seeds, for the best of either kind. Finally the sensitivity: the losers at the winner's
+   rate, the rate of saturation, and the effect of faster or slower steps.
 
 The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
 """

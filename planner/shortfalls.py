@@ -1,6 +1,6 @@
-"""What is said where a question has no answer: the best that can be had, and the remedy, in one line.
+"""One-line errors for infeasible questions: the best that is possible, and the remedy.
 
-Used by `pdserve.planner.search`, which raises what these functions return.
+`pdserve.planner.search` raises the errors that these functions return.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The workers of a simulated placement: each with its scheduler and block pool, and what a router sees of it.
+"""Workers of a simulated placement: each with its scheduler and block pool, and the router's view of it.
 
-Built for `pdserve.planner.simulator`. A pipeline-parallel worker is as many *micro-batches* as it has stages, each with
-its share of blocks and places: while the step of one is in the second stage, that of the next is in the first.
+Built for `pdserve.planner.simulator`. A pipeline-parallel worker has as many *micro-batches* as stages, each with its
+share of blocks and batch slots: while one micro-batch's step is in the second stage, the next one's is in the first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One request on its way through a simulated cluster, and what is known of it in the end.
+"""One request in a simulated cluster: its progress and its final record.
 
-Kept by `pdserve.planner.simulator`, which decides everything.
+Owned by `pdserve.planner.simulator`, which decides everything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One placement under one kind of traffic: simulated once, and judged.
+"""Simulates one placement under one kind of traffic once, and judges the run.
 
-What `pdserve simulate` asks, and what a proposal to change a running cluster is compared with. The search asks
+Called by `pdserve simulate` and by the comparison of a proposal with a running cluster. The search uses
 `pdserve.planner.goodput` instead, which does the same at many rates.
 """
 

@@ -1,8 +1,8 @@
-"""The pulls of a simulated cluster: from a decode worker's wish for a prompt's KV until both engines know of it.
+"""Pulls of a simulated cluster, from a decode worker's request for a prompt's KV until both engines know the outcome.
 
-A pull ends when its last chunk was granted and the link has carried all; what was granted before travels meanwhile. Of
-each worker, one pull after the other has the link to itself, going out and coming in: so its bandwidth is shared,
-without the partial progress of each. Owned by `pdserve.planner.simulator`.
+A pull ends once its last chunk is granted and the link has carried everything; chunks granted earlier travel in the
+meantime. Each worker's link serves one pull at a time in each direction, so pulls share its bandwidth without modelling
+the partial progress of each. Owned by `pdserve.planner.simulator`.
 """
 
 from __future__ import annotations

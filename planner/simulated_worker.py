@@ -1,13 +1,13 @@
-"""One worker under the virtual clock: the live step loop over the scheduler of its phase.
+"""One worker under the virtual clock: the live step loop over its phase's scheduler.
 
-Drives `pdserve.engine.worker.loop` as its thread does, with an executor that says how long a step takes and computes
-nothing: as long as the cost model predicts. With an executor of pipeline depth 2, step N + 1 is planned and submitted
-while step N runs, and what arrives meanwhile is heard when step N ends, in time for step N + 2. With one of depth 1,
-and where there was nothing to plan yet, a turn of the loop lies between two steps.
+Drives `pdserve.engine.worker.loop` as its thread does, with an executor that computes nothing and takes as long as the
+cost model predicts. At pipeline depth 2, the loop plans and submits step N + 1 while step N runs, and receives messages
+that arrive meanwhile when step N ends, in time for step N + 2. At depth 1, or if there was nothing to plan yet, one
+turn of the loop separates two steps.
 
-Most steps of a decode worker change nothing but lengths (`DecodeScheduler.steady_steps`). They are not planned: the
-worker looks ahead to the last turn of such a *run*, or to the first one at which it hears of something that arrived
-meanwhile, and takes them at once there (`DecodeScheduler.fast_forward`).
+Most steps of a decode worker change only lengths (`DecodeScheduler.steady_steps`) and are not planned: the worker looks
+ahead to the last turn of such a *run*, or to the first one that receives a new message, and advances there at once
+(`DecodeScheduler.fast_forward`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a simulation gives: when each request reached what, and how its workers were used.
+"""Result of a simulation: the times of each request's events and the utilisation of the workers.
 
 Arrays have one entry per request, in order of arrival; times are seconds on the simulation's clock.
 """

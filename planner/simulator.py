@@ -1,13 +1,12 @@
-"""Runs a placement on a workload without a GPU: discrete events, the cluster's own policy and schedulers, virtual time.
+"""Simulates a placement on a workload without a GPU: discrete events, virtual time, the live policy and schedulers.
 
-`simulate` is what the search, the CLI and the benchmarks call. Real are the router's policy and its view of workers,
-both phases' schedulers, block pools, reservations and prefix caches; modelled are the time of steps and transfers
-(`pdserve.model.cost.cost_model`) and the few delays of `Overheads`. The same arguments give the same result, to the
-bit.
+The search, the CLI and the benchmarks call `simulate`. Real: the router's policy and its view of workers, both phases'
+schedulers, block pools, reservations and prefix caches. Modelled: the time of steps and transfers
+(`pdserve.model.cost.cost_model`) and the few delays of `Overheads`. The same arguments give bit-identical results.
 
-Life of a request: it arrives, the policy names a prefill worker, which says STARTED, LAST_CHUNK (the policy names a
-decode worker, whose pull starts once it has reserved blocks) and token 0; the pull ends when the last chunk was granted
-and the link has carried all; the decode worker says JOINED and, in the end, the last token.
+Life of a request: it arrives and the policy picks a prefill worker, which reports STARTED, LAST_CHUNK (the policy picks
+a decode worker, whose pull starts once it has reserved blocks) and token 0; the pull ends once the last chunk is
+granted and the link has carried everything; the decode worker reports JOINED and, finally, the last token.
 """
 
 from __future__ import annotations

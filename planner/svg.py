@@ -1,7 +1,7 @@
-"""Small charts as inline SVG: lines, points and bars, in colours that a style sheet names.
+"""Small charts as inline SVG: lines, points and bars, in colours from a style sheet.
 
 Used by `pdserve.planner.report`. Every mark has a class (``s0``, ``s1``, ...) in place of a colour, so that a page can
-be light or dark, and points have titles that a browser shows. Knows nothing of plans.
+be light or dark, and points have titles that browsers show as tooltips. Knows nothing of plans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan in a terminal: the ranked table, what the winner's workers hold, the reasons and the verdict."""
+"""Prints a plan in a terminal: the ranked table, the memory of the winner's workers, the reasons and the verdict."""
 
 from __future__ import annotations
 

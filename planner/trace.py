@@ -1,7 +1,7 @@
-"""Recorded requests, whatever file they came from, and how they are drawn from.
+"""Recorded requests from any trace format, and draws from them.
 
-Filled by the readers (`pdserve.planner.trace_lines`, `pdserve.planner.trace_sharegpt`) through `TraceBuilder`, which
-also keeps count of what they leave out. Never reads a file.
+The readers (`pdserve.planner.trace_lines`, `pdserve.planner.trace_sharegpt`) fill a trace through `TraceBuilder`, which
+also counts the requests that they skip. Never reads a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Readers of traces that have a request a line: Mooncake, Azure, BurstGPT, and a plain format of our own.
+"""Readers of traces with one request per line: Mooncake, Azure, BurstGPT, and a plain format of this project.
 
-Called by `pdserve.planner.trace_reading`. Files are read line by line. A line that cannot be read is an error that
-names it, or, leniently, is skipped and counted.
+Called by `pdserve.planner.trace_reading`. Reads files line by line. A line that cannot be read raises an error that
+names it or, in lenient mode, is skipped and counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads a trace file, whatever its format: recognised by what is in it, never by its name.
+"""Reads a trace file of any supported format, recognised by its content, never by its name.
 
 Called by the CLI. The formats are those of `pdserve.planner.trace_lines` and `pdserve.planner.trace_sharegpt`.
 """

@@ -1,6 +1,6 @@
-"""Reader of ShareGPT's JSON: one array of conversations, of which only the lengths are kept.
+"""Reader of ShareGPT's JSON: one array of conversations, reduced to their lengths.
 
-Called by `pdserve.planner.trace_reading`. The array is read an element at a time, so that its size does not matter.
+Called by `pdserve.planner.trace_reading`. Reads one array element at a time, so files may be of any size.
 """
 
 from __future__ import annotations

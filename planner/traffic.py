@@ -1,6 +1,7 @@
-"""The traffic that a command line names: a preset, a trace file, or fixed lengths; fitted to a model, and in words.
+"""Builds the traffic of the command line from a preset, a trace file or fixed lengths, fitted to a model.
 
-What `pdserve.planner.workload` draws is handed on unchanged, but for what the model's length cuts off.
+Also describes it in words. Passes the draws of `pdserve.planner.workload` through unchanged, except for lengths that
+the model's limit truncates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures as people read them, the same in tables, reports and files."""
+"""Formats figures for people, alike in tables, reports and files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Workloads: what is asked, and when. Drawn once for a seed, and then put at any rate.
+"""Workloads: requests and their arrivals, drawn once per seed and then scaled to any rate.
 
-What the search, the CLI and the benchmarks simulate. Layouts and rates are compared on the same draw (common random
-numbers): they see the same lengths, in the same order, at the same pattern of arrivals. Decides nothing.
+Simulated by the search, the CLI and the benchmarks. Layouts and rates are compared on the same draw (common random
+numbers): the same lengths, in the same order, with the same arrival pattern. Decides nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a workload is like: lengths, and what a cache could save.
+"""Statistics of a workload: lengths, and the savings possible with a cache.
 
-What closed-form bounds of the search and reports are computed from. Made by `pdserve.planner.workload`.
+Reports and the search's closed-form bounds read them. Made by `pdserve.planner.workload`.
 """
 
 from __future__ import annotations

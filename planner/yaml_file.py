@@ -1,6 +1,6 @@
-"""Reads YAML as plain values, with the line of every key: the one reader of files that users write.
+"""Reads YAML as plain values with the line of every key: the only reader of files that users write.
 
-Numbers such as 24e9 are numbers and dates are text, unlike in YAML 1.1. A key that is written twice is refused.
+Unlike in YAML 1.1, numbers such as 24e9 are numbers and dates are text. Rejects duplicate keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attention kernels in C++, through ctypes: shapes are asserted here, because nothing is checked on the other side.
+"""C++ attention kernels, called through ctypes. Shapes are asserted here; the C++ side checks nothing.
 
-Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu.build` from attention.cpp and rope.cpp.
-Takes float32 activations over a pool of any dtype but float8. Threads: see `pdserve.kernels.cpu.threads`.
+`pdserve.kernels.selection` chooses them; `pdserve.kernels.cpu.build` compiles attention.cpp and rope.cpp. They take
+float32 activations and a pool of any dtype except float8, and run on the threads of `pdserve.kernels.cpu.threads`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def supports(kv_pool: KvPool) -> bool:
-    """Whether the C++ kernels run on ``kv_pool`` here. Compiles them if that was not done yet."""
+    """Report whether the C++ kernels run on ``kv_pool``. Compiles them on first use."""
     return (
         kv_pool.values.device.type == "cpu"
         and kv_pool.dtype != torch.float8_e4m3fn
@@ -108,7 +108,7 @@ def _function(name: str) -> Any:
 
 
 def _pool_and_batch(kv_pool: KvPool, layer: int, metadata: AttentionMetadata) -> tuple[object, ...]:
-    """The arguments that both kernels end with: pool, layer, batch."""
+    """Trailing arguments of both kernels: pool, layer, batch."""
     assert 0 <= layer < kv_pool.shape.num_layers
     assert kv_pool.dtype != torch.float8_e4m3fn, "no kernel in C++ reads float8"
     return ctypes.byref(kv_pool.struct), layer, metadata.packed.data_ptr()

@@ -1,7 +1,7 @@
-"""Compiles the C++ kernels for this machine's CPU on first use and keeps the result in a per-user cache.
+"""Builds the C++ kernels for this machine's CPU on first use and keeps the library in a per-user cache.
 
-Needs g++ only: no torch or Python headers. Of several processes that start at once, one builds and the others wait.
-Never fails the caller: without a compiler there is no library. ``python -m pdserve.kernels.cpu.build`` compiles ahead.
+Needs only g++, no torch or Python headers. If several processes start at once, one builds and the others wait. Never
+fails the caller: without a compiler there is no library. ``python -m pdserve.kernels.cpu.build`` compiles ahead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels, or ``None`` where they cannot be built; the reason is logged once."""
+    """Return the compiled kernels, or ``None`` if they cannot be built; logs the reason once."""
     compiler = shutil.which("g++")
     if compiler is None:
         _log.warning("g++ was not found: models run on plain torch, slower; install g++ to speed it up")
@@ -54,7 +54,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def kernel(name: str, *argument_types: Any) -> Any:
-    """The compiled function ``name``, which returns nothing; `load_library` must have found the library."""
+    """Return the compiled void function ``name``. Requires that `load_library` found the library."""
     library = load_library()
     assert library is not None, "the C++ kernels are not available: the selection was not asked"
     function = library[name]
@@ -68,7 +68,7 @@ def cache_folder() -> Path:
 
 
 def is_built() -> bool:
-    """Whether the library for this machine is in the cache."""
+    """Report whether the cache holds the library for this machine."""
     compiler = shutil.which("g++")
     return compiler is not None and _library(compiler, cache_folder()).exists()
 
@@ -78,7 +78,7 @@ def _library(compiler: str, folder: Path) -> Path:
 
 
 def build_library(compiler: str, folder: Path) -> Path:
-    """Path of the shared library for these sources, compiler and CPU in ``folder``; compiled if it is not there yet.
+    """Return the path in ``folder`` of the library for these sources, compiler and CPU; compile it if missing.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
@@ -96,7 +96,7 @@ def build_library(compiler: str, folder: Path) -> Path:
 
 
 def _compile(compiler: str, library: Path) -> Path:
-    """All sources at the same time, then the library of them; its folder is for this alone."""
+    """Compile all sources in parallel and link them; ``library`` has a private folder."""
     objects = [library.with_name(f"{source.stem}.o") for source in _SOURCES]
     commands = [
         [compiler, *_FLAGS, "-c", str(source), "-o", str(compiled)]
@@ -110,7 +110,7 @@ def _compile(compiler: str, library: Path) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep others from building in ``folder``; the kernel lets go of it if this process dies."""
+    """Lock ``folder`` against other builders; the operating system releases the lock if this process dies."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -120,7 +120,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _build_key(compiler: str) -> str:
-    """Hash of all that decides the machine code: ``-march=native`` makes the CPU's features part of it."""
+    """Hash everything that determines the machine code; ``-march=native`` adds the CPU's features."""
     digest = blake2b(digest_size=12)
     sources = [source.read_bytes() for source in (*_SOURCES, *_HEADERS)]
     for part in (*sources, " ".join(_FLAGS).encode(), _run([compiler, "--version"]), _cpu_features()):

@@ -1,8 +1,8 @@
-"""Linear layers, RMS norm and gate in C++, through ctypes: what is not asserted here is not checked on the other side.
+"""C++ linear layers, RMS norm and gate, called through ctypes. Arguments are asserted here; C++ checks nothing.
 
-Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu.build` from dense.cpp and pointwise.cpp.
-Activations are float32; weights stay in the dtype of the checkpoint, or in int8 or int4. A row's result depends on
-neither the other rows nor the number of threads (`pdserve.kernels.cpu.threads`).
+`pdserve.kernels.selection` chooses them; `pdserve.kernels.cpu.build` compiles dense.cpp and pointwise.cpp. Activations
+are float32; weights keep the checkpoint's dtype or become int8 or int4. A row's result depends on neither the other
+rows nor the number of threads (`pdserve.kernels.cpu.threads`).
 
 Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel, L = W / 2, G
 groups of inputs.
@@ -49,11 +49,11 @@ class _Weight(ctypes.Structure):
 
 
 class _Held(NamedTuple):
-    """A weight as dense.cpp describes it."""
+    """A packed weight in the layout of dense.cpp."""
 
     kind: int
     panels: torch.Tensor
-    """``[P, E, W]``, or ``[P, E, L]`` of int4."""
+    """``[P, E, W]``; ``[P, E, L]`` for int4."""
     scales: torch.Tensor | None = None
     """``[F]``."""
     group_scales: torch.Tensor | None = None
@@ -149,7 +149,7 @@ def gate(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _pack(weight_FE: torch.Tensor) -> torch.Tensor:
-    """The weight as panels ``[P, E, W]``, the last one filled up with zeros, as dense.cpp describes them."""
+    """Lay the weight out as panels ``[P, E, W]`` of dense.cpp; zeros pad the last panel."""
     (num_outputs, num_inputs), width = weight_FE.shape, _panel_width()
     num_whole, num_left = divmod(num_outputs, width)
     panels_PEW = torch.zeros(num_whole + (num_left > 0), num_inputs, width, dtype=weight_FE.dtype)

@@ -1,7 +1,7 @@
-"""Draws and top-p in C++, through ctypes: a small part of the time of torch operations, and no temporaries.
+"""C++ draws and top-p, called through ctypes: much faster than torch operations, and without temporaries.
 
-Chosen by `pdserve.kernels.selection`; compiled by `pdserve.kernels.cpu.build` from sampling.cpp. Shapes are
-asserted here, because nothing is checked on the other side. Threads: see `pdserve.kernels.cpu.threads`.
+`pdserve.kernels.selection` chooses them; `pdserve.kernels.cpu.build` compiles sampling.cpp. Shapes are asserted here;
+the C++ side checks nothing. Runs on the threads of `pdserve.kernels.cpu.threads`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_top_p(logits_BV: torch.Tensor, rows: TopPTensors) -> Thresholds:
 def _call(
     name: str, logits_BV: torch.Tensor, fields: tuple[torch.Tensor, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Run a kernel over the logits' rows that the first field names."""
+    """Run a kernel over the logits rows that the first field selects."""
     (num_rows, vocab_size), rows = logits_BV.shape, fields[0].numpy()
     assert logits_BV.stride(1) == 1
     assert logits_BV.dtype == torch.float32

@@ -1,8 +1,7 @@
-"""How many threads the compiled kernels run on, and on which cores.
+"""Thread count and cores of the compiled kernels.
 
-The kernels have a team of threads of their own (cpu_threads.h): one a process, one thread until told otherwise. What
-little torch computes beside them runs on the calling thread alone, lest OpenMP's threads spin on the same cores. Where
-nothing can be compiled, torch has the threads.
+Each process has one thread team (cpu_threads.h), of one thread by default. torch then computes on the calling thread
+alone, so that OpenMP threads do not spin on the same cores. Where nothing compiles, torch gets the threads.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from pdserve.kernels.cpu.build import load_library
 
 
 def use_cores(cores: Sequence[int]) -> None:
-    """From now on, compute on ``cores`` with a thread on each, of which the calling one is the first."""
+    """Compute on ``cores`` from now on, with one thread per core including the calling thread."""
     os.sched_setaffinity(0, cores)
     use_threads(len(cores), cores)
 
 
 def use_threads(num_threads: int, cores: Sequence[int] = ()) -> None:
-    """From now on, compute on so many threads; those beside the calling one on ``cores`` only, if any are given.
+    """Compute on ``num_threads`` from now on; ``cores``, if given, bind every thread except the calling one.
 
     Must not be called while a kernel runs.
     """

@@ -1,7 +1,7 @@
-"""Attention kernels in plain torch: the path where nothing can be compiled.
+"""Attention kernels in plain torch: the fallback where nothing compiles.
 
-Chosen by `pdserve.kernels.selection`. Gathers the pages that each row sees and attends to them in float32. Runs on any
-device, one row at a time: right before it is fast. Takes activations of any dtype.
+Chosen by `pdserve.kernels.selection`. Gathers the pages of each row and attends in float32, one row at a time, on any
+device and for activations of any dtype. Favours correctness over speed.
 
 Shape suffixes: T new tokens, N query heads, H KV heads, G query heads per KV head, M all heads (N + 2 H), D head dim,
 C = D / 2, Q new tokens of one row that attend at once, L keys of one row, P pages of one row, S block size.
@@ -18,7 +18,7 @@ from pdserve.kernels.operations import AttentionRule, QkNorm
 
 _KEYS, _VALUES = 0, 1
 _MAX_QUERIES = 256
-"""New tokens that attend at once: bounds the memory that their scores take."""
+"""New tokens that attend at once: bounds the memory of their scores."""
 
 
 def paged_attention(
@@ -44,7 +44,7 @@ def paged_attention(
 
 
 def _gather(kv_pool: KvPool, layer: int, side: int, pages: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Keys or values of one row's ``pages``: float32 ``[H, L, D]``."""
+    """Gather keys or values of one row's ``pages``: float32 ``[H, L, D]``."""
     pages_PHSD: torch.Tensor = kv_pool.values[:, :, layer, side][pages].float()
     if kv_pool.scales is not None:
         pages_PHSD *= kv_pool.scales[:, :, layer, side][pages][..., None]
@@ -52,7 +52,7 @@ def _gather(kv_pool: KvPool, layer: int, side: int, pages: torch.Tensor, num_key
 
 
 def _attend(q_QND: torch.Tensor, k_HLD: torch.Tensor, v_HLD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Attention of the last Q of L positions; the first of the L may lie outside the window."""
+    """Attend from the last Q of L positions; the first of the L may lie outside the window."""
     num_new, num_heads, head_dim = q_QND.shape
     num_kv_heads, num_keys, _ = k_HLD.shape
     q_HGQD = q_QND.view(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -98,20 +98,20 @@ def rope_and_write_kv(
 
 
 def _quantise(x_THD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of a quantised pool and their float32 scales, ``[T, H, D]`` and ``[T, H]``, rounded to the nearest even.
+    """Quantise to values ``[T, H, D]``, rounded to nearest even, and float32 scales ``[T, H]``.
 
-    A vector with an infinity or NaN is NaN as a whole.
+    A vector with an infinity or NaN becomes NaN as a whole.
     """
     limit = LARGEST_VALUES[dtype]
     largest_TH = x_THD.abs().amax(dim=-1)
     scales_TH = torch.where(largest_TH.isfinite(), largest_TH / limit, torch.nan)
-    # Where the scale is 0 or NaN there is nothing to divide; a subnormal scale is too coarse to be divided by safely.
+    # A scale of 0 or NaN leaves nothing to divide; a subnormal scale is too coarse to divide by safely.
     values_THD = torch.where(scales_TH[..., None] > 0, x_THD / scales_TH[..., None], 0).clamp_(-limit, limit)
     return (values_THD if dtype.is_floating_point else values_THD.round_()).to(dtype), scales_TH
 
 
 def _normalise(x_TND: torch.Tensor, num_kv_heads: int, qk_norm: QkNorm) -> torch.Tensor:
-    """RMS norm of queries and, behind them, keys."""
+    """Apply the RMS norm to queries and to the keys that follow them."""
     weights = (qk_norm.q_weight, qk_norm.k_weight)
     parts = x_TND.split_with_sizes([x_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
     return torch.cat([rms_norm(x, w.shape, w.float(), qk_norm.eps) for x, w in zip(parts, weights, strict=True)], dim=1)

@@ -1,6 +1,6 @@
-"""The dense operations of a decoder in plain torch: the path where nothing can be compiled.
+"""The decoder's dense operations in plain torch: the fallback where nothing compiles.
 
-Chosen by `pdserve.kernels.selection`. Right before it is fast. Knows no model.
+Chosen by `pdserve.kernels.selection`. Favours correctness over speed. Knows no model.
 
 Shape suffixes: T tokens, E input features, F output features, I intermediate features.
 """
@@ -20,12 +20,12 @@ def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, qua
 
 
 def matrix_dtype(dtype: torch.dtype, quantization: str = "none") -> torch.dtype:
-    """Dtype to hold matrices in: float32 where this CPU has no instructions to multiply ``dtype`` with.
+    """Return the storage dtype of matrices: float32 if this CPU has no instructions to multiply ``dtype``.
 
-    Such a product was measured 5 to 10 times slower than float32's for more than one token; the price is the memory.
+    Without them, products of more than one token measured 5 to 10 times slower than float32, which costs more memory.
 
     Raises:
-        ValueError: a quantization, which is not for this path.
+        ValueError: a quantization is requested; this path supports none.
     """
     if quantization != "none":
         raise ValueError(f"{quantization} weights need compiled kernels: install g++, or set model.quantization none")

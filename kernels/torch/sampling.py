@@ -1,10 +1,10 @@
-"""Draws and top-p in torch operations on any device: the definition, and the reference of the other kernels.
+"""Draws and top-p in torch operations on any device: the definition and the reference for the other kernels.
 
-A draw is Gumbel-max: the token with the highest ``(logit - best) / temperature + noise`` wins, ties to the lowest id.
-Its noise is ``-log(-log(u))``, where u is word ``token % 4`` of Philox4x32-10 with the seed as key and ``(position,
-choice, stream, token // 4)`` as counter. Every (seed, position, choice, token) has noise of its own, so a shard of the
-vocabulary or a resumed answer draws the same. The words are exact everywhere; noise is computed in float64, so that the
-last bit of a device's logarithm decides nothing.
+Draws use Gumbel-max: the token with the highest ``(logit - best) / temperature + noise`` wins, ties to the lowest id.
+The noise is ``-log(-log(u))``, where u is word ``token % 4`` of Philox4x32-10 with the seed as key and ``(position,
+choice, stream, token // 4)`` as counter. Noise depends only on (seed, position, choice, token), so a vocabulary shard
+or a resumed request draws the same token. The words are exact everywhere; float64 noise keeps the last bit of a
+device's logarithm from deciding a draw.
 
 Shape suffixes: B rows of logits, V vocabulary, D draws, R rows with top-p, G groups of 4 token ids of a row, N groups
 that can win.
@@ -18,10 +18,10 @@ from pdserve.kernels.operations import LAST_ID, DrawTensors, Thresholds, TopPTen
 from pdserve.kernels.philox import Counter, philox4x32, uniform
 
 TOKEN_STREAM = 0
-"""The counter's third word for drawing a token. Other uses of a request's seed take other streams."""
+"""Third word of the counter for token draws. Other uses of a request's seed take other streams."""
 NOISE_RANGE = 26.01
-"""Just over the largest minus the smallest noise that a 32-bit word can give (22.88 + 3.13): a token whose scaled logit
-is further than this below the best one cannot win, so its noise is not computed."""
+"""Just over the largest minus the smallest noise of a 32-bit word (22.88 + 3.13). A token whose scaled logit is further
+below the best cannot win, so its noise is not computed."""
 
 _LANES = 4
 _WORD = 0xFFFFFFFF
@@ -33,7 +33,7 @@ def draw_tokens(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
     num_groups = -(-vocab_size // _LANES)
     padded_DV = torch.nn.functional.pad(_scaled(logits_BV, draws), (0, -vocab_size % _LANES), value=-torch.inf)
     scaled_G4 = padded_DV.view(-1, _LANES)
-    group_N = (scaled_G4 >= -NOISE_RANGE).any(dim=-1).nonzero().flatten()  # of all draws, one after the other
+    group_N = (scaled_G4 >= -NOISE_RANGE).any(dim=-1).nonzero().flatten()  # of all draws, draw after draw
     score_G4 = torch.full_like(scaled_G4, -torch.inf, dtype=torch.float64)
     score_G4[group_N] = scaled_G4[group_N] + _noise(draws, group_N // num_groups, group_N % num_groups)
     return score_G4.view(len(draws.row), -1).argmax(dim=-1)  # the first of equals
@@ -49,7 +49,7 @@ def find_top_p(logits_BV: torch.Tensor, rows: TopPTensors) -> Thresholds:
     lighter_RV = weight_RV.gather(1, heaviest.indices).cumsum(dim=-1, dtype=torch.float64) < needed_R1
     end_R1 = lighter_RV.sum(dim=-1, keepdim=True).clamp_(max=logits_RV.shape[1] - 1)
     lowest_R, last_R = (field.gather(1, end_R1)[:, 0] for field in heaviest)
-    # Where rounding lets no sum reach the share, every token stays that was not left out beforehand.
+    # If rounding keeps every sum below the share, all tokens that were still allowed stay.
     is_short_R = lighter_RV[:, -1]
     return Thresholds(
         lowest=torch.where(is_short_R, rows.lowest, lowest_R),
@@ -58,7 +58,7 @@ def find_top_p(logits_BV: torch.Tensor, rows: TopPTensors) -> Thresholds:
 
 
 def _scaled(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
-    """``(logit - best) / temperature``, ``[D, V]``; minus infinity for what must not be drawn."""
+    """Compute ``(logit - best) / temperature``: ``[D, V]``; minus infinity for tokens that must not be drawn."""
     logits_DV = logits_BV[draws.row.long()]
     ids_V = torch.arange(logits_DV.shape[1], device=logits_DV.device)
     is_equal_DV = (logits_DV == draws.lowest[:, None]) & (ids_V <= draws.last_equal[:, None])
@@ -67,7 +67,7 @@ def _scaled(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
 
 
 def _noise(draws: DrawTensors, draw_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise, float64 ``[N, 4]``, for groups of 4 token ids."""
+    """Compute Gumbel noise for groups of 4 token ids: float64 ``[N, 4]``."""
     position, choice, seed = (field.long()[draw_N] for field in (draws.position, draws.choice, draws.seed))
     counter = Counter(position & _WORD, choice & _WORD, group_N.new_tensor(TOKEN_STREAM), group_N)
     words_N4 = philox4x32(counter, seed & _WORD, seed >> 32 & _WORD)

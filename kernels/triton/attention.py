@@ -1,8 +1,8 @@
-"""Paged attention on a GPU: which of the two kernels takes which rows of a batch.
+"""Paged attention on a GPU: splits a batch's rows between the decode and the prefill kernel.
 
-Called through `pdserve.kernels.selection`. Rows of so few new tokens that memory bounds them go to the decode kernel,
-the others to the prefill kernel; a batch of both kinds is two launches over one output. Launches follow from what the
-host knows of the batch, and never wait for the device.
+Called through `pdserve.kernels.selection`. Memory-bound rows with few new tokens go to the decode kernel, all others to
+the prefill kernel; a batch of both kinds takes two launches over one output. Launches depend only on host-side numbers
+and never wait for the device.
 
 Shape suffixes: T new tokens, N query heads, D head dim.
 """
@@ -18,7 +18,7 @@ from pdserve.kernels.triton.decode_attention import decode_attention
 from pdserve.kernels.triton.prefill_attention import prefill_attention
 
 _SHORT_QUERIES = 32
-"""(token, head) pairs of a row and KV head up to which it is short: far below where products bound it."""
+"""Most (token, head) pairs per KV head of a short row: far below the point where compute bounds it."""
 _MAX_SHORT_TOKENS = 8
 
 

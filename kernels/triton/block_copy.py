@@ -1,13 +1,13 @@
-"""KV blocks gathered from a pool into a staging buffer, and scattered from one into a pool: one launch for all of them.
+"""Block copies: gathers KV blocks from a pool into a staging buffer, and scatters them back, in one launch.
 
-For transports and swaps of a GPU's pool. A staging buffer is a small pool: dense, block after block, with just the
-heads and layers that are moved. Where just one of the two is quantised, vectors are quantised or dequantised on their
-way, with their scales in the strip behind each (block, head).
+Transports and swaps of a GPU's pool call it. A staging buffer is a small dense pool with only the heads and layers to
+move. If exactly one side is quantised, vectors are quantised or dequantised on the way, with their scales in the strip
+at the end of each (block, head).
 
-Checks no bytes: the sum that transfers are verified with, xxh3 of a (block, head), chains what it has so far through
-every KiB, so that a GPU would take one KiB after another of each, and it covers all layers whatever is moved here.
+Computes no checksums: the transfer checksum, xxh3 of a (block, head), chains its state through every KiB, which a GPU
+would process serially, and it always covers all layers.
 
-Judged by ``(bytes read + bytes written) / (0.9 bandwidth)``; host memory, by the link's bandwidth.
+Target: ``(bytes read + bytes written) / (0.9 bandwidth)``; for host memory, the link's bandwidth.
 
 Shape suffixes: B blocks, H heads and L layers that are moved, V vectors of a (block, head): keys and values of every
 token in each of the L layers, D head dim.
@@ -23,19 +23,19 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.triton.kv_quantisation import is_finite, kv_scale, kv_values
 
 _TILE = 4096
-"""Elements that a program moves."""
+"""Elements that one program moves."""
 
 
 def gather_blocks(
     kv_pool: KvPool, block_ids_B: torch.Tensor, staging: KvPool, *, first_head: int = 0, first_layer: int = 0
 ) -> None:
-    """Copy blocks of a pool, one behind the other, to the first blocks of ``staging``.
+    """Copy blocks of a pool, back to back, to the first blocks of ``staging``.
 
     Args:
         block_ids_B: int32, on the pool's device.
-        staging: of the pool's block size and head dim, and of the heads and layers from the first ones on that are
-            copied; on a device, or in pinned memory of the host. Its dtype is the pool's, or just one of the two is
-            quantised.
+        staging: same block size and head dim as the pool; its head and layer counts set the range to copy, from
+            ``first_head`` and ``first_layer``. On a device or in pinned host memory. Its dtype is the pool's, unless
+            exactly one of the two is quantised.
     """
     _copy(kv_pool, staging, block_ids_B, first_head, first_layer, is_gather=True)
 
@@ -43,7 +43,7 @@ def gather_blocks(
 def scatter_blocks(
     staging: KvPool, kv_pool: KvPool, block_ids_B: torch.Tensor, *, first_head: int = 0, first_layer: int = 0
 ) -> None:
-    """The reverse of `gather_blocks`. Ids differ from each other."""
+    """Reverse `gather_blocks`. Block ids must be distinct."""
     _copy(kv_pool, staging, block_ids_B, first_head, first_layer, is_gather=False)
 
 
@@ -76,7 +76,7 @@ def _copy(
 
 
 def _side(name: str, pool: KvPool, head: int, layer: int) -> dict[str, object]:
-    """One side of a copy, from a head and a layer on."""
+    """Kernel arguments of one side of a copy, starting at a head and a layer."""
     scales = None if pool.scales is None else pool.scales[:, head:, layer:]
     values = pool.values[:, head:, layer:]
     return {

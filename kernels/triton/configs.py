@@ -1,8 +1,8 @@
-"""How the kernels of Triton cut their work, per GPU and shape: a table, so that nothing is tuned while serving.
+"""Tile sizes of the Triton kernels per GPU and shape, fixed in advance so that serving never tunes.
 
-Read by the launchers. What was measured on a GPU is in `pdserve.kernels.triton.tuned_tiles`, and comes first; the rules
-here hold for what was not. Every tile compiles for its GPU without spilling registers, which the tests of
-`pdserve.bench.kernels_compile` hold both to.
+Launchers read them. Measured tiles (`pdserve.kernels.triton.tuned_tiles`) take precedence; the rules here cover every
+other shape. Every tile compiles for its GPU without spilling registers, as the tests of `pdserve.bench.kernels_compile`
+check for both.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pdserve.kernels.triton.tuned_tiles import AttentionShape, Key, ProductShape
 
 
 class AttentionTile(NamedTuple):
-    """One program's share of an attention."""
+    """One program's share of an attention launch."""
 
     rows: int
-    """(token, head) pairs that attend together: from 64 on they use Hopper's wgmma."""
+    """(token, head) pairs that attend together; 64 and more use Hopper's wgmma."""
     keys: int
-    """Keys that they attend to at a time."""
+    """Keys per iteration."""
     num_warps: int
     num_stages: int
-    """Tiles of keys that are loaded ahead."""
+    """Key tiles loaded ahead."""
 
 
 _FLOAT32_OVER_QUANTISED = AttentionTile(16, 16, 4, 1)
 
 
 def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
-    """For `pdserve.kernels.triton.prefill_attention`."""
+    """Return the tile for `pdserve.kernels.triton.prefill_attention`."""
     if (tuned := _tuned("prefill_attention", q_TND, kv_pool)) is not None:
         return AttentionTile(**tuned)
     head_dim = kv_pool.shape.head_dim
@@ -49,7 +49,7 @@ def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
 
 
 def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
-    """For `pdserve.kernels.triton.decode_attention`, whose rows are few."""
+    """Return the tile for `pdserve.kernels.triton.decode_attention`, which has few rows."""
     if (tuned := _tuned("decode_attention", q_TND, kv_pool)) is not None:
         return AttentionTile(**tuned)
     if q_TND.dtype == torch.float32:
@@ -61,33 +61,33 @@ def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
 
 
 def _tuned(kernel: str, q_TND: torch.Tensor, kv_pool: KvPool) -> Tile | None:
-    """What the table has for an attention."""
+    """Look up an attention kernel in the table of measured tiles."""
     group = q_TND.shape[1] // kv_pool.shape.num_kv_heads
     shape = AttentionShape(dtype_name(q_TND.dtype), dtype_name(kv_pool.dtype), kv_pool.shape.head_dim, group)
     return tuned_tiles().get(Key(device_name(q_TND.device), kernel, shape))
 
 
 class KvSplit(NamedTuple):
-    """How the rows of a batch are cut, so that many programs read their KV."""
+    """Division of a batch's rows into chunks, so that many programs read their KV in parallel."""
 
     num_chunks: int
-    """Of all rows together, about, for each KV head."""
+    """Approximate number per KV head, over all rows."""
     chunk_tokens: int
-    """The fewest that are worth a program: what is merged is to be little beside what is read."""
+    """Fewest tokens per chunk: large enough that merging is cheap compared to reading."""
     is_fixed: bool = False
-    """Chunks have just ``chunk_tokens``, however many they are then."""
+    """Chunks have exactly ``chunk_tokens``; ``num_chunks`` is ignored."""
 
 
 class KvCut(NamedTuple):
-    """What a split follows from."""
+    """Device-independent parameters of a `KvSplit`."""
 
     chunks_per_processor: int
-    """Of all rows and KV heads together, about."""
+    """Approximate number over all rows and KV heads."""
     chunk_tokens: int
-    """As of `KvSplit`; a multiple of the keys of any tile."""
+    """As in `KvSplit`; a multiple of every tile's ``keys``."""
 
     def split(self, device: torch.device, num_kv_heads: int) -> KvSplit:
-        """For batches on ``device``."""
+        """Return the split for batches on ``device``."""
         return KvSplit(-(-self.chunks_per_processor * _num_processors(device) // num_kv_heads), self.chunk_tokens)
 
 
@@ -96,8 +96,8 @@ _FIXED_SPLIT = KvSplit(num_chunks=1, chunk_tokens=_CUT.chunk_tokens, is_fixed=Tr
 
 
 def kv_split(q_TND: torch.Tensor, kv_pool: KvPool, *, is_fixed: bool = False) -> KvSplit:
-    """For `pdserve.kernels.triton.decode_attention`: a few chunks for every multiprocessor of the device, or chunks
-    that do not depend on the batch."""
+    """Return the split for `pdserve.kernels.triton.decode_attention`: a few chunks per multiprocessor, or chunks that
+    do not depend on the batch if ``is_fixed``."""
     if is_fixed:
         return _FIXED_SPLIT
     tuned = _tuned("kv_split", q_TND, kv_pool)
@@ -111,13 +111,13 @@ class MatmulTile(NamedTuple):
     tokens: int
     outputs: int
     inputs: int
-    """That are multiplied at a time."""
+    """Inputs per iteration."""
     num_warps: int
     num_stages: int
 
 
 def matmul_tile(x_TE: torch.Tensor, num_outputs: int, *, is_int4: bool) -> MatmulTile:
-    """For `pdserve.kernels.triton.quantized_matmul`, whose tiles of int4 have the inputs of a group."""
+    """Return the tile for `pdserve.kernels.triton.quantized_matmul`; int4 tiles take one group of inputs at a time."""
     num_tokens, num_inputs = x_TE.shape
     bucket = token_bucket(num_tokens)
     shape = ProductShape(dtype_name(x_TE.dtype), "int4" if is_int4 else "int8", bucket, num_inputs, num_outputs)
@@ -132,16 +132,16 @@ def matmul_tile(x_TE: torch.Tensor, num_outputs: int, *, is_int4: bool) -> Matmu
 
 
 def token_bucket(num_tokens: int) -> int:
-    """Numbers of tokens in a bucket, which it is the largest of, have the same kernels."""
+    """Round up to the bucket's largest token count; all counts in a bucket share their kernels."""
     return max(16, next_power_of_2(num_tokens)) if num_tokens <= _FEW_TOKENS else MANY_TOKENS
 
 
 MANY_TOKENS = 4096
-"""Stands for all that are not few."""
+"""Bucket of every token count over `_FEW_TOKENS`."""
 _FEW_TOKENS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _SPLIT_INPUTS = 512
-"""The fewest that are worth a program."""
+"""Fewest inputs worth a program."""
 
 
 def split_inputs(
@@ -152,8 +152,11 @@ def split_inputs(
     tile_inputs: int,
     num_splits: int | None = None,
 ) -> int:
-    """How many inputs a program multiplies, a multiple of ``tile_inputs``: by default all of them where there are many
-    tokens, or ``num_tiles`` of outputs for every multiprocessor. The number of a few tokens makes no difference."""
+    """Return the inputs per program, a multiple of ``tile_inputs``.
+
+    By default all inputs, if there are many tokens or the ``num_tiles`` output tiles already occupy every
+    multiprocessor. All small token counts get the same split.
+    """
     if num_splits is None:
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _num_processors(device) // num_tiles)
         num_splits = min(wanted, num_inputs // _SPLIT_INPUTS) if num_tokens <= _FEW_TOKENS else 1
@@ -162,13 +165,13 @@ def split_inputs(
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the table of tiles has it."""
+    """Return the name that the table of tiles uses."""
     return str(dtype).removeprefix("torch.")
 
 
 @cache
 def device_name(device: torch.device) -> str:
-    """As the table of tiles has it: "NVIDIA H100 80GB HBM3", say."""
+    """Return the name that the table of tiles uses, such as "NVIDIA H100 80GB HBM3"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -1,12 +1,12 @@
-"""Attention of one or a few new tokens a row, over KV in pages: what TPOT is made of.
+"""Decode attention: one or a few new tokens per row over paged KV. Dominates TPOT.
 
-Called by `pdserve.kernels.triton.attention`. Rows are cut into chunks of keys, so that a few long rows keep a GPU busy
-and a long one among short ones is not waited for; a second kernel merges what a row's chunks saw. How long a chunk is
-follows from the lengths of all rows, on the device: every program reads the lengths, and finds its chunk by a prefix
-sum. The grid follows from shapes alone. So nothing is read back or planned ahead, and a step can be replayed.
+Called by `pdserve.kernels.triton.attention`. Rows are split into chunks of keys, so that a few long rows keep a GPU
+busy and a long row among short ones does not delay the launch; a second kernel merges a row's chunks. The chunk length
+follows from all row lengths, on the device: every program reads the lengths and finds its chunk by a prefix sum. The
+grid depends on shapes alone, so nothing is read back or planned ahead, and a CUDA graph can replay a step.
 
-Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = sum_r k_r H (2 D b + 8 if quantised)``, k_r keys of b bytes an
-element. A chunk that is merged adds ``8 (D + 2)`` bytes for every query head: for bfloat16, as much as 4 N / H keys do.
+Target: ``bytes / (0.9 bandwidth)`` with ``bytes = sum_r k_r H (2 D b + 8 if quantised)``, k_r keys of b bytes per
+element. Each merged chunk adds ``8 (D + 2)`` bytes per query head: in bfloat16, as much as 4 N / H keys.
 
 Shape suffixes: T new tokens of the batch, N query heads, H KV heads, D head dim, M rows of a tile, R rows of the batch
 padded to a power of two, W chunks that there is room for, Q queries of a row and KV head, S chunks merged at a time.
@@ -37,16 +37,16 @@ def decode_attention(
     split: KvSplit | None = None,
     tile: AttentionTile | None = None,
 ) -> None:
-    """Attend as `pdserve.kernels.operations.PagedAttention` says, for the rows that are short.
+    """Compute `pdserve.kernels.operations.PagedAttention` for the short rows.
 
     Args:
-        q_TND: float32, bfloat16 or float16; contiguous but for the stride of its tokens. float32 is computed as such.
-        o_TND: contiguous, of the same dtype; tokens of longer rows are left as they are.
+        q_TND: float32 (computed without TF32), bfloat16 or float16; contiguous except for the token stride.
+        o_TND: contiguous, same dtype; tokens of longer rows are left untouched.
         metadata: on the device.
-        max_new_tokens: rows with more are left out; by default none is.
-        split: how rows are cut; by default for a busy GPU. With ``is_fixed``, a row's result does not depend on what
-            else is in its batch.
-        tile: how the work on a chunk is cut; by default as tuned. Its rows are what the queries of a row need.
+        max_new_tokens: skips rows with more; skips none by default.
+        split: by default keeps the GPU busy. With ``is_fixed``, a row's result does not depend on the rest of its
+            batch.
+        tile: by default as tuned. ``rows`` is ignored: the number of queries per row determines it.
     """
     check_queries(q_TND, kv_pool, layer, metadata.num_tokens, rule)
     assert o_TND.is_contiguous()
@@ -60,7 +60,7 @@ def decode_attention(
         len(metadata.block_ids) * kv_pool.shape.block_size // split.chunk_tokens if split.is_fixed else split.num_chunks
     )
     max_queries = max_new_tokens * group
-    # So few that of the chunks that are merged first, each query has seen some.
+    # Few enough that every query has attended to some key in the chunks merged first.
     assert max_queries <= _MAX_QUERIES, f"{max_queries} queries of one row"
     partial_WHQD = q_TND.new_empty((max_chunks, num_kv_heads, max_queries, head_dim), dtype=torch.float32)
     lse_WHQ = q_TND.new_empty((max_chunks, num_kv_heads, max_queries), dtype=torch.float32)
@@ -102,7 +102,7 @@ def decode_attention(
 
 _MAX_QUERIES = 128
 _UNSPECIALISED = ["num_rows", "max_new_tokens", "window", "num_chunks_wanted"]
-"""Numbers that change from step to step: another value must not mean another compilation."""
+"""Arguments that change from step to step: a new value must not trigger a compilation."""
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED, do_not_specialize_on_alignment=METADATA_POINTERS)

@@ -1,10 +1,10 @@
-"""What the attention kernels of Triton share: one loop over the pages of a row, and how launchers describe a pool.
+"""Shared parts of the Triton attention kernels: the loop over a row's pages, and the pool arguments of launchers.
 
 Called by `pdserve.kernels.triton.prefill_attention` and `pdserve.kernels.triton.decode_attention`. Launches nothing.
 
-The loop is FlashAttention-2 (Dao 2023): scores of a tile of keys, a running maximum and sum, and one rescaled
-accumulator. The rule's scale and log2(e) are folded into one factor, so that a weight is one exp2. Rows of a tile of
-queries are (token, head) pairs of one KV head's group, so that every key is read once for the whole group.
+The loop is FlashAttention-2 (Dao 2023): scores of a key tile, a running maximum and sum, and one rescaled accumulator.
+The rule's scale and log2(e) fold into one factor, so that a weight costs one exp2. Rows of a query tile are (token,
+head) pairs of one KV head's group, so that every key is read once for the whole group.
 
 Shape suffixes: M rows of a tile of queries, N keys of a tile, D head dim padded to a power of two.
 """
@@ -21,7 +21,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import AttentionRule
 
 METADATA_POINTERS = ["query_starts_ptr", "kv_lengths_ptr", "block_starts_ptr", "block_ids_ptr", "positions_ptr"]
-"""They point into one tensor, at other places in every step: alignment must not mean another compilation."""
+"""Pointers into one tensor, at offsets that change every step: alignment must not trigger a compilation."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -122,14 +122,14 @@ def tanh_of_power(x: tl.tensor):
 
 
 def score_constants(rule: AttentionRule) -> tuple[float, float]:
-    """``score_factor`` and ``cap``: products times the factor are what exp2 takes, or `tanh_of_power` under a cap."""
+    """Return ``score_factor`` and ``cap``: scaled by the factor, products feed exp2, or `tanh_of_power` under a cap."""
     if rule.softcap:
         return 2 * _LOG2_E * rule.scale / rule.softcap, rule.softcap * _LOG2_E
     return rule.scale * _LOG2_E, 0.0
 
 
 def pool_arguments(kv_pool: KvPool, layer: int) -> dict[str, object]:
-    """One layer of a pool, as both kernels take it; strides are in elements."""
+    """Return both kernels' arguments for one layer of a pool; strides are in elements."""
     values = kv_pool.values[:, :, layer]
     scales = None if kv_pool.scales is None else kv_pool.scales[:, :, layer]
     scale_strides = (0, 0, 0) if scales is None else scales.stride()[:3]
@@ -148,7 +148,7 @@ def pool_arguments(kv_pool: KvPool, layer: int) -> dict[str, object]:
 
 
 def check_queries(q_TND: torch.Tensor, kv_pool: KvPool, layer: int, num_tokens: int, rule: AttentionRule) -> None:
-    """Assert what the kernels take for granted."""
+    """Assert the preconditions of the kernels."""
     assert 0 <= layer < kv_pool.shape.num_layers
     assert (q_TND.shape[0], q_TND.shape[2]) == (num_tokens, kv_pool.shape.head_dim)
     assert q_TND.shape[1] % kv_pool.shape.num_kv_heads == 0

@@ -1,10 +1,10 @@
-"""The gate of an MLP: an activation of one half of the features, times the other half.
+"""MLP gate: the activation of one half of the features times the other half.
 
 Called through `pdserve.kernels.selection`. Computes in float32.
 
-Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = 3 T I b``.
+Target: ``bytes / (0.9 bandwidth)`` with ``bytes = 3 T I b``.
 
-Shape suffixes: T tokens, F = 2 I features, I those of a half.
+Shape suffixes: T tokens, F = 2 I features, I features of a half.
 """
 
 from __future__ import annotations

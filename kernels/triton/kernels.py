@@ -1,5 +1,7 @@
-"""The kernels of a GPU, as a decoder and sampling take them. Imported by `pdserve.kernels.selection` where there is
-one: Triton takes a while to be imported, and workers on CPUs do without."""
+"""Bundles the Triton kernels for the decoder and the sampler.
+
+`pdserve.kernels.selection` imports it only on a GPU: Triton is slow to import, and CPU workers run without it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Vectors of KV as int8 or float8_e4m3fn and a scale, as every kernel that writes them does it: bit for bit what
-`pdserve.kernels.torch.attention` writes.
+"""KV quantisation: vectors as int8 or float8_e4m3fn values and a scale, bit for bit as in
+`pdserve.kernels.torch.attention`.
 
-Called by kernels of Triton. Launches nothing. The largest magnitude becomes that of the dtype, and the rest is rounded
-to the nearest even. A vector with an infinity or NaN is NaN as a whole.
+Called by every Triton kernel that writes KV. Launches nothing. The largest magnitude maps to the dtype's largest value;
+values round to nearest even. A vector with an infinity or NaN becomes NaN as a whole.
 
 Shape suffixes: P vectors, C some of their elements.
 """

@@ -1,9 +1,9 @@
-"""RMS norm of every token, one program each.
+"""RMS norm, one program per token.
 
-Called through `pdserve.kernels.selection`. Computes in float32. There is no variant that adds a residual: the decoder's
+Called through `pdserve.kernels.selection`. Computes in float32. Has no variant that adds a residual: the decoder's
 products add to the residual themselves.
 
-Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = 2 T E b``; under about 8 MB a launch costs more than that.
+Target: ``bytes / (0.9 bandwidth)`` with ``bytes = 2 T E b``; under about 8 MB the launch costs more.
 
 Shape suffixes: T tokens, E features.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 
 def rms_normalise(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `pdserve.kernels.operations.RmsNormalise`; ``x_TE`` may be strided by tokens."""
+    """See `pdserve.kernels.operations.RmsNormalise`; ``x_TE`` may have a token stride."""
     num_tokens, num_features = x_TE.shape
     assert x_TE.stride(1) == 1
     assert weight_E.shape == (num_features,)

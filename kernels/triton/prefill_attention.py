@@ -1,12 +1,12 @@
-"""Attention of many new tokens a row, over KV in pages: what TTFT is made of.
+"""Prefill attention: many new tokens per row over paged KV. Dominates TTFT.
 
 Called by `pdserve.kernels.triton.attention`. A program attends for one tile of a row's new tokens and one KV head, over
-the row's cached prefix and new tokens alike: all of it lies in the pool. The grid follows from shapes alone, so nothing
-is read back from the device: it has room for a partly filled tile of every row, and a program finds its row there.
+the row's cached prefix and new tokens alike, all of it in the pool. The grid depends on shapes alone, so nothing is
+read back from the device: it has room for a partly filled tile of every row, and each program looks up its row.
 
-Judged by ``flops / P`` with ``flops = 4 N D sum_r q_r (k_r - q_r + (q_r + 1) / 2)``, q_r new of k_r tokens and P the
-tensor cores' rate. Without overlapping exp2 with products, the ceiling of D 64 / 128 / 256 is 50 / 67 / 80 % of P. With
-fewer rows than ``P / bandwidth`` (295 on an H100) in q_r N / H, the prefix is bound by memory: see the decode kernel.
+Target: ``flops / P`` with ``flops = 4 N D sum_r q_r (k_r - q_r + (q_r + 1) / 2)``, q_r new of k_r tokens and P the
+tensor cores' rate. Without overlap of exp2 and products, the ceiling for D = 64 / 128 / 256 is 50 / 67 / 80 % of P. If
+q_r N / H is under ``P / bandwidth`` (295 on an H100), memory bounds the prefix: see the decode kernel.
 
 Shape suffixes: T new tokens of the batch, N query heads, H KV heads, D head dim, M rows of a tile.
 """
@@ -38,15 +38,15 @@ def prefill_attention(
     tile: AttentionTile | None = None,
     lse_TN: torch.Tensor | None = None,
 ) -> None:
-    """Attend as `pdserve.kernels.operations.PagedAttention` says, for the rows that are not short.
+    """Compute `pdserve.kernels.operations.PagedAttention` for the long rows.
 
     Args:
-        q_TND: float32, bfloat16 or float16; contiguous but for the stride of its tokens. float32 is computed as such.
-        o_TND: contiguous, of the same dtype; tokens of shorter rows are left as they are.
+        q_TND: float32 (computed without TF32), bfloat16 or float16; contiguous except for the token stride.
+        o_TND: contiguous, same dtype; tokens of shorter rows are left untouched.
         metadata: on the device.
-        min_new_tokens: rows with fewer are left out.
-        tile: how the work is cut; by default as tuned.
-        lse_TN: float32, contiguous: takes the natural logarithm of the sum of every query's exponentiated scores.
+        min_new_tokens: skips rows with fewer.
+        tile: by default as tuned.
+        lse_TN: float32, contiguous: receives every query's log-sum-exp of its scores (natural logarithm).
     """
     check_queries(q_TND, kv_pool, layer, metadata.num_tokens, rule)
     assert o_TND.is_contiguous()

@@ -1,12 +1,12 @@
-"""Products with weights of int8 or int4: converted on their way, multiplied in the dtype of the activations.
+"""Products with int8 or int4 weights, which are dequantised on load and multiplied in the activations' dtype.
 
-Called through `pdserve.kernels.selection`. The weight is the left operand, because Hopper's product takes that one from
-registers, where it is converted, and because a few tokens fill the short side of a tile better than the long one. Of
-few tokens, which memory bounds, the inputs of a matrix with few outputs are split among programs, and a second kernel
-adds up their shares in order: no atomics, and the same result every time.
+Called through `pdserve.kernels.selection`. The weight is the left operand: Hopper's wgmma reads that one from
+registers, where it is converted, and a few tokens fill the short side of a tile better than the long one. With few
+tokens, memory bounds the product; if the matrix also has few outputs, its inputs are split among programs and a second
+kernel adds their partial sums in order: no atomics, and a deterministic result.
 
-Judged by ``max(bytes / (0.9 bandwidth), 2 T E F / (0.7 peak))`` with ``bytes = F E w``, w bytes a weight with its share
-of a scale: 1 of int8, 0.53 of int4. A split adds ``8 T F`` bytes, which stay in L2.
+Target: ``max(bytes / (0.9 bandwidth), 2 T E F / (0.7 peak))`` with ``bytes = F E w``; w is the bytes per weight with
+its share of a scale, 1 for int8 and 0.53 for int4. A split adds ``8 T F`` bytes, which stay in L2.
 
 Shape suffixes: T tokens, E input features, F output features, G groups of inputs, S splits of the inputs.
 """
@@ -30,7 +30,7 @@ from pdserve.kernels.weight_quantisation import (
 )
 
 _GROUP_TILES = 8
-"""Tiles of tokens whose programs run at a time, so that they find their weights in L2."""
+"""Token tiles whose programs run together, so that they find their weights in L2."""
 _SUM_TILE = 1024
 
 
@@ -49,12 +49,12 @@ def pack_linear(
 
 
 class TritonLinear:
-    """Implements `pdserve.kernels.operations.Linear` for a weight of int8 or int4."""
+    """Implements `pdserve.kernels.operations.Linear` for an int8 or int4 weight."""
 
     def __init__(self, weight: QuantisedWeight | Int4Weight, bias_F: torch.Tensor | None, dtype: torch.dtype) -> None:
         """
         Args:
-            dtype: of the activations.
+            dtype: dtype of the activations.
         """
         self._weight = weight
         self._bias_F = bias_F
@@ -84,14 +84,14 @@ def quantized_matmul(
     tile: MatmulTile | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """``x W^T + b``, ``[T, F]`` of the dtype of ``x_TE``; summed in float32 and rounded once.
+    """Compute ``x W^T + b``: ``[T, F]`` in the dtype of ``x_TE``, summed in float32 and rounded once.
 
     Args:
-        x_TE: float32, bfloat16 or float16, contiguous. float32 is computed as such.
+        x_TE: float32 (computed without TF32), bfloat16 or float16, contiguous.
         bias_F: contiguous, any float dtype.
-        add_to_TF: contiguous, of the dtype of ``x_TE``; the product is added to it, in place, and it is returned.
-        tile: how the work is cut; by default as tuned. Its inputs are those of a group where the weight is int4.
-        num_splits: of the inputs, at most; by default what keeps a GPU busy.
+        add_to_TF: contiguous, same dtype as ``x_TE``; receives the product in place and is returned.
+        tile: by default as tuned. For an int4 weight, its inputs are one group.
+        num_splits: most splits of the inputs; by default as many as keep the GPU busy.
     """
     num_tokens, num_inputs = x_TE.shape
     values = weight.packed if isinstance(weight, Int4Weight) else weight.values

@@ -1,12 +1,12 @@
-"""Queries and keys normalised and rotated where they are, keys and values written into pages: one launch.
+"""RoPE and KV write: normalises and rotates queries and keys in place and writes keys and values, in one launch.
 
-Called through `pdserve.kernels.selection`. A program does some heads of one token; which of them are queries, keys or
-values makes no difference but in what is loaded and stored. Computes in float32.
+Called through `pdserve.kernels.selection`. A program handles some heads of one token; queries, keys and values differ
+only in their loads and stores. Computes in float32.
 
-Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = T D b (2 N + 4 H)``.
+Target: ``bytes / (0.9 bandwidth)`` with ``bytes = T D b (2 N + 4 H)``.
 
 Shape suffixes: T new tokens of the batch, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2 padded to a
-power of two, P heads of a program, R rows looked through at a time.
+power of two, P heads of a program, R rows searched at a time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Draws and top-p on a GPU: what `pdserve.kernels.torch.sampling` defines, in few passes over the logits and without a
-copy of them.
+"""GPU draws and top-p as `pdserve.kernels.torch.sampling` defines them, in few passes and without copying the logits.
 
-Chosen by `pdserve.kernels.selection`. A draw is one pass: each program finds the best score of a tile of the
-vocabulary, and one more program the best of those. Top-p is two: tokens too light to matter, even if all others were
-like them, are left out; the others are put one behind the other, in order of their ids, and one program per row finds
-by bisection the logit and the id that the prefix ends with. Nothing is sorted.
+Chosen by `pdserve.kernels.selection`. A draw is one pass: each program finds the best score of a vocabulary tile, and
+one more program the best of those. Top-p takes two passes: tokens too light to matter, even if all tokens weighed as
+little, are dropped; the rest are packed in order of id, and one program per row bisects for the logit and the id that
+end the prefix. Nothing is sorted.
 
-Judged by ``bytes / (0.9 bandwidth)`` with ``bytes = 4 D V`` of draws and ``8 R V`` of top-p.
+Target: ``bytes / (0.9 bandwidth)`` with ``bytes = 4 D V`` for draws and ``8 R V`` for top-p.
 
 Shape suffixes: B rows of logits, V vocabulary or a tile of it, D draws, R rows with top-p, N tiles, G = V / 4 counters
 of Philox.
@@ -23,7 +22,7 @@ from pdserve.kernels.torch.sampling import NOISE_RANGE, TOKEN_STREAM
 
 _DRAW_WORDS = tl.constexpr(9)
 _TOP_P_WORDS = tl.constexpr(7)
-"""Words of 32 bits: the fields of `DrawTensors`; those of `TopPTensors` and the least weight."""
+"""32-bit words of a row: the fields of `DrawTensors`; the fields of `TopPTensors` and the least weight."""
 
 _TILE = 1024
 _STREAM = tl.constexpr(TOKEN_STREAM)
@@ -52,7 +51,7 @@ def draw_tokens(logits_BV: torch.Tensor, draws: DrawTensors) -> torch.Tensor:
 def find_top_p(logits_BV: torch.Tensor, rows: TopPTensors) -> Thresholds:
     """See `pdserve.kernels.operations.FindTopP`."""
     _check(logits_BV)
-    # The best token weighs 1: what all lighter tokens weigh together is less than what top-p may leave out.
+    # The best token weighs 1, so all tokens under this weight together weigh less than top-p may leave out.
     least_weight_R = ((1 - rows.top_p) * (0.5 / logits_BV.shape[1])).float()
     rows_RW = _columns(*rows, least_weight_R)
     num_rows, vocab_size = len(rows_RW), logits_BV.shape[1]
@@ -86,7 +85,7 @@ def _check(logits_BV: torch.Tensor) -> None:
 
 
 def _columns(*fields: torch.Tensor) -> torch.Tensor:
-    """int32 ``[N, words]``: the fields of N draws or rows, in words of 32 bits."""
+    """Pack the fields of N draws or rows into 32-bit words: int32 ``[N, words]``."""
     return torch.cat([field[:, None].view(torch.int32) for field in fields], dim=1)
 
 

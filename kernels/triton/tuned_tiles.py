@@ -1,7 +1,7 @@
-"""Tiles that were measured to be the fastest on a GPU: a table by device, kernel and shape, in ``tuned_tiles.json``.
+"""Table of the tiles that measured fastest on a GPU, by device, kernel and shape, in ``tuned_tiles.json``.
 
-Asked by `pdserve.kernels.triton.configs`, whose rules hold for what is not in the table. `pdserve.bench.kernels.tune`
-writes it, and nobody by hand: an entry that was not measured has no place in it. Read once.
+Read once, by `pdserve.kernels.triton.configs`, whose rules cover everything else. `pdserve.bench.kernels.tune` writes
+the table; never edit it by hand, because every entry must be a measurement.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ TABLE = Path(__file__).with_suffix(".json")
 
 
 class AttentionShape(NamedTuple):
-    """What the tiles of both attention kernels, and the cut of KV among programs, depend on."""
+    """Lookup key of the attention tiles and the KV split."""
 
     dtype: str
-    """Of queries, as torch names it."""
+    """Dtype of queries, by its torch name."""
     kv_dtype: str
     head_dim: int
     group: int
-    """Query heads of a KV head."""
+    """Query heads per KV head."""
 
 
 class ProductShape(NamedTuple):
-    """What the tiles of a product with a quantised weight depend on."""
+    """Lookup key of the tiles of a product with a quantised weight."""
 
     dtype: str
-    """Of activations."""
+    """Dtype of activations."""
     weight: str
     """``int8`` or ``int4``."""
     num_tokens: int
-    """Of `pdserve.kernels.triton.configs.token_bucket`."""
+    """A result of `pdserve.kernels.triton.configs.token_bucket`."""
     num_inputs: int
     num_outputs: int
 
@@ -46,12 +46,12 @@ SHAPES: Mapping[str, type[AttentionShape] | type[ProductShape]] = {
     "kv_split": AttentionShape,
     "quantized_matmul": ProductShape,
 }
-"""By kernel; ``kv_split`` is how decode attention is cut, for which there are two numbers in place of a tile."""
+"""Shape type by kernel; ``kv_split`` is the split of decode attention: two numbers in place of a tile."""
 
 
 class Key(NamedTuple):
     device: str
-    """Its name, as torch gives it."""
+    """Device name as torch reports it."""
     kernel: str
     shape: Shape
 
@@ -61,10 +61,10 @@ Tile = Mapping[str, int]
 
 
 def read_tiles(text: str) -> dict[Key, Tile]:
-    """The table from its JSON: a list of objects with a device, a kernel, a shape and a tile.
+    """Parse the table from JSON: a list of objects with a device, a kernel, a shape and a tile.
 
     Raises:
-        ValueError: an entry is not of this form, or a second one for the same shape; it is quoted.
+        ValueError: an entry is malformed, or duplicates another's shape; quotes the entry.
     """
     tiles: dict[Key, Tile] = {}
     for entry in json.loads(text):
@@ -80,11 +80,11 @@ def read_tiles(text: str) -> dict[Key, Tile]:
 
 
 def table_entry(key: Key, tile: Tile, **measured: Any) -> dict[str, Any]:
-    """What `read_tiles` reads, with what was measured beside it."""
+    """Return one entry for `read_tiles`, with its measurements added."""
     return {**key._asdict(), "shape": key.shape._asdict(), "tile": dict(tile), **measured}
 
 
 @cache
 def tuned_tiles() -> Mapping[Key, Tile]:
-    """The table that comes with this package."""
+    """Return the table shipped with this package."""
     return read_tiles(TABLE.read_text())
