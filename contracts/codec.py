@@ -1,8 +1,8 @@
-"""Frozen dataclasses as plain values (what JSON and YAML hold) and back: the one codec of all configuration.
+"""Converts frozen dataclasses to plain JSON or YAML values and back: the codec of all configuration.
 
-Strict: an unknown key, an absent one without a default and a value of another type each raise `ConfigError`, which
-names the key and the remedy. A field's type is all the schema there is: numbers, text, enums (by value), tuples,
-mappings, unions, other dataclasses, and ``Annotated`` with a `Rule` for their values.
+Strict: an unknown key, a missing key without a default, or a value of the wrong type raises `ConfigError`, which names
+the key and the remedy. Field types are the schema: numbers, text, enums (by value), tuples, mappings, unions, nested
+dataclasses, and ``Annotated`` with a `Rule` on the values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class Rule(NamedTuple):
-    """A limit on the values of a field, as a part of its type: ``Annotated[int, between(1, 64)]``."""
+    """Constraint on a field's values, part of its type: ``Annotated[int, between(1, 64)]``."""
 
     holds: Callable[[Any], bool]
     to_write: str
-    """Remedy, after "write"."""
+    """Remedy; follows "write" in the error message."""
 
 
 def between(low: int, high: int) -> Rule:
@@ -57,7 +57,7 @@ _TO_WRITE: dict[object, str] = {
 
 
 def to_plain(value: Any) -> Any:
-    """``value`` as JSON holds it: dataclasses and mappings as dicts, tuples as lists, enums as their values."""
+    """Convert ``value`` to plain values: dataclasses and mappings to dicts, tuples to lists, enums to their values."""
     if dataclasses.is_dataclass(value):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -72,10 +72,10 @@ def to_json(value: Any) -> str:
 
 
 def from_json(kind: type[T], text: str | bytes, name: str) -> T:
-    """The ``kind`` that `to_json` has written; ``name`` is what errors call it.
+    """Read a ``kind`` from the output of `to_json`; error messages call the document ``name``.
 
     Raises:
-        ConfigError: see the module.
+        ConfigError: invalid JSON, an unknown or missing key, or a bad value.
     """
     try:
         value = json.loads(text)
@@ -85,27 +85,27 @@ def from_json(kind: type[T], text: str | bytes, name: str) -> T:
 
 
 def from_plain(kind: type[T], value: object, name: str, key: str = "") -> T:
-    """The ``kind`` (a dataclass) that ``value`` describes.
+    """Build the dataclass ``kind`` from plain values.
 
     Args:
-        name: what errors call the document.
-        key: of ``value`` in it; empty at the top.
+        name: name of the document in error messages.
+        key: path of ``value`` in the document; empty at the top.
 
     Raises:
-        ConfigError: see the module.
+        ConfigError: an unknown or missing key, or a bad value.
     """
     return typing.cast(T, _dataclass(kind, value, name, key))
 
 
 def read_fields(kind: type, value: object, name: str, key: str = "") -> dict[str, Any]:
-    """The fields of a dataclass that ``value`` gives, checked; absent ones stay absent.
+    """Read and check the fields of a dataclass that ``value`` sets; absent fields stay absent.
 
     Args:
-        name: what errors call the document.
-        key: of ``value`` in it; empty at the top.
+        name: name of the document in error messages.
+        key: path of ``value`` in the document; empty at the top.
 
     Raises:
-        ConfigError: see the module.
+        ConfigError: an unknown key or a bad value.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key or name} holds {_shown(value)}; write keys and values, as in {{key: value}}", key)
@@ -118,17 +118,17 @@ def read_fields(kind: type, value: object, name: str, key: str = "") -> dict[str
         default = _sections(kind).get(field)
         if default is None:
             read[field] = read_value(types[field], item, name, below)
-        elif item is not None:  # absent keys of a section keep the defaults of the whole
+        elif item is not None:  # absent keys keep the section's defaults
             given = read_fields(type(default), item, name, below)
             read[field] = dataclasses.replace(typing.cast(Any, default), **given)
     return read
 
 
 def read_value(kind: Any, value: object, name: str, key: str, to_write: str = "") -> Any:
-    """``value`` as a ``kind``, which may be anything that a field is annotated with.
+    """Read ``value`` as a ``kind``, which may be any field annotation.
 
     Args:
-        to_write: what errors about its type say to write; empty for the name of the type.
+        to_write: remedy in errors about the type; empty for the type's name.
     """
     if kind is Any:
         return value
@@ -165,7 +165,7 @@ def read_value(kind: Any, value: object, name: str, key: str, to_write: str = ""
 
 
 def nearest(key: str, valid: Iterable[str]) -> str:
-    """The end of an error about ``key``: the valid one that is most like it, and all of them."""
+    """Tail of an error message about ``key``: the most similar valid key, then all valid keys."""
     valid = list(valid)
     (likely,) = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
     return f"; did you mean {likely!r}? (valid: {', '.join(valid)})"
@@ -189,7 +189,7 @@ def _required(kind: type) -> tuple[str, ...]:
 
 @cache
 def _sections(kind: type) -> dict[str, object]:
-    """Defaults of the fields that are dataclasses themselves: their absent keys keep these."""
+    """Defaults of dataclass fields; absent keys of a section keep these values."""
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(kind)
@@ -209,7 +209,7 @@ def _dataclass(kind: Any, value: object, name: str, key: str) -> object:
 
 
 def _alternative(kinds: tuple[Any, ...], value: object, name: str, key: str, to_write: str) -> Any:
-    """``value`` as the first of ``kinds`` that takes it; the errors of a single kind are its own."""
+    """Read ``value`` as the first of ``kinds`` that accepts it; a single kind raises its own errors."""
     if value is None and NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not NoneType)

@@ -24,7 +24,7 @@ def parse_bytes(text: str) -> int:
     """Bytes of a size such as ``512MiB`` or ``8GiB`` (binary units; a bare number is bytes).
 
     Raises:
-        ConfigError: it is not a positive size.
+        ConfigError: not a positive size.
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i)?B?\s*", text)
     try:
@@ -56,7 +56,7 @@ _Port = Annotated[int, between(0, 65535)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how it is held."""
+    """The model to serve, its precision and its limits."""
 
     path: str = ""
     """Folder with config.json, safetensors and tokenizer; empty serves the demo model."""
@@ -67,12 +67,11 @@ class ModelConfig:
     quantization: Quantization = "none"
     """``none``, or ``int8`` or ``int4`` for the matrices of the layers."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
-    """Prompt and answer tokens together; 0 takes the checkpoint's own limit."""
+    """Prompt and answer tokens together; 0 takes the checkpoint's limit."""
     block_size: Annotated[int, between(1, 256)] = 16
     """Tokens per KV block."""
     profile: str = ""
-    """Hardware file, as `pdserve profile` writes it, with what steps take on the workers' devices; empty takes the
-    catalogue's figures."""
+    """Hardware file from `pdserve profile`, measured on the workers' devices; empty takes the catalogue's figures."""
     served_name: str = ""
     """Name that clients use; empty takes the folder's name."""
 
@@ -99,24 +98,24 @@ class PhaseConfig:
     tensor_parallel: _Degree = 1
     pipeline_parallel: _Degree = 1
     device: Annotated[str, one_of(*DEVICE_SETTINGS)] = "auto"
-    """``cpu``, ``cuda``, or ``auto``: GPUs, if Ray has enough for every worker that may have one."""
+    """``cpu``, ``cuda``, or ``auto`` (GPUs, if Ray has enough for every worker that may use one)."""
     gpu_memory_utilization: Share = 0.9
-    """On GPUs: share of a GPU's memory that weights, activations and an automatic KV pool take together. Workers with a
-    half or less share GPUs."""
+    """Share of a GPU's memory for weights, activations and an automatic KV pool together. Workers with 0.5 or less
+    share GPUs."""
     kv_memory: _KvMemory = "auto"
     """``auto``, or bytes with a unit: ``512MiB``, ``8GiB``."""
     swap_memory: _SwapMemory = "auto"
-    """Host memory for the KV of preempted sequences: ``auto``, 0, or bytes with a unit. ``auto`` is a quarter of what
-    the KV pool takes. Prefill workers preempt nothing."""
+    """Host memory for the KV of preempted sequences: ``auto``, 0, or bytes with a unit. ``auto`` is a quarter of
+    the KV pool's size. Prefill workers never preempt."""
     max_batch_tokens: Annotated[int, between(1, 2**20)] = 2048
-    """New tokens in one step, at most: the chunk budget of prefill."""
+    """Upper limit of new tokens per step: the chunk budget of prefill."""
     max_batch_size: Annotated[int, between(1, 2**16)] = 256
-    """Sequences decoded in one step, at most."""
+    """Upper limit of sequences decoded per step."""
     lend_cores: bool = True
-    """On CPUs: while these workers have nothing to do others use their cores, and they those of others. Without, steps
-    take as long as a profile says, whatever others do."""
+    """On CPUs: lend cores while idle, and use the cores that other workers lend. Disabled, step durations match the
+    profile whatever other workers do."""
     resources: dict[str, Positive] = field(default_factory=dict)
-    """Ray resources that each worker asks for, such as ``{host_a: 1}``."""
+    """Ray resources that each worker requests, such as ``{host_a: 1}``."""
 
     @property
     def kv_memory_bytes(self) -> int:
@@ -142,15 +141,15 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: _Port = 8000
     admin_port: _Port = 0
-    """Metrics, targets, drain; loopback only; 0 picks a free one."""
+    """Metrics, targets, drain; loopback only; 0 picks a free port."""
     replicas: int = 1
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
-    """Answers asked for and not finished, at most (a request for n takes n places); more are refused with 429."""
+    """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentConfig:
-    """The whole file."""
+    """All sections of the deployment file."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     slo: SloConfig = field(default_factory=SloConfig)
@@ -161,5 +160,5 @@ class DeploymentConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def phase(self, role: WorkerRole) -> PhaseConfig:
-        """The section of the workers of ``role``."""
+        """Section for workers of ``role``."""
         return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode, WorkerRole.MIXED: self.mixed}[role]

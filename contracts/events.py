@@ -15,10 +15,10 @@ from pdserve.contracts.step import TokenLogprobs
 
 
 class RequestKey(NamedTuple):
-    """Names one attempt at a request on one worker."""
+    """Key of one attempt at a request on one worker."""
 
     session: int
-    """Router session that it came through; 0 in a router, whose events come from one worker at a time."""
+    """Router session of the request; 0 in a router, which receives events from one worker at a time."""
     request_id: int
     attempt: int
 
@@ -39,7 +39,7 @@ class RequestEventKind(IntEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the attempt is over on this worker."""
+        """True if the event ends the attempt on this worker."""
         return self in _TERMINAL_KINDS
 
 
@@ -55,25 +55,25 @@ _TERMINAL_KINDS = frozenset(
 
 
 class RefusalCode(IntEnum):
-    """Reason of a REJECTED or KV_UNAVAILABLE event, by which the router decides whether and where to retry. Values are
+    """Reason of a REJECTED or KV_UNAVAILABLE event; the router decides from it whether and where to retry. Values are
     the wire's `RefusalCode`."""
 
     NONE = 0
-    """No refusal: the KV could not be pulled, or expired unpulled."""
+    """No refusal: the pull failed, or the parked prompt expired."""
     INVALID = 1
-    """The request can never run on this worker, nor on another one like it."""
+    """The request can never run on this worker or a similar one."""
     DRAINING = 2
     """The worker takes no new requests."""
     OVERLOADED = 3
     """The worker holds too many requests."""
     SOURCE = 4
-    """The prefill worker refused the pull: no other decode worker could pull the prompt either."""
+    """The prefill worker refused the pull; no other decode worker could pull the prompt either."""
 
 
 @dataclass(slots=True)
 class TokenEvent:
-    """A generated token, from the scheduler to the HTTP edge. Not frozen: there is one per row and step, and freezing
-    doubles its cost."""
+    """A generated token, from the scheduler to the HTTP edge. One per row and step; not frozen, which would double its
+    cost."""
 
     key: RequestKey
     choice: int
@@ -83,16 +83,16 @@ class TokenEvent:
     token: int
     logprobs: TokenLogprobs | None
     finish: FinishReason
-    """Not NONE: the attempt is over on this worker."""
+    """Any value but NONE ends the attempt on this worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsEvent:
-    """Log probabilities of consecutive prompt tokens; all of a prompt's come before its token 0."""
+    """Log probabilities of consecutive prompt tokens, all emitted before token 0."""
 
     key: RequestKey
     first_position: int
-    """In the prompt, of the first entry."""
+    """Position of the first entry in the prompt."""
     entries: list[TokenLogprobs]
 
 
@@ -102,9 +102,9 @@ class RequestEvent(NamedTuple):
     key: RequestKey
     kind: RequestEventKind
     message: str = ""
-    """For people: no decision depends on it."""
+    """Text for people; no decision depends on it."""
     handle: bytes = b""
-    """LAST_CHUNK: names the parked prompt."""
+    """LAST_CHUNK: handle of the parked prompt."""
     num_cached_tokens: int = 0
     """STARTED: prompt tokens found in the prefix cache."""
     waited_s: float = 0.0
@@ -127,13 +127,13 @@ class SchedulerLoad(NamedTuple):
     num_blocks_cached: int = 0
     num_blocks_referenced: int = 0
     num_waiting_tokens: int = 0
-    """Of prompts that are not started."""
+    """Tokens of prompts not started yet."""
     num_started_tokens: int = 0
-    """Of started prompts: those whose KV is not written yet, in steps in flight too."""
+    """Tokens of started prompts without written KV, including tokens of steps in flight."""
     num_context_tokens: int = 0
     num_preemptions: int = 0
     num_swap_outs: int = 0
-    """Preempted sequences whose KV was copied to the host."""
+    """Preempted sequences copied to the host."""
     num_swap_ins: int = 0
-    """Of those, whose KV was copied back."""
+    """Preempted sequences copied back."""
     num_swap_slots_used: int = 0

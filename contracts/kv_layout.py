@@ -1,11 +1,11 @@
-"""The geometry of a KV pool: one allocation a rank, of shape `KvLayout.shape`.
+"""Geometry of a KV pool: one allocation per rank, of shape `KvLayout.shape`.
 
 A page for (layer, head) is a contiguous ``[block_size, head_dim]`` tile for kernels; a whole block is one run of bytes
 for transfers; a head range is contiguous within a block; axis 3 is K then V. Executors, the block pool's memory and the
-transports all read offsets from here.
+transports take their offsets from this module.
 
-A quantised pool has a float32 scale for every (token, head, layer, K or V). Behind the values of each (block, head)
-lies a strip of them, ``[num_layers, 2, block_size]``, so that blocks and head ranges stay single runs.
+A quantised pool has a float32 scale for every (token, head, layer, K or V). The scales of each (block, head),
+``[num_layers, 2, block_size]``, follow its values, so that blocks and head ranges stay single runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m
 """Bytes per element. ``uint64`` is the emulated executor's hash state."""
 
 SCALE_BYTES = {"int8": 4, "float8_e4m3fn": 4}
-"""Bytes of the scale of one token's K or V, by quantised dtype; others have none."""
+"""Bytes of one token's K or V scale, by quantised dtype; other dtypes have no scales."""
 
 KV_DTYPE_SETTINGS = ("auto", *SCALE_BYTES)
-"""What a deployment may ask for."""
+"""Values that a deployment may request."""
 
 KV_LAYOUT_VERSION = 1
-"""Raised whenever the meaning of the bytes changes; peers of another version refuse each other."""
+"""Version of the byte layout; peers with different versions refuse each other. Increase it with every change."""
 
 
 def resolve_kv_dtype(setting: str, model_dtype: str) -> str:
-    """Dtype of the KV of a model: ``setting``, where ``auto`` is the model's own.
+    """Return the KV dtype for ``setting``; ``auto`` is the model's dtype.
 
     Raises:
         ValueError: ``setting`` is not one of `KV_DTYPE_SETTINGS`.
@@ -37,7 +37,7 @@ def resolve_kv_dtype(setting: str, model_dtype: str) -> str:
 
 
 def kv_vector_bytes(head_dim: int, dtype: str) -> int:
-    """Bytes of K, or of V, of one token and head in one layer."""
+    """Bytes of K or V for one token and head in one layer."""
     return head_dim * DTYPE_BYTES[dtype] + SCALE_BYTES.get(dtype, 0)
 
 
@@ -54,7 +54,7 @@ class KvLayout:
     dtype: str
     """A key of `DTYPE_BYTES`."""
     model_hash: str
-    """Identity of weights and configuration; KV of another model is refused."""
+    """Identity of weights and configuration; peers refuse KV of another model."""
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -73,7 +73,6 @@ class KvLayout:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the whole pool."""
         return self.num_blocks * self.block_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -81,5 +80,5 @@ class KvLayout:
         return -(-num_tokens // self.block_size)
 
     def is_compatible(self, other: KvLayout) -> bool:
-        """Whether blocks can be copied between pools of the two layouts: everything but the pools' sizes agrees."""
+        """Return True if blocks can be copied between pools of the two layouts, which may only differ in size."""
         return self.model_hash == other.model_hash and self.dtype == other.dtype and self.shape[1:] == other.shape[1:]

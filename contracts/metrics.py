@@ -1,7 +1,7 @@
-"""Names, help texts, labels and buckets of every metric, in one place for code, dashboards and tests.
+"""Names, help texts, labels and buckets of every metric, shared by code, dashboards and tests.
 
 Base units (seconds, bytes, tokens) and underscore names; label values come from closed sets. A duration is always the
-difference of two monotonic readings of one process.
+difference of two monotonic readings in one process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ TTFT_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
 )  # fmt: skip
-"""Time to first token: from a cached short prompt to a long queue."""
+"""TTFT: from a cached short prompt to a long queue."""
 
 ITL_BUCKETS_S = (
     0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6,
     0.8, 1.0, 2.0, 4.0, 6.0, 8.0,
 )  # fmt: skip
-"""Gaps between tokens, and decode steps: fine below 10 ms, where a fast decode lives."""
+"""ITL and decode steps; fine below 10 ms, for fast decodes."""
 
 REQUEST_BUCKETS_S = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
@@ -34,7 +34,7 @@ LENGTH_BUCKETS = (
     1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
     16384, 24576, 32768, 65536, 131072,
 )  # fmt: skip
-"""Tokens of a request's prompt or answers, fine enough to plan a placement by."""
+"""Tokens of a request's prompt or answers, fine enough to plan a placement."""
 
 BYTES_BUCKETS = tuple(2.0**power for power in range(11, 35, 2))
 """Bytes of one KV transfer: 2 KiB to 8 GiB."""
@@ -46,7 +46,7 @@ class Metric:
 
     kind: Literal["counter", "gauge", "histogram"]
     name: str
-    """Without the ``_total`` that a counter's samples carry."""
+    """Family name, without the ``_total`` suffix of counter samples."""
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -88,7 +88,7 @@ REDISPATCHES = Metric("counter", "pdserve_redispatches", "Requests sent to anoth
 SLO_REQUESTS = Metric("counter", "pdserve_slo_requests", "Finished requests by SLO verdict.", ("ttft", "tpot"))
 ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to choose workers.", (), ITL_BUCKETS_S)
 
-# Workers, as the router sees them in each frame
+# Workers, as each frame reports them to the router
 WORKER_UP = Metric("gauge", "pdserve_worker_up", "1 while the session with the worker stands.", ("worker", "role"))
 STEP_SECONDS = Metric(
     "histogram", "pdserve_step_seconds", "Engine steps by kind.", ("worker", "role", "kind"), ITL_BUCKETS_S

@@ -12,33 +12,33 @@ DEVICE_SETTINGS = ("auto", "cpu", "cuda")
 
 
 class WorkerRole(Enum):
-    """Which phases a worker serves. A decode worker can also prefill locally when the policy asks it to."""
+    """Phases that a worker serves. A decode worker also prefills locally if the policy requests it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
 
-    __hash__ = object.__hash__  # the router looks up models by role for every worker of every request
+    __hash__ = object.__hash__  # the router looks models up by role for every worker and request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Everything a worker process needs; nothing is read from the environment."""
+    """Complete configuration of a worker process, which reads nothing from the environment."""
 
     worker_id: str
-    """Stable name, such as ``prefill-0``; a restarted worker keeps it and takes a new epoch."""
+    """Stable name, such as ``prefill-0``; a restarted worker keeps it and gets a new epoch."""
     role: WorkerRole
     model_path: str
     precision: Precision = field(default_factory=Precision)
     tensor_parallel: int = 1
-    """Ranks that share every layer. More than one are emulated only, as yet."""
+    """Ranks that share every layer. More than one only works with emulation."""
     device: str = "auto"
-    """Where weights and KV pool lie: ``cpu``, ``cuda``, which is the first GPU that ``CUDA_VISIBLE_DEVICES`` shows, or
-    ``auto``, which is ``cuda`` where torch sees one."""
+    """Device of weights and KV pool: ``cpu``, ``cuda`` (the first GPU that ``CUDA_VISIBLE_DEVICES`` shows), or ``auto``
+    (``cuda`` if torch finds a GPU)."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that weights, activations and an automatic KV pool take together."""
+    """Share of GPU memory for weights, activations and an automatic KV pool together."""
     max_model_len: int = 0
-    """0 takes the checkpoint's own limit."""
+    """0 takes the checkpoint's limit."""
     block_size: int = 16
     num_kv_blocks: int = 0
     """0 sizes the pool from ``kv_memory_bytes``."""
@@ -51,30 +51,30 @@ class WorkerConfig:
     transport: str = "auto"
     """``auto``, ``memfd`` or ``grpc``."""
     host: str = "127.0.0.1"
-    """Address to listen on and to be reached at; ports are picked by the system and reported."""
+    """Address to listen on and to advertise; the system picks ports, and the worker reports them."""
     cluster_token: str = ""
-    """Bearer token that every gRPC call between cluster members carries; empty checks nothing."""
+    """Bearer token of every gRPC call between cluster members; empty disables the check."""
     cpu_cores: tuple[int, ...] = ()
-    """Cores to pin to before torch is imported; empty leaves the affinity alone."""
+    """Cores to pin to before importing torch; empty keeps the affinity."""
     core_board: str = ""
-    """File on which the workers of this host lend each other the cores of idle ones; empty lends nothing."""
+    """File through which workers of this host lend cores while idle; empty disables lending."""
     core_index: int = 0
     """This worker's entry in ``core_sets``."""
     core_sets: tuple[tuple[int, ...], ...] = ()
-    """``cpu_cores`` of every worker on the board, in the order of `core_index`; empty for one that lends nothing."""
+    """``cpu_cores`` of every worker on the board, ordered by `core_index`; empty for a worker that lends nothing."""
     transfer_cpu_cores: tuple[int, ...] = ()
-    """Cores of the transfer process; empty leaves its affinity alone."""
+    """Cores of the transfer process; empty keeps its affinity."""
     emulate: str = ""
     """Name of a GPU in the hardware catalogue to emulate instead of computing; empty runs the model."""
     hardware: str = ""
-    """The device that this computes on, or emulates: a `pdserve.model.cost.hardware.Hardware` as JSON; empty looks it
-    up in the catalogue."""
+    """Device to compute on or emulate: a `pdserve.model.cost.hardware.Hardware` as JSON; empty looks it up in the
+    catalogue."""
     time_scale: float = 1.0
-    """Emulated seconds are stretched by this factor."""
+    """Factor on emulated durations."""
     park_timeout_s: float = 30.0
-    """A parked prompt that nobody pulls is freed after this long."""
+    """Time until the worker frees a parked prompt that was not pulled."""
     session_grace_s: float = 3.0
-    """A router whose stream is broken for this long has its requests cancelled."""
+    """Time after a router's stream breaks until the worker cancels its requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,4 +86,4 @@ class WorkerEndpoint:
     address: str
     """``host:port`` of the worker's gRPC service."""
     epoch: int
-    """Random number of this incarnation."""
+    """Random number, new at every start."""

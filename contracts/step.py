@@ -1,8 +1,8 @@
-"""The batch that a scheduler submits to an executor, and its output: one ragged batch per step.
+"""Contract between schedulers and executors: one ragged batch per step, and its output.
 
-A `StepBatch` mixes prefill chunks and decode rows, so that a mixed step is one forward pass. Executors take the KV
-tensor and block tables, never a block pool. Schedulers plan step N + 1 before the results of step N are known when the
-executor's `Executor.pipeline_depth` is 2.
+A `StepBatch` mixes prefill chunks and decode rows, so that a mixed step is one forward pass. Executors receive the KV
+tensor and block tables, never a block pool. With an `Executor.pipeline_depth` of 2, schedulers plan step N + 1 before
+they know the results of step N.
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ from pdserve.contracts.request import SamplingParams
 
 @dataclass(slots=True, kw_only=True)
 class StepRow:
-    """One sequence's share of a step: compute KV for its next tokens, and sample after the last one if asked."""
+    """One sequence's share of a step: compute KV for its next tokens, and sample after the last one if requested."""
 
     sequence_id: int
     tokens: Sequence[int]
-    """The new tokens, at least one, at positions ``cached_length ..``; empty exactly when ``previous_row >= 0``."""
+    """New tokens, at least one, at positions ``cached_length ..``; empty if and only if ``previous_row >= 0``."""
     previous_row: int = -1
-    """``>= 0``: the one new token is the one that this row of the immediately preceding `StepBatch` sampled, not yet
-    known to the scheduler."""
+    """``>= 0``: row of the preceding `StepBatch` that sampled the one new token, which the scheduler does not know."""
     cached_length: int
-    """Tokens of the sequence whose KV is already in the pool."""
+    """Tokens of the sequence with KV in the pool."""
     block_table: Sequence[int]
-    """Pool block ids in sequence order, covering ``cached_length + num_new_tokens`` tokens at least. Read during
-    `Executor.submit` only."""
+    """Pool block ids in sequence order, for at least ``cached_length + num_new_tokens`` tokens. Read only during
+    `Executor.submit`."""
     sample: SamplingParams | None
-    """Parameters to sample with after the last new token; ``None`` for a chunk that does not end the prompt."""
+    """Sampling parameters after the last new token; ``None`` for a chunk that does not end the prompt."""
     sample_position: int = 0
-    """Absolute position of the token to be sampled, prompt included: the random generator's counter."""
+    """Absolute position of the sampled token, prompt included; the random generator's counter."""
     choice: int = 0
-    """Index of the choice (n > 1) that the row belongs to; part of the random generator's counter."""
+    """Index of the row's choice (n > 1); part of the random generator's counter."""
     history: Sequence[int] = ()
-    """Every known token of the sequence, where ``sample.has_penalties``; else empty. Read during `Executor.submit`
-    only. The token that ``previous_row`` sampled comes after it."""
+    """All known tokens of the sequence if ``sample.has_penalties``, else empty. Read only during `Executor.submit`. The
+    token that ``previous_row`` sampled follows it."""
     num_prompt_tokens: int = 0
-    """Leading tokens of ``history`` that are the prompt."""
+    """Prompt tokens at the start of ``history``."""
     banned_tokens: Sequence[int] = ()
     """Tokens that must not be sampled."""
     prompt_targets: Sequence[int] = ()
-    """Prompt logprobs: the tokens that follow each new token in the prompt, as far as there are any; else empty."""
+    """Prompt logprobs: the prompt token after each new token, as far as the prompt goes; empty if not requested."""
     num_prompt_logprobs: int = -1
     """Likely tokens to report with each of ``prompt_targets``."""
 
@@ -53,7 +52,7 @@ class StepRow:
 
 
 class BlockCopy(NamedTuple):
-    """One KV block to copy: pool block to host slot, or host slot to pool block."""
+    """Copy of one KV block, from pool block to host slot or back."""
 
     source: int
     target: int
@@ -61,17 +60,17 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """One step: decode rows (one new token) and prefill rows (a chunk) together, and block copies before them.
+    """One step: block copies, then decode rows (one new token) and prefill rows (a chunk) together.
 
-    Copies happen in the order of the fields, all of them before any row; a batch may consist of copies only.
+    Copies run in the order of the fields, before any row. A batch may have copies only.
     """
 
     step_id: int
     rows: list[StepRow]
     swap_outs: list[BlockCopy] = field(default_factory=list)
-    """From the pool to host slots, which are numbered from 0."""
+    """Copies from the pool to host slots, numbered from 0."""
     swap_ins: list[BlockCopy] = field(default_factory=list)
-    """From host slots to the pool."""
+    """Copies from host slots to the pool."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -79,12 +78,12 @@ class StepBatch:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities at one position, of the model's distribution before temperature and truncation."""
+    """Log probabilities at one position, before temperature and truncation."""
 
     logprob: float
     """Log probability of the sampled token."""
     top: tuple[tuple[int, float], ...]
-    """(token id, log probability), most likely first; as many as were asked for."""
+    """(token id, log probability), most likely first; as many as requested."""
 
 
 class SampledToken(NamedTuple):
@@ -100,48 +99,47 @@ class StepOutput:
 
     step_id: int
     sampled: list[SampledToken | None]
-    """As many as the batch had rows; ``None`` where the row asked for no sample."""
+    """One entry per row of the batch; ``None`` for rows without ``sample``."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By row with ``prompt_targets``: one entry for each of them."""
+    """Keyed by row; one entry per token of ``prompt_targets``."""
     duration_s: float
-    """Time from the start of the step's computation to its end."""
+    """Duration of the step's computation."""
 
 
 class StepHandle(Protocol):
-    """A step on its way."""
+    """A step in flight."""
 
     def result(self) -> StepOutput:
-        """Wait for the step and return its output. The KV that it computed is in the pool by then, for any reader.
+        """Wait for the step and return its output. Its KV is then in the pool, visible to any reader.
 
         Raises:
-            RuntimeError: the computation failed; no row of the step has a result, and nothing of it writes to the pool
-                any more.
+            RuntimeError: the computation failed; no row has a result, and the step no longer writes to the pool.
         """
         ...
 
 
 class Executor(Protocol):
-    """Runs steps in the order they are submitted, writing KV into the pool it was given."""
+    """Runs steps in submission order and writes KV into its pool."""
 
     @property
     def pipeline_depth(self) -> int:
-        """Steps that should be submitted before the first result is taken: 1 (synchronous) or 2 (one step late)."""
+        """Steps to submit before reading the first result: 1 (synchronous) or 2 (one step late)."""
         ...
 
     def submit(self, batch: StepBatch) -> StepHandle:
-        """Start a step. The batch may be changed by the caller once this returns."""
+        """Start a step. The caller may modify the batch once this returns."""
         ...
 
     def close(self) -> None:
-        """Release what the executor holds; no step may be in flight."""
+        """Release resources; no step may be in flight."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """Limits of a model by which a scheduler decides when a sequence ends."""
+    """Model limits that end a sequence."""
 
     max_model_len: int
-    """Prompt and answer tokens together, at most."""
+    """Upper limit of prompt and answer tokens together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...] = field(default=())

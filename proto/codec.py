@@ -1,9 +1,8 @@
-"""Conversions between the messages of `worker.proto` and the contracts, in both directions.
+"""Converts between the messages of `worker.proto` and the contracts, for workers and the router. Keeps no state.
 
-What arrives is checked against local limits before anything is allocated for it: every length, token id and number. A
-message that fails a check raises `WireError`, which a worker turns into a REJECTED event of that one request. Tokens
-travel as columns of equal length, and log probabilities only for the entries that asked for them. Used by workers and
-by the router. Never keeps state.
+Checks every received length, token id and number against local limits before allocating for it. A message that fails a
+check raises `WireError`; a worker then emits a REJECTED event for that one request. Tokens travel as columns of equal
+length, log probabilities only for the entries that request them.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _LOAD_FIELDS = SchedulerLoad._fields
 
 
 class WireError(ValueError):
-    """A message that arrived is outside the local limits; the text says which field."""
+    """A received message exceeds the local limits; the text names the field."""
 
 
 def _check(condition: bool, what: str) -> None:

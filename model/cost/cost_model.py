@@ -1,27 +1,27 @@
-"""Predicts how long a step, or a transfer of KV, takes: a roofline over the model's shape and the machine's figures.
+"""Predicts step and KV transfer durations: a roofline over the model's shape and the machine's figures.
 
-The router's policy, admission, the planner and the emulated executor all ask the same `CostModel`; `OnlineCorrection`
-scales it by what is observed. Never imports torch, never measures anything itself.
+The router's policy, admission, the planner and the emulated executor share one `CostModel`; `OnlineCorrection` scales
+it by observed durations. Never imports torch, never measures anything itself.
 
-A worker has t * p devices: t ranks share heads and columns, and p stages follow each other with a share of the layers
-each. A step of T new tokens, S sampled rows, takes the sum, over all stages, of what one rank does:
+A worker has t * p devices: t tensor-parallel ranks share heads and columns, p pipeline stages share the layers. The
+duration of a step with T new tokens and S sampled rows is the sum, over all stages, of one rank's work:
 
 - linear layers: ``max(2 T * layer weights / t / (F e(T)), bytes of those weights / t / W)``, e(T) the share of peak
   arithmetic F that products of T rows reach, W the rate at which weights are read;
-- of E routed experts, k per token, the same with the weights that the step touches. Were tokens routed evenly and
-  independently, it would touch ``E (1 - (1 - k / E) ** T)`` of them, with ``T k`` over so many rows each;
+- routed experts (E, k per token): the same formula over the experts that the step touches. Assuming even and
+  independent routing, these are ``n = E (1 - (1 - k / E) ** T)`` experts with ``T k / n`` rows each;
 - the output projection, as a linear layer of S rows;
-- attention, row by row, q new tokens after c cached ones, causal work only, at least a decode of as long a context:
+- attention, per row with q new tokens after c cached ones, causal work only, at least a decode over the same context:
   ``max(4 heads * head_dim * layers * (q c + q (q + 1) / 2) / t / (F a(q)), (c + q) * D)``, D being the seconds that one
   token attends to one other: ``max(4 heads * head_dim * layers / t / F, KV bytes per token / W')``, over the share of
   either that decode attention reaches;
 - tensor parallelism: two ring all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` each and
   ``2 (t - 1)`` steps of the link's latency;
-- pipelines: activations are sent between stages;
+- pipeline parallelism: sends of activations between stages;
 - overhead: a fixed time per step, per layer and per sampled row.
 
-For a given batch, decode time is so a straight line in the context. The traffic of activations within a device is left
-out, and so are sliding windows: every layer counts as if it saw the whole context.
+For a given batch, decode time is therefore linear in the context. The model leaves out activation traffic within a
+device and sliding windows: every layer counts as full attention.
 Sources: Williams, Waterman, Patterson, "Roofline" (CACM 2009); Shoeybi et al., "Megatron-LM" (2019, section 3) for the
 all-reduces; Dao et al., "FlashAttention" (2022) for the count of causal work and the single read of KV; Thakur,
 Rabenseifner, Gropp, "Optimization of Collective Communication Operations" (2005) for the ring.
@@ -41,45 +41,45 @@ from pdserve.model.cost.hardware import Hardware
 from pdserve.model.weights.bytes import weight_bytes
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
-"""What weights and activations may be."""
+"""Dtypes of weights and activations."""
 
 
 class StepParts(NamedTuple):
-    """Seconds of one step, by what they go into."""
+    """Breakdown of one step's duration."""
 
     layers_s: float
     output_s: float
-    """The output projection."""
+    """Output projection."""
     attention_s: float
     all_reduce_s: float
     send_s: float
-    """Activations, between stages."""
+    """Activations sent between stages."""
     overhead_s: float
 
 
 class RankMemory(NamedTuple):
-    """Bytes of the fullest rank."""
+    """Memory of the fullest rank."""
 
     weight_bytes: float
     activation_bytes: float
     reserve_bytes: int
     kv_bytes: float
-    """What the others leave, and can hold KV."""
+    """Remainder, free for KV."""
 
 
 class CostModel:
-    """Seconds and bytes of one model, in one dtype, on the devices of one worker.
+    """Durations and memory of one model, in one dtype, on the devices of one worker.
 
     Args:
         shape: the whole model.
         hardware: one device; a worker has ``tensor_parallel * pipeline_parallel`` of them.
         precision: of weights, activations and KV; arithmetic stays in its ``dtype``, one of `MODEL_DTYPES`.
         tensor_parallel: ranks that share the model's heads and columns.
-        pipeline_parallel: stages that have an equal share of the layers each.
+        pipeline_parallel: stages, each with an equal share of the layers.
 
     Raises:
-        ValueError: heads or layers that do not divide so, or a dtype that the hardware has no figure for, or does not
-            read.
+        ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or
+            has no figure for.
     """
 
     def __init__(
@@ -103,21 +103,21 @@ class CostModel:
         self.pipeline_parallel = pipeline_parallel
         self._weights = weights = weight_bytes(shape, dtype, precision.quantization)
         self.weight_bytes = weights.total
-        """Of the whole model, all ranks together."""
+        """Weights of the whole model, summed over ranks."""
         self.kv_bytes_per_token = shape.kv_vectors_per_token * kv_vector_bytes(shape.head_dim, self.kv_dtype)
-        """Of the whole model, all ranks together, each KV head counted once."""
+        """KV of one token over the whole model; each KV head counts once."""
 
         self._rank_flops = hardware.peak(dtype) * tensor_parallel  # a rank does this share of an operation's work
         self._rank_bandwidth = hardware.bandwidth * tensor_parallel
         stages_kv_bytes = self.kv_bytes_per_token / min(tensor_parallel, shape.num_kv_heads)
         self.rank_kv_bytes_per_token = stages_kv_bytes / pipeline_parallel
-        """Of one rank; heads that several ranks hold are counted by each."""
+        """KV of one token on one rank; every rank that holds a copy of a head counts it."""
         self._pair_s = 4 * shape.num_heads * shape.head_dim * shape.num_layers / self._rank_flops
         decode_s = max(self._pair_s, stages_kv_bytes / hardware.memory_bandwidth)
         self._decode_token_s = decode_s / hardware.decode_attention_efficiency
         self._links = _Links(hardware, tensor_parallel, pipeline_parallel)
         self._activation_bytes = shape.hidden_size * DTYPE_BYTES[dtype]
-        # Asked millions of times for a few counts.
+        # The planner looks a few counts up millions of times.
         self._tokens_s = _Memo(lambda num_tokens: sum(self._token_parts(num_tokens)))
         self._rows_s = _Memo(lambda num_rows: self._output_s(num_rows) + num_rows * hardware.row_overhead_s)
         self._pairs_s = _Memo(lambda num_new: self._pair_s / hardware.prefill_attention_efficiency.at(num_new))
@@ -127,9 +127,9 @@ class CostModel:
         """Seconds of one step; 0 for an empty one.
 
         Args:
-            rows: (new tokens, cached tokens) of each row; a decode row is ``(1, context)``. Each is taken to sample.
-            batch_size: decode rows beside them, ...
-            context_tokens: ... and their cached tokens, of all together.
+            rows: (new tokens, cached tokens) of each row; a decode row is ``(1, context)``. Every row samples.
+            batch_size: number of additional decode rows.
+            context_tokens: total cached tokens of those decode rows.
         """
         num_tokens, num_rows, prefill_attention_s, num_seen = self._sum_rows(rows)
         num_seen += context_tokens + batch_size
@@ -145,20 +145,19 @@ class CostModel:
         return self._sum_s(num_new, 1, self._attention_s(num_new, num_cached))
 
     def decode_s(self, batch_size: int, context_tokens: int) -> float:
-        """Seconds of a step that decodes one token of each of ``batch_size`` sequences.
+        """Seconds of a step that decodes one token for each of ``batch_size`` sequences.
 
         Args:
-            context_tokens: cached tokens of all the sequences together.
+            context_tokens: total cached tokens of the sequences.
         """
         return self._sum_s(batch_size, batch_size, (context_tokens + batch_size) * self._decode_token_s)
 
     def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float]:
-        """Seconds of a step as in `decode_s`, and by how much each step is longer than the one before while the same
-        sequences decode: for a given batch, time grows in proportion to the context."""
+        """Seconds of a step as in `decode_s`, and the increase per step while the same sequences keep decoding."""
         return self.decode_s(batch_size, context_tokens), batch_size * self._decode_token_s
 
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
-        """Seconds of a step with a prompt's chunk, as in `prefill_s`, beside a decode, as in `decode_s`."""
+        """Seconds of a mixed step: a prefill chunk as in `prefill_s` plus decode rows as in `decode_s`."""
         if num_new <= 1:
             return self.decode_s(batch_size + num_new, context_tokens + num_new * num_cached)
         decode_attention_s = (context_tokens + batch_size) * self._decode_token_s
@@ -166,7 +165,7 @@ class CostModel:
         return self._sum_s(num_new + batch_size, 1 + batch_size, attention_s)
 
     def parts(self, rows: Iterable[tuple[int, int]]) -> StepParts:
-        """What the seconds of `step_s` go into; ``rows`` are not empty."""
+        """Breakdown of `step_s`; ``rows`` must not be empty."""
         num_tokens, num_rows, prefill_attention_s, num_seen = self._sum_rows(rows)
         tokens = self._token_parts(num_tokens)
         return StepParts(
@@ -179,12 +178,12 @@ class CostModel:
         )
 
     def transfer_s(self, num_tokens: int, *, same_host: bool) -> float:
-        """Seconds to move the KV of ``num_tokens`` tokens to another worker, each rank's share in parallel."""
+        """Seconds to transfer the KV of ``num_tokens`` tokens to another worker; ranks transfer in parallel."""
         bandwidth = self.hardware.link_bandwidth if same_host else self.hardware.network_bandwidth
         return num_tokens * self.rank_kv_bytes_per_token / (bandwidth * self.hardware.link_efficiency)
 
     def swap_s(self, num_tokens: int) -> float:
-        """Seconds to copy the KV of ``num_tokens`` tokens to the host or back, each rank's share in parallel."""
+        """Seconds of a D2H or H2D copy of the KV of ``num_tokens`` tokens; ranks copy in parallel."""
         return num_tokens * self.rank_kv_bytes_per_token / self.hardware.host_bandwidth
 
     def rank_memory(
@@ -229,7 +228,7 @@ class CostModel:
     # Parts of a step
 
     def _sum_rows(self, rows: Iterable[tuple[int, int]]) -> tuple[int, int, float, int]:
-        """New tokens, rows, seconds of attention of the rows of several new tokens, and tokens that the others see."""
+        """Sum new tokens, rows, attention seconds of prefill rows, and the context tokens of decode rows."""
         num_tokens = num_rows = num_seen = 0
         attention_s = 0.0
         for num_new, num_cached in rows:
@@ -247,12 +246,12 @@ class CostModel:
         return self._tokens_s[num_tokens] + self._rows_s[num_rows] + attention_s
 
     def _attention_s(self, num_new: int, num_cached: int) -> float:
-        """Attention of one row of several new tokens, in all layers."""
+        """Attention of one prefill row, in all layers."""
         pairs_s = (num_new * num_cached + num_new * (num_new + 1) / 2) * self._pairs_s[num_new]
         return max(pairs_s, (num_cached + num_new) * self._decode_token_s)
 
     def _token_parts(self, num_tokens: int) -> _TokenParts:
-        """What depends on the number of new tokens."""
+        """Parts that depend on the number of new tokens."""
         links, hardware = self._links, self.hardware
         message_bytes = num_tokens * self._activation_bytes
         return _TokenParts(
@@ -263,7 +262,7 @@ class CostModel:
         )
 
     def _layers_s(self, num_tokens: int) -> float:
-        """Linear layers, of all stages."""
+        """Linear layers of all stages."""
         shape = self.shape
         bytes_each = self._weights.layers / (shape.num_layers * shape.layer_parameters)
         common_s = self._product_s(num_tokens, shape.common_layer_parameters, bytes_each)
@@ -275,17 +274,17 @@ class CostModel:
         return shape.num_layers * (common_s + experts_s)
 
     def _output_s(self, num_rows: int) -> float:
-        """The output projection."""
+        """Output projection."""
         return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype])
 
     def _product_s(self, num_rows: float, num_weights: float, bytes_each: float) -> float:
-        """Seconds of ``num_rows`` rows times ``num_weights`` weights that all of a stage's ranks share."""
+        """Seconds to multiply ``num_rows`` rows by ``num_weights`` weights, split over a stage's ranks."""
         flops = self._rank_flops * self.hardware.compute_efficiency.at(num_rows)
         return max(2 * num_rows * num_weights / flops, num_weights * bytes_each / self._rank_bandwidth)
 
 
 def num_experts_touched(num_tokens: int, num_experts: int, experts_per_token: int) -> float:
-    """Distinct experts that ``num_tokens`` tokens are routed to on average, if evenly and independently."""
+    """Expected number of distinct experts for ``num_tokens`` tokens under even, independent routing."""
     return num_experts * (1 - (1 - experts_per_token / num_experts) ** num_tokens)
 
 
@@ -297,7 +296,7 @@ class _TokenParts(NamedTuple):
 
 
 class _Links:
-    """What connects a worker's devices: tensor-parallel ranks fill hosts first, then stages do."""
+    """Links between a worker's devices: tensor-parallel ranks fill hosts first, then stages."""
 
     def __init__(self, hardware: Hardware, tensor_parallel: int, pipeline_parallel: int) -> None:
         inside = (hardware.link_latency_s, hardware.link_bandwidth * hardware.link_efficiency)
@@ -315,7 +314,7 @@ class _Links:
         return num_steps * (latency_s + num_bytes / self._num_ranks / bandwidth)
 
     def send_s(self, num_bytes: float) -> float:
-        """Seconds of sending activations from each stage to the next."""
+        """Seconds to send activations through all stages."""
         return sum(num_hops * (latency_s + num_bytes / bandwidth) for num_hops, latency_s, bandwidth in self._hops)
 
 
@@ -323,7 +322,7 @@ _MAX_REMEMBERED = 32768
 
 
 class _Memo(dict[int, float]):
-    """A function of a count, computed once for each of the counts that come often."""
+    """Cache of a function of a count, for counts up to `_MAX_REMEMBERED`."""
 
     def __init__(self, compute: Callable[[int], float]) -> None:
         self._compute = compute
@@ -351,23 +350,22 @@ def _check_divides(shape: ModelShape, tensor_parallel: int, pipeline_parallel: i
 
 @dataclass(slots=True, kw_only=True)
 class OnlineCorrection:
-    """How much longer things take than predicted: an exponential moving average of observed / predicted.
+    """Correction factor of predictions: an exponential moving average of observed / predicted durations.
 
-    Multiply predictions by `factor`. One outlier, a stalled step say, counts as ``highest`` at most, and for no more
-    than ``most_weight``; short steps count for less than long ones: what holds up a step by a few milliseconds says
-    little of those to come.
+    Multiply predictions by `factor`. ``highest`` and ``most_weight`` bound the effect of one outlier, such as a stalled
+    step. Short steps weigh less than long ones, because a delay of a few milliseconds predicts little.
     """
 
     memory_s: float = 1.0
-    """Predicted seconds after which an observation has lost all but 1 / e of its part in the average."""
+    """Predicted seconds after which an observation's weight has decayed to 1 / e."""
     most_weight: float = 0.1
-    """Share of the newest observation in the average, however long it took."""
+    """Upper limit on the weight of the newest observation."""
     lowest: float = 0.1
     highest: float = 10.0
     factor: float = 1.0
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
-        """Take one observation; ``predicted_s`` is what the model said before correction, more than 0."""
+        """Add one observation; ``predicted_s`` is the uncorrected prediction, above 0."""
         assert predicted_s > 0
         ratio = min(max(observed_s / predicted_s, self.lowest), self.highest)
         weight = min(-expm1(-predicted_s / self.memory_s), self.most_weight)

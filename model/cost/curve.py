@@ -1,6 +1,6 @@
-"""A share of a peak that depends on how much there is to do. Used by the hardware catalogue and the cost model.
+"""Efficiency as a function of the amount of work. Used by the hardware catalogue and the cost model.
 
-Few tokens do not fill a device: its matrix products reach their rate with a few hundred only. Never measures anything.
+A few tokens do not fill a device: matrix products need some hundred tokens to reach their rate. Measures nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from math import log
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A share of some peak as a function of how much there is to do: straight lines in the logarithm of the count.
+    """A share of a peak by count: piecewise linear in the logarithm of the count, flat outside its points.
 
-    Outside its points it is flat. One point is a constant.
+    A single point makes a constant.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -22,8 +22,8 @@ class Curve:
 
     def __post_init__(self) -> None:
         """Raises:
-        ValueError: points out of order, a share outside (0, 1], or one that grows faster than the count: more work
-            would then be done in less time.
+        ValueError: points out of order, a share outside (0, 1], or a share that grows faster than the count, which
+            would finish more work in less time.
         """
         if not self.points:
             raise ValueError("a curve needs a point; write [[1, 0.5]] for a constant share of 0.5")
@@ -44,7 +44,6 @@ class Curve:
         return cls(((1, share),))
 
     def at(self, count: float) -> float:
-        """The share for ``count``."""
         points = self.points
         index = bisect_right(points, count, key=lambda point: point[0])
         if index == 0:

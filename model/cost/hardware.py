@@ -1,7 +1,7 @@
-"""What a machine can do: peak arithmetic, memory, links, price, and the shares of the peaks that kernels reach.
+"""Figures of a machine: peak arithmetic, memory, links, price, and the shares of the peaks that kernels reach.
 
-Read by the cost model, the planner and emulation. A catalogue, not a probe: looking a name up touches no device. The
-figures of GPUs are in `pdserve.model.cost.hardware_catalogue`; a user's file adds to them
+Read by the cost model, the planner and emulation. A catalogue, not a probe: a lookup touches no device.
+`pdserve.model.cost.hardware_catalogue` holds the GPU figures; a user's file adds devices
 (`pdserve.planner.hardware_file`).
 """
 
@@ -24,23 +24,23 @@ Range = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a device's efficiencies were fitted to: predictions beyond it are extrapolated."""
+    """Measurements that a device's efficiencies were fitted to; predictions outside their ranges extrapolate."""
 
     date: str
-    """As in 2026-11-21."""
+    """ISO date, such as 2026-11-21."""
     model: str
-    """Name of the model, with its dtype and quantization, that ran."""
+    """Name of the measured model, with dtype and quantization."""
     step_tokens: Range
     """Fewest and most new tokens of a step."""
     batch_size: Range
-    """Fewest and most sequences that decoded together."""
+    """Fewest and most sequences of a decode batch."""
     context_tokens: Range
     """Fewest and most cached tokens of one row."""
     errors: Mapping[str, NotNegative] = field(default_factory=dict, hash=False)
-    """Median relative error of predictions of steps that were held out, by kind of step: ``prefill``, ``decode``."""
+    """Median relative prediction error on held-out steps, keyed by kind of step: ``prefill``, ``decode``."""
 
     def covers(self, step_tokens: int, batch_size: int, context_tokens: int) -> bool:
-        """Whether a step like this lies within what was measured."""
+        """Return True if the step lies within the measured ranges."""
         ranges = ((self.step_tokens, step_tokens), (self.batch_size, batch_size), (self.context_tokens, context_tokens))
         return all(low <= value <= high for (low, high), value in ranges)
 
@@ -51,48 +51,47 @@ class Hardware:
 
     name: str
     peak_flops: Mapping[str, Positive] = field(hash=False)
-    """Dense operations per second by dtype, without sparsity, a multiply and an add counting two."""
+    """Dense operations per second by dtype, without sparsity; a multiply-add counts as two."""
     compute_efficiency: Curve
-    """Share of ``peak_flops`` that matrix products of so many tokens reach."""
+    """Share of ``peak_flops`` that matrix products reach, by tokens of a step."""
     prefill_attention_efficiency: Curve
-    """Share of ``peak_flops`` that attention of so many new tokens of one sequence reaches."""
+    """Share of ``peak_flops`` that attention reaches, by new tokens of one sequence."""
     memory_bytes: Annotated[int, ABOVE_ZERO]
     memory_reserve_bytes: Annotated[int, between(0, 2**60)]
-    """Of a device, for what is neither weights, activations nor KV: the runtime, buffers of collectives, graphs."""
+    """Memory per device outside weights, activations and KV: the runtime, collective buffers, graphs."""
     memory_bandwidth: Positive
     """Bytes per second."""
     memory_efficiency: Share
-    """Share of ``memory_bandwidth`` at which weights are read."""
+    """Share of ``memory_bandwidth`` that weight reads reach."""
     decode_attention_efficiency: Share
-    """Share of ``memory_bandwidth``, or of ``peak_flops`` where those are what limits it, that attention of one new
-    token reaches."""
+    """Share of ``memory_bandwidth``, or of ``peak_flops`` where compute is the limit, that decode attention reaches."""
     link_bandwidth: Positive
-    """Bytes per second, one direction, between a device and the others of its host, all its links together."""
+    """Bytes per second, one direction, between a device and its host's other devices; sum over all links."""
     link_latency_s: NotNegative
-    """Seconds of one step of a collective between devices of a host, beside the bytes."""
+    """Fixed seconds of one collective step between devices of a host, on top of the transfer time."""
     link_efficiency: Share
-    """Share of ``link_bandwidth``, and of ``network_bandwidth``, that large messages reach."""
+    """Share of ``link_bandwidth`` and of ``network_bandwidth`` that large messages reach."""
     network_bandwidth: Positive
-    """Bytes per second, one direction, between devices of two hosts."""
+    """Bytes per second, one direction, between devices on two hosts."""
     network_latency_s: NotNegative
-    """Seconds of one step of a collective, or of a message, between hosts, beside the bytes."""
+    """Fixed seconds of one collective step or message between hosts, on top of the transfer time."""
     host_bandwidth: Positive
-    """Bytes per second, one direction, between the device's memory and its host's."""
+    """Bytes per second, one direction, of D2H and H2D copies."""
     devices_per_host: Annotated[int, ABOVE_ZERO] = 8
     step_overhead_s: NotNegative
-    """Seconds of a step that no kernel accounts for: preparing inputs, sampling, reading results back."""
+    """Seconds per step outside kernels: preparing inputs, sampling, reading results back."""
     layer_overhead_s: NotNegative
-    """Seconds per layer that arithmetic and memory do not account for: launches, gaps, small kernels."""
+    """Seconds per layer outside arithmetic and memory traffic: launches, gaps, small kernels."""
     row_overhead_s: NotNegative = 0.0
-    """Seconds of a step per row that samples, beside the output projection."""
+    """Seconds per sampling row, without the output projection."""
     pipeline_depth: Annotated[int, between(1, 2)] = 2
-    """Steps that are submitted before the first result is taken: 2 on GPUs, 1 where the step loop computes itself."""
+    """Steps submitted before the first result is read: 2 on GPUs, 1 where the step loop computes itself."""
     price_per_hour_usd: Positive | None = None
-    """On-demand list price of one device; None where none is known."""
+    """On-demand list price of one device; None if unknown."""
     measured: Measured | None = None
-    """What its efficiencies were fitted to; None for estimates."""
+    """Measurements behind the efficiencies; None for estimates."""
     sources: Mapping[str, str] = field(hash=False)
-    """Where each figure comes from, by field name."""
+    """Source of each figure, keyed by field name."""
 
     def peak(self, dtype: str) -> float:
         """Dense operations per second in ``dtype``.
@@ -105,13 +104,13 @@ class Hardware:
         return self.peak_flops[dtype]
 
     def check_reads(self, kv_dtype: str) -> None:
-        """Raises ValueError for KV of float8 on a GPU that has other units for eight bits: it cannot convert it."""
+        """Raise ValueError for float8 KV on a GPU with int8 units but no float8: it cannot convert it."""
         if kv_dtype == "float8_e4m3fn" and "int8" in self.peak_flops and "float8" not in self.peak_flops:
             raise ValueError(f"{self.name} has no float8; use kv_dtype int8")
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second at which weights are read."""
+        """Bytes per second of weight reads."""
         return self.memory_bandwidth * self.memory_efficiency
 
 
@@ -122,7 +121,7 @@ _ESTIMATE = "estimate, not measured"
 
 
 def _gpu(row: Gpu) -> Hardware:
-    """The device of a row of the catalogue."""
+    """Build the device of a catalogue row."""
     rates = {"float32": row.float32_tflops, "bfloat16": row.half_tflops, "float16": row.half_tflops}
     rates |= {"float8": row.float8_tflops, "int8": row.int8_tops}
     is_pcie = row.link_gb_per_s <= row.host_gb_per_s
@@ -232,15 +231,15 @@ def catalogue_name(driver_name: str) -> str:
 
 
 def hardware(name: str, *, num_cores: int = 1, added: Mapping[str, Hardware] | None = None) -> Hardware:
-    """Look a device up, in any case of letters, by name or alias: ``h100`` is ``h100-sxm``.
+    """Look up a device by name or alias, ignoring case: ``h100`` is ``h100-sxm``.
 
     Args:
-        name: one of `HARDWARE_NAMES`, or of ``added``.
-        num_cores: of the CPU, for ``cpu``; a GPU ignores it.
-        added: a user's devices, by name, which come first.
+        name: one of `HARDWARE_NAMES`, or a key of ``added``.
+        num_cores: CPU cores, for ``cpu``; ignored for GPUs.
+        added: a user's devices by name; they take precedence.
 
     Raises:
-        ValueError: an unknown name; the known ones are listed, the nearest first.
+        ValueError: unknown name; the message lists the known names, the nearest first.
     """
     added = added or {}
     key = name.lower()
@@ -258,21 +257,21 @@ def hardware(name: str, *, num_cores: int = 1, added: Mapping[str, Hardware] | N
 
 
 def _likeness(name: str, device: str) -> float:
-    """How like the name of a device, or an alias of it, ``name`` is."""
+    """Similarity of ``name`` to the device's name or its nearest alias, from 0 to 1."""
     labels = [device, *(alias for alias, aliased in ALIASES.items() if aliased == device)]
     return max(difflib.SequenceMatcher(None, name, label).ratio() for label in labels)
 
 
 def slowed(device: Hardware, time_scale: float) -> Hardware:
-    """``device`` with every step and every transfer ``time_scale`` times as long, as emulation with a time scale runs.
+    """Return ``device`` with every step and transfer ``time_scale`` times as long, for emulation with a time scale.
 
-    Workers and the router then predict what steps really take, so that the policy, which holds predictions against
-    objectives in real seconds, decides as it would at full speed with objectives as many times shorter.
+    Workers and the router then predict real durations, so that the policy, which compares predictions with objectives
+    in real seconds, decides as at full speed with objectives shorter by the same factor.
     """
     assert time_scale > 0
     changes: dict[str, Any] = {"peak_flops": {dtype: flops / time_scale for dtype, flops in device.peak_flops.items()}}
     for figure in fields(device):
-        # Fields carry their unit in their name; what is neither a duration nor a rate is not changed by time.
+        # Field names carry units; time scales durations and rates only.
         if figure.name.endswith("_s"):
             changes[figure.name] = getattr(device, figure.name) * time_scale
         elif figure.name.endswith("_bandwidth"):

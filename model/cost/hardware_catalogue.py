@@ -1,8 +1,7 @@
-"""Figures of GPUs, in the units of their data sheets, with their sources. A table: `pdserve.model.cost.hardware` reads
-it.
+"""GPU figures in data-sheet units, with sources. A table that `pdserve.model.cost.hardware` reads.
 
-Peak rates are dense, without sparsity: NVIDIA's sheets give twice that for tensor cores. Gigabytes of memory are taken
-as 10^9 bytes, of which devices have a few per cent more. Link figures are one direction, half of what sheets add up.
+Peak rates are dense; NVIDIA's sheets list twice that for tensor cores, with sparsity. A gigabyte of memory counts as
+10^9 bytes; devices have a few per cent more. Link figures are one direction, half of the sheets' totals.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from typing import NamedTuple
 
 
 class Kernels(NamedTuple):
-    """What kernels make of a device."""
+    """Kernel efficiencies and overheads on a device."""
 
     compute: tuple[tuple[int, float], ...]
-    """Share of the peak by tokens of a step."""
+    """(tokens of a step, share of the peak)."""
     prefill_attention: tuple[tuple[int, float], ...]
-    """Share of the peak by new tokens of a row."""
+    """(new tokens of a row, share of the peak)."""
     memory: float
-    """Share of the bandwidth, reading weights."""
+    """Share of the bandwidth that weight reads reach."""
     decode_attention: float
-    """Share of the bandwidth, reading KV."""
+    """Share of the bandwidth that KV reads reach."""
     step_overhead_us: float
     layer_overhead_us: float
     sources: Mapping[str, str]
-    """By field of `pdserve.model.cost.hardware.Hardware`."""
+    """Keyed by field of `pdserve.model.cost.hardware.Hardware`."""
 
 
 _ESTIMATE = "estimate, not measured"
@@ -104,24 +103,24 @@ _NO_PRICE = Price(None, "no list price known; give one in a hardware file")
 
 
 class Gpu(NamedTuple):
-    """One row."""
+    """One row of the catalogue."""
 
     name: str
     float32_tflops: float
     half_tflops: float
     """bfloat16 and float16."""
     float8_tflops: float
-    """0 where the device has no such units."""
+    """0 without float8 units."""
     int8_tops: float
     memory_gb: float
     memory_gb_per_s: float
     link_gb_per_s: float
     link: str
-    """Its source."""
+    """Source of the link figure."""
     host_gb_per_s: float
     network_gb_per_s: float
     network: str
-    """Its source."""
+    """Source of the network figure."""
     sheet: str
     """Source of arithmetic, memory and host link."""
     kernels: Kernels
@@ -181,7 +180,7 @@ ALIASES = {
     "4090": "rtx-4090",
     "rtx4090": "rtx-4090",
 }
-"""Other names of theirs."""
+"""Other names of the catalogue's GPUs."""
 
 DRIVER_NAMES = (
     ("H200", "h200"),
@@ -197,4 +196,4 @@ DRIVER_NAMES = (
     ("A10", "a10"),
     ("RTX 4090", "rtx-4090"),
 )
-"""Words in what drivers call them, such as ``NVIDIA H100 80GB HBM3``; the first that fit count."""
+"""(words in the driver's device name, such as ``NVIDIA H100 80GB HBM3``, catalogue name); the first match wins."""

@@ -1,8 +1,8 @@
-"""Measures how long a model's steps take on this machine, as a worker would run them.
+"""Measures the step durations of a model on this machine, on the executor that a worker builds.
 
-`pdserve profile` and benchmarks call it. `profiled_executor` builds what a worker builds, with random weights where
-there is only a config.json; `measure_steps` asks any `pdserve.contracts.step.Executor` for steps of a grid, round after
-round, so that a noisy second falls on all of them. Fits nothing, prints nothing.
+Called by `pdserve profile` and by benchmarks. `profiled_executor` builds the executor, with random weights where the
+folder only has a config.json. `measure_steps` runs the steps of a grid on any `pdserve.contracts.step.Executor` in
+rounds, so that a noisy second spreads over all steps. Fits nothing, prints nothing.
 """
 
 from __future__ import annotations
@@ -35,48 +35,46 @@ from pdserve.model.weights.files import tensor_shapes
 MAX_ROUNDS = 25
 MIN_REPEATS = 3
 _PROBE_SHARE = 0.2
-"""Of the budget, for running every step once; steps that this has no time for are left out, the largest first."""
+"""Share of the budget for running every step once; steps that do not fit are left out, the largest first."""
 _SHORT_SHARE = 0.15
-"""Of the budget, for steps of a model of one layer, which tell overhead per layer from overhead per step."""
+"""Share of the budget for a one-layer model, which separates overhead per layer from overhead per step."""
 _SHORT_EVERY = 4
 _MAX_SHORT_TOKENS = 64
 _WARM_UP_S = 0.02
-"""Decode steps that are shorter run so long before one counts: a worker's follow each other, and find in caches what
-those before have read. Longer ones read more than caches hold."""
+"""Warm-up before each measurement of a decode step shorter than this. In a worker such steps run back to back on warm
+caches; longer steps read more than the caches hold."""
 _COPY_BYTES = 2**27
-"""Blocks of so many bytes together are copied, if the pool has them: more than caches hold."""
+"""Total size of the blocks that the copy measurement moves, if the pool has them: more than the caches hold."""
 _COPY_REPEATS = 5
 _POOL_BYTE = 0x3C
-"""In every byte of the pool: a small number in each dtype. A pool that was never written is one page of zeros to the
-system, which caches hold however large the pool is."""
+"""Value of every byte of the pool, a small number in each dtype. The system maps an unwritten pool to one page of
+zeros, which stays in the caches whatever the pool's size."""
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _TILE_VALUES = 2**20
 
 Progress = Callable[[float, str], None]
-"""Told the share of the budget that is spent, and what is being done."""
+"""Receives the spent share of the budget and a line about the current work."""
 
 
 class MeasuredStep(NamedTuple):
-    """How long one step took."""
-
     step: Step
     num_layers: int
-    """Of the model that ran it."""
+    """Layers of the model that ran the step."""
     median_s: float
     fastest_s: float
     spread: float
-    """Half the distance between the quartiles of its repeats, as a share of the median: the noise of the machine."""
+    """Noise of the machine: half the interquartile range of the repeats, as a share of the median."""
     num_repeats: int
 
 
 class Profile(NamedTuple):
-    """What was measured, before anything is fitted to it."""
+    """Measurements of one model, before any fit."""
 
     steps: list[MeasuredStep]
     left_out: list[Step]
-    """Steps of the grid that the budget had no time for."""
+    """Steps of the grid that did not fit in the budget."""
     host_bandwidth: float
-    """Bytes per second of copying KV blocks between the pool and the host."""
+    """Bytes per second of KV block copies between the pool and the host."""
 
 
 FLOAT32 = Precision()
@@ -84,26 +82,26 @@ FLOAT32 = Precision()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledModel:
-    """What is measured: a model, how it is held, and on which cores."""
+    """The model to measure, its precision and layout, and the cores it runs on."""
 
     name: str
     folder: Path
     config: DecoderConfig
     has_weights: bool
-    """The folder holds safetensors; without, weights are random."""
+    """The folder has safetensors; otherwise weights are random."""
     precision: Precision = FLOAT32
     block_size: int = 16
     cores: tuple[int, ...]
-    """Of this machine; one thread computes on each."""
+    """Cores of this machine; one compute thread runs on each."""
     kv_memory_bytes: int
-    """Of the pool that is measured in, at most."""
+    """Upper limit on the size of the KV pool."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     max_model_len: int = 0
-    """0 takes the checkpoint's own limit."""
+    """0 takes the checkpoint's limit."""
 
     def limits(self) -> GridLimits:
-        """Raises ValueError when ``max_model_len`` is beyond the model's, or not even two blocks fit in the memory."""
+        """Raises ValueError if ``max_model_len`` exceeds the model's, or if fewer than two blocks fit in memory."""
         layout = self.config.kv_layout(
             1, self.block_size, resolve_kv_dtype(self.precision.kv_dtype, self.precision.dtype), "profile"
         )
@@ -120,10 +118,10 @@ class ProfiledModel:
 
 
 def measure_model(model: ProfiledModel, budget_s: float, progress: Progress) -> Profile:
-    """Measure the steps of the model's grid and the copying of KV, in about ``budget_s``.
+    """Measure the steps of the model's grid and KV copies, in about ``budget_s``.
 
     Raises:
-        ValueError: the weights are unusable, or the memory is too small.
+        ValueError: unusable weights, or too little memory.
     """
     limits = model.limits()
     steps = step_grid(limits)
@@ -147,12 +145,12 @@ def measure_model(model: ProfiledModel, budget_s: float, progress: Progress) -> 
 
 
 def _part(progress: Progress, begin: float, end: float) -> Progress:
-    """Progress of a part of the work, from ``begin`` to ``end``."""
+    """Map a part's progress to the shares from ``begin`` to ``end`` of the whole."""
     return lambda share, text: progress(begin + share * (end - begin), text)
 
 
 def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
-    """Its first layer, with random weights."""
+    """The model cut to its first layer, with random weights."""
     config = model.config
     shape = replace(config.shape, num_layers=1)
     return replace(model, has_weights=False, config=replace(config, shape=shape, layers=config.layers[:1]))
@@ -160,7 +158,7 @@ def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
 
 @contextmanager
 def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Executor]:
-    """The executor that a worker would build, over a pool of ``layout`` in which every byte was written."""
+    """Build a worker's executor over a pool of ``layout`` whose every byte is written; close it on exit."""
     use_cores(model.cores)
     memory = torch.full((layout.pool_bytes,), _POOL_BYTE, dtype=torch.uint8)
     pool = KvPool(memory, layout.shape, getattr(torch, layout.dtype))
@@ -185,10 +183,10 @@ def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Execut
 
 
 def write_random_weights(path: Path, config: DecoderConfig, dtype: str) -> None:
-    """A safetensors file with every tensor of the model; values repeat, which takes no longer or shorter to multiply.
+    """Write a safetensors file with every tensor of the model. Values repeat, which does not change multiply time.
 
     Raises:
-        OSError: no room for it.
+        OSError: no space left on the device.
     """
     kind: torch.dtype = getattr(torch, dtype)
     tile = (torch.randn(_TILE_VALUES) * 0.02).to(kind).view(torch.uint8).numpy().tobytes()
@@ -206,16 +204,16 @@ def write_random_weights(path: Path, config: DecoderConfig, dtype: str) -> None:
 def measure_steps(
     executor: Executor, steps: Sequence[Step], layout: KvLayout, budget_s: float, progress: Progress
 ) -> tuple[list[MeasuredStep], list[Step]]:
-    """Run ``steps`` in rounds, each in another order, until the budget is spent or `MAX_ROUNDS` are done.
+    """Run ``steps`` in shuffled rounds until the budget is spent or `MAX_ROUNDS` are done.
 
-    Each step runs `MIN_REPEATS` times, and further rounds leave out those that had their share of the budget. A short
-    decode step runs for a while before each time that counts, which is part of its share.
+    Each step runs `MIN_REPEATS` times; further rounds skip steps that have used their share of the budget. Warm-up of
+    short decode steps counts towards their share.
 
     Args:
-        steps: the smallest first: where time does not suffice the last ones are left out.
+        steps: the smallest first; the last ones are left out if the budget is too short.
 
     Returns:
-        What was measured, and which steps were left out.
+        The measured steps, and the steps left out.
     """
     started_s = time.perf_counter()
     batches = [_batch(step, layout.block_size) for step in steps]
@@ -241,7 +239,7 @@ def measure_steps(
 
 
 def _probe(executor: Executor, batches: Sequence[StepBatch], budget_s: float) -> Iterator[float]:
-    """Run every batch once, and give the durations of those that there was time for; of the first one in any case."""
+    """Run batches once each within the budget, at least the first, and yield their durations."""
     started_s = time.perf_counter()
     for index, batch in enumerate(batches):
         if index and time.perf_counter() - started_s > budget_s:
@@ -266,7 +264,7 @@ def _summary(step: Step, layout: KvLayout, durations_s: list[float]) -> Measured
 
 
 def _batch(step: Step, block_size: int) -> StepBatch:
-    """``step`` with blocks of the pool from the first on, no two rows sharing one, sampled as the API's default is."""
+    """Build the batch of ``step``: pool blocks from 0 on, none shared, sampled with the API's defaults."""
     rows, block = [], 0
     for index, (num_new, num_cached) in enumerate(step.rows):
         num_blocks = -(-(num_new + num_cached) // block_size)
@@ -285,10 +283,10 @@ def _batch(step: Step, block_size: int) -> StepBatch:
 
 
 def _measure_copies(executor: Executor, layout: KvLayout) -> float:
-    """Bytes per second of copying blocks out and in again."""
+    """Bytes per second of swapping blocks out and in again."""
     copies = [BlockCopy(block, block) for block in range(_num_copied_blocks(layout))]
     batch = StepBatch(step_id=0, rows=[], swap_outs=copies, swap_ins=copies)
-    _run_s(executor, batch)  # the host gives slots their memory as they are first written
+    _run_s(executor, batch)  # the host allocates the slots' memory on first write
     copied_s = statistics.median(_run_s(executor, batch) for _ in range(_COPY_REPEATS))
     return 2 * len(copies) * layout.block_bytes / copied_s
 

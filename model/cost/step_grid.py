@@ -1,6 +1,6 @@
-"""Which steps a profile measures: prefill, decode and mixed ones over the lengths and batches that a worker may run.
+"""Steps that a profile measures: prefill, decode and mixed, over the lengths and batches that a worker may run.
 
-Pure. `pdserve.model.cost.profiling` runs them, `pdserve.planner.cost_fit` fits the cost model to how long they took.
+Pure. `pdserve.model.cost.profiling` runs the steps; `pdserve.planner.cost_fit` fits the cost model to their durations.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ _BATCHES_BESIDE_CHUNKS = (1, 8, 64)
 _PROMPTS_TOGETHER = (2, 8)
 _FIRST_CONTEXT = 32
 _CACHED_PER_NEW = 256
-"""Cached tokens that take about as long as one new token; for the order only."""
+"""Cached tokens that cost about as much time as one new token; only orders the grid."""
 
 
 class StepKind(Enum):
-    """What a step is made of."""
-
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
@@ -36,7 +34,7 @@ class StepRow(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The rows of a step, each of which samples; a row with one new token decodes."""
+    """Rows of a step. Every row samples; a row with one new token decodes."""
 
     rows: tuple[StepRow, ...]
 
@@ -56,11 +54,11 @@ class Step(NamedTuple):
         return sum(row.num_cached for row in self.rows)
 
     def num_blocks(self, block_size: int) -> int:
-        """KV blocks that its rows hold together."""
+        """Total KV blocks of the rows."""
         return sum(-(-(row.num_new + row.num_cached) // block_size) for row in self.rows)
 
     def __str__(self) -> str:
-        """Such as ``512 + 2048 cached`` or ``16 x (1 + 1024 cached)``; parts of a mixed step in turn."""
+        """``512 + 2048 cached`` or ``16 x (1 + 1024 cached)``; a mixed step joins its parts with commas."""
         return ", ".join(_describe(row, self.rows.count(row)) for row in dict.fromkeys(self.rows))
 
 
@@ -71,13 +69,13 @@ def _describe(row: StepRow, count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridLimits:
-    """What a worker's steps keep to."""
+    """Limits of a worker's steps."""
 
     max_model_len: int
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     num_kv_blocks: int
-    """Blocks of the pool that is measured in: no step holds more."""
+    """Blocks of the measured pool; no step holds more."""
     block_size: int = 16
 
     def allow(self, step: Step) -> bool:
@@ -90,7 +88,7 @@ class GridLimits:
 
 
 def step_grid(limits: GridLimits) -> list[Step]:
-    """Every step that is worth measuring within ``limits``, the smallest first."""
+    """Steps to measure within ``limits``, the smallest first."""
     steps = dict.fromkeys(step for step in _candidates(limits) if limits.allow(step))
     return sorted(steps, key=lambda step: (step.num_new + step.num_cached / _CACHED_PER_NEW, step.num_cached))
 
@@ -112,7 +110,7 @@ def _candidates(limits: GridLimits) -> Iterator[Step]:
 
 
 def _powers(factor: int, first: int, last: int) -> list[int]:
-    """``first``, ``factor`` times that, and so on, and ``last`` itself."""
+    """Geometric series from ``first`` by ``factor``, ending at ``last``."""
     values = [min(first, last)]
     while values[-1] < last:
         values.append(min(factor * values[-1], last))

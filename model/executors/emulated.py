@@ -1,13 +1,14 @@
-"""An executor that hashes tokens instead of running a model, keeps the hash in the real KV pool, and lasts as long.
+"""An executor that hashes tokens instead of running a model, and keeps the hashes in the real KV pool.
 
-It serves two purposes. With ``time_scale`` it emulates a device that is not here: steps last as the cost model says,
-and every other part of the cluster is real. Without, it is instantaneous, and tests compare its answers with
-`pdserve.model.executors.hash_chain.expected_tokens`: a token lost, repeated or misplaced, or a wrong byte of KV, shows.
+With ``time_scale`` it emulates an absent device: steps last as long as the cost model predicts, and the rest of the
+cluster is real. Without, it is instantaneous, and tests compare its answers with
+`pdserve.model.executors.hash_chain.expected_tokens`, which exposes any lost, repeated or misplaced token and any wrong
+byte of KV.
 
-Of sampling it honours seed, choices and banned tokens; a hash has no logits that a penalty or a bias could change.
+Sampling honours seed, choices and banned tokens; a hash has no logits for a penalty or a bias to change.
 
-A row with cached tokens takes its state from the block table and nowhere else. No thread: KV is written and tokens are
-chosen in `EmulatedExecutor.submit`, and a handle's ``result`` sleeps until the step's modelled end.
+A row with cached tokens reads its state from its block table only. No thread: `EmulatedExecutor.submit` writes KV and
+chooses tokens, and a handle's ``result`` sleeps until the step's modelled end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pdserve.model.executors.hash_chain import (
 )
 
 _LOGPROBS = TokenLogprobs(0.0, ())
-"""The answer to any request for log probabilities, of prompts too: the token is certain, and there is no other."""
+"""Answer to every request for log probabilities, prompts included: the token is certain, without alternatives."""
 
 
 class EmulatedExecutor:
@@ -44,14 +45,14 @@ class EmulatedExecutor:
         layout: one KV head, one layer, head dimension 1, dtype ``uint64``.
         pool: writable, C-contiguous, ``layout.pool_bytes`` bytes: a memoryview or an array of ``layout.shape``.
         vocab_size: tokens are in ``[0, vocab_size)``.
-        eos_token_ids: generated only as ``eos_period`` says.
-        eos_period: one token in so many is an end of sequence, by hash; 0 for none.
-        cost: predicts the duration of a step; needed where ``time_scale`` is not 0.
-        time_scale: steps last this many times what ``cost`` says; 0 is instantaneous.
+        eos_token_ids: end-of-sequence tokens; generated only as ``eos_period`` sets.
+        eos_period: one token in this many, picked by hash, ends the sequence; 0 for none.
+        cost: predicts the duration of a step; required if ``time_scale`` is not 0.
+        time_scale: factor on the durations that ``cost`` predicts; 0 is instantaneous.
         pipeline_depth: 1 or 2.
         num_swap_slots: host slots for blocks of preempted sequences.
-        check_context: verify all cached tokens of every row at every step, rather than the last one only; emulation of
-            large batches turns it off to save time.
+        check_context: verify all cached tokens of every row at every step, not only the last one; emulation of large
+            batches disables it to save time.
 
     Raises:
         ValueError: a layout that cannot hold hash states.
@@ -93,7 +94,7 @@ class EmulatedExecutor:
         return self._pipeline_depth
 
     def submit(self, batch: StepBatch) -> StepHandle:
-        """Compute the step now; it begins when the one before ends, and its result is held back until its own end."""
+        """Compute the step now. Its modelled time starts when the previous step ends; ``result`` waits for its end."""
         duration_s = self._duration_s(batch)
         self._free_at_s = max(time.monotonic(), self._free_at_s) + duration_s
         self._copier.run(batch)
@@ -116,7 +117,7 @@ class EmulatedExecutor:
         return _FinishedStep(output, self._free_at_s)
 
     def close(self) -> None:
-        """Let go of the pool."""
+        """Release the pool."""
         del self._copier  # a view of it
         self._states.release()
 
@@ -156,7 +157,7 @@ class EmulatedExecutor:
         return sampled.token
 
     def _cached_state(self, row: StepRow) -> int:
-        """The state that a row starts from, out of the pool; its own link is verified."""
+        """Read the row's starting state from the pool and verify its link."""
         if row.cached_length == 0:
             return ROOT_STATE
         state, value = self._kv_at(row, row.cached_length - 1)
@@ -170,7 +171,7 @@ class EmulatedExecutor:
         return self._states[slot], self._states[slot + self._block_size]
 
     def _check_row(self, row: StepRow) -> None:
-        """Raise for a row that asks for what does not exist."""
+        """Raise RuntimeError for a row with missing blocks, or ids or positions out of range."""
         end = row.cached_length + row.num_new_tokens
         num_blocks = -(-end // self._block_size)
         if end == row.cached_length or len(row.block_table) < num_blocks:
@@ -186,7 +187,7 @@ class EmulatedExecutor:
             )
 
     def _check_contexts(self, rows: Sequence[StepRow]) -> None:
-        """Raise unless every cached token of every row has the KV that follows from the token before it."""
+        """Raise RuntimeError unless the KV of every cached token follows from the token before it."""
         if not rows:
             return
         blocks: list[int] = []

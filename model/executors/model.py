@@ -1,13 +1,13 @@
 """The executor that computes a real model: packs each step once, launches it, and samples.
 
-The engine's step loop submits batches. Everything that a step is computed from goes to the device in one copy, and the
-tokens that it sampled come back in one; the next step takes from the device those that the scheduler does not know yet.
-On a GPU `ModelExecutor.submit` launches and does not wait, so that two steps are in flight; batches that only decode
-replay captured steps (`pdserve.model.executors.decode_graphs`), the others are launched kernel by kernel. On a CPU the
-same code has computed everything when `submit` returns.
+The engine's step loop submits batches. One H2D copy carries all inputs of a step, and one D2H copy returns the sampled
+tokens; the next step reads tokens that the scheduler does not know yet from the device. On a GPU `ModelExecutor.submit`
+launches without waiting, so that two steps are in flight. Decode-only batches replay captured steps
+(`pdserve.model.executors.decode_graphs`); other batches launch kernel by kernel. On a CPU the same code has computed
+everything when `submit` returns.
 
-`pdserve.model.executors.device_queue` and the kernels know which device it is. Knows block tables, never a block pool's
-bookkeeping. Thread counts are the caller's to set.
+`pdserve.model.executors.device_queue` and the kernels choose the device. Receives block tables, never touches the block
+pool's bookkeeping. The caller sets thread counts.
 
 Shape suffixes: R rows that a captured step may sample, B rows that a step samples.
 """
@@ -39,7 +39,7 @@ from pdserve.model.sampling.sampling import Sampler, likeliest, plan_draws
 
 
 class _LaunchedStep:
-    """The handle of a step on its way, and what the next step may ask of it."""
+    """Handle of a step in flight; the next step reads its tokens."""
 
     def __init__(self, step_id: int, rows: Sequence[StepRow], started: Event) -> None:
         self._step_id = step_id
@@ -51,26 +51,26 @@ class _LaunchedStep:
         self.outputs = OutputRows.of(rows)
         self._indices = {row: index for index, row in enumerate(self.outputs.sampling)}
         self.logprobs: dict[int, TokenLogprobs] = {}
-        """By index in the sampled tokens."""
+        """Keyed by index in the sampled tokens."""
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def end(self, ended: Event, fetched_B2: torch.Tensor | None) -> None:
-        """All of it is launched.
+        """Mark the step as completely launched.
 
         Args:
-            fetched_B2: int32: the tokens, and the bits of each row's highest logit; none where no row samples.
+            fetched_B2: int32: the tokens, and the bits of each row's highest logit; None if no row samples.
         """
         self._ended = ended
         self._fetched_B2 = fetched_B2
 
     def index(self, row: int) -> int:
-        """The index of a row's token in the sampled ones."""
+        """Index of a row's token among the sampled tokens."""
         assert row < self._num_rows, f"the step before has no row {row}"
         assert row in self._indices, f"row {row} of the step before sampled nothing"
         return self._indices[row]
 
     def token(self, row: int) -> int:
-        """The token of a row; waits for it."""
+        """Wait for the step and return a row's token."""
         self._wait()
         return self._tokens[self.index(row)]
 
@@ -103,7 +103,7 @@ class _LaunchedStep:
 
 @dataclass(frozen=True, slots=True)
 class _FailedStep:
-    """The handle of a step that could not be launched."""
+    """Handle of a step whose launch failed."""
 
     step_id: int
     error: Exception
@@ -127,18 +127,18 @@ class ModelExecutor:
         num_swap_slots: int = 0,
         max_captured_rows: int = 0,
     ) -> None:
-        """Load the checkpoint in ``folder`` to the pool's device, serve it from ``pool``, and capture its decode steps.
+        """Load the checkpoint in ``folder`` to the pool's device and capture its decode steps.
 
         Args:
-            layout: of the pool; the model must be the one that ``config`` describes.
-            pool: laid out as ``layout`` says; this writes new tokens' KV to it.
-            dtype: of weights and activations: ``float32``, ``bfloat16`` or ``float16``.
-            quantization: of the weights of layers: ``none``, ``int8`` or ``int4``.
+            layout: layout of the pool, for the model that ``config`` describes.
+            pool: pool of that layout; the executor writes new tokens' KV to it.
+            dtype: weights and activations: ``float32``, ``bfloat16`` or ``float16``.
+            quantization: weights of layers: ``none``, ``int8`` or ``int4``.
             num_swap_slots: host slots for blocks of preempted sequences.
-            max_captured_rows: of the largest decode step that is captured; 0 captures none.
+            max_captured_rows: rows of the largest captured decode step; 0 captures none.
 
         Raises:
-            ValueError: the weights are unusable or do not match ``config``.
+            ValueError: unusable weights, or weights that do not match ``config``.
         """
         assert pool.shape == layout.shape, f"pool {pool.shape} is not laid out as {layout.shape}"
         assert pool.dtype == getattr(torch, layout.dtype), f"pool of {pool.dtype} for a layout of {layout.dtype}"
@@ -151,7 +151,7 @@ class ModelExecutor:
         self._queue = select_queue(device)
         sampling_kernels = select_sampling_kernels(device)
         self._sampler = Sampler(sampling_kernels)
-        # The tokens of the previous step: where captured steps read them, but after a step that sampled too many rows.
+        # Tokens of the previous step, in the captured steps' buffer unless that step sampled too many rows for it.
         self._captured_R = torch.zeros(max_captured_rows, dtype=torch.int64, device=device)
         self._sampled_R = self._captured_R
         self._previous: _LaunchedStep | None = None
@@ -181,24 +181,24 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def submit(self, batch: StepBatch) -> StepHandle:
-        """Launch the step. Its handle waits for it, and raises if it failed: here, or on the device."""
+        """Launch the step. The handle waits for it, and raises if the launch or the computation failed."""
         previous, self._previous = self._previous, None
         try:
             step = _LaunchedStep(batch.step_id, batch.rows, self._queue.event())
             self._copier.run(batch)
             fetched_B2 = self._launch(batch.rows, step, previous) if batch.rows else None
             step.end(self._queue.event(), fetched_B2)
-        except Exception as error:  # Whatever it was, it is this step's, and the handle reports it.
-            self._queue.event().wait()  # What was launched of it may write to its blocks, which others get next.
+        except Exception as error:  # The handle reports any error of this step.
+            self._queue.event().wait()  # Launched kernels may still write to blocks that the caller frees.
             return _FailedStep(batch.step_id, error)
         self._previous = step
         return step
 
     def close(self) -> None:
-        """Nothing to release: memory goes with the object."""
+        """Do nothing: memory is freed with the object."""
 
     def _launch(self, rows: list[StepRow], step: _LaunchedStep, previous: _LaunchedStep | None) -> torch.Tensor | None:
-        """Launch everything; returns the tokens and highest logits on their way to the host."""
+        """Launch the whole step; return the tensor that receives tokens and highest logits on the host."""
         sampling = [rows[index] for index in step.outputs.sampling]
         previous_indices = [_previous_index(row, previous) for row in rows]
         draws = plan_draws(sampling, self._vocab_size)
@@ -229,7 +229,7 @@ class ModelExecutor:
     def _forward(
         self, rows: list[StepRow], step: _LaunchedStep, previous_indices: list[int], draws: npt.NDArray[np.int32]
     ) -> StepLogits:
-        """Kernel by kernel, for rows of any kind; leaves the likeliest tokens where a replay does."""
+        """Launch kernel by kernel, for any rows; leave the likeliest tokens in the same buffer as a replay."""
         outputs = step.outputs.tokens(rows)
         inputs = self._queue.put(
             pack_step(rows, previous_indices, outputs, self._layout, self._vocab_size, draws=draws)
@@ -255,18 +255,18 @@ class ModelExecutor:
         return StepLogits(logits_BV, best_B, inputs)
 
     def _is_captured(self, rows: Sequence[StepRow], outputs: OutputRows) -> bool:
-        """True for a decode step that a captured size holds."""
+        """Return True for a decode step that fits a captured size."""
         has_room = len(rows) <= len(self._captured_R) and self._sampled_R is self._captured_R
         return has_room and outputs.is_decode
 
 
 def can_capture(kernels: DecoderKernels) -> bool:
-    """True if decode steps may be captured: on a CPU, where a replay is the computation itself, always."""
+    """Return True if decode steps may be captured; always on a CPU, where a replay computes directly."""
     return kernels.is_capturable or kernels.device.type == "cpu"
 
 
 def _previous_index(row: StepRow, previous: _LaunchedStep | None) -> int:
-    """The index of its last token in those that the previous step sampled; -1 where the host knows it."""
+    """Index of the row's last token among those that the previous step sampled; -1 if the host knows it."""
     if row.previous_row < 0:
         return -1
     assert previous is not None, f"the step before has no row {row.previous_row}"

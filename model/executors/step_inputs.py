@@ -1,8 +1,7 @@
-"""Packed inputs: everything that a step is computed from as one run of 32-bit words, so that one copy takes it to the
-device.
+"""Packs all inputs of a step into one run of 32-bit words, so that one H2D copy transfers them.
 
-Packed by the executor on the host, which checks it there; viewed on the device, where the offsets of all parts follow
-from counts alone. Copies nothing itself.
+The executor packs and checks inputs on the host and views them on the device, where counts alone determine the offsets
+of all parts. Copies nothing itself.
 
 Shape suffixes: T new tokens, O tokens whose hidden states are output, P tokens that the previous step sampled.
 """
@@ -30,7 +29,7 @@ class OutputRows(NamedTuple):
     asking: list[int]
     """Rows with prompt log probabilities to compute."""
     is_decode: bool
-    """Every row has one new token and samples after it, and that is all: every hidden state is returned."""
+    """Every row has one new token and samples after it, without prompt log probabilities; all hidden states return."""
 
     @classmethod
     def of(cls, rows: Sequence[StepRow]) -> OutputRows:
@@ -40,8 +39,8 @@ class OutputRows(NamedTuple):
         return cls(sampling, asking, is_decode)
 
     def tokens(self, rows: Sequence[StepRow]) -> Sequence[int]:
-        """Indices into the new tokens: the last ones of rows that sample, then the runs of rows that ask; none where
-        every token is returned."""
+        """Indices into the new tokens: last tokens of sampling rows, then the runs for prompt log probabilities; empty
+        if every token is output."""
         if self.is_decode:
             return ()
         ends = [*accumulate(row.num_new_tokens for row in rows)]
@@ -53,7 +52,7 @@ class OutputRows(NamedTuple):
         return [*(ends[index] - 1 for index in self.sampling), *chain.from_iterable(runs)]
 
     def split(self, hidden_OE: torch.Tensor, rows: Sequence[StepRow]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The hidden states of `tokens`: those of rows that sample, and those of each row that asks."""
+        """Split the hidden states of `tokens` into those of sampling rows and those of each row in ``asking``."""
         if not self.asking:
             return hidden_OE, []
         lengths = [len(rows[index].prompt_targets) for index in self.asking]
@@ -62,12 +61,12 @@ class OutputRows(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """The counts that the offsets in packed inputs follow from."""
+    """Counts that determine the offsets in packed inputs."""
 
     num_rows: int
     num_tokens: int
     num_outputs: int
-    """0 where every new token is one, or none is."""
+    """0 if all new tokens are outputs, or none are."""
     min_new_tokens: int
     max_new_tokens: int
 
@@ -76,16 +75,16 @@ class StepTensors(NamedTuple):
     """Packed inputs, viewed on the device. All are int32."""
 
     tokens: torch.Tensor
-    """``[T]``: the new tokens; 0 where the host does not know them."""
+    """``[T]``: the new tokens; 0 where unknown to the host."""
     previous: torch.Tensor
-    """``[T]``: of a token that the host does not know, its index in the tokens of the previous step; else -1."""
+    """``[T]``: index of a token unknown to the host among the tokens of the previous step; else -1."""
     outputs: torch.Tensor
     """``[O]``: indices into the new tokens."""
     metadata: AttentionMetadata
 
     @classmethod
     def of(cls, inputs: torch.Tensor, shape: StepShape) -> StepTensors:
-        """View the inputs of `pack_step`; words behind them are room for block ids."""
+        """View the inputs of `pack_step`; trailing words are room for block ids."""
         num_tokens = shape.num_tokens
         num_ahead = 2 * num_tokens + shape.num_outputs
         tokens_T, previous_T, outputs_O, rest = inputs.split_with_sizes(
@@ -101,16 +100,16 @@ class StepTensors(NamedTuple):
         return cls(tokens_T, previous_T, outputs_O, metadata)
 
     def known_tokens(self, sampled_P: torch.Tensor) -> torch.Tensor:
-        """int64 ``[T]``: the new tokens, with those that the previous step sampled.
+        """Return int64 ``[T]``: the new tokens, filled in with tokens that the previous step sampled.
 
         Args:
-            sampled_P: int64: the tokens of the previous step.
+            sampled_P: int64, tokens of the previous step.
         """
         return torch.where(self.previous < 0, self.tokens, sampled_P.index_select(0, self.previous.clamp(min=0)))
 
 
 def decode_shape(num_rows: int) -> StepShape:
-    """Rows with one new token each, all of which sample."""
+    """Shape of rows that have one new token each and all sample."""
     return StepShape(num_rows, num_rows, 0, 1, 1)
 
 
@@ -128,12 +127,12 @@ def pack_step(
     num_padding: int = 0,
     draws: npt.NDArray[np.int32] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """Inputs for `StepTensors.of`, and draws behind them, which begin at a multiple of 8 bytes.
+    """Pack inputs for `StepTensors.of`, followed by draws, which start at a multiple of 8 bytes.
 
-    Asserts what kernels rely on: tokens and blocks that exist, tables that cover their rows.
+    Asserts the kernels' assumptions: tokens and blocks exist, and block tables cover their rows.
 
     Args:
-        previous_indices: of each row, ``StepTensors.previous`` of its last token.
+        previous_indices: ``StepTensors.previous`` of each row's last token.
         outputs: ``StepTensors.outputs``.
         num_padding: as of `AttentionMetadata.build`.
     """

@@ -1,21 +1,21 @@
-"""Turns the logits of a step's rows into tokens: bans, bias and penalties, then the likeliest token or a draw.
+"""Samples tokens from the logits of a step's rows: bans, bias and penalties, then the likeliest token or a draw.
 
-`Sampler` is owned by the executor, which packs a step's draws (`plan_draws`) with the rest of the step. A row's token
-depends on its own logits, parameters, history, position and choice only, never on the other rows, the worker or the
-attempt. Parameters and tokens are tensors on the device of the logits, and a step of plain rows makes the host wait for
-nothing; one with penalties or log probabilities does.
+The executor owns a `Sampler` and packs a step's draws (`plan_draws`) with the step's other inputs. A row's token
+depends only on the row's logits, parameters, history, position and choice, never on other rows, the worker or the
+attempt. Parameters and tokens are tensors on the logits' device. The host waits for the device only in steps with
+penalties or log probabilities.
 
-The order is that of vLLM: bans and bias, penalties, temperature, min-p and top-k, top-p, and a draw by Gumbel-max
-(`pdserve.kernels.torch.sampling`). Log probabilities are those of the model's own distribution, before any of it. All
-truncation keeps a row's most likely tokens, so that a threshold tells what it keeps, and no mask of the vocabulary's
-size is made. A batch pays for what its rows use: a greedy one for a maximum.
+The order is vLLM's: bans and bias, penalties, temperature, min-p and top-k, top-p, and a draw by Gumbel-max
+(`pdserve.kernels.torch.sampling`). Log probabilities come from the model's raw distribution. Every truncation keeps a
+prefix of the most likely tokens, so one threshold per row describes it and no mask of vocabulary size is allocated. A
+batch pays only for the parameters that its rows use: a greedy batch takes one maximum.
 
-- Bans make a token impossible, and bias is added. Then the repetition penalty divides or multiplies (Keskar et al.,
-  "CTRL", 2019, section 4.1), the frequency penalty is subtracted once for each time that the token is in the answer,
-  and the presence penalty once. N banned, biased or seen tokens cost N, whatever the vocabulary's size.
-- Min-p keeps every token that is at least ``min_p`` times as likely as the most likely one. Top-k keeps every token
-  whose logit is at least the k-th highest: equals of the k-th all stay. Top-p then keeps the smallest prefix, in order
-  of (logit descending, id ascending), with at least ``top_p`` of the probability that the others left.
+- Bans make a token impossible; bias is added. The repetition penalty then divides or multiplies (Keskar et al., "CTRL",
+  2019, section 4.1), the frequency penalty is subtracted once per occurrence in the answer, and the presence penalty
+  once. The cost of N banned, biased or seen tokens is N, whatever the vocabulary's size.
+- Min-p keeps tokens at least ``min_p`` times as likely as the most likely one. Top-k keeps tokens whose logit is at
+  least the k-th highest, ties included. Top-p then keeps the smallest prefix, in order of (logit descending, id
+  ascending), that holds at least ``top_p`` of the remaining probability.
 
 Shape suffixes: B rows of logits, V vocabulary, D draws, K draws with top-k, N logits to change.
 """
@@ -37,18 +37,18 @@ from pdserve.model.sampling.logprobs import RawLogprobs, raw_logprobs
 from pdserve.model.sampling.token_counts import TokenCountCache, TokenCounts
 
 MAX_DRAW_WORDS = 12
-"""Words of 32 bits that a draw takes at most."""
+"""Upper limit of 32-bit words per draw."""
 
 _MIN_TEMPERATURE = 1e-6
-"""Lower temperatures are taken as this one, lest the division overflow."""
+"""Lower bound on the temperature; the division would overflow below it."""
 
 
 class DrawPlan(NamedTuple):
-    """The draws of a step, and what the host must know of them to launch what they need."""
+    """Draws of a step, with the counts that the host needs to launch kernels."""
 
     words: npt.NDArray[np.int32]
-    """The fields one after the other: of every draw, float64 (what min-p adds to the highest logit, top-p), 64 bits of
-    seed, then 32 bits each (row, position, choice, temperature); of every draw with top-k its index and k."""
+    """Concatenated fields. For every draw: float64 (min-p's offset from the highest logit, top-p), a 64-bit seed, then
+    32 bits each (row, position, choice, temperature). For every draw with top-k: index and k."""
     num_draws: int
     num_top_p: int
     """Draws with top-p come first."""
@@ -57,7 +57,7 @@ class DrawPlan(NamedTuple):
 
 
 def plan_draws(rows: Sequence[StepRow], vocab_size: int) -> DrawPlan:
-    """The draws of rows that sample, one for each row of logits; greedy ones need none."""
+    """Plan the draws of sampling rows, one per row of logits; greedy rows need none."""
     draws = [(index, row, row.sample) for index, row in enumerate(rows) if row.sample and row.sample.temperature > 0]
     if not draws:
         return _NO_DRAWS
@@ -93,9 +93,9 @@ class SampledRows(NamedTuple):
     """Results of `Sampler.sample` other than the tokens."""
 
     best: torch.Tensor
-    """float32 ``[B]``: each row's highest logit; not finite where the row cannot be sampled, whose token is any one."""
+    """float32 ``[B]``: each row's highest logit. Not finite if the row cannot be sampled; its token is arbitrary."""
     logprobs: dict[int, TokenLogprobs]
-    """By row, where asked for."""
+    """Keyed by row; only rows that request them."""
 
 
 class Sampler:
@@ -115,14 +115,14 @@ class Sampler:
         words: torch.Tensor,
         previous_token: Callable[[int], int],
     ) -> SampledRows:
-        """Replace each row's likeliest token, in ``token_B``, by the one that its parameters choose.
+        """Replace each row's likeliest token in ``token_B`` by the token that its parameters choose.
 
         Args:
-            logits_BV: float32. Of rows with bans, bias or penalties they are changed in place.
-            best_B, token_B: as `likeliest` finds them.
-            rows: B of them, all of which sample.
-            words: those of ``draws`` on the device, int32.
-            previous_token: the token that a row of the previous step sampled; waits for it.
+            logits_BV: float32; rows with bans, bias or penalties are modified in place.
+            best_B, token_B: results of `likeliest`.
+            rows: B sampling rows.
+            words: ``draws.words`` on the device, int32.
+            previous_token: returns the token sampled by a row of the previous step; blocks until it is known.
         """
         raw = _raw_logprobs(logits_BV, rows)
         if self._edit(logits_BV, rows, previous_token):
@@ -138,7 +138,7 @@ class Sampler:
         return SampledRows(best_B, dict(zip(asking, logprobs.of(range(len(asking)), tokens), strict=True)))
 
     def _edit(self, logits_BV: torch.Tensor, rows: Sequence[StepRow], previous_token: Callable[[int], int]) -> bool:
-        """Apply the rows' bans, bias and penalties, in place; returns whether there were any."""
+        """Apply the rows' bans, bias and penalties in place; return True if there were any."""
         bans = [(index, row.banned_tokens) for index, row in enumerate(rows) if row.banned_tokens]
         biases = [
             (index, row.sample.logit_bias) for index, row in enumerate(rows) if row.sample and row.sample.logit_bias
@@ -162,11 +162,11 @@ class Sampler:
 
 
 def likeliest(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's highest logit, NaN where one of them is, and int64 the first token that has it."""
+    """Return each row's highest logit (NaN if any logit is NaN) and the first token that has it, int64."""
     if logits_BV.device.type != "cpu":
         best_B, token_B = logits_BV.max(dim=-1)
         return best_B, token_B
-    token_B = torch.from_numpy(logits_BV.numpy().argmax(axis=-1))  # a small part of the time that torch takes
+    token_B = torch.from_numpy(logits_BV.numpy().argmax(axis=-1))  # much faster than torch
     return logits_BV.gather(1, token_B[:, None])[:, 0], token_B
 
 
@@ -178,13 +178,13 @@ def draw_into(
     words: torch.Tensor,
     kernels: SamplingKernels,
 ) -> None:
-    """Replace the tokens of rows that are drawn.
+    """Replace the tokens of rows with a draw.
 
     Args:
         token_B: int64.
         logits_BV: float32.
         best_B: each row's highest logit.
-        words: those of ``plan`` on the device.
+        words: ``plan.words`` on the device.
     """
     num_draws, num_top_p = plan.num_draws, plan.num_top_p
     doubles, singles, top_k_words = words.split_with_sizes([6 * num_draws, 4 * num_draws, len(words) - 10 * num_draws])
@@ -213,7 +213,7 @@ def draw_into(
         else:
             found = kernels.find_top_p(logits_BV, TopPTensors(*(field[:num_top_p] for field in fields)))
             draws.lowest[:num_top_p], draws.last_equal[:num_top_p] = found
-    # Of logits that are not finite, which the host learns of later, any number may come; the next step takes a token.
+    # Non-finite logits, which the host finds later, may draw any number; the next step needs a valid token.
     drawn_D = kernels.draw_tokens(logits_BV, draws).long().clamp_(0, logits_BV.shape[1] - 1)
     token_B.scatter_(0, row_D.long(), drawn_D)
 
@@ -221,7 +221,7 @@ def draw_into(
 def _top_k_limits(
     logits_BV: torch.Tensor, draws: DrawTensors, max_top_k: int, top_k_words: torch.Tensor
 ) -> torch.Tensor:
-    """The lowest logit of each draw: the k-th highest, or the limit there was if that is higher or there is no k."""
+    """Lowest kept logit of each draw: the maximum of the k-th highest and the previous limit."""
     draw_K, top_k_K = top_k_words.view(2, -1).long().unbind()
     is_all = len(draw_K) == len(draws.row)
     row_K = draws.row if is_all else draws.row.index_select(0, draw_K)
@@ -233,7 +233,7 @@ def _top_k_limits(
 
 
 def _raw_logprobs(logits_BV: torch.Tensor, rows: Sequence[StepRow]) -> tuple[list[int], RawLogprobs] | None:
-    """The rows that ask for log probabilities, and those of their logits."""
+    """Rows that request log probabilities, and the raw log probabilities of their logits."""
     num_top = {
         index: row.sample.num_logprobs for index, row in enumerate(rows) if row.sample and row.sample.num_logprobs >= 0
     }
@@ -248,7 +248,7 @@ def _ban(logits_BV: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> 
     """Make some tokens impossible, in place.
 
     Args:
-        bans: (row, tokens that must not be drawn).
+        bans: (row, banned tokens).
     """
     index_2N = _to(logits_BV, np.array([(row, token) for row, tokens in bans for token in tokens])).T
     logits_BV[index_2N[0], index_2N[1]] = -torch.inf
@@ -269,7 +269,7 @@ def _penalise(logits_BV: torch.Tensor, seen: Sequence[tuple[int, SamplingParams,
     """Apply repetition, frequency and presence penalties, in place. A finite logit stays finite.
 
     Args:
-        seen: (row, its parameters, which tokens came before).
+        seen: (row, its parameters, counts of its earlier tokens).
     """
     lengths = [len(counts.tokens) for _, _, counts in seen]
 

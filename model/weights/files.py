@@ -1,7 +1,6 @@
-"""The safetensors files of a checkpoint, without reading a weight: names and shapes of tensors, and whether files are
-whole.
+"""Checks the safetensors files of a checkpoint without reading weights: tensor names, shapes and file sizes.
 
-Asked for before a worker starts, and by whoever reads the weights. Never imports torch, never unpickles.
+Called before a worker starts and by the readers of weights. Never imports torch, never unpickles.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from pdserve.model.config.shape import ModelShape
 _INDEX_NAME = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _MAX_PROBLEMS = 8
-"""Tensors that one message names."""
+"""Upper limit of tensors named in one message."""
 _MAX_HEADER_BYTES = 100 * 10**6
-"""The most that the safetensors library reads."""
+"""Limit of the safetensors library."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file, by its header."""
+    """Header entry of one tensor."""
 
     dtype: str
-    """In safetensors' words: ``F32``, ``BF16``, ..."""
+    """Name in safetensors: ``F32``, ``BF16``, ..."""
     shape: tuple[int, ...]
     start: int
     """Offset of its first byte in the file."""
@@ -32,18 +31,16 @@ class StoredTensor(NamedTuple):
 
 
 class ShardHeader(NamedTuple):
-    """The head of a safetensors file."""
-
     text: bytes
-    """JSON, as it stands in the file."""
+    """Raw JSON of the file."""
     tensors: dict[str, StoredTensor]
 
 
 def read_header(shard: Path) -> ShardHeader:
-    """The header of a safetensors file.
+    """Read the header of a safetensors file.
 
     Raises:
-        ValueError: it is none, or the file is shorter or longer than it says.
+        ValueError: not a safetensors file, or its size does not match the header.
     """
     num_bytes = shard.stat().st_size
     with shard.open("rb") as file:
@@ -62,7 +59,7 @@ def read_header(shard: Path) -> ShardHeader:
 
 
 def _parse_tensors(text: bytes) -> dict[str, StoredTensor]:
-    """Raises one of several errors for a header of another form."""
+    """Parse a header; a malformed one raises ValueError, KeyError, TypeError or AttributeError."""
     tensors = {}
     for name, entry in json.loads(text).items():
         if name == "__metadata__":
@@ -76,11 +73,11 @@ def _parse_tensors(text: bytes) -> dict[str, StoredTensor]:
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:
-    """Look at the weights of a checkpoint of ``shape``, reading none.
+    """Check the weights of a checkpoint of ``shape`` without reading them.
 
     Raises:
-        ValueError: they are not there, are pickles, or are damaged, or they are of another model: missing, extra and
-            misshapen tensors are named, a few of many.
+        ValueError: weights are missing, pickled, damaged or of another model; the message names up to 8 missing,
+            extra or misshapen tensors.
     """
     stored: dict[str, StoredTensor] = {}
     for shard in shard_paths(folder):
@@ -106,10 +103,10 @@ def _shortened(problems: list[str]) -> str:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The safetensors files of the checkpoint in ``folder``.
+    """List the safetensors files of the checkpoint in ``folder``.
 
     Raises:
-        ValueError: there are none, or the index names one that is not there or lies elsewhere.
+        ValueError: no files, or the index names a file that is missing or outside the folder.
     """
     index = folder / _INDEX_NAME
     names = {"model.safetensors"}
@@ -124,7 +121,7 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def _indexed_names(index: Path) -> set[str]:
-    """File names in the index: of safetensors beside it only, which are the files that the model's hash covers."""
+    """File names in the index, restricted to safetensors in its folder, which the model's hash covers."""
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -148,7 +145,7 @@ def _remedy_without(folder: Path) -> str:
 
 
 class NormNames(NamedTuple):
-    """Tensor names of the norms of a layer; empty where the family has none."""
+    """Tensor names of a layer's norms; empty if the family lacks the norm."""
 
     attention: str
     attention_post: str
@@ -157,7 +154,7 @@ class NormNames(NamedTuple):
 
 
 def norm_names(shape: ModelShape) -> NormNames:
-    """``post_attention_layernorm`` is the norm before the MLP in families that have none there by name."""
+    """Name a layer's norms. Without post norms, ``post_attention_layernorm`` is the norm before the MLP."""
     if not shape.post_norms:
         return NormNames("input_layernorm", "", "post_attention_layernorm", "")
     return NormNames(
@@ -166,7 +163,7 @@ def norm_names(shape: ModelShape) -> NormNames:
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint of ``shape``, by the name that transformers gives it."""
+    """Shapes of all tensors of a checkpoint of ``shape``, keyed by their transformers name."""
     tensors = {
         "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
         "model.norm.weight": (shape.hidden_size,),
@@ -203,5 +200,5 @@ def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def is_ignored(name: str, shape: ModelShape) -> bool:
-    """True if a tensor may be in a checkpoint of ``shape`` and is not needed."""
+    """True if a checkpoint of ``shape`` may have the tensor but the model does not need it."""
     return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == "lm_head.weight")
