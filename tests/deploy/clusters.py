@@ -88,7 +88,7 @@ class UpProcess:
         """Processes whose name or command line contains ``text``; `leftovers` remembers every one."""
         found = self.process.children(recursive=True)
         self.family.update(found)
-        return [process for process in found if text in f"{process.name()} {' '.join(process.cmdline())}"]
+        return [process for process in found if text in _description(process)]
 
     def leftovers(self) -> list[psutil.Process]:
         """Processes returned by `members` that still run."""
@@ -99,3 +99,11 @@ class UpProcess:
         self.members("")
         self.process.send_signal(number)
         return int(self.process.wait(DEADLINE_S))
+
+
+def _description(process: psutil.Process) -> str:
+    """Name and command line; empty if the process has ended meanwhile."""
+    try:
+        return f"{process.name()} {' '.join(process.cmdline())}"
+    except psutil.NoSuchProcess:
+        return ""
