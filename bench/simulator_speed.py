@@ -47,6 +47,7 @@ from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.workload import Workload, WorkloadSample
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.cluster.worker import InFlightLoad
+from pdserve.router.requests import dispatch
 
 LLAMA_3_8B = PlannedModel(
     shape=ModelShape.from_hf_config(
@@ -167,7 +168,7 @@ def timed_policy_and_schedulers() -> Iterator[Stopwatch]:
                 if not name.startswith("_") and callable(call := getattr(owner, name)):
                     stack.enter_context(patch.object(owner, name, stopwatch.timed(call)))
         for name in ("choose_prefill", "choose_decode"):
-            stack.enter_context(patch.object(simulator, name, stopwatch.timed(getattr(simulator, name))))
+            stack.enter_context(patch.object(dispatch, name, stopwatch.timed(getattr(dispatch, name))))
         yield stopwatch
 
 

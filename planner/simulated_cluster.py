@@ -1,4 +1,4 @@
-"""Workers of a simulated placement: each with its scheduler and block pool, and the router's view of it.
+"""Workers of a simulated placement: step loop, scheduler and block pool of each, behind the dispatcher's interface.
 
 Built for `pdserve.planner.simulator`. A pipeline-parallel worker has as many *micro-batches* as stages, each with its
 share of blocks and batch slots: while one micro-batch's step is in the second stage, the next one's is in the first.
@@ -7,14 +7,17 @@ share of blocks and batch slots: while one micro-batch's step is in the second s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
+from pdserve.contracts.events import RequestKey
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.contracts.step import ModelLimits
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import Scheduler
+from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
@@ -23,7 +26,7 @@ from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerSink
 from pdserve.planner.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
-from pdserve.router.cluster.worker import InFlightLoad
+from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.policy import WorkerSnapshot
 
 
@@ -34,76 +37,89 @@ class Link:
     free_at_s: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
-class Seat:
-    """A worker, or a micro-batch of one, as the simulated router sees it."""
+class VirtualWorker(Worker):
+    """A worker, or a micro-batch of one, as the dispatcher sees it: commands reach its step loop at once."""
 
-    worker: SimulatedWorker
-    block_pool: BlockPool
-    max_batch_tokens: int
-    max_batch_size: int
-    host: str
-    """Name of where it runs: of the worker's hosts, where it is on several."""
-    egress: Link = field(default_factory=Link)
-    ingress: Link = field(default_factory=Link)
-    num_pulls: int = 0
-    num_network_pulls: int = 0
-    """Of those, the ones from another host."""
-    _in_flight: InFlightLoad = field(default_factory=InFlightLoad)
-    _snapshot: WorkerSnapshot | None = None
-    """The last one, without the tokens of a run; None where a promise changed since."""
-    _num_turns_seen: int = -1
-    """Of the worker, by the last snapshot."""
+    def __init__(
+        self,
+        engine: SimulatedWorker,
+        block_pool: BlockPool,
+        queue: EventQueue,
+        *,
+        host: str,
+        max_batch_tokens: int,
+        max_batch_size: int,
+    ) -> None:
+        """
+        Args:
+            host: name of the worker's host, or of all its hosts.
+        """
+        super().__init__(engine.worker_id, engine.role, host=host)
+        self.kv_address = engine.worker_id
+        self.block_size = block_pool.block_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_size = max_batch_size
+        self.engine = engine
+        self.egress, self.ingress = Link(), Link()
+        self.num_pulls = 0
+        self.num_network_pulls = 0
+        """Pulls from another host."""
+        self._block_pool = block_pool
+        self._queue = queue
+        self._snapshot: WorkerSnapshot | None = None
+        """The last one, without the tokens of a run; None once the in-flight load may have changed."""
+        self._num_turns_seen = -1
+        """Turns of the engine at the last snapshot."""
 
-    def promise_prefill(self, request_id: int, num_tokens: int) -> None:
-        """See `InFlightLoad.add_prefill`."""
-        self._in_flight.add_prefill(request_id, num_tokens)
-        self._snapshot = None
+    def submit(self, request: GenerationRequest) -> None:
+        self.in_flight_changed()
+        self.engine.receive(AddRequest(_key(request), request, self._queue.now_s))
 
-    def promise_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
-        """See `InFlightLoad.add_decode`."""
-        self._in_flight.add_decode(request_id, num_tokens, num_blocks)
-        self._snapshot = None
+    def prepare(self, request: GenerationRequest, source: KvSource) -> None:
+        self.in_flight_changed()
+        self.engine.receive(PrepareRequest(_key(request), request, source, self._queue.now_s))
 
-    def settle(self, request_id: int) -> None:
-        """See `InFlightLoad.remove`."""
-        self._in_flight.remove(request_id)
+    def cancel(self, request_id: int, attempt: int) -> None:
+        self.in_flight_changed()
+        self.engine.receive(CancelRequest(RequestKey(0, request_id, attempt)))
+
+    def in_flight_changed(self) -> None:
+        """Drop the cached snapshot: a command was sent, or an event received."""
         self._snapshot = None
 
     def snapshot(self) -> WorkerSnapshot:
-        """For one decision of the policy."""
-        worker, snapshot = self.worker, self._snapshot
-        if snapshot is None or self._num_turns_seen != worker.num_turns:
-            snapshot = self._snapshot = self._in_flight.snapshot(
-                worker_id=worker.worker_id,
-                role=worker.role,
+        engine, snapshot = self.engine, self._snapshot
+        if snapshot is None or self._num_turns_seen != engine.num_turns:
+            snapshot = self._snapshot = self.in_flight.snapshot(
+                worker_id=self.worker_id,
+                role=self.role,
                 max_batch_tokens=self.max_batch_tokens,
                 max_batch_size=self.max_batch_size,
-                load=worker.load(),
-                cached_blocks=self.block_pool.known_hashes,
+                load=engine.load(),
+                cached_blocks=self._block_pool.known_hashes,
                 host=self.host,
-                prefill_correction=worker.corrections.prefill,
-                decode_correction=worker.corrections.decode,
+                prefill_correction=engine.corrections.prefill,
+                decode_correction=engine.corrections.decode,
             )
-            self._num_turns_seen = worker.num_turns
-        num_run_tokens = worker.num_run_tokens()
+            self._num_turns_seen = engine.num_turns
+        num_run_tokens = engine.num_run_tokens()
         if num_run_tokens:
             return snapshot._replace(num_context_tokens=snapshot.num_context_tokens + num_run_tokens)
         return snapshot
 
     def use(self) -> WorkerUse:
-        """How it has spent the simulation."""
-        worker = self.worker
+        """Totals of the simulation so far."""
+        engine = self.engine
         return WorkerUse(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            busy_s=worker.busy_s,
-            held_block_s=worker.held_block_s,
-            num_steps=worker.num_steps,
-            num_prefill_tokens=worker.num_prefill_tokens,
-            num_decode_tokens=worker.num_decode_tokens,
-            num_preemptions=worker.load().num_preemptions,
-            num_kv_blocks=self.block_pool.num_blocks,
+            worker_id=self.worker_id,
+            role=self.role,
+            busy_s=engine.busy_s,
+            held_block_s=engine.held_block_s,
+            num_steps=engine.num_steps,
+            num_prefill_tokens=engine.num_prefill_tokens,
+            num_decode_tokens=engine.num_decode_tokens,
+            num_preemptions=engine.load().num_preemptions,
+            num_kv_blocks=self._block_pool.num_blocks,
             num_pulls=self.num_pulls,
             num_network_pulls=self.num_network_pulls,
         )
@@ -123,8 +139,8 @@ class ClusterBuilder:
     queue: EventQueue
     sink: WorkerSink
 
-    def seats(self) -> dict[str, Seat]:
-        """By worker id.
+    def workers(self) -> dict[str, VirtualWorker]:
+        """All workers, by id.
 
         Raises:
             ValueError: the weights leave no memory for KV.
@@ -132,13 +148,15 @@ class ClusterBuilder:
         mint_handle = _handles()
         hosts = self.layout.worker_hosts
         return {
-            seat.worker.worker_id: seat
+            worker.worker_id: worker
             for pool in self.layout.pools
             for replica, worker_hosts in enumerate(hosts[pool.role])
-            for seat in self._micro_batches(pool, replica, _host_name(worker_hosts), mint_handle)
+            for worker in self._micro_batches(pool, replica, _host_name(worker_hosts), mint_handle)
         }
 
-    def _micro_batches(self, pool: Pool, replica: int, host: str, mint_handle: Callable[[], bytes]) -> list[Seat]:
+    def _micro_batches(
+        self, pool: Pool, replica: int, host: str, mint_handle: Callable[[], bytes]
+    ) -> list[VirtualWorker]:
         num_micro_batches = pool.pipeline_parallel
         num_blocks = pool.kv_blocks(self.model, self.costs[pool.role])
         if num_blocks < num_micro_batches:
@@ -151,20 +169,19 @@ class ClusterBuilder:
             f"{pool.role.value}-{replica}" + (f".{micro_batch}" if num_micro_batches > 1 else "")
             for micro_batch in range(num_micro_batches)
         ]
-        return [self._seat(name, pool, host, num_blocks // num_micro_batches, stage, mint_handle) for name in names]
+        return [self._worker(name, pool, host, num_blocks // num_micro_batches, stage, mint_handle) for name in names]
 
-    def _seat(
+    def _worker(
         self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
-    ) -> Seat:
+    ) -> VirtualWorker:
         block_pool = BlockPool(num_blocks, self.model.block_size, caches_content=self.is_sharing)
         max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
-        worker = SimulatedWorker(
+        engine = SimulatedWorker(
             worker_id,
             pool.role,
             scheduler=self._scheduler(pool, block_pool, max_batch_size, mint_handle),
             block_pool=block_pool,
             cost=self.costs[pool.role],
-            block_size=self.model.block_size,
             stage=stage,
             queue=self.queue,
             sink=self.sink,
@@ -172,7 +189,14 @@ class ClusterBuilder:
             turn_s=self.turn_s,
             corrections=self.corrections.get(pool.role, (AS_PREDICTED,)),
         )
-        return Seat(worker, block_pool, pool.max_batch_tokens, max_batch_size, host)
+        return VirtualWorker(
+            engine,
+            block_pool,
+            self.queue,
+            host=host,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_size=max_batch_size,
+        )
 
     def _scheduler(
         self, pool: Pool, block_pool: BlockPool, max_batch_size: int, mint_handle: Callable[[], bytes]
@@ -194,6 +218,10 @@ class ClusterBuilder:
             max_batch_size=max_batch_size,
             swap_space=swap_space(self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
         )
+
+
+def _key(request: GenerationRequest) -> RequestKey:
+    return RequestKey(0, request.request_id, request.attempt)
 
 
 def _host_name(hosts: Hosts) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent
 from pdserve.engine.worker.loop import LeaseOpened, PromptReleased, PullEnded, TransferReport
 from pdserve.planner.event_queue import EventQueue
-from pdserve.planner.simulated_cluster import Seat
+from pdserve.planner.simulated_cluster import VirtualWorker
 
 _REPORT = TransferReport("simulated", 0.0, 0, "")
 """Nobody reads metrics of a simulated pull."""
@@ -24,7 +24,7 @@ class _Pull:
     """A decode worker's wish."""
 
     pull_id: int
-    seat: Seat
+    worker: VirtualWorker
     begins_s: float
     num_blocks: int
 
@@ -33,7 +33,7 @@ class _Pull:
 class _Offer:
     """A parked prompt that is not pulled yet: who holds it, and which of grant and pull came first."""
 
-    seat: Seat
+    worker: VirtualWorker
     grant: GrantEvent | None = None
     """The last one."""
     pull: _Pull | None = None
@@ -52,15 +52,15 @@ class SimulatedTransfers:
         self._pull_s = pull_s
         self._offers: dict[bytes, _Offer] = {}
 
-    def start_pull(self, source: Seat, target: Seat, event: StartPullEvent) -> None:
+    def start_pull(self, source: VirtualWorker, target: VirtualWorker, event: StartPullEvent) -> None:
         """``target`` has reserved its blocks, now."""
         handle = event.source.handle
         offer = self._offers.setdefault(handle, _Offer(source))
-        source.worker.tell(LeaseOpened(handle))
+        source.engine.receive(LeaseOpened(handle))
         offer.pull = _Pull(event.pull_id, target, self._queue.now_s, len(event.block_ids))
         self._carry(handle, offer)
 
-    def granted_whole(self, source: Seat, event: GrantEvent) -> None:
+    def granted_whole(self, source: VirtualWorker, event: GrantEvent) -> None:
         """The last of a prompt's blocks is written, now."""
         offer = self._offers.setdefault(event.handle, _Offer(source))
         offer.grant = event
@@ -72,23 +72,23 @@ class SimulatedTransfers:
         if pull is None or grant is None:
             return
         del self._offers[handle]
-        pull.seat.num_pulls += 1
-        pull.seat.num_network_pulls += offer.seat.host != pull.seat.host
-        last_s = self._transfer_s(offer.seat, pull, min(len(grant.block_ids), pull.num_blocks))
-        whole_s = self._transfer_s(offer.seat, pull, pull.num_blocks)
+        pull.worker.num_pulls += 1
+        pull.worker.num_network_pulls += offer.worker.host != pull.worker.host
+        last_s = self._transfer_s(offer.worker, pull, min(len(grant.block_ids), pull.num_blocks))
+        whole_s = self._transfer_s(offer.worker, pull, pull.num_blocks)
         begins_s = max(pull.begins_s, self._queue.now_s + last_s - whole_s)
-        egress, ingress = offer.seat.egress, pull.seat.ingress
+        egress, ingress = offer.worker.egress, pull.worker.ingress
         ends_s = max(begins_s, egress.free_at_s, ingress.free_at_s) + whole_s
         egress.free_at_s = ingress.free_at_s = ends_s
         result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_token=grant.first_token)
-        self._queue.at(ends_s + self._pull_s, partial(self._pulled, offer.seat, pull.seat, handle, result))
+        self._queue.at(ends_s + self._pull_s, partial(self._pulled, offer.worker, pull.worker, handle, result))
 
-    def _transfer_s(self, source: Seat, pull: _Pull, num_blocks: int) -> float:
+    def _transfer_s(self, source: VirtualWorker, pull: _Pull, num_blocks: int) -> float:
         """By the link between the two, as the slower of both says: the one of fewer ranks, or of slower links."""
         num_tokens = num_blocks * self._block_size
-        sides, same_host = (source.worker.cost, pull.seat.worker.cost), source.host == pull.seat.host
+        sides, same_host = (source.engine.cost, pull.worker.engine.cost), source.host == pull.worker.host
         return max([cost.transfer_s(num_tokens, same_host=same_host) for cost in sides])
 
-    def _pulled(self, source: Seat, target: Seat, handle: bytes, result: PullResult) -> None:
-        target.worker.tell(PullEnded(result, _REPORT))
-        source.worker.tell(PromptReleased(handle))
+    def _pulled(self, source: VirtualWorker, target: VirtualWorker, handle: bytes, result: PullResult) -> None:
+        target.engine.receive(PullEnded(result, _REPORT))
+        source.engine.receive(PromptReleased(handle))

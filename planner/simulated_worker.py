@@ -132,7 +132,6 @@ class SimulatedWorker:
         scheduler: Scheduler,
         block_pool: BlockPool,
         cost: CostModel,
-        block_size: int,
         stage: Stage,
         queue: EventQueue,
         sink: WorkerSink,
@@ -169,7 +168,7 @@ class SimulatedWorker:
         self._block_pool = block_pool
         self._held_until_s = 0.0
         """Up to when `held_block_s` counts."""
-        self._block_size = block_size
+        self._block_size = block_pool.block_size
         self._stage = stage
         self._num_ahead = pipeline_depth - 1
         """Steps that are planned while one runs."""
@@ -189,7 +188,7 @@ class SimulatedWorker:
         self._num_turns_due = 0
         self._is_idle = True
 
-    def tell(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """Put ``message`` into the inbox, now."""
         self._inbox.append(message)
         now_s = self._queue.now_s

@@ -1,12 +1,11 @@
-"""Simulates a placement on a workload without a GPU: discrete events, virtual time, the live policy and schedulers.
+"""Simulation of a placement on a workload without a GPU: the live dispatcher, policy and schedulers in virtual time.
 
-The search, the CLI and the benchmarks call `simulate`. Real: the router's policy and its view of workers, both phases'
-schedulers, block pools, reservations and prefix caches. Modelled: the time of steps and transfers
+The search, the CLI and the benchmarks call `simulate`. Real: the router's dispatch core with its policy, both phases'
+step loops and schedulers, block pools, reservations and prefix caches. Modelled: the time of steps and transfers
 (`pdserve.model.cost.cost_model`) and the few delays of `Overheads`. The same arguments give bit-identical results.
 
-Life of a request: it arrives and the policy picks a prefill worker, which reports STARTED, LAST_CHUNK (the policy picks
-a decode worker, whose pull starts once it has reserved blocks) and token 0; the pull ends once the last chunk is
-granted and the link has carried everything; the decode worker reports JOINED and, finally, the last token.
+Commands of the dispatcher reach a worker at once, as its delays are part of the request's arrival; events of a worker
+reach the dispatcher one message later. Tokens between token 1 and the last are counted, not delivered.
 """
 
 from __future__ import annotations
@@ -16,33 +15,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
-from math import inf, isnan
+from functools import cache, partial
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
+from pdserve.contracts.events import ClientEvent, RequestEvent, TokenEvent
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.request import KvSource
+from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.engine.scheduling.interface import GrantEvent, StartPullEvent
-from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest, StepReport
+from pdserve.engine.worker.loop import StepReport
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.prompts import Prompt, PromptTable
+from pdserve.planner.request_record import RequestRecord, request_times
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.sampler import Sampler
-from pdserve.planner.simulated_cluster import ClusterBuilder
-from pdserve.planner.simulated_flight import SimulatedFlight, request_times
+from pdserve.planner.simulated_cluster import ClusterBuilder, VirtualWorker
 from pdserve.planner.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulated_worker import SimulatedWorker, StepCorrections
 from pdserve.planner.simulation import Simulation
-from pdserve.router.requests.dispatch import MAX_ATTEMPTS
-from pdserve.router.requests.policy import PromptBlocks, choose_decode, choose_prefill
-from pdserve.router.requests.request import MIN_DURATION_S
+from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +62,6 @@ class Overheads:
     turn_s: float = 1e-3
     """Of a step loop between two steps, unless it submitted the second before the first had ended."""
 
-
-_KINDS_OF_CONSEQUENCE = (
-    RequestEventKind.STARTED,
-    RequestEventKind.LAST_CHUNK,
-    RequestEventKind.KV_UNAVAILABLE,
-    RequestEventKind.REJECTED,
-    RequestEventKind.FAILED,
-)
-"""Events that the router, or the record, takes note of."""
 
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)
 
@@ -129,6 +117,40 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Request(Request):
+    """A simulated request as the dispatcher sees it."""
+
+    def __init__(self, run: _Run, simulated: SimulatedRequest, prompt: Prompt, record: RequestRecord) -> None:
+        super().__init__(
+            RequestSpec(
+                prompt_tokens=prompt.tokens,
+                sampling=_sampling(simulated.num_output_tokens),
+                arrived_s=record.arrived_s,
+                uses_cache=run.is_sharing,
+                block_hashes=prompt.block_hashes,
+            )
+        )
+        self.simulated = simulated
+        self.prompt = prompt
+        self.record = record
+        self._run = run
+
+    def prompt_started(self, num_cached_tokens: int) -> None:
+        self.record.started_s = self._run.now_s
+        self.record.num_cached_tokens = num_cached_tokens
+
+    def token_received(self, token: TokenEvent) -> None:
+        self._run.token_received(self.record, token)
+
+    def ended(self) -> None:
+        self._run.ended(self)
+
+
+@cache
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens)
+
+
 class _Bounds(NamedTuple):
     concurrency: int
     max_in_flight: int
@@ -136,7 +158,7 @@ class _Bounds(NamedTuple):
 
 
 class _Run:
-    """One simulation: the router's part, and the transfers."""
+    """One simulation: arrivals, the dispatcher's driver, and the transfers."""
 
     def __init__(
         self,
@@ -149,30 +171,38 @@ class _Run:
         cost_of: Callable[[Pool], CostModel] | None,
         corrections: Mapping[WorkerRole, Sequence[StepCorrections]],
     ) -> None:
-        self._model = model
         self._slo = slo
         self._overheads = overheads
         self._bounds = bounds
         self._events = EventQueue()
         self._sampler = Sampler()
         self._prompts = PromptTable(requests, model.block_size)
-        self._ids = count(1)
-        self._flights: list[SimulatedFlight] = []
-        self._live: dict[int, SimulatedFlight] = {}
+        self._records: list[RequestRecord] = []
         self._num_missed = 0
         self._ended_s = 0.0
+        self._delivered_s = 0.0
+        """Arrival of the events that the dispatcher handles now."""
         predict = cost_of or (lambda pool: pool.cost(model))
-        self._costs = {pool.role: predict(pool) for pool in layout.pools}
-        self._seats = ClusterBuilder(
+        costs = {pool.role: predict(pool) for pool in layout.pools}
+        self._workers = ClusterBuilder(
             model=model,
             layout=layout,
-            costs=self._costs,
-            is_sharing=self._prompts.is_sharing,
+            costs=costs,
+            is_sharing=self.is_sharing,
             turn_s=overheads.turn_s,
             corrections=corrections,
             queue=self._events,
             sink=self,
-        ).seats()
+        ).workers()
+        self._dispatcher = Dispatcher(
+            costs,
+            DispatchSettings(
+                max_in_flight=bounds.max_in_flight, ttft_slo_s=slo.ttft_seconds, tpot_slo_s=slo.tpot_seconds
+            ),
+            now_s=lambda: self._events.now_s,
+        )
+        for worker in self._workers.values():
+            self._dispatcher.worker_up(worker)
         self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = bounds.concurrency > 0
@@ -180,6 +210,15 @@ class _Run:
         """Arrivals, of follow-ups too, that the event queue holds."""
         for _ in range(bounds.concurrency or 1):
             self._expect_next()
+
+    @property
+    def now_s(self) -> float:
+        return self._events.now_s
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether some prompt could begin like another."""
+        return self._prompts.is_sharing
 
     def simulate(self, sample_every_s: float) -> Simulation:
         if sample_every_s:
@@ -192,183 +231,117 @@ class _Run:
     def _expect_next(self) -> None:
         request = next(self._queue, None)
         if request is not None:
-            self._expect(request, self._events.now_s if self._is_closed_loop else request.arrived_s)
+            self._expect(request, self.now_s if self._is_closed_loop else request.arrived_s)
 
     def _expect(self, request: SimulatedRequest, arrives_s: float, before: Prompt | None = None) -> None:
         self._num_expected += 1
         self._events.at(arrives_s, partial(self._arrive, request, before))
 
-    def _arrive(self, request: SimulatedRequest, before: Prompt | None) -> None:
-        now_s = self._events.now_s
-        is_follow_up = before is not None
+    def _arrive(self, simulated: SimulatedRequest, before: Prompt | None) -> None:
+        if not self._is_closed_loop and before is None:
+            self._expect_next()
+        record = RequestRecord(self.now_s, simulated.num_prompt_tokens, simulated.num_output_tokens)
+        self._records.append(record)
+        request = _Request(self, simulated, self._prompts.write(simulated, before), record)
+        self._events.at(self.now_s + self._overheads.arrival_s, partial(self._dispatch, request))
+
+    def _dispatch(self, request: _Request) -> None:
         self._num_expected -= 1
-        if not self._is_closed_loop and not is_follow_up:
-            self._expect_next()
-        prompt = self._prompts.write(request, before)
-        blocks = PromptBlocks(
-            prompt.tokens,
-            self._model.block_size,
-            may_use_cache=self._prompts.is_sharing,
-            known_hashes=prompt.block_hashes,
-        )
-        flight = SimulatedFlight(next(self._ids), request, prompt, blocks, now_s)
-        self._flights.append(flight)
-        if len(self._live) >= self._bounds.max_in_flight:
-            self._reject(flight)
-            return
-        self._live[flight.request_id] = flight
-        self._events.at(now_s + self._overheads.arrival_s, partial(self._place, flight))
+        try:
+            self._dispatcher.start(request)
+        except GenerationError:
+            self.ended(request)
 
-    def _reject(self, flight: SimulatedFlight) -> None:
-        flight.is_rejected = True
-        self._live.pop(flight.request_id, None)
-        self._miss(flight)
-        self._after(flight)
+    # Events of workers
 
-    def _miss(self, flight: SimulatedFlight) -> None:
-        if not flight.has_missed:
-            flight.has_missed = True
-            self._num_missed += 1
-            if self._num_missed == self._bounds.max_missed:
-                self._events.stop()
-
-    def _after(self, flight: SimulatedFlight) -> None:
-        """The request is over, with all of its follow-ups if it was rejected."""
-        self._ended_s = self._events.now_s
-        follow_up = flight.request.follow_up
-        if follow_up is not None and not flight.is_rejected:
-            before = self._prompts.answered(flight.prompt, flight.request.num_output_tokens)
-            think_s = 0.0 if self._is_closed_loop else follow_up.arrived_s
-            self._expect(follow_up, self._events.now_s + think_s, before)
-        elif self._is_closed_loop:
-            self._expect_next()
-        flight.forget_prompt()
-
-    # The router
-
-    def _place(self, flight: SimulatedFlight) -> None:
-        """Name a worker for the prompt, as `pdserve.router.requests.dispatch` does."""
-        flight.attempt += 1
-        if flight.attempt == MAX_ATTEMPTS:
-            self._reject(flight)
-            return
-        now_s, slo = self._events.now_s, self._slo
-        workers = [seat.snapshot() for seat in self._seats.values()]
-        choice = choose_prefill(flight.blocks, workers, self._costs, tpot_slo_s=slo.tpot_seconds)
-        assert choice is not None, "workers of a simulation are always up"
-        seat = self._seats[choice.worker_id]
-        flight.prefill, flight.decode = seat, None
-        ttft_slo_s = 0.0 if flight.emitted else max(flight.arrived_s + slo.ttft_seconds - now_s, MIN_DURATION_S)
-        request = flight.attempt_request(ttft_slo_s=ttft_slo_s, handoff=choice.handoff)
-        seat.promise_prefill(flight.request_id, request.num_known_tokens - choice.num_cached_tokens)
-        if not choice.handoff:
-            seat.promise_decode(flight.request_id, request.num_known_tokens, flight.blocks.num_blocks())
-        seat.worker.tell(AddRequest(flight.key, request, now_s))
-
-    def _bind(self, flight: SimulatedFlight) -> None:
-        """Name a decode worker for the parked prompt."""
-        assert flight.prefill is not None
-        now_s = self._events.now_s
-        decoding = [seat.snapshot() for seat in self._seats.values() if seat.worker.role is WorkerRole.DECODE]
-        choice = choose_decode(flight.blocks, decoding, self._costs, source_host=flight.prefill.host)
-        assert choice is not None
-        seat = flight.decode = self._seats[choice.worker_id]
-        request = flight.attempt_request(ttft_slo_s=0.0, handoff=False)
-        source = KvSource(address=flight.prefill.worker.worker_id, worker_epoch=0, handle=flight.handle)
-        seat.promise_decode(flight.request_id, request.num_known_tokens, flight.blocks.num_blocks())
-        seat.worker.tell(PrepareRequest(flight.key, request, source, now_s))
-
-    # What workers say
-
-    def received(self, worker: SimulatedWorker, report: StepReport, sent_s: float) -> None:
-        at = self._events.at
-        arrives_s = sent_s + self._overheads.message_s
-        for event in report.events:
-            if isinstance(event, TokenEvent):
-                if event.index < 2 or event.finish:
-                    self._token_event(event, arrives_s)
-            elif isinstance(event, RequestEvent) and event.kind in _KINDS_OF_CONSEQUENCE:
-                at(arrives_s, partial(self._request_event, worker, event))
+    def received(self, engine: SimulatedWorker, report: StepReport, sent_s: float) -> None:
+        worker = self._workers[engine.worker_id]
+        events = [event for event in report.events if not isinstance(event, TokenEvent) or _is_delivered(event)]
+        if events:
+            arrives_s = sent_s + self._overheads.message_s
+            self._events.at(arrives_s, partial(self._deliver, worker, events, arrives_s))
         for order in report.orders:
             if isinstance(order, StartPullEvent):
-                self._transfers.start_pull(self._seats[order.source.address], self._seats[worker.worker_id], order)
+                self._transfers.start_pull(self._workers[order.source.address], worker, order)
             elif isinstance(order, GrantEvent) and order.final:
-                self._transfers.granted_whole(self._seats[worker.worker_id], order)
+                self._transfers.granted_whole(worker, order)
 
-    def _flight(self, key: RequestKey) -> SimulatedFlight:
-        return self._flights[key.request_id - 1]
+    def _deliver(self, worker: VirtualWorker, events: list[ClientEvent], arrives_s: float) -> None:
+        self._delivered_s = arrives_s
+        worker.in_flight_changed()
+        dispatcher = self._dispatcher
+        for event in events:
+            if isinstance(event, TokenEvent):
+                if event.index > 2:
+                    dispatcher.tokens_skipped(event.key, event.index - 2)
+                dispatcher.tokens_received(worker, (event,))
+            elif isinstance(event, RequestEvent):
+                dispatcher.event_received(worker, event)
 
-    def _token_event(self, event: TokenEvent, arrives_s: float) -> None:
-        flight = self._flight(event.key)
-        if event.key.attempt != flight.attempt:
-            return
-        seen_s = arrives_s + self._overheads.answer_s
-        if event.index == 0:
-            flight.first_token_s = seen_s
-            flight.emitted = (0,)
-            if seen_s - flight.arrived_s > self._slo.ttft_seconds:
-                self._miss(flight)
-        elif event.index == 1 and isnan(flight.second_token_s):
-            flight.second_token_s = seen_s
-        if event.finish:
-            flight.last_token_s = seen_s
-            self._events.at(arrives_s, partial(self._finish, flight))
+    # Progress of requests
 
-    def _finish(self, flight: SimulatedFlight) -> None:
-        self._live.pop(flight.request_id, None)
-        num_gaps = flight.request.num_output_tokens - 1
-        if num_gaps and (flight.last_token_s - flight.first_token_s) / num_gaps > self._slo.tpot_seconds:
-            self._miss(flight)
-        self._after(flight)
+    def token_received(self, record: RequestRecord, token: TokenEvent) -> None:
+        """Note when tokens 0, 1 and the last one reach the client."""
+        seen_s = self._delivered_s + self._overheads.answer_s
+        if token.index == 0:
+            record.first_token_s = seen_s
+            if self._missed_ttft(record):
+                self._miss()
+        elif token.index == 1:
+            record.second_token_s = seen_s
+        if token.finish:
+            record.last_token_s = seen_s
 
-    def _request_event(self, worker: SimulatedWorker, event: RequestEvent) -> None:
-        flight = self._flight(event.key)
-        if event.key.attempt != flight.attempt or flight.request_id not in self._live:
-            return
-        match event.kind:
-            case RequestEventKind.STARTED:
-                self._seats[worker.worker_id].settle(flight.request_id)
-                if flight.prefill is not None and flight.prefill.worker is worker and not flight.emitted:
-                    flight.started_s = self._events.now_s
-                    flight.num_cached_tokens = event.num_cached_tokens
-            case RequestEventKind.LAST_CHUNK:
-                flight.handle = event.handle
-                self._bind(flight)
-            case RequestEventKind.KV_UNAVAILABLE:
-                self._abandon(flight)
-                self._place(flight)
-            case RequestEventKind.REJECTED | RequestEventKind.FAILED:
-                self._abandon(flight)
-                self._reject(flight)
-            case kind:
-                raise AssertionError(f"{kind!r} is of no consequence to anybody else")
+    def ended(self, request: _Request) -> None:
+        """Finished, failed, or refused at the start. A follow-up comes after a finished request only."""
+        record, simulated = request.record, request.simulated
+        record.is_rejected = request.outcome is not Outcome.FINISHED
+        if (record.is_rejected or self._missed_tpot(record)) and not self._missed_ttft(record):
+            self._miss()
+        self._ended_s = self.now_s
+        follow_up = simulated.follow_up
+        if follow_up is not None and not record.is_rejected:
+            before = self._prompts.answered(request.prompt, simulated.num_output_tokens)
+            think_s = 0.0 if self._is_closed_loop else follow_up.arrived_s
+            self._expect(follow_up, self.now_s + think_s, before)
+        elif self._is_closed_loop:
+            self._expect_next()
 
-    def _abandon(self, flight: SimulatedFlight) -> None:
-        """Free what workers hold of the attempt."""
-        for seat in (flight.prefill, flight.decode):
-            if seat is not None:
-                seat.settle(flight.request_id)
-                seat.worker.tell(CancelRequest(flight.key))
+    def _missed_ttft(self, record: RequestRecord) -> bool:
+        return record.first_token_s - record.arrived_s > self._slo.ttft_seconds
+
+    def _missed_tpot(self, record: RequestRecord) -> bool:
+        num_gaps = record.num_output_tokens - 1
+        return num_gaps > 0 and (record.last_token_s - record.first_token_s) / num_gaps > self._slo.tpot_seconds
+
+    def _miss(self) -> None:
+        self._num_missed += 1
+        if self._num_missed == self._bounds.max_missed:
+            self._events.stop()
 
     # The result
-
     def _sample(self, every_s: float) -> None:
         now_s = self._events.now_s
-        self._sampler.sample(now_s, ((seat.worker.role, seat.worker.load()) for seat in self._seats.values()))
-        if self._live or self._num_expected:
+        self._sampler.sample(now_s, ((worker.role, worker.engine.load()) for worker in self._workers.values()))
+        if self._dispatcher.num_in_flight or self._num_expected:
             self._events.at(now_s + every_s, partial(self._sample, every_s))
 
     def _result(self) -> Simulation:
         gaps_us: Counter[int] = Counter()
-        for seat in self._seats.values():
-            gaps_us.update(seat.worker.gaps_us)
+        for worker in self._workers.values():
+            gaps_us.update(worker.engine.gaps_us)
         lengths_us = sorted(gaps_us)
         return Simulation(
-            times=request_times(self._flights),
-            workers=[seat.use() for seat in self._seats.values()],
+            times=request_times(self._records),
+            workers=[worker.use() for worker in self._workers.values()],
             timelines=self._sampler.timelines(),
             gap_s=np.array(lengths_us, np.float64) / 1e6,
             gap_weights=np.array([gaps_us[length_us] for length_us in lengths_us], np.float64),
             ended_s=self._ended_s,
             was_stopped=self._num_missed >= (self._bounds.max_missed or inf),
         )
+
+
+def _is_delivered(token: TokenEvent) -> bool:
+    """Tokens between token 1 and the last are only counted."""
+    return token.index < 2 or bool(token.finish)
