@@ -57,6 +57,7 @@ class VirtualWorker(Worker):
         super().__init__(engine.worker_id, engine.role, host=host)
         self.kv_address = engine.worker_id
         self.block_size = block_pool.block_size
+        self.cached_blocks = block_pool.known_hashes
         self.max_batch_tokens = max_batch_tokens
         self.max_batch_size = max_batch_size
         self.engine = engine
@@ -66,42 +67,26 @@ class VirtualWorker(Worker):
         """Pulls from another host."""
         self._block_pool = block_pool
         self._queue = queue
-        self._snapshot: WorkerSnapshot | None = None
-        """The last one, without the tokens of a run; None once the in-flight load may have changed."""
         self._num_turns_seen = -1
-        """Turns of the engine at the last snapshot."""
+        """Turns of the engine when `load` was taken: nothing changes between two."""
 
     def submit(self, request: GenerationRequest) -> None:
-        self.in_flight_changed()
         self.engine.receive(AddRequest(_key(request), request, self._queue.now_s))
 
     def prepare(self, request: GenerationRequest, source: KvSource) -> None:
-        self.in_flight_changed()
         self.engine.receive(PrepareRequest(_key(request), request, source, self._queue.now_s))
 
     def cancel(self, request_id: int, attempt: int) -> None:
-        self.in_flight_changed()
         self.engine.receive(CancelRequest(RequestKey(0, request_id, attempt)))
 
-    def in_flight_changed(self) -> None:
-        """Drop the cached snapshot: a command was sent, or an event received."""
-        self._snapshot = None
-
     def snapshot(self) -> WorkerSnapshot:
-        engine, snapshot = self.engine, self._snapshot
-        if snapshot is None or self._num_turns_seen != engine.num_turns:
-            snapshot = self._snapshot = self.in_flight.snapshot(
-                worker_id=self.worker_id,
-                role=self.role,
-                max_batch_tokens=self.max_batch_tokens,
-                max_batch_size=self.max_batch_size,
-                load=engine.load(),
-                cached_blocks=self._block_pool.known_hashes,
-                host=self.host,
-                prefill_correction=engine.corrections.prefill,
-                decode_correction=engine.corrections.decode,
-            )
+        engine = self.engine
+        if self._num_turns_seen != engine.num_turns:
             self._num_turns_seen = engine.num_turns
+            self.load = engine.load()
+            self.prefill_correction = engine.corrections.prefill
+            self.decode_correction = engine.corrections.decode
+        snapshot = super().snapshot()
         num_run_tokens = engine.num_run_tokens()
         if num_run_tokens:
             return snapshot._replace(num_context_tokens=snapshot.num_context_tokens + num_run_tokens)

@@ -268,7 +268,6 @@ class _Run:
 
     def _deliver(self, worker: VirtualWorker, events: list[ClientEvent], arrives_s: float) -> None:
         self._delivered_s = arrives_s
-        worker.in_flight_changed()
         dispatcher = self._dispatcher
         for event in events:
             if isinstance(event, TokenEvent):

@@ -40,6 +40,7 @@ class RemoteWorker(Worker, WorkerSession):
         host = endpoint.address.rpartition(":")[0]
         Worker.__init__(self, endpoint.worker_id, endpoint.role, host=host, epoch=endpoint.epoch)
         WorkerSession.__init__(self, endpoint, credentials)
+        self.cached_blocks: set[bytes] = set()
         self.metrics = WorkerMetrics(metrics, endpoint.worker_id, endpoint.role)
         self.welcome = worker_pb2.Welcome()
         self.reported = worker_pb2.Load()

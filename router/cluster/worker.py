@@ -110,7 +110,7 @@ class Worker(ABC):
         """Observed over predicted time of steps with prefill rows."""
         self.decode_correction = 1.0
         """Observed over predicted time of pure decode steps."""
-        self.cached_blocks: set[bytes] = set()
+        self.cached_blocks: AbstractSet[bytes] = frozenset()
         """Hashes of the blocks in its prefix cache."""
         self.in_flight = InFlightLoad()
 

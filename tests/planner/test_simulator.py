@@ -183,6 +183,17 @@ def test_a_prompt_that_found_a_step_in_flight_waits_for_a_turn_after_it(is_synch
     )
 
 
+def test_a_prompt_that_arrives_during_a_turn_is_planned_ahead() -> None:
+    cost = a_pool(WorkerRole.PREFILL).cost(LLAMA_3_8B)
+    turn_s, turn_begins_s = 0.002, 1.0 + cost.prefill_s(1500)
+    arrivals = [1.0, 1.001, turn_begins_s + turn_s / 2]
+    requests = [SimulatedRequest(at, length, 1) for at, length in zip(arrivals, [1500, 1000, 500], strict=True)]
+    overheads = replace(NO_OVERHEADS, turn_s=turn_s)
+    times = simulate(LLAMA_3_8B, disaggregated(), requests, slo=ALL_HANDED_OFF, overheads=overheads).times
+    second_ends_s = turn_begins_s + turn_s + cost.prefill_s(1000)
+    assert times.first_token_s[1:] == pytest.approx([second_ends_s, second_ends_s + cost.prefill_s(500)])
+
+
 def test_turns_are_hidden_where_the_next_step_is_submitted_ahead() -> None:
     requests = [SimulatedRequest(1.0, 7000, 40), SimulatedRequest(1.0, 7000, 40)]
     bare, burdened = (
@@ -272,7 +283,8 @@ def test_a_search_may_stop_early() -> None:
     simulation = simulate(LLAMA_3_8B, disaggregated(), poisson(8, 200), slo=slo, max_missed=10)
     assert simulation.was_stopped
     assert 10 <= len(simulation.times.arrived_s) < 30
-    assert not simulate(LLAMA_3_8B, disaggregated(), poisson(8, 20), slo=slo, max_missed=30).was_stopped
+    missing_both = SloConfig(ttft_seconds=1e-6, tpot_seconds=1e-6)
+    assert not simulate(LLAMA_3_8B, disaggregated(), poisson(8, 20), slo=missing_both, max_missed=30).was_stopped
     # Several of a step miss together.
     for max_missed in range(1, 8):
         assert simulate(LLAMA_3_8B, colocated(), poisson(1000, 40), slo=slo, max_missed=max_missed).was_stopped
