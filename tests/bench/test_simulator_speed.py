@@ -9,7 +9,6 @@ import pytest
 from pdserve.bench import simulator_speed
 from pdserve.bench.simulator_speed import Case, Peer, Stopwatch, cases, measure, timed_policy_and_schedulers
 from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.planner import simulator
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.cluster.worker import InFlightLoad
 
@@ -78,7 +77,7 @@ def test_calls_within_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_policy_and_schedulers_are_what_they_were_when_they_have_been_timed() -> None:
-    owners = PrefillScheduler, DecodeScheduler, InFlightLoad, simulator
+    owners = PrefillScheduler, DecodeScheduler, InFlightLoad, dispatch
     before = [vars(owner).copy() for owner in owners]
     with timed_policy_and_schedulers():
         assert [vars(owner) != old for owner, old in zip(owners, before, strict=True)] == [True] * 4
