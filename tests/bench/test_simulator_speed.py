@@ -11,6 +11,7 @@ from pdserve.bench.simulator_speed import Case, Peer, Stopwatch, cases, measure,
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.cluster.worker import InFlightLoad
+from pdserve.router.requests import dispatch
 
 SIMPY = """
 import time
