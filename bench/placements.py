@@ -27,7 +27,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel
-from pdserve.planner.plan import Candidate, Effort, Plan, Question, SloOutOfReachError, Supply
+from pdserve.planner.plan import Candidate, Effort, InfeasibleSloError, Plan, Question, Supply
 from pdserve.planner.presets import preset
 from pdserve.planner.search import find_plan
 
@@ -130,7 +130,7 @@ def plan(setting: Setting, effort: Effort) -> Plan | str:
                 preset(setting.workload),
                 progress=lambda fraction, text: progress.update(task, completed=fraction),
             )
-        except SloOutOfReachError as error:
+        except InfeasibleSloError as error:
             return str(error)
 
 
@@ -149,7 +149,7 @@ def _record(setting: Setting, answer: Plan | str) -> dict[str, Any]:
         "slo": {"ttft_s": setting.ttft_s, "tpot_s": setting.tpot_s},
     }
     if isinstance(answer, str):
-        return record | {"out_of_reach": answer}
+        return record | {"slo_infeasible": answer}
     verdict = answer.verdict
     for kind, candidate in (("disaggregated", verdict.best_disaggregated), ("colocated", verdict.best_colocated)):
         if candidate is not None:

@@ -78,7 +78,7 @@ class Bounds:
     """Estimated goodput."""
     resource: Resource
     """What sets the bound."""
-    is_slo_within_reach: bool = True
+    is_feasible: bool = True
     """False: not even an idle cluster would meet the SLO for enough requests."""
 
 
@@ -136,7 +136,7 @@ def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
     return num_blocks // pool.pipeline_parallel >= ceil((model.max_model_len + 1) / model.block_size)
 
 
-class BoundBook:
+class BoundTable:
     """Bounds of a model's layouts under one demand; what is the same of several layouts is worked out once."""
 
     def __init__(self, model: PlannedModel, demand: Demand, slo: SloConfig, overheads: Overheads | None = None) -> None:
@@ -208,7 +208,7 @@ class BoundBook:
             rate=rate / served_share if reaches else 0.0,
             estimate=estimate / served_share if reaches else 0.0,
             resource=_resource(decode, decoded * allowed, prefilled * allowed, is_link_limited=is_link_limited),
-            is_slo_within_reach=bool(reaches),
+            is_feasible=bool(reaches),
         )
 
     @property

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.attainment import Attainment, PoolUse
-from pdserve.planner.bounds import BoundBook, Bounds, Resource
+from pdserve.planner.bounds import Bounds, BoundTable, Resource
 from pdserve.planner.goodput import Goodput
 from pdserve.planner.hosts import host_sentence
 from pdserve.planner.layout import Layout, Pool
@@ -24,7 +24,7 @@ _FULL_SHARE = 0.9
 
 def assemble(
     question: Question,
-    book: BoundBook,
+    bound_table: BoundTable,
     layout: Layout,
     bounds: Bounds,
     goodput: Goodput | None,
@@ -32,7 +32,7 @@ def assemble(
     *,
     is_final: bool,
     at_winners_rate: Attainment | None,
-    cliff_rate: float | None,
+    saturation_rate: float | None,
     sensitivity: tuple[Sensitivity, ...],
     winner: Candidate | None,
 ) -> Candidate:
@@ -41,7 +41,7 @@ def assemble(
     is_capped = goodput is not None and goodput.is_capped
     resource = _resource(layout, bounds, None if is_capped else seen)
     rate = bounds.estimate if goodput is None else goodput.rate
-    reasons = [_binding_words(seen, resource, book.idle_ttft_miss_share(layout), is_capped=is_capped)]
+    reasons = [_binding_words(seen, resource, bound_table.idle_ttft_miss_share(layout), is_capped=is_capped)]
     if winner is None and layout.spans_hosts:
         reasons.append(host_sentence(layout, seen))
     if winner is not None:
@@ -53,11 +53,11 @@ def assemble(
         bounds=bounds,
         goodput=goodput,
         resource=resource,
-        pools=tuple(_figures(question, book, pool, bounds, seen) for pool in layout.pools),
+        pools=tuple(_figures(question, bound_table, pool, bounds, seen) for pool in layout.pools),
         dollars_per_hour=dollars_per_hour,
         is_final=is_final,
         at_winners_rate=at_winners_rate,
-        cliff_rate=cliff_rate,
+        saturation_rate=saturation_rate,
         sensitivity=sensitivity,
         reasons=tuple(reasons),
     )
@@ -142,8 +142,10 @@ def _overlaps(question: Question, winner: Candidate, goodput: Goodput) -> bool:
     return other.high * size >= its.low and its.high >= other.low * size
 
 
-def _figures(question: Question, book: BoundBook, pool: Pool, bounds: Bounds, seen: Attainment | None) -> PoolFigures:
-    worker, model = book.figures(pool), question.model
+def _figures(
+    question: Question, bound_table: BoundTable, pool: Pool, bounds: Bounds, seen: Attainment | None
+) -> PoolFigures:
+    worker, model = bound_table.figures(pool), question.model
     use: PoolUse | None = None
     if seen is not None:
         use = next(use for use in seen.pools if use.role is pool.role)
@@ -176,13 +178,13 @@ def verdict_of(question: Question, candidates: Sequence[Candidate]) -> Verdict:
         kind = "colocated" if only.layout.is_colocated else "disaggregated"
         text = f"Only {kind} layouts fit and meet the SLO here; the best is {only.layout}."
         return Verdict(best_disaggregated=apart, best_colocated=together, gain=None, is_clear=True, text=text)
-    contest = _contest(question, apart, together)
+    comparison = _compared(question, apart, together)
     return Verdict(
         best_disaggregated=apart,
         best_colocated=together,
-        gain=contest.merit(apart) / contest.merit(together) - 1,
-        is_clear=contest.is_clear,
-        text=_verdict_words(question, contest, *sorted((apart, together), key=contest.merit, reverse=True)),
+        gain=comparison.merit(apart) / comparison.merit(together) - 1,
+        is_clear=comparison.is_clear,
+        text=_verdict_words(question, comparison, *sorted((apart, together), key=comparison.merit, reverse=True)),
     )
 
 
@@ -192,7 +194,7 @@ def _best_of(candidates: Sequence[Candidate], *, is_colocated: bool) -> Iterator
     return iter(sorted(of_kind, key=lambda each: not each.is_final))
 
 
-class _Contest(NamedTuple):
+class _Comparison(NamedTuple):
     """How two candidates are compared."""
 
     merit: Callable[[Candidate], float]
@@ -202,7 +204,7 @@ class _Contest(NamedTuple):
     is_clear: bool
 
 
-def _contest(question: Question, first: Candidate, second: Candidate) -> _Contest:
+def _compared(question: Question, first: Candidate, second: Candidate) -> _Comparison:
     """By what the objective ranks by; by goodput where one of them does not serve the rate, or both cost the same."""
     objective = question.objective
     cheaper, dearer = sorted((first, second), key=lambda each: _cost(question, each))
@@ -210,12 +212,12 @@ def _contest(question: Question, first: Candidate, second: Candidate) -> _Contes
     if is_served and _cost(question, cheaper) < _cost(question, dearer):
         assert cheaper.goodput is not None
         is_sure = cheaper.goodput.interval.low >= question.rate
-        return _Contest(lambda each: 1 / _cost(question, each), is_by_cost=True, is_clear=is_sure)
+        return _Comparison(lambda each: 1 / _cost(question, each), is_by_cost=True, is_clear=is_sure)
     assert second.goodput is not None
     is_clear = not _overlaps(question, first, second.goodput)
     if objective is Objective.RATE_PER_DEVICE:
-        return _Contest(lambda each: each.rate_per_device, is_by_cost=False, is_clear=is_clear)
-    return _Contest(lambda each: each.rate, is_by_cost=False, is_clear=is_clear)
+        return _Comparison(lambda each: each.rate_per_device, is_by_cost=False, is_clear=is_clear)
+    return _Comparison(lambda each: each.rate, is_by_cost=False, is_clear=is_clear)
 
 
 def _cost(question: Question, candidate: Candidate) -> float:
@@ -226,22 +228,24 @@ def _cost(question: Question, candidate: Candidate) -> float:
     return candidate.dollars_per_hour
 
 
-def _verdict_words(question: Question, contest: _Contest, better: Candidate, worse: Candidate) -> str:
+def _verdict_words(question: Question, comparison: _Comparison, better: Candidate, worse: Candidate) -> str:
     advice = "Serve colocated" if better.layout.is_colocated else "Disaggregate"
     other = f"the best {'colocated' if worse.layout.is_colocated else 'disaggregated'} layout, {worse.layout}"
     served = f"{advice}: {better.layout} serves {rate_words(better.rate)} within the SLO"
-    if contest.is_by_cost:
-        unsure = "" if contest.is_clear else "; the former's confidence interval reaches below the rate that was asked"
+    if comparison.is_by_cost:
+        unsure = (
+            "" if comparison.is_clear else "; the former's confidence interval reaches below the rate that was asked"
+        )
         if question.objective is Objective.LEAST_COST:
             prices = dollars(better.dollars_per_hour), dollars(worse.dollars_per_hour)
             return f"{served} for {prices[0]} an hour; {other}, costs {prices[1]}{unsure}."
         return f"{served} with {_devices(better.layout)}; {other}, takes {worse.layout.num_devices}{unsure}."
-    margin = contest.merit(better) / contest.merit(worse) - 1
+    margin = comparison.merit(better) / comparison.merit(worse) - 1
     per = instead = ""
     if better.layout.num_devices != worse.layout.num_devices:
         if question.objective is Objective.RATE_PER_DEVICE:
             per = " per device"
         else:
             instead = f", with {_devices(better.layout)} instead of {worse.layout.num_devices}"
-    unsure = "" if contest.is_clear else "; their confidence intervals overlap"
+    unsure = "" if comparison.is_clear else "; their confidence intervals overlap"
     return f"{served}, {share(margin)} more{per} than {other}{instead}{unsure}."

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.crew import AttainJob, Crew
 from pdserve.planner.goodput import Trial, Workload
 from pdserve.planner.plan import Candidate, Question
+from pdserve.planner.process_pool import AttainJob, ProcessPool
 
 _SHARES_OF_GOODPUT = (0.5, 0.8, 0.92, 1.1, 1.3)
 
@@ -30,8 +30,8 @@ def attainment_curves(
         for trial, candidate in zip(trials, candidates, strict=True)
         for share in _SHARES_OF_GOODPUT
     ]
-    with Crew(workload, num_processes) as crew:
-        seen = crew.attainments(jobs, lambda num_done: None)
+    with ProcessPool(workload, num_processes) as pool:
+        seen = pool.attainments(jobs, lambda num_done: None)
     length = len(_SHARES_OF_GOODPUT)
     return [
         sorted([*seen[row * length : (row + 1) * length], *_judged_by(candidate)], key=lambda point: point.rate)

@@ -14,7 +14,7 @@ from pdserve.planner.simulation import Simulation
 
 
 class FinalRound:
-    """Fills in `Entry.final`; a `Pursuit`."""
+    """Fills in `Entry.final`; a `RateSearch`."""
 
     def __init__(self, ranking: Ranking, entries: Sequence[Entry], tolerance: float, done: Callable[[], None]) -> None:
         """
@@ -28,9 +28,9 @@ class FinalRound:
         self._searches = {entry: entry.search for entry in entries if entry.search is not None}
         self._done = done
 
-    def wanted(self) -> list[Run]:
+    def ask(self) -> list[Run]:
         while True:
-            runs = [run for search in self._searches.values() for run in search.wanted()]
+            runs = [run for search in self._searches.values() for run in search.ask()]
             if runs:
                 return runs
             for entry, search in self._searches.items():
@@ -47,8 +47,8 @@ class FinalRound:
         best = key(ranked[0], ranked[0].rate)
         return [entry for entry in ranked if key(entry, entry.rate * (1 + self._tolerance / 2)) <= best]
 
-    def saw(self, run: Run, simulation: Simulation) -> None:
-        next(search for search in self._searches.values() if search.trial is run.trial).saw(run, simulation)
+    def tell(self, run: Run, simulation: Simulation) -> None:
+        next(search for search in self._searches.values() if search.trial is run.trial).tell(run, simulation)
         self._done()
 
     @property

@@ -1,7 +1,7 @@
 """Goodput of one layout: the highest rate at which enough requests meet both objectives, by simulation.
 
-Defines a trial (`Trial`), its runs (`Run`, executed by a `Runner`) and the result (`Goodput`). A `Pursuit` is a task of
-several runs that only requests them; `pdserve.planner.crew` executes the runs of many in parallel.
+Defines a trial (`Trial`), its runs (`Run`, executed by a `Runner`) and the result (`Goodput`). A `RateSearch` is a task
+of several runs that only requests them; `pdserve.planner.process_pool` executes the runs of many in parallel.
 `pdserve.planner.goodput_search` decides where to look. All rates, and all layouts with the same workload and seeds, see
 the same requests in the same pattern, only closer together (common random numbers), so that differences come from the
 layouts alone.
@@ -156,14 +156,14 @@ def _max_missed(trial: Trial) -> int:
     return int(_HOPELESS * (1 - trial.slo.attainment) * trial.num_requests) + 1
 
 
-class Pursuit(Protocol):
+class RateSearch(Protocol):
     """What takes several runs to find out."""
 
-    def wanted(self) -> list[Run]:
+    def ask(self) -> list[Run]:
         """Runs that it needs now, in any order or side by side; none once all is known."""
         ...
 
-    def saw(self, run: Run, simulation: Simulation) -> None:
+    def tell(self, run: Run, simulation: Simulation) -> None:
         """What came of one of them."""
         ...
 
@@ -173,29 +173,29 @@ class Pursuit(Protocol):
         ...
 
 
-def pursue(pursuit: Pursuit, runner: Runner) -> None:
+def run_search(search: RateSearch, runner: Runner) -> None:
     """Carry out all its runs, one after another.
 
     Raises:
         ValueError: the layout cannot be run.
     """
-    while runs := pursuit.wanted():
+    while runs := search.ask():
         for run in runs:
-            pursuit.saw(run, runner.carry_out(run))
+            search.tell(run, runner.carry_out(run))
 
 
 class OneRate:
-    """Finds what attainment a trial has at one rate; a `Pursuit`."""
+    """Finds what attainment a trial has at one rate; a `RateSearch`."""
 
     def __init__(self, trial: Trial, rate: float) -> None:
         self._trial = trial
         self._rate = rate
         self._seen: dict[int, Simulation] = {}
 
-    def wanted(self) -> list[Run]:
+    def ask(self) -> list[Run]:
         return [Run(self._trial, self._rate, seed, True) for seed in self._trial.seeds if seed not in self._seen]
 
-    def saw(self, run: Run, simulation: Simulation) -> None:
+    def tell(self, run: Run, simulation: Simulation) -> None:
         self._seen[run.seed] = simulation
 
     @property

@@ -37,7 +37,7 @@ _MAX_RATES = 10
 
 
 class GoodputSearch:
-    """Finds the highest rate that meets the target; a `Pursuit`."""
+    """Finds the highest rate that meets the target; a `RateSearch`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class GoodputSearch:
         """Ask for all that the trial and the tolerance ask for."""
         self._is_rough = False
 
-    def wanted(self) -> list[Run]:
+    def ask(self) -> list[Run]:
         seeds = self.trial.seeds
         first = seeds[:1]
         if not self._points:
@@ -102,7 +102,7 @@ class GoodputSearch:
             return self._asked(near.rate, seeds)
         return self._asked(near.rate, seeds) + self._asked(self._other_side(near), first)
 
-    def saw(self, run: Run, simulation: Simulation) -> None:
+    def tell(self, run: Run, simulation: Simulation) -> None:
         runs = self._runs.setdefault(run.rate, {})
         runs[run.seed] = simulation
         in_order = [runs[seed] for seed in self.trial.seeds if seed in runs]

@@ -153,7 +153,7 @@ class Candidate:
     """Simulated at length, the best of a kind with several seeds; ``goodput.interval`` is a confidence interval."""
     at_winners_rate: Attainment | None = None
     """What it makes of the rate of the first in rank, or of one that is within `Effort.tolerance`; finalists only."""
-    cliff_rate: float | None = None
+    saturation_rate: float | None = None
     """Rate at which attainment falls to half of its target; the winner only."""
     sensitivity: tuple[Sensitivity, ...] = ()
     """The winner only."""
@@ -174,9 +174,9 @@ class Candidate:
         return self.rate / self.layout.num_devices
 
     @property
-    def cliff_distance(self) -> float | None:
+    def saturation_margin(self) -> float | None:
         """Cliff rate over goodput: 1.2 is 20 % of head-room before it falls apart."""
-        return None if self.cliff_rate is None or not self.rate else self.cliff_rate / self.rate
+        return None if self.saturation_rate is None or not self.rate else self.saturation_rate / self.rate
 
     def dollars_per_million_tokens(self, output_tokens_per_request: float) -> float | None:
         """Of answers, at its goodput; ``None`` without a price or a rate."""
@@ -211,7 +211,7 @@ class Screening:
 
     num_layouts: int
     num_without_memory: int
-    num_out_of_reach: int
+    num_infeasible: int
     """Even an idle cluster of theirs would miss the SLO."""
     num_bounded: int
     """Their bound is below what another was seen to reach."""
@@ -247,9 +247,9 @@ class FitsNowhereError(ValueError):
     that would."""
 
 
-class SloOutOfReachError(ValueError):
+class InfeasibleSloError(ValueError):
     """Not even an idle cluster meets the SLO; the message names the best that can be had."""
 
 
-class RateOutOfReachError(ValueError):
+class InfeasibleRateError(ValueError):
     """The fleet is too small for the rate that was asked; the message says what it can serve."""

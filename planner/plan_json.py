@@ -123,7 +123,7 @@ def _candidate(plan: Plan, candidate: Candidate) -> Json:
         "dollars_per_hour": _finite(candidate.dollars_per_hour),
         "dollars_per_million_tokens": _finite(candidate.dollars_per_million_tokens(plan.mean_output_tokens)),
         "output_tokens_per_s": candidate.rate * plan.mean_output_tokens,
-        "cliff_rate": _finite(candidate.cliff_rate),
+        "saturation_rate": _finite(candidate.saturation_rate),
         "sensitivity": to_plain(candidate.sensitivity),
         "pools": to_plain(candidate.pools),
         "reasons": list(candidate.reasons),

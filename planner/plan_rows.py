@@ -135,13 +135,13 @@ def slo_words(plan: Plan) -> str:
 
 
 def findings(plan: Plan) -> Iterator[str]:
-    """Sentences on the first in rank and those behind it: what binds, what lost, the cliff, what 10 % would change."""
+    """Sentences on the first in rank and those behind it: what binds, what lost, saturation, what 10 % would change."""
     best = plan.best
     yield from best.reasons
-    if best.cliff_rate is not None and best.cliff_distance is not None:
+    if best.saturation_rate is not None and best.saturation_margin is not None:
         yield (
-            f"The cliff: attainment falls to half of its target at {wording.rate(best.cliff_rate)}, "
-            f"{wording.number(best.cliff_distance)} times the goodput."
+            f"Saturation: attainment falls to half of its target at {wording.rate(best.saturation_rate)}, "
+            f"{wording.number(best.saturation_margin)} times the goodput."
         )
     for each in best.sensitivity:
         percent = round(abs(each.time_factor - 1) * 100)
@@ -169,7 +169,7 @@ def screening_words(plan: Plan) -> str:
     it = plan.screening
     left_out = (
         (it.num_without_memory, "do not fit"),
-        (it.num_out_of_reach, "miss the SLO even when idle"),
+        (it.num_infeasible, "miss the SLO even when idle"),
         (it.num_bounded, "cannot reach what another one does"),
         (it.num_estimated, "were estimated only"),
     )

@@ -14,12 +14,12 @@ from math import isfinite
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.crew import AttainJob, Crew, GoodputJob
 from pdserve.planner.goodput import Goodput, Trial, Workload
 from pdserve.planner.hosts import host_sentence
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.plan import Candidate, Plan
 from pdserve.planner.plan_json import Json, attainment_json, layout_json, plan_json
+from pdserve.planner.process_pool import AttainJob, GoodputJob, ProcessPool
 from pdserve.planner.running import RunningWorker
 
 DEFAULT_HYSTERESIS = 0.1
@@ -109,10 +109,10 @@ def propose(
         )
         for each in (layout, best.layout)
     )
-    with Crew(workload, num_processes) as crew:
+    with ProcessPool(workload, num_processes) as pool:
         limit = _HIGHEST * best.bounds.rate
-        (goodput,) = crew.goodputs([GoodputJob(runs, best.rate, effort.tolerance, limit)], _unheard)
-        running_at, best_at = crew.attainments([AttainJob(each, observed_rate) for each in (runs, found)], _unheard)
+        (goodput,) = pool.goodputs([GoodputJob(runs, best.rate, effort.tolerance, limit)], _unheard)
+        running_at, best_at = pool.attainments([AttainJob(each, observed_rate) for each in (runs, found)], _unheard)
     running = Running(layout=layout, goodput=goodput, at_observed=running_at)
     return compare(running, best, best_at, model=question.model, workers=workers, hysteresis=hysteresis)
 

@@ -88,8 +88,8 @@ def _tiles(plan: Plan) -> Iterator[str]:
     if at_rate is not None:
         tiles.append((wording.seconds(at_rate.ttft.percentile(90)), "TTFT, p90"))
         tiles.append((wording.seconds(at_rate.tpot.percentile(90)), "TPOT, p90"))
-    if best.cliff_distance is not None:
-        tiles.append((f"{wording.number(best.cliff_distance)} x", "the goodput: the cliff"))
+    if best.saturation_margin is not None:
+        tiles.append((f"{wording.number(best.saturation_margin)} x", "the goodput: saturation"))
     return (f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in tiles)
 
 

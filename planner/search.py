@@ -26,20 +26,20 @@ from dataclasses import replace
 from itertools import count
 from statistics import geometric_mean
 
-from pdserve.planner.bounds import BoundBook
+from pdserve.planner.bounds import BoundTable
 from pdserve.planner.candidates import assemble, verdict_of
-from pdserve.planner.closer_look import CloserLook
-from pdserve.planner.crew import Crew
 from pdserve.planner.demand import Demand
 from pdserve.planner.final_round import FinalRound, start_rate
-from pdserve.planner.goodput import Goodput, Pursuit, Trial, Workload
+from pdserve.planner.goodput import Goodput, RateSearch, Trial, Workload
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.hosts import ONE_HOST_TODAY
+from pdserve.planner.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.layout import Layout
 from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.plan import Candidate, Objective, Plan, Question, Screening
+from pdserve.planner.process_pool import ProcessPool
 from pdserve.planner.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
-from pdserve.planner.shortfalls import nothing_met, out_of_reach, too_slow
+from pdserve.planner.sensitivity import SensitivityAnalysis
 
 Progress = Callable[[float, str], None]
 """Hears how far the search is, from 0 to 1, and what it does."""
@@ -69,8 +69,8 @@ def find_plan(
 
     Raises:
         FitsNowhereError: no layout holds the model.
-        SloOutOfReachError: no layout meets the objectives at any rate.
-        RateOutOfReachError: no layout serves the rate that was asked.
+        InfeasibleSloError: no layout meets the objectives at any rate.
+        InfeasibleRateError: no layout serves the rate that was asked.
         ValueError: all requests are too long for the model, or the least cost is asked without a price.
     """
     started_s = time.perf_counter()
@@ -78,12 +78,12 @@ def find_plan(
     tell(0.0, "listing layouts")
     _check_prices(question)
     model, effort = question.model, question.effort
-    with Crew(workload, num_processes or len(os.sched_getaffinity(0))) as crew:
+    with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
         enumeration = enumerate_layouts(question)
         drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
         demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
-        book = BoundBook(model, demand, question.slo)
-        search = _Search(question, book, crew, tell)
+        bound_table = BoundTable(model, demand, question.slo)
+        search = _Search(question, bound_table, pool, tell)
         search.weigh(enumeration)
         search.screen()
         search.finish()
@@ -126,16 +126,16 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
 class _Search:
     """One search under way."""
 
-    def __init__(self, question: Question, book: BoundBook, crew: Crew, tell: Progress) -> None:
+    def __init__(self, question: Question, bound_table: BoundTable, pool: ProcessPool, tell: Progress) -> None:
         self._question = question
-        self._book = book
+        self._bound_table = bound_table
         self._ranking = Ranking(question)
-        self._crew = crew
+        self._pool = pool
         self._progress = tell
         self._told = 0.0
         self._entries: list[Entry] = []
         """In order of enumeration, those that an idle cluster serves within the SLO."""
-        self._num_out_of_reach = 0
+        self._num_infeasible = 0
         self._num_requests = 0
         self._num_in_flight = 0.0
         """Of the best estimate, by Little's law."""
@@ -147,14 +147,14 @@ class _Search:
         self._tell(0.02, f"weighing {len(enumeration.layouts)} layouts")
         fleet = self._question.fleet
         for layout in enumeration.layouts:
-            bounds = self._book.bounds(layout)
-            if bounds.is_slo_within_reach:
+            bounds = self._bound_table.bounds(layout)
+            if bounds.is_feasible:
                 self._entries.append(Entry(layout, bounds, dollars_per_hour(layout, fleet)))
-        self._num_out_of_reach = len(enumeration.layouts) - len(self._entries)
+        self._num_infeasible = len(enumeration.layouts) - len(self._entries)
         if not self._entries:
-            raise out_of_reach(self._question, self._book, enumeration.layouts)
+            raise slo_infeasible(self._question, self._bound_table, enumeration.layouts)
         best = self._ranking.ranked(self._entries)[0]
-        self._num_in_flight = best.rate * self._book.residence_s
+        self._num_in_flight = best.rate * self._bound_table.residence_s
 
     def screen(self) -> None:
         """Short simulations of the best estimates, until one does what was asked.
@@ -275,7 +275,7 @@ class _Search:
         finalists = [entry for entry in self._entries if entry.final or entry in entries]
         kinds = [[entry for entry in finalists if entry.layout.is_colocated is kind] for kind in (False, True)]
         tolerance = self._question.effort.tolerance
-        self._pursue([FinalRound(self._ranking, kind, tolerance, done) for kind in kinds if kind])
+        self._run_searches([FinalRound(self._ranking, kind, tolerance, done) for kind in kinds if kind])
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with what is to be said of them."""
@@ -284,7 +284,7 @@ class _Search:
         estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
         winner = finalists[0]
         asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
-        look = CloserLook(
+        look = SensitivityAnalysis(
             winner,
             finalists[1:],
             asked_rate,
@@ -292,22 +292,24 @@ class _Search:
             short=self._trial(winner.layout),
             long=replace(self._trial(winner.layout, is_final=True), seeds=self._first_seed),
         )
-        self._pursue(look.pursuits, self._done(0.85, 1.0, len(look.pursuits), "losers, cliff and sensitivity"))
-        seen, cliff_rate, sensitivity = look.losers_at_rate(), look.cliff_rate(), look.sensitivity()
+        self._run_searches(
+            look.searches, self._done(0.85, 1.0, len(look.searches), "losers, saturation and sensitivity")
+        )
+        seen, saturation_rate, sensitivity = look.losers_at_rate(), look.saturation_rate(), look.sensitivity()
         assembled: list[Candidate] = []
         for entry in (*finalists, *screened, *estimated):
             index = finalists.index(entry) if entry.final else -1
             assembled.append(
                 assemble(
                     self._question,
-                    self._book,
+                    self._bound_table,
                     entry.layout,
                     entry.bounds,
                     entry.goodput,
                     entry.dollars_per_hour,
                     is_final=entry.final is not None,
                     at_winners_rate=seen[index - 1] if index > 0 else None,
-                    cliff_rate=cliff_rate if entry is winner else None,
+                    saturation_rate=saturation_rate if entry is winner else None,
                     sensitivity=sensitivity if entry is winner else (),
                     winner=assembled[0] if assembled else None,
                 )
@@ -334,9 +336,9 @@ class _Search:
             self._ranking.key(entry, entry.bounds.rate) > self._ranking.key(best, best.rate) for entry in others
         )
         return Screening(
-            num_layouts=len(self._entries) + self._num_out_of_reach + num_without_memory,
+            num_layouts=len(self._entries) + self._num_infeasible + num_without_memory,
             num_without_memory=num_without_memory,
-            num_out_of_reach=self._num_out_of_reach,
+            num_infeasible=self._num_infeasible,
             num_bounded=num_bounded,
             num_estimated=len(others) - num_bounded,
             num_simulated=len(simulated),
@@ -379,13 +381,15 @@ class _Search:
     def _goodputs(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
         """Of each, as far as its search wants to go on."""
         searches = [entry.search for entry in entries if entry.search is not None]
-        self._pursue(searches, self._done(low, high, len(searches), what))
+        self._run_searches(searches, self._done(low, high, len(searches), what))
         return [search.goodput() for search in searches]
 
-    def _pursue(self, pursuits: Sequence[Pursuit], done: Callable[[int], None] = lambda num_done: None) -> None:
-        num_before = sum(pursuit.num_requests for pursuit in pursuits)
-        self._crew.pursue(pursuits, done)
-        self._num_requests += sum(pursuit.num_requests for pursuit in pursuits) - num_before
+    def _run_searches(
+        self, searches: Sequence[RateSearch], done: Callable[[int], None] = lambda num_done: None
+    ) -> None:
+        num_before = sum(search.num_requests for search in searches)
+        self._pool.run(searches, done)
+        self._num_requests += sum(search.num_requests for search in searches) - num_before
 
     def _done(self, low: float, high: float, num_jobs: int, what: str) -> Callable[[int], None]:
         self._tell(low, f"{what}: 0 of {num_jobs}")

@@ -62,7 +62,7 @@ def a_plan() -> Plan:
         screening=Screening(
             num_layouts=5,
             num_without_memory=1,
-            num_out_of_reach=0,
+            num_infeasible=0,
             num_bounded=0,
             num_estimated=1,
             num_simulated=3,
@@ -92,7 +92,7 @@ def _simulated(layout: Layout, rate: float) -> Candidate:
         pools=tuple(_figures(pool.role) for pool in layout.pools),
         dollars_per_hour=6.0,
         is_final=True,
-        cliff_rate=rate * 1.5,
+        saturation_rate=rate * 1.5,
         sensitivity=(Sensitivity(0.9, rate * 1.2), Sensitivity(1.1, rate * 0.8)),
         reasons=(f"At most {rate} requests/s: prefill compute.",),
     )

@@ -12,7 +12,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import Goodput, OneRate, Runner, Trial, pursue
+from pdserve.planner.goodput import Goodput, OneRate, Runner, Trial, run_search
 from pdserve.planner.goodput import Workload as RequestSource
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -97,12 +97,12 @@ def find_goodput(
     trial: Trial, workload: RequestSource, start_rate: float, *, tolerance: float = 0.03, max_rate: float = inf
 ) -> Goodput:
     search = GoodputSearch(trial, start_rate, tolerance, max_rate)
-    pursue(search, Runner(workload))
+    run_search(search, Runner(workload))
     return search.goodput()
 
 
 def attain(trial: Trial, workload: RequestSource, rate: float) -> Attainment:
     """Serve the workload at ``rate``, once for each seed."""
     one = OneRate(trial, rate)
-    pursue(one, Runner(workload))
+    run_search(one, Runner(workload))
     return one.attainment()

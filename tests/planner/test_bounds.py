@@ -8,7 +8,7 @@ import pytest
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import Hardware
-from pdserve.planner.bounds import BoundBook, Resource, fits, mean_wait_s
+from pdserve.planner.bounds import BoundTable, Resource, fits, mean_wait_s
 from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Trial
 from pdserve.planner.layout import Layout
@@ -32,8 +32,8 @@ def a_demand(workload: PoissonWorkload, num_requests: int = 400) -> Demand:
     return Demand.of(requests, block_size=16, max_model_len=LLAMA_3_8B.max_model_len)
 
 
-def a_book(workload: PoissonWorkload, slo: SloConfig = SLO) -> BoundBook:
-    return BoundBook(LLAMA_3_8B, a_demand(workload), slo)
+def bound_table_of(workload: PoissonWorkload, slo: SloConfig = SLO) -> BoundTable:
+    return BoundTable(LLAMA_3_8B, a_demand(workload), slo)
 
 
 SLOW_LINK = replace(H100, network_bandwidth=5e8)
@@ -84,7 +84,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}-{case.workload.prompt_tokens}")
 def test_no_simulation_exceeds_its_bound_and_the_estimate_is_near(case: Case) -> None:
-    bounds = a_book(case.workload, case.slo).bounds(case.layout)
+    bounds = bound_table_of(case.workload, case.slo).bounds(case.layout)
     trial = Trial(model=LLAMA_3_8B, layout=case.layout, slo=case.slo, num_requests=500, seeds=(0,))
     goodput = find_goodput(trial, case.workload, bounds.estimate, tolerance=0.1)
     # A drawn run's arrivals are a little faster or slower than asked, and what is left in the end need not be served.
@@ -100,7 +100,7 @@ def test_the_estimate_of_colocated_workers_knows_of_prompts_that_wait(ttft_s: fl
     """An idle worker computes nine of ten of these prompts within 0.06 s."""
     workload, slo = PoissonWorkload(1500, 60), SloConfig(ttft_seconds=ttft_s, tpot_seconds=0.05, attainment=0.9)
     layout = colocated(num_workers)
-    bounds = a_book(workload, slo).bounds(layout)
+    bounds = bound_table_of(workload, slo).bounds(layout)
     trial = Trial(model=LLAMA_3_8B, layout=layout, slo=slo, num_requests=600, seeds=(0,))
     goodput = find_goodput(trial, workload, bounds.estimate, tolerance=0.1, max_rate=bounds.rate)
     assert bounds.estimate == pytest.approx(goodput.rate, rel=0.25)
@@ -149,7 +149,7 @@ def test_sequences_that_decode_follow_littles_law() -> None:
 
 def test_what_binds_is_named() -> None:
     def resource(workload: PoissonWorkload, layout: Layout, slo: SloConfig = SLO) -> Resource:
-        return a_book(workload, slo).bounds(layout).resource
+        return bound_table_of(workload, slo).bounds(layout).resource
 
     assert resource(PoissonWorkload(4000, 5), disaggregated(1, 3)) is Resource.PREFILL_COMPUTE
     assert resource(PoissonWorkload(500, 400), disaggregated(), TIGHT) is Resource.DECODE_BANDWIDTH
@@ -166,7 +166,7 @@ def test_what_binds_is_named() -> None:
 
 @pytest.mark.parametrize("hardware", [(SLOW_LINK, H100), (H100, SLOW_LINK)])
 def test_a_link_is_as_fast_as_its_slower_end(hardware: tuple[Hardware, Hardware]) -> None:
-    bounds = a_book(PoissonWorkload(4000, 5), TIGHT).bounds(far_apart(*hardware, num_decode=3))
+    bounds = bound_table_of(PoissonWorkload(4000, 5), TIGHT).bounds(far_apart(*hardware, num_decode=3))
     assert bounds.resource is Resource.LINK
     assert bounds.estimate <= bounds.rate
 
@@ -177,32 +177,32 @@ def test_what_a_prefix_cache_holds_need_not_cross_the_link() -> None:
     system = Segment(0, 3600)
     requests = [SimulatedRequest(float(n), 4000, 5, (system, Segment(n + 1, 400))) for n in range(100)]
     demand = Demand.of(requests, block_size=16, max_model_len=8192)
-    book = BoundBook(LLAMA_3_8B, demand, TIGHT)
-    assert book.bounds(far_apart(medium, medium)).rate == book.bounds(far_apart(H100, H100)).rate
+    bound_table = BoundTable(LLAMA_3_8B, demand, TIGHT)
+    assert bound_table.bounds(far_apart(medium, medium)).rate == bound_table.bounds(far_apart(H100, H100)).rate
 
 
 def test_answers_of_one_token_have_no_tpot_to_miss() -> None:
     hasty = SloConfig(ttft_seconds=1.0, tpot_seconds=0.001)
     workload = PoissonWorkload(2000, 1, 0.0)
-    bounds = a_book(workload, hasty).bounds(colocated())
-    patient = a_book(workload, replace(hasty, tpot_seconds=10.0)).bounds(colocated())
-    assert bounds.is_slo_within_reach
+    bounds = bound_table_of(workload, hasty).bounds(colocated())
+    patient = bound_table_of(workload, replace(hasty, tpot_seconds=10.0)).bounds(colocated())
+    assert bounds.is_feasible
     assert (bounds.rate, bounds.estimate) == (patient.rate, patient.estimate)
     # Enough longer ones to miss the target, and no rate meets it.
     requests = [SimulatedRequest(float(n), 2000, 1 if n % 5 else 20) for n in range(100)]
     demand = Demand.of(requests, block_size=16, max_model_len=8192)
     assert demand.one_token_share == 0.8
-    assert not BoundBook(LLAMA_3_8B, demand, hasty).bounds(colocated()).is_slo_within_reach
+    assert not BoundTable(LLAMA_3_8B, demand, hasty).bounds(colocated()).is_feasible
     lenient = replace(hasty, attainment=0.75)
-    assert BoundBook(LLAMA_3_8B, demand, lenient).bounds(colocated()).is_slo_within_reach
+    assert BoundTable(LLAMA_3_8B, demand, lenient).bounds(colocated()).is_feasible
 
 
 def test_objectives_out_of_reach_are_told() -> None:
     workload = PoissonWorkload()
-    assert a_book(workload).bounds(disaggregated()).is_slo_within_reach
+    assert bound_table_of(workload).bounds(disaggregated()).is_feasible
     for slo in (SloConfig(ttft_seconds=0.005, tpot_seconds=1.0), SloConfig(ttft_seconds=5.0, tpot_seconds=0.001)):
-        bounds = a_book(workload, slo).bounds(disaggregated())
-        assert (bounds.is_slo_within_reach, bounds.rate, bounds.estimate) == (False, 0.0, 0.0)
+        bounds = bound_table_of(workload, slo).bounds(disaggregated())
+        assert (bounds.is_feasible, bounds.rate, bounds.estimate) == (False, 0.0, 0.0)
 
 
 def test_a_worker_must_hold_one_sequence_of_full_length() -> None:
@@ -236,6 +236,6 @@ def test_requests_that_are_too_long_count_as_missed() -> None:
     requests = [SimulatedRequest(float(n), 9000 if n % 5 == 0 else 100, 20) for n in range(20)]
     demand = Demand.of(requests, block_size=16, max_model_len=8192)
     assert demand.served_share == 0.8
-    assert not BoundBook(LLAMA_3_8B, demand, SLO).bounds(disaggregated()).is_slo_within_reach
+    assert not BoundTable(LLAMA_3_8B, demand, SLO).bounds(disaggregated()).is_feasible
     with pytest.raises(ValueError, match="longer than max_model_len 100: raise it"):
         Demand.of(requests, block_size=16, max_model_len=100)

@@ -7,7 +7,7 @@ import pytest
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.attainment import Attainment, Distribution, Interval, PoolUse
-from pdserve.planner.bounds import BoundBook, Resource
+from pdserve.planner.bounds import BoundTable, Resource
 from pdserve.planner.candidates import assemble, verdict_of
 from pdserve.planner.demand import Demand
 from pdserve.planner.goodput import Goodput
@@ -75,7 +75,7 @@ def a_candidate(
     question: Question | None = None,
     is_capped: bool = False,
 ) -> Candidate:
-    book = BoundBook(LLAMA_3_8B, DEMAND, slo)
+    bound_table = BoundTable(LLAMA_3_8B, DEMAND, slo)
     role = WorkerRole.MIXED if layout.is_colocated else WorkerRole.DECODE
     seen = an_attainment(rate, ttft_share, tpot_share, role, kv_share, num_preemptions)
     goodput = Goodput(
@@ -89,14 +89,14 @@ def a_candidate(
     )
     return assemble(
         question or replace(QUESTION, slo=slo),
-        book,
+        bound_table,
         layout,
-        book.bounds(layout),
+        bound_table.bounds(layout),
         goodput,
         3.0 * layout.num_devices,
         is_final=True,
         at_winners_rate=at_winners_rate,
-        cliff_rate=None,
+        saturation_rate=None,
         sensitivity=(),
         winner=winner,
     )

@@ -5,7 +5,7 @@ import pytest
 from pdserve.planner.attainment import Interval
 from pdserve.planner.bounds import Bounds, Resource
 from pdserve.planner.final_round import FinalRound, start_rate
-from pdserve.planner.goodput import Goodput, Run, Runner, pursue
+from pdserve.planner.goodput import Goodput, Run, Runner, run_search
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Question, Supply
@@ -27,7 +27,7 @@ def test_the_best_is_looked_at_closely_and_the_others_once() -> None:
     worse, better = a_finalist(disaggregated(1, 1), 26.0), a_finalist(disaggregated(2, 1), 72.0)
     heard: list[None] = []
     final = FinalRound(RANKING, [worse, better], TOLERANCE, lambda: heard.append(None))
-    pursue(final, Runner(SHORT))
+    run_search(final, Runner(SHORT))
     assert worse.final is not None
     assert better.final == find_goodput(a_trial(better.layout), SHORT, 72.0, tolerance=TOLERANCE)
     assert [point.num_requests for point in worse.final.points] == [150]
@@ -35,15 +35,15 @@ def test_the_best_is_looked_at_closely_and_the_others_once() -> None:
     assert len(heard) == sum(point.num_runs for goodput in (worse.final, better.final) for point in goodput.points)
 
 
-def test_who_falls_behind_on_a_closer_look_leaves_it_to_the_next() -> None:
+def test_who_falls_behind_on_a_sensitivity_leaves_it_to_the_next() -> None:
     """One run far beyond its goodput says too much of the first."""
     first, second = (a_finalist(disaggregated(1, 1), rate) for rate in (40.0, 30.0))
     at_first = []
     for rate in (40.0, 30.0):
         search = GoodputSearch(a_trial(), rate, TOLERANCE, is_rough=True)
-        pursue(search, Runner(SHORT))
+        run_search(search, Runner(SHORT))
         at_first.append(search.goodput().rate)
-    pursue(FinalRound(RANKING, [first, second], TOLERANCE, lambda: None), Runner(SHORT))
+    run_search(FinalRound(RANKING, [first, second], TOLERANCE, lambda: None), Runner(SHORT))
     assert first.final is not None
     assert at_first[0] > at_first[1] > first.final.rate
     assert second.final == find_goodput(a_trial(), SHORT, 30.0, tolerance=TOLERANCE)
@@ -52,7 +52,7 @@ def test_who_falls_behind_on_a_closer_look_leaves_it_to_the_next() -> None:
 class KnownSearch(GoodputSearch):
     """One that knows its goodput."""
 
-    def wanted(self) -> list[Run]:
+    def ask(self) -> list[Run]:
         return []
 
     def goodput(self) -> Goodput:
@@ -65,7 +65,7 @@ def test_who_is_as_good_but_for_half_of_the_tolerance_is_looked_at_closely(rate:
     entries = [a_finalist(disaggregated(1, 1), each) for each in (100.0, rate)]
     for entry in entries:
         entry.search = KnownSearch(a_trial(entry.layout), entry.bounds.estimate, TOLERANCE, is_rough=True)
-    assert not FinalRound(RANKING, entries, TOLERANCE, lambda: None).wanted()
+    assert not FinalRound(RANKING, entries, TOLERANCE, lambda: None).ask()
     assert [entry.is_settled for entry in entries] == [True, is_near]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.planner.goodput import Run, Runner, pursue
+from pdserve.planner.goodput import Run, Runner, run_search
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.simulation import Simulation
 from tests.planner.stand_ins import attain, colocated, find_goodput
@@ -43,7 +43,7 @@ def test_between_two_rates_that_have_all_seeds_the_goodput_is_what_both_say() ->
     trial, runner = replace(a_trial(), seeds=(2, 3)), Runner(SHORT)
     search = GoodputSearch(trial, 24.0, tolerance=0.2)
     for run in (Run(trial, rate, seed, True) for rate in (24.0, 34.0) for seed in trial.seeds):
-        search.saw(run, runner.carry_out(run))
+        search.tell(run, runner.carry_out(run))
     low, high = search.goodput().points
     power = log((1 - high.share) / (1 - low.share)) / log(high.rate / low.rate)
     assert search.goodput().rate == pytest.approx(low.rate * (0.1 / (1 - low.share)) ** (1 / power), rel=1e-3)
@@ -67,12 +67,12 @@ def test_where_only_the_first_seed_met_the_target_lower_rates_are_tried() -> Non
 
 def test_a_rough_search_takes_one_run_and_goes_on_where_it_was_once_it_is_asked_to() -> None:
     search, runner = GoodputSearch(a_trial(), 26.0, 0.05, is_rough=True), Runner(SHORT)
-    pursue(search, runner)
+    run_search(search, runner)
     rough = search.goodput()
     assert [(point.rate, point.num_requests) for point in rough.points] == [(26.0, 150)]
     assert rough.rate > 0
     search.settle()
-    pursue(search, runner)
+    run_search(search, runner)
     settled = search.goodput()
     assert rough.points[0].rate in [point.rate for point in settled.points]
     assert settled == find_goodput(a_trial(), SHORT, 26.0, tolerance=0.05)
@@ -85,7 +85,7 @@ def test_a_search_that_is_not_bracketed_ends_next_to_the_goodput_where_the_targe
 ) -> None:
     trial = replace(a_trial(), seeds=(0,))
     search = GoodputSearch(trial, start_rate, 0.1, is_bracketed=False)
-    pursue(search, Runner(SHORT))
+    run_search(search, Runner(SHORT))
     goodput, bracketed = search.goodput(), find_goodput(trial, SHORT, start_rate, tolerance=0.1)
     assert [point.meets(0.9) for point in goodput.points] == ([True] if is_met else [True, False])
     assert [point.meets(0.9) for point in bracketed.points] == [True, False]
@@ -96,23 +96,23 @@ def test_a_search_that_is_not_bracketed_ends_next_to_the_goodput_where_the_targe
 def test_where_too_many_miss_at_any_rate_the_goodput_is_zero(*, is_bracketed: bool) -> None:
     slo = SloConfig(ttft_seconds=1.0, tpot_seconds=0.1, attainment=0.9)
     search = GoodputSearch(a_trial(slo=slo, num_requests=1000), 10.0, 0.1, is_bracketed=is_bracketed)
-    pursue(search, CurveRunner(lambda rate: max(0.17, 0.1 * rate**4), 0))
+    run_search(search, CurveRunner(lambda rate: max(0.17, 0.1 * rate**4), 0))
     assert search.goodput().rate == 0.0
 
 
 def test_a_rough_search_goes_on_where_nearly_all_requests_meet_the_objectives() -> None:
     search = GoodputSearch(a_trial(), 4.0, 0.05, is_rough=True)
-    pursue(search, Runner(SHORT))
+    run_search(search, Runner(SHORT))
     assert search.goodput().rate == pytest.approx(find_goodput(a_trial(), SHORT, 25.0).rate, rel=0.2)
 
 
 def test_runs_may_end_in_any_order() -> None:
     search, runner = GoodputSearch(a_trial(), 25.0, 0.05), Runner(SHORT)
     num_together = 0
-    while runs := search.wanted():
+    while runs := search.ask():
         num_together = max(num_together, len(runs))
         for run in reversed(runs):
-            search.saw(run, runner.carry_out(run))
+            search.tell(run, runner.carry_out(run))
     assert num_together > 1
     assert search.goodput() == find_goodput(a_trial(), SHORT, 25.0, tolerance=0.05)
 
@@ -161,9 +161,9 @@ def test_on_a_curve_that_is_known_the_goodput_lies_in_its_interval(curve: str, *
     goodputs = []
     for seed, start_rate in enumerate(np.geomspace(3.0, 30.0, 40).tolist()):
         search, runner = GoodputSearch(trial, start_rate, 0.06, is_rough=is_rough), CurveRunner(CURVES[curve], seed)
-        pursue(search, runner)
+        run_search(search, runner)
         search.settle()
-        pursue(search, runner)
+        run_search(search, runner)
         goodputs.append(search.goodput())
     assert [goodput.rate for goodput in goodputs] == pytest.approx([10.0] * len(goodputs), rel=0.2)
     assert sum(goodput.interval.low <= 10.0 <= goodput.interval.high for goodput in goodputs) >= 0.9 * len(goodputs)
@@ -174,7 +174,7 @@ def test_on_a_curve_that_is_known_the_goodput_lies_in_its_interval(curve: str, *
 def test_where_hardly_any_request_may_miss_the_search_looks_upwards(attainment: float) -> None:
     slo = SloConfig(ttft_seconds=1.0, tpot_seconds=0.1, attainment=attainment)
     search = GoodputSearch(a_trial(slo=slo, num_requests=400), 2.0, 0.06)
-    pursue(search, CurveRunner(lambda rate: 0.0 if rate < 1 else 0.5, 0))
+    run_search(search, CurveRunner(lambda rate: 0.0 if rate < 1 else 0.5, 0))
     assert search.goodput().rate == pytest.approx(10.0, rel=0.1)
 
 

@@ -16,11 +16,11 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.plan import (
     Effort,
+    InfeasibleRateError,
+    InfeasibleSloError,
     Objective,
     Plan,
     Question,
-    RateOutOfReachError,
-    SloOutOfReachError,
     Space,
     Supply,
 )
@@ -71,8 +71,8 @@ def test_the_winner_is_told_in_full() -> None:
     assert best.goodput is not None
     assert best.goodput.at_rate is not None
     assert best.goodput.at_rate.num_requests == 200, "with both seeds"
-    assert best.cliff_distance is not None
-    assert best.cliff_distance >= 1
+    assert best.saturation_margin is not None
+    assert best.saturation_margin >= 1
     faster, slower = best.sensitivity
     assert (faster.time_factor, slower.time_factor) == (0.9, 1.1)
     assert faster.rate > slower.rate
@@ -147,13 +147,13 @@ def test_the_fewest_devices_for_a_rate() -> None:
 
 
 def test_a_rate_beyond_the_fleet_names_what_it_can_serve() -> None:
-    with pytest.raises(RateOutOfReachError, match=r"requests/s within the SLO at most, by .* add devices"):
+    with pytest.raises(InfeasibleRateError, match=r"requests/s within the SLO at most, by .* add devices"):
         find_plan(a_question(Objective.FEWEST_DEVICES, rate=10 * a_plan().best.rate), WORKLOAD, num_processes=1)
 
 
 def test_an_impossible_slo_names_the_best_that_can_be_had() -> None:
     slo = SloConfig(ttft_seconds=0.001, tpot_seconds=0.02)
-    with pytest.raises(SloOutOfReachError, match=r"not even an idle cluster meets TTFT 1 ms .* the best here are"):
+    with pytest.raises(InfeasibleSloError, match=r"not even an idle cluster meets TTFT 1 ms .* the best here are"):
         find_plan(a_question(slo=slo), WORKLOAD, num_processes=1)
 
 
@@ -174,7 +174,7 @@ class OnlyShortRunsAreEasy(PoissonWorkload):
 @pytest.mark.parametrize("objective", [Objective.RATE, Objective.FEWEST_DEVICES])
 def test_an_slo_that_only_short_runs_meet_names_the_best_that_was_seen(objective: Objective) -> None:
     slo = SloConfig(ttft_seconds=0.1, tpot_seconds=0.02)
-    with pytest.raises(SloOutOfReachError, match=r"no layout meets TTFT 100 ms .* any rate: the best was at most \d\d"):
+    with pytest.raises(InfeasibleSloError, match=r"no layout meets TTFT 100 ms .* any rate: the best was at most \d\d"):
         find_plan(a_question(objective, rate=1.0, slo=slo), OnlyShortRunsAreEasy(1500, 20), num_processes=1)
 
 

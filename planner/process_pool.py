@@ -17,12 +17,12 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import Goodput, OneRate, Pursuit, Run, Runner, Trial, Workload, pursue
+from pdserve.planner.goodput import Goodput, OneRate, RateSearch, Run, Runner, Trial, Workload, run_search
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.simulation import Simulation
 
 _GC_THRESHOLD = 100_000
-"""New objects in a process of the crew, after which it looks for cycles."""
+"""New objects in a process of the pool, after which it looks for cycles."""
 
 
 class GoodputJob(NamedTuple):
@@ -41,7 +41,7 @@ class AttainJob(NamedTuple):
     rate: float
 
 
-class Crew:
+class ProcessPool:
     """Simulates one workload; a context manager."""
 
     def __init__(self, workload: Workload, num_processes: int) -> None:
@@ -70,33 +70,33 @@ class Crew:
                 child.terminate()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def pursue(self, pursuits: Sequence[Pursuit], done: Callable[[int], None]) -> None:
+    def run(self, searches: Sequence[RateSearch], done: Callable[[int], None]) -> None:
         """Carry out all their runs, of each as soon as it wants them; ``done`` hears how many are over.
 
         Raises:
             ValueError: a layout cannot be run.
         """
         if self._executor is None:
-            for num_done, pursuit in enumerate(pursuits, 1):
-                pursue(pursuit, self._runner)
+            for num_done, search in enumerate(searches, 1):
+                run_search(search, self._runner)
                 done(num_done)
             return
-        under_way: dict[Future[Simulation], tuple[Pursuit, Run]] = {}
+        under_way: dict[Future[Simulation], tuple[RateSearch, Run]] = {}
         num_done = 0
-        idle = list(pursuits)
+        idle = list(searches)
         while idle or under_way:
-            for pursuit in idle:
-                runs = pursuit.wanted()
-                under_way |= {self._executor.submit(_carry_out, run): (pursuit, run) for run in runs}
+            for search in idle:
+                runs = search.ask()
+                under_way |= {self._executor.submit(_carry_out, run): (search, run) for run in runs}
                 if not runs:
                     num_done += 1
                     done(num_done)
             idle = []
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                pursuit, run = under_way.pop(future)
-                pursuit.saw(run, future.result())
-                if all(pursuit is not busy for busy, _ in under_way.values()):
-                    idle.append(pursuit)
+                search, run = under_way.pop(future)
+                search.tell(run, future.result())
+                if all(search is not busy for busy, _ in under_way.values()):
+                    idle.append(search)
 
     def goodputs(self, jobs: Sequence[GoodputJob], done: Callable[[int], None]) -> list[Goodput]:
         """Of each job, in order.
@@ -105,18 +105,18 @@ class Crew:
             ValueError: a layout cannot be run.
         """
         searches = [GoodputSearch(*job) for job in jobs]
-        self.pursue(searches, done)
+        self.run(searches, done)
         return [search.goodput() for search in searches]
 
     def attainments(self, jobs: Sequence[AttainJob], done: Callable[[int], None]) -> list[Attainment]:
         """The same of single rates."""
         rates = [OneRate(*job) for job in jobs]
-        self.pursue(rates, done)
+        self.run(rates, done)
         return [each.attainment() for each in rates]
 
 
 _runner_of_process: list[Runner] = []
-"""In a process of the crew, what carries out its runs."""
+"""In a process of the pool, what carries out its runs."""
 
 
 def _begin(workload: Workload) -> None:

@@ -7,40 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.planner.bounds import BoundBook
+from pdserve.planner.bounds import BoundTable
 from pdserve.planner.layout import Layout
-from pdserve.planner.plan import Question, RateOutOfReachError, SloOutOfReachError
+from pdserve.planner.plan import InfeasibleRateError, InfeasibleSloError, Question
 from pdserve.planner.ranking import Entry
 from pdserve.planner.wording import rate as rate_words
 from pdserve.planner.wording import seconds, share
 
 
-def out_of_reach(question: Question, book: BoundBook, layouts: Sequence[Layout]) -> SloOutOfReachError:
+def slo_infeasible(question: Question, bound_table: BoundTable, layouts: Sequence[Layout]) -> InfeasibleSloError:
     """Even an idle cluster of any of ``layouts`` is too slow."""
     percent = 100 * question.slo.attainment
-    ttft_s = min(book.idle_ttft_s(layout, percent) for layout in layouts)
-    tpot_s = min(book.idle_tpot_s(layout, percent) for layout in layouts)
-    return SloOutOfReachError(
+    ttft_s = min(bound_table.idle_ttft_s(layout, percent) for layout in layouts)
+    tpot_s = min(bound_table.idle_tpot_s(layout, percent) for layout in layouts)
+    return InfeasibleSloError(
         f"not even an idle cluster meets {_slo_words(question)}: the best here are {seconds(ttft_s)} and "
         f"{seconds(tpot_s)}; loosen the SLO, shorten the prompts, or plan for faster devices"
     )
 
 
-def nothing_met(question: Question, simulated: Sequence[Entry]) -> SloOutOfReachError:
+def nothing_met(question: Question, simulated: Sequence[Entry]) -> InfeasibleSloError:
     """None of the simulated layouts met the SLO at any rate that was tried."""
     seen = [(entry, point) for entry in simulated if entry.goodput for point in entry.goodput.points]
     entry, point = max(seen, key=lambda each: each[1].share)
     best = f"at most {share(point.share)}" if point.is_partial else share(point.share)
-    return SloOutOfReachError(
+    return InfeasibleSloError(
         f"no layout meets {_slo_words(question)} at any rate: the best was {best} at "
         f"{rate_words(point.rate)}, by {entry.layout}; loosen the SLO, or plan for faster devices"
     )
 
 
-def too_slow(question: Question, finalists: Sequence[Entry]) -> RateOutOfReachError:
+def too_slow(question: Question, finalists: Sequence[Entry]) -> InfeasibleRateError:
     """The fleet does not serve the rate that was asked."""
     best = max(finalists, key=lambda entry: entry.rate)
-    return RateOutOfReachError(
+    return InfeasibleRateError(
         f"the fleet serves {rate_words(best.rate)} within the SLO at most, by {best.layout}, not the "
         f"{rate_words(question.rate)} that were asked: add devices, or loosen the SLO"
     )

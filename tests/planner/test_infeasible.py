@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from pdserve.planner.bounds import Bounds, Resource
 from pdserve.planner.goodput import Trial
+from pdserve.planner.infeasible import nothing_met, too_slow
 from pdserve.planner.plan import Objective, Question, Supply
 from pdserve.planner.ranking import Entry
-from pdserve.planner.shortfalls import nothing_met, too_slow
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, find_goodput
 
 QUESTION = Question(

@@ -5,12 +5,12 @@ from math import sqrt
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.bounds import Bounds, Resource
-from pdserve.planner.closer_look import CloserLook
-from pdserve.planner.goodput import Runner, Trial, pursue, slowed
+from pdserve.planner.goodput import Runner, Trial, run_search, slowed
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Sensitivity
 from pdserve.planner.ranking import Entry
+from pdserve.planner.sensitivity import SensitivityAnalysis
 from tests.planner.stand_ins import SLO, attain, disaggregated, find_goodput
 from tests.planner.test_goodput import SHORT, a_trial
 
@@ -25,11 +25,11 @@ def a_finalist(layout: Layout, start_rate: float) -> Entry:
     return entry
 
 
-def a_look(winner: Entry, losers: list[Entry], rate: float, short: Trial | None = None) -> CloserLook:
+def a_look(winner: Entry, losers: list[Entry], rate: float, short: Trial | None = None) -> SensitivityAnalysis:
     short = short or replace(a_trial(winner.layout), seeds=(0,))
-    look = CloserLook(winner, losers, rate, tolerance=0.05, short=short, long=replace(a_trial(), seeds=(0,)))
-    for pursuit in look.pursuits:
-        pursue(pursuit, Runner(SHORT))
+    look = SensitivityAnalysis(winner, losers, rate, tolerance=0.05, short=short, long=replace(a_trial(), seeds=(0,)))
+    for search in look.searches:
+        run_search(search, Runner(SHORT))
     return look
 
 
@@ -41,7 +41,7 @@ def test_losers_are_looked_at_where_they_were_not_seen() -> None:
     assert look.losers_at_rate() == [seen]
     far = a_look(winner, [loser, winner], 2 * RATE)
     at_rate = far.losers_at_rate()
-    assert len(far.pursuits) == len(look.pursuits) + 2
+    assert len(far.searches) == len(look.searches) + 2
     assert at_rate == [attain(replace(a_trial(layout), seeds=(0,)), SHORT, 2 * RATE) for layout in (LOSER, WINNER)]
 
 
@@ -54,7 +54,7 @@ def test_ratios_of_short_runs_are_put_to_the_long_goodput() -> None:
 
     def short_goodput(trial: Trial, start_rate: float) -> float:
         search = GoodputSearch(trial, start_rate, 0.1, is_bracketed=False)
-        pursue(search, Runner(SHORT))
+        run_search(search, Runner(SHORT))
         return search.goodput().rate
 
     scale = winner.rate / short_goodput(short, short_rate)
@@ -66,12 +66,12 @@ def test_ratios_of_short_runs_are_put_to_the_long_goodput() -> None:
     assert faster.rate > 1.05 * winner.rate
     assert slower.rate < 0.95 * winner.rate
     halved = replace(short, slo=replace(SLO, attainment=SLO.attainment / 2))
-    assert look.cliff_rate() == scale * short_goodput(halved, 1.25 * short_rate) > 1.05 * winner.rate
+    assert look.saturation_rate() == scale * short_goodput(halved, 1.25 * short_rate) > 1.05 * winner.rate
 
 
 def test_where_short_runs_meet_nothing_no_ratio_is_told() -> None:
     winner = a_finalist(WINNER, 60.0)
     hopeless = replace(a_trial(WINNER, SloConfig(ttft_seconds=1e-4, tpot_seconds=1e-4)), seeds=(0,))
     look = a_look(winner, [], RATE, hopeless)
-    assert look.cliff_rate() is None
+    assert look.saturation_rate() is None
     assert look.sensitivity() == ()

@@ -4,14 +4,14 @@ import time
 
 import psutil
 
-from pdserve.planner.crew import Crew
+from pdserve.planner.process_pool import ProcessPool
 from tests.planner.stand_ins import PoissonWorkload
 
 
 def test_all_processes_begin_before_there_is_work_and_end_with_the_crew() -> None:
     me, deadline_s = psutil.Process(), time.monotonic() + 30
     before = set(me.children())
-    with Crew(PoissonWorkload(), 3):
+    with ProcessPool(PoissonWorkload(), 3):
         while (
             len(workers := [child for child in set(me.children()) - before if "spawn_main" in str(child.cmdline())]) < 3
         ):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import sqrt
 
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import OneRate, Pursuit, Trial, slowed
+from pdserve.planner.goodput import OneRate, RateSearch, Trial, slowed
 from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.plan import Sensitivity
 from pdserve.planner.ranking import Entry
@@ -19,11 +19,11 @@ from pdserve.planner.ranking import Entry
 _TIME_FACTORS = (0.9, 1.1)
 _TOLERANCE = 0.1
 """Of goodputs of which only ratios are taken."""
-_CLIFF = 1.25
+_SATURATION = 1.25
 """Times the goodput: a guess of where attainment falls to half of its target."""
 
 
-class CloserLook:
+class SensitivityAnalysis:
     """At one winner. Cliff and sensitivity are short runs' ratios to one that is as short."""
 
     def __init__(
@@ -52,24 +52,24 @@ class CloserLook:
 
         halved = replace(short, slo=replace(short.slo, attainment=short.slo.attainment / 2))
         self._as_predicted = search(short, short_rate)
-        self._cliff = search(halved, short_rate * _CLIFF)
+        self._saturation = search(halved, short_rate * _SATURATION)
         # Their rates are on their own clock: see `slowed`.
         self._slowed = [search(slowed(short, factor), short_rate / sqrt(factor)) for factor in _TIME_FACTORS]
 
     @property
-    def pursuits(self) -> list[Pursuit]:
+    def searches(self) -> list[RateSearch]:
         """To be followed before anything else is asked."""
-        return [*self._at_rate, self._cliff, self._as_predicted, *self._slowed]
+        return [*self._at_rate, self._saturation, self._as_predicted, *self._slowed]
 
     def losers_at_rate(self) -> list[Attainment]:
         """In order."""
         simulated = iter(self._at_rate)
         return [next(simulated).attainment() if seen is None else seen for seen in self._known]
 
-    def cliff_rate(self) -> float | None:
+    def saturation_rate(self) -> float | None:
         """At which the winner's attainment falls to half of its target; ``None`` where its short runs met none."""
         scale = self._scale()
-        return None if scale is None else max(self._winner.rate, scale * self._cliff.goodput().rate)
+        return None if scale is None else max(self._winner.rate, scale * self._saturation.goodput().rate)
 
     def sensitivity(self) -> tuple[Sensitivity, ...]:
         """What the winner would do, were its steps faster or slower; nothing where its short runs met no objective."""
