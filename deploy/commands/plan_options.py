@@ -34,6 +34,7 @@ DecodeGpuOption = Annotated[str, typer.Option(metavar="KIND", help="GPU of decod
 HardwareFileOption = Annotated[
     Path | None, typer.Option(help="YAML file of devices, as pdserve profile writes it: more kinds for --gpu.")
 ]
+EngineOption = Annotated[str, typer.Option(help="Engine whose host costs are predicted: pdserve or vllm.")]
 DtypeOption = Annotated[
     str | None, typer.Option(help="Of weights and activations: float32, bfloat16 (the default) or float16.")
 ]
@@ -117,11 +118,12 @@ def added_hardware(file: Path | None) -> Mapping[str, Hardware]:
         return read_hardware_file(file)
 
 
-def device(name: str, added: Mapping[str, Hardware]) -> Hardware:
+def device(name: str, added: Mapping[str, Hardware], engine: str = "pdserve") -> Hardware:
+    from pdserve.model.cost.engine import on_engine
     from pdserve.model.cost.hardware import hardware
 
     with usage():
-        return hardware(name, added=added)
+        return on_engine(hardware(name, added=added), engine)
 
 
 def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[int, int] | None:

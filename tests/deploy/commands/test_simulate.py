@@ -158,3 +158,11 @@ def test_a_model_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str], t
 def test_without_a_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*BASE, "--rate", "1", *SHORT]) == 2
     assert "no model is named; give --model a folder with a config.json" in capsys.readouterr().err
+
+
+def test_an_engine_has_its_own_host_costs(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    options = ("--model", model, "--rate", "1", *SHORT)
+    ours, theirs = (simulated(capsys, *options, "--engine", engine) for engine in ("pdserve", "vllm"))
+    assert theirs["attainment"]["tpot_s"]["p50"] > 1.1 * ours["attainment"]["tpot_s"]["p50"]
+    assert run([*BASE, *options, "--engine", "triton"]) == 2
+    assert "unknown engine 'triton'; use one of pdserve, vllm" in capsys.readouterr().err
