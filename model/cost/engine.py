@@ -48,5 +48,5 @@ def on_engine(device: Hardware, engine: str) -> Hardware:
         raise ValueError(f"{device.name} has overheads of pdserve only; use a GPU of the catalogue for {engine}")
     profile = _ENGINES[engine]
     figures = {name: getattr(profile, name) for name in Engine._fields if name != "source"}
-    sources = {name: profile.source for name in figures}
+    sources: dict[str, str] = dict.fromkeys(figures, profile.source)
     return replace(device, **figures, sources={**device.sources, **sources})

@@ -37,5 +37,5 @@ def test_vllm_spends_more_on_layers_and_rows() -> None:
 
 @pytest.mark.parametrize(("device", "engine"), [("h100", "triton"), ("cpu", "vllm")])
 def test_unknown_engines_and_devices_of_pdserve_are_refused(device: str, engine: str) -> None:
-    with pytest.raises(ValueError, match="use one of pdserve, vllm|use a GPU of the catalogue for vllm"):
+    with pytest.raises(ValueError, match=r"use one of pdserve, vllm|use a GPU of the catalogue for vllm"):
         on_engine(hardware(device), engine)
