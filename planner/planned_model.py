@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.contracts.precision import Precision
+from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, find_planned_family
 from pdserve.model.config.shape import ModelShape, positive_int
 from pdserve.planner.layout import BFLOAT16, PlannedModel
 
@@ -31,11 +32,12 @@ def read_planned_model(
         max_model_len: 0 takes the model's own limit, or `MAX_DEFAULT_LENGTH` if that is less.
 
     Raises:
-        ValueError: there is no such file, or it does not tell the shape of a decoder.
+        ValueError: there is no such file, or no known decoder of known precision in it.
     """
     file = path / "config.json" if path.is_dir() else path
     values = _read_object(file)
     try:
+        _check_is_planned(values, precision)
         shape = ModelShape.from_hf_config(values)
         own_limit = positive_int(values, "max_position_embeddings", MAX_DEFAULT_LENGTH)
     except ValueError as error:
@@ -47,6 +49,28 @@ def read_planned_model(
         block_size=block_size,
         max_model_len=max_model_len or min(own_limit, MAX_DEFAULT_LENGTH),
     )
+
+
+def _check_is_planned(values: Mapping[str, object], precision: Precision) -> None:
+    """Raise ValueError for a config that would be planned as another model."""
+    if values.get("architectures") and find_planned_family(values) is None:
+        known = ", ".join(sorted({**FAMILIES, **PLANNED_FAMILIES}))
+        raise ValueError(
+            f"architectures {values['architectures']} are not known; plan for one of {known}, or write "
+            "LlamaForCausalLM in a copy of the file if the layers are Llama's"
+        )
+    quantization = values.get("quantization_config")
+    if isinstance(quantization, Mapping) and precision.quantization == "none":
+        raise ValueError(
+            f"its weights are quantised ({quantization.get('quant_method', 'unknown method')}) and would be planned as "
+            f"{precision.dtype}: give --quantization int8 or int4, whichever has as many bytes a weight, or remove "
+            "quantization_config from a copy of the file"
+        )
+    num_heads, num_kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if isinstance(num_heads, int) and isinstance(num_kv_heads, int) and num_kv_heads > 0 and num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}: download it again"
+        )
 
 
 def _name(file: Path) -> str:

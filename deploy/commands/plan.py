@@ -101,6 +101,7 @@ def plan(
             raise ConfigError(f"--{name} is {value}; write a number above 0")
     if explain and (output or report or live):
         raise ConfigError("--explain searches nothing: leave out --output, --report and --live")
+    options.check_writable(output, report, json)
     objectives = Objectives(ttft, tpot, attainment)
     outputs = Outputs(output, report, json, num_rows=top, num_processes=jobs, model=model)
     if live:

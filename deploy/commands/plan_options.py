@@ -195,6 +195,17 @@ def console() -> Console:
     return Console(width=None if is_given else _FILE_WIDTH)
 
 
+def check_writable(*paths: Path | None) -> None:
+    """Raise `ConfigError` for a file that cannot be written, before anything long begins."""
+    for path in paths:
+        if path is None or str(path) == "-":
+            continue
+        folder = path.resolve().parent
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            problem = "is a folder" if path.is_dir() else "cannot be written" if folder.is_dir() else "has no folder"
+            raise ConfigError(f"{path} {problem}: name another file")
+
+
 def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")

@@ -82,6 +82,7 @@ def simulate(
     ] = None,
 ) -> int:
     """Predict latencies, attainment and throughput of a placement under load, without a GPU."""
+    options.check_writable(json)
     config = _deployment(file, is_colocated=colocated)
     path = str(model) if model is not None else None
     config = override(

@@ -57,3 +57,26 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         (folder / "config.json").write_text(text)
         with pytest.raises(ValueError, match=problem):
             read_planned_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, r"\['MambaForCausalLM'\] are not known; plan for one of Gemma2For"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quantised \(fp8\) .* as bfloat16: give --quantization int8",
+        ),
+        ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
+    ],
+)
+def test_what_would_be_planned_as_another_model_is_refused(
+    tmp_path: Path, changes: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=f"config.json: .*{problem}"):
+        read_planned_model(written(tmp_path / "model", **changes))
+
+
+def test_quantised_weights_are_planned_as_asked(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", quantization_config={"quant_method": "fp8"})
+    assert read_planned_model(folder, precision=Precision(quantization="int8")).precision.quantization == "int8"

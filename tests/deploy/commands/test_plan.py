@@ -150,6 +150,9 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "h100", "--tpot", "0"], 2, "slo.tpot_seconds is 0.0; write a number above 0"),
         (["--gpu", "h100", "--kv-dtype", "fp4"], 2, "model.kv_dtype is 'fp4'; write one of auto, int8, float8_e4m3fn"),
         (["--gpu", "h100", "--nodes", "0"], 2, "--nodes"),
+        (["--gpu", "h100", "--engine", "triton"], 2, "unknown engine 'triton'; use one of pdserve, vllm"),
+        (["--gpu", "h100", "--output", "/absent/x.yaml"], 2, "/absent/x.yaml has no folder: name another file"),
+        (["--gpu", "h100", "--report", "/tmp"], 2, "/tmp is a folder: name another file"),
         (["--gpu", "h100", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
         (["--gpu", "h100", "--max-model-len", "200", *SHORT], 2, "are more than max_model_len 200: raise it"),
         (["--gpu", "h100", *SMALLEST, *SHORT, "--rate", "1e6"], 1, "the fleet serves "),
@@ -167,8 +170,16 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
             2,
             "--price is of one kind of GPU, and there are two",
         ),
-        (["--live", "http://127.0.0.1:9", "--price", "2"], 2, "traffic and GPUs are those of http://127.0.0.1:9"),
-        (["--live", "http://127.0.0.1:9", "--workload", "chat"], 2, "traffic and GPUs are those of http://127.0.0.1:9"),
+        (
+            ["--live", "http://127.0.0.1:9", "--price", "2"],
+            2,
+            "traffic, GPUs and engine are those of http://127.0.0.1:9",
+        ),
+        (
+            ["--live", "http://127.0.0.1:9", "--workload", "chat"],
+            2,
+            "traffic, GPUs and engine are those of http://127.0.0.1:9",
+        ),
     ],
 )
 def test_a_mistake_gets_one_line_and_its_exit_code(

@@ -134,7 +134,11 @@ def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixt
         (["--gpu", "h100", "--rate", "1", "--max-model-len", "100"], 2, "are more than max_model_len 100: raise it"),
         (["/absent.yaml", "--gpu", "h100", "--rate", "1"], 2, "cannot read /absent.yaml: No such file"),
         (["--gpu", "h100", "--rate", "1", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
-        (["--gpu", "h100", "--rate", "1", "--json", "/absent/x.json"], 1, "cannot write /absent/x.json: No such file"),
+        (
+            ["--gpu", "h100", "--rate", "1", "--json", "/absent/x.json"],
+            2,
+            "/absent/x.json has no folder: name another file",
+        ),
         (["--rate", "1"], 2, "Missing option '--gpu'"),
     ],
 )
