@@ -6,11 +6,10 @@ that ``--help`` is instant and a client needs neither Ray nor an engine. Exit co
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +17,9 @@ from pdserve.contracts.deployment import DeploymentConfig
 from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
+
+if TYPE_CHECKING:
+    from pdserve.deploy.config import Use
 
 app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
@@ -93,20 +95,25 @@ def up(
     """Start a cluster and serve until Ctrl-C."""
     from rich.console import Console
 
+    from pdserve.contracts.errors import ConfigError
+    from pdserve.deploy.checks.preflight import demo_model_folder
     from pdserve.deploy.cluster.resources import installed_gpu
     from pdserve.deploy.cluster.supervisor import Supervisor
     from pdserve.deploy.commands.progress import Progress
-    from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
+    from pdserve.deploy.config import check_deployment, override, read_deployment, read_profile
     from pdserve.deploy.launch import Launch
 
-    use = Use.EMULATE if emulate else Use.SERVE
+    if time_scale != 1 and not emulate:
+        raise ConfigError("--time-scale scales emulated durations: add --emulate GPU, or leave it out")
+    use: Use = "emulate" if emulate else "serve"
     config = read_deployment(file, use=use) if file else DeploymentConfig()
-    if model is not None:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(model)))
+    config = override(config, "model", path=str(model) if model else None)
     config = override(config, "router", host=host, port=port)
     for section, replicas in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
         config = override(config, section, replicas=replicas)
     check_deployment(config, use=use)
+    if not config.model.path:
+        config = override(config, "model", path=str(demo_model_folder()))
     launch = Launch(
         config=config,
         devices=read_profile(config),

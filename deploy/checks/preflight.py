@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ from pdserve.deploy.launch import Launch
 from pdserve.kernels.cpu.build import cache_folder
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
-_FILES_BESIDE_CLIENTS = 256
+_FILES_WITHOUT_CLIENTS = 256
 """Open files that a process needs in addition to one per client connection."""
 
 _MAX_WORKERS_PER_CORE = 8
@@ -53,17 +52,17 @@ def raise_file_limit(launch: Launch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    num_needed = launch.config.router.max_queued_requests + _FILES_BESIDE_CLIENTS
+    num_needed = launch.config.router.max_queued_requests + _FILES_WITHOUT_CLIENTS
     if hard != resource.RLIM_INFINITY and hard < num_needed:
         raise DeployError(
             f"the limit of open files is {hard} and {num_needed} are needed; raise it (ulimit -Hn {num_needed}) "
-            f"or lower router.max_queued_requests to {max(1, hard - _FILES_BESIDE_CLIENTS)}"
+            f"or lower router.max_queued_requests to {max(1, hard - _FILES_WITHOUT_CLIENTS)}"
         )
 
 
-def check_cores(launch: Launch, num_cores: int) -> None:
+def check_cores(launch: Launch) -> None:
     """Raises DeployError if there are too few cores for the workers."""
-    num_workers = len(launch.roles)
+    num_workers, num_cores = len(launch.roles), len(launch.cores)
     if num_workers > _MAX_WORKERS_PER_CORE * num_cores:
         raise DeployError(
             f"{num_workers} workers are too many for {num_cores} cores; "
@@ -74,7 +73,7 @@ def check_cores(launch: Launch, num_cores: int) -> None:
 def check_resources(launch: Launch) -> None:
     """Raises DeployError if a worker requests resources that a private Ray cluster does not have."""
     for role in set(launch.roles):
-        names = launch.phase(role).resources
+        names = launch.config.phase(role).resources
         if names and not launch.ray_address:
             raise DeployError(
                 f"{role.value}.resources names {', '.join(names)}, which a private Ray cluster does not have; "
@@ -95,19 +94,16 @@ def check_ray_address(launch: Launch) -> None:
         raise DeployError(f"no Ray cluster answers at {launch.ray_address}: {error}; check --ray-address") from error
 
 
-def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
+def check_devices(launch: Launch) -> None:
     """Check the emulated GPU and the profile against the deployment.
-
-    Args:
-        num_cores: cores of each worker.
 
     Raises:
         DeployError: a GPU cannot be emulated, the profile lacks the workers' devices, or either lacks the model's dtype
             or its KV dtype.
     """
-    for count in num_cores:
+    for cores in launch.split.worker_cores:
         try:
-            device = launch.device(count)
+            device = launch.device(cores)
             device.peak(launch.config.model.dtype)
             device.check_reads(launch.config.model.kv_dtype)
         except ValueError as error:

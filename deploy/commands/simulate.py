@@ -17,7 +17,6 @@ from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.config import (
-    Use,
     check_deployment,
     override,
     read_deployment,
@@ -99,7 +98,7 @@ def simulate(
     ):
         config = _with_workers(config, phase, workers)
         config = override(config, phase, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
-    check_deployment(config, use=Use.SIMULATE)
+    check_deployment(config, use="simulate")
     named = _named_traffic(workload, trace, input_tokens, output_tokens)
     if concurrency is not None and rate is not None:
         raise ConfigError("--rate and --concurrency exclude each other: a closed loop has the rate that comes about")
@@ -143,7 +142,7 @@ class _Devices(NamedTuple):
 
 def _deployment(file: Path | None, *, is_colocated: bool) -> DeploymentConfig:
     """Deployment before options change it: the file's, or one worker of each phase."""
-    config = read_deployment(file, use=Use.SIMULATE) if file else DeploymentConfig(model=ModelConfig(dtype="bfloat16"))
+    config = read_deployment(file, use="simulate") if file else DeploymentConfig(model=ModelConfig(dtype="bfloat16"))
     if is_colocated and not config.mixed.replicas:
         none = PhaseConfig(replicas=0)
         config = dataclasses.replace(config, prefill=none, decode=none, mixed=PhaseConfig())

@@ -42,16 +42,21 @@ def overwrite(file: Path, content: str | bytes) -> None:
     file.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def checked(launch: Launch, folder: Path) -> str:
+    model = replace(launch.config.model, path=str(folder))
+    return check_model(replace(launch, config=replace(launch.config, model=model)))
+
+
 def refusal(launch: Launch, folder: Path) -> str:
     with pytest.raises(DeployError) as caught:
-        check_model(launch, folder)
+        checked(launch, folder)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_a_whole_checkpoint_passes(whole: Path) -> None:
-    assert check_model(LAUNCH, whole) == []
-    assert check_model(EMULATED, whole) == []
+    assert checked(LAUNCH, whole) == ""
+    assert checked(EMULATED, whole) == ""
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -110,14 +115,14 @@ def test_pickles_are_refused_with_how_to_convert_them(checkpoint: Path) -> None:
 def test_without_a_chat_template_it_is_served_and_the_user_told(checkpoint: Path) -> None:
     (checkpoint / "chat_template.jinja").unlink()
     overwrite(checkpoint / "tokenizer_config.json", "{}")
-    [note] = check_model(LAUNCH, checkpoint)
+    note = checked(LAUNCH, checkpoint)
     assert "/v1/chat/completions is refused" in note
     assert "chat_template.jinja" in note
 
 
 def test_emulation_needs_no_weights_but_room_for_them(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
-    assert check_model(EMULATED, checkpoint) == []
+    assert checked(EMULATED, checkpoint) == ""
     config = json.loads((checkpoint / "config.json").read_text())
     overwrite(checkpoint / "config.json", json.dumps({**config, "intermediate_size": 10**9}))
     assert "emulate a larger GPU or serve a smaller model" in refusal(EMULATED, checkpoint)
