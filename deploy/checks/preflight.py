@@ -31,16 +31,18 @@ def check_ports(launch: Launch) -> None:
     """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host."""
     router = launch.config.router
     for key, host, port in (("port", router.host, router.port), ("admin_port", "127.0.0.1", router.admin_port)):
-        error = _listen_error(host, port)
-        if error is None:
-            continue
-        reason, remedy = error.strerror or str(error), "set router.host to an address of this host"
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            option = "--port 0" if key == "port" else "router.admin_port: 0"
-            remedy = f"choose another router.{key}, or {option}"
-        if error.errno == errno.EADDRINUSE and (listener := _listener_of(port)):
-            reason += f" by {listener}"
-        raise DeployError(f"cannot listen on {host}:{port}: {reason}; {remedy}")
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        except OSError as error:
+            reason, remedy = error.strerror or str(error), "set router.host to an address of this host"
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                option = "--port 0" if key == "port" else "router.admin_port: 0"
+                remedy = f"choose another router.{key}, or {option}"
+            if error.errno == errno.EADDRINUSE and (listener := _listener_of(port)):
+                reason += f" by {listener}"
+            raise DeployError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from error
 
 
 def raise_file_limit(launch: Launch) -> None:
@@ -112,33 +114,15 @@ def check_devices(launch: Launch) -> None:
 
 def kernel_warning(launch: Launch) -> str:
     """Reason why kernels are slow on this host; empty if they are fast."""
-    folder = cache_folder()
     if launch.emulate:
         return ""
     if shutil.which("g++") is None:
         return "g++ was not found: kernels run on plain torch, slower; install g++"
-    if not _is_writable(folder):
+    folder = cache_folder()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         return f"{folder} cannot be written: kernels run on plain torch, slower; set XDG_CACHE_HOME to another folder"
     return ""
-
-
-def _is_writable(folder: Path) -> bool:
-    """True if files can be created in a folder, or the folder itself if it is missing."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-
-
-def _listen_error(host: str, port: int) -> OSError | None:
-    """Error of a server that tries to listen on ``host:port``; ``None`` if it can."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
 
 
 def _listener_of(port: int) -> str:
