@@ -44,7 +44,7 @@ class Launch:
     """Seconds that in-flight requests may take after the signal to stop."""
 
     def device(self, cores: Sequence[int]) -> Hardware:
-        """Device that a worker with ``cores`` computes on, or emulates. A worker without cores of its own uses all.
+        """Device that a worker with ``cores`` computes on, or emulates. A worker without ``cores`` uses all.
 
         Raises:
             ValueError: neither the profile nor the catalogue has the device.
