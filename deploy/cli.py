@@ -1,7 +1,7 @@
 """The command line: ``pdserve up``, ``chat``, ``status``, ``plan``, ``simulate``, ``profile``, ``bench``.
 
-Turns every error into one line with the remedy. Each command imports its modules when it runs, so
-that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
+Turns every error into one line with the remedy. Each command imports its heavy modules when it runs, so that ``--help``
+is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from pdserve.contracts.deployment import DeploymentConfig
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
+from pdserve.contracts.errors import ConfigError, DeployError
+from pdserve.deploy.cluster.folder import find_cluster
 from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
-
-if TYPE_CHECKING:
-    from pdserve.deploy.config import Use
+from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
 
 app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
@@ -40,8 +41,6 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
-    from pdserve.contracts.errors import ConfigError, DeployError
-
     try:
         result = app(arguments or ["--help"], prog_name="pdserve", standalone_mode=False)
     except _UsageError as error:
@@ -81,9 +80,7 @@ def up(
     file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML); options override it.")] = None,
     model: Annotated[Path | None, typer.Option(help="Model folder. Default: the demo model.")] = None,
     emulate: Annotated[str, typer.Option(metavar="GPU", help="GPU to emulate (timing only), such as h100-sxm.")] = "",
-    time_scale: Annotated[
-        float, typer.Option(min=1e-3, help="Real seconds per emulated second; needs --emulate.")
-    ] = 1.0,
+    time_scale: Annotated[float, typer.Option(min=1e-3, help="Real seconds per emulated second.")] = 1.0,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
@@ -92,19 +89,13 @@ def up(
     ray_address: Annotated[
         str, typer.Option(envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Existing Ray cluster on this host.")
     ] = "",
-    drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Time for running requests to finish on exit, seconds.")
-    ] = 30.0,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests on exit.")] = 30.0,
 ) -> int:
     """Start a cluster and serve until Ctrl-C."""
-    from rich.console import Console
-
-    from pdserve.contracts.errors import ConfigError
     from pdserve.deploy.checks.preflight import demo_model_folder
     from pdserve.deploy.cluster.resources import installed_gpu
     from pdserve.deploy.cluster.supervisor import Supervisor
     from pdserve.deploy.commands.progress import Progress
-    from pdserve.deploy.config import check_deployment, override, read_deployment, read_profile
     from pdserve.deploy.launch import Launch
 
     if time_scale != 1 and not emulate:
@@ -137,21 +128,13 @@ def profile(
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto, int8 or float8_e4m3fn.")] = "auto",
     quantization: Annotated[str, typer.Option(help="Layer weights: none, int8 or int4.")] = "none",
     max_model_len: Annotated[int, typer.Option(min=0, help="Longest sequence, tokens; 0: the model's limit.")] = 0,
-    cores: Annotated[
-        list[int] | None, typer.Option(min=1, help="Cores per worker; repeat for several worker sizes.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Hardware file to write; other devices in it are kept.")] = Path(
-        "hardware.yaml"
-    ),
+    cores: Annotated[list[int] | None, typer.Option(min=1, help="Cores per worker; repeatable.")] = None,
+    output: Annotated[Path, typer.Option(help="Hardware file to write; keeps other devices.")] = Path("hardware.yaml"),
     json_output: Annotated[Path | None, typer.Option("--json", help="File for all measured steps (JSON).")] = None,
     budget: Annotated[float, typer.Option(min=1, help="Measurement time, seconds.")] = 120.0,
 ) -> int:
     """Measure this machine with a model and fit the cost model to it, for placement and planning."""
-    from rich.console import Console
-
-    from pdserve.contracts.deployment import ModelConfig
     from pdserve.deploy.commands.profile import ProfileRequest, run_profile
-    from pdserve.deploy.config import check_deployment
 
     config = ModelConfig(
         path=str(model), dtype=dtype, kv_dtype=kv_dtype, quantization=quantization, max_model_len=max_model_len
@@ -177,9 +160,6 @@ def chat(
     ] = 0.0,
 ) -> int:
     """Chat with the served model; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
-    from rich.console import Console
-
-    from pdserve.deploy.cluster.folder import find_cluster
     from pdserve.deploy.commands.chat import Conversation, converse
 
     conversation = Conversation(
@@ -193,9 +173,6 @@ def status(
     admin_url: Annotated[str, typer.Option(help="Admin address. Default: the cluster on this machine.")] = "",
 ) -> int:
     """Show the workers of a running cluster and their load."""
-    from rich.console import Console
-
-    from pdserve.deploy.cluster.folder import find_cluster
     from pdserve.deploy.commands.status import show_status
 
     return show_status(admin_url or find_cluster().admin_url, Console())

@@ -6,10 +6,16 @@ Benchmarks of the project itself are modules of `pdserve.bench`.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.folder import find_cluster
 
 if TYPE_CHECKING:
     from pdserve.planner.workload import Workload
@@ -47,13 +53,8 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Send requests in an open loop and show latencies and goodput."""
-    from rich.console import Console
-
     from pdserve.bench.load import measure_load
     from pdserve.bench.serving_report import ServingReport
-    from pdserve.contracts.deployment import SloConfig
-    from pdserve.contracts.errors import DeployError
-    from pdserve.deploy.cluster.folder import find_cluster
 
     console = Console(stderr=True)
     try:
@@ -106,8 +107,6 @@ def kernels(
     """Measure every kernel against its limit and its peers, or compile them without a GPU."""
     from importlib.util import find_spec
 
-    from pdserve.contracts.errors import DeployError
-
     if find_spec("triton") is None:
         raise DeployError("the kernels of a GPU need Triton, which is not installed: pip install triton, on Linux")
     from pdserve.bench.kernels.run import NoGpuError, Request, run
@@ -138,9 +137,6 @@ def _workload(name: str, trace: Path | None, input_tokens: int, output_tokens: i
         ValueError: unknown preset, or a file that is not a trace.
         DeployError: the file cannot be read.
     """
-    from dataclasses import replace
-
-    from pdserve.contracts.errors import DeployError
     from pdserve.planner.arrivals import RandomGaps
     from pdserve.planner.conversations import Conversations
     from pdserve.planner.lengths import FixedLengths
@@ -169,8 +165,6 @@ def _max_model_len(url: str) -> int:
         DeployError: the server does not answer.
     """
     import httpx
-
-    from pdserve.contracts.errors import DeployError
 
     try:
         models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
