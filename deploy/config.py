@@ -28,7 +28,7 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
     """Read and check the file at ``path``; relative paths in it start from its folder.
 
     Args:
-        use: refuse what this use does not support yet.
+        use: purpose; unsupported values for it are refused.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or describes a deployment that cannot run.
@@ -77,7 +77,7 @@ def check_deployment(config: DeploymentConfig, *, use: Use = "serve") -> None:
     """Check every value and how they fit together. Call it after overrides.
 
     Args:
-        use: refuse what this use does not support yet.
+        use: purpose; unsupported values for it are refused.
 
     Raises:
         ConfigError: the first value that cannot run.

@@ -37,8 +37,8 @@ def serve(
     trace: Annotated[
         Path | None, typer.Option(help="Trace file: Mooncake, Azure, BurstGPT, ShareGPT or plain.")
     ] = None,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt, without --workload or --trace.")] = 256,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, likewise.")] = 128,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt, without a workload or trace.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, without a workload or trace.")] = 128,
     max_model_len: Annotated[int, typer.Option(min=0, help="Longest request, tokens; 0: the server's limit.")] = 0,
     burstiness: Annotated[
         float, typer.Option(min=1e-3, help="Coefficient of variation of interarrival times; 1: Poisson.")

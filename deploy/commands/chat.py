@@ -37,7 +37,7 @@ class Conversation:
         self._messages.clear()
 
     def say(self, message: str) -> None:
-        """Send ``message``, print the answer as it arrives, then its speed. Ctrl-C stops it and keeps what arrived.
+        """Send ``message``, print the answer as it arrives, then its speed. Ctrl-C stops it and keeps its beginning.
 
         Raises:
             DeployError: no answer, or only part of one; the message is forgotten.

@@ -38,14 +38,14 @@ class Watch(NamedTuple):
     window_s: float
     hysteresis: float
     gpu: str
-    """Kind of GPU of every worker; empty takes what the cluster reports."""
+    """Kind of GPU of every worker; empty takes the cluster's."""
     hardware_file: Path | None
 
 
 def plan_live(
     watch: Watch, model_options: ModelOptions, objectives: Objectives, effort: Effort, outputs: Outputs
 ) -> int:
-    """Watch, search, compare and print; returns the exit status. The cluster provides what the options leave open."""
+    """Watch, search, compare and print; returns the exit status. Options override the cluster's settings."""
     from pdserve.planner.plan import Question
     from pdserve.planner.replan import propose
     from pdserve.planner.running import observed_traffic, running_cluster, running_layout, supplies

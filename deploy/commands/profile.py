@@ -136,10 +136,10 @@ def _profile(
     from pdserve.model.cost.profiling import measure_model
 
     with _restored_affinity(), _bar(console) as bar:
-        task = bar.add_task(f"{num_cores} cores", total=1.0, what="")
+        task = bar.add_task(f"{num_cores} cores", total=1.0, step="")
         try:
             profile = measure_model(
-                model, budget_s, lambda share, what: bar.update(task, completed=share, what=what[:60])
+                model, budget_s, lambda share, step: bar.update(task, completed=share, step=step[:60])
             )
         except (ValueError, OSError) as error:
             raise DeployError(" ".join(str(error).split())) from error
@@ -192,7 +192,7 @@ def _bar(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[what]}"),
+        TextColumn("{task.fields[step]}"),
         console=console,
         transient=True,
     )
