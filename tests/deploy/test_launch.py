@@ -85,7 +85,7 @@ def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
     assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
 
 
-def test_the_router_is_told_what_it_predicts_with() -> None:
+def test_the_router_gets_its_model_limits_and_device() -> None:
     launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
     config = router_config(launch, "secret")
     assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
@@ -102,7 +102,7 @@ def test_the_router_of_an_emulated_cluster_predicts_the_time_that_steps_really_t
     assert (config.hardware, config.time_scale) == ("h100-sxm", 4.0)
 
 
-def test_workers_and_the_router_are_told_of_measured_devices() -> None:
+def test_workers_and_the_router_get_measured_devices() -> None:
     devices = {f"cpu-{count}": replace(hardware("cpu", num_cores=count), name=f"cpu-{count}") for count in (1, 2, 3)}
     launch = Launch(devices=devices, cores=FOUR)
     prefill, decode = worker_configs(launch)

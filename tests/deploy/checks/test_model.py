@@ -112,7 +112,7 @@ def test_pickles_are_refused_with_how_to_convert_them(checkpoint: Path) -> None:
     assert "pytorch_model.bin are pickles" in refusal(LAUNCH, checkpoint)
 
 
-def test_without_a_chat_template_it_is_served_and_the_user_told(checkpoint: Path) -> None:
+def test_without_a_chat_template_it_is_served_with_a_warning(checkpoint: Path) -> None:
     (checkpoint / "chat_template.jinja").unlink()
     overwrite(checkpoint / "tokenizer_config.json", "{}")
     note = checked(LAUNCH, checkpoint)
@@ -172,8 +172,8 @@ def a_worker(role: WorkerRole = WorkerRole.DECODE, *, kv: int = 0, swap: int | N
 def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfig) -> None:
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4
     assert worker_memory(a_worker(), model) == (weight_bytes(model.shape, "float32", "none").total, 10 * block_bytes, 0)
-    told = worker_memory(a_worker(kv=50 * MIB, swap=8 * MIB), model)
-    assert (told.kv, told.swap) == (50 * MIB, 8 * MIB)
+    memory = worker_memory(a_worker(kv=50 * MIB, swap=8 * MIB), model)
+    assert (memory.kv, memory.swap) == (50 * MIB, 8 * MIB)
     assert worker_memory(replace(a_worker(kv=50 * MIB), device="cuda"), model) == (0, 50 * MIB, 0)
 
 
