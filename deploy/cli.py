@@ -1,23 +1,26 @@
 """The command line: ``pdserve up``, ``chat``, ``status``, ``plan``, ``simulate``, ``profile``, ``bench``.
 
-Reads arguments and turns every error into one line with the remedy. Each command imports its modules when it runs, so
-that ``--help`` is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
+Turns every error into one line with the remedy. Each command imports its heavy modules when it runs, so that ``--help``
+is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from pdserve.contracts.deployment import DeploymentConfig
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
+from pdserve.contracts.errors import ConfigError, DeployError
+from pdserve.deploy.cluster.folder import find_cluster
 from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
+from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
 
 app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
@@ -38,8 +41,6 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
-    from pdserve.contracts.errors import ConfigError, DeployError
-
     try:
         result = app(arguments or ["--help"], prog_name="pdserve", standalone_mode=False)
     except _UsageError as error:
@@ -59,8 +60,8 @@ def _fail(status: int, message: str) -> int:
     return status
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"pdserve {version('pdserve')}")
         raise typer.Exit
 
@@ -71,42 +72,43 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of every command."""
+    """Show the version."""
 
 
 @app.command(epilog="Example: pdserve up deployment.yaml --model ./Llama-3.2-1B-Instruct --decode 2")
 def up(
-    file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML). Without one, defaults are used.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Model folder. Without one, the demo model is served.")] = None,
-    emulate: Annotated[str, typer.Option(metavar="GPU", help="Emulate this GPU's speed, such as h100-sxm.")] = "",
-    time_scale: Annotated[float, typer.Option(min=1e-3, help="Emulated seconds last this many real ones.")] = 1.0,
+    file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML); options override it.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder. Default: the demo model.")] = None,
+    emulate: Annotated[str, typer.Option(metavar="GPU", help="GPU to emulate (timing only), such as h100-sxm.")] = "",
+    time_scale: Annotated[float, typer.Option(min=1e-3, help="Real seconds per emulated second.")] = 1.0,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
-    mixed: Annotated[int | None, typer.Option(help="Number of workers that serve both phases.")] = None,
+    mixed: Annotated[int | None, typer.Option(help="Number of workers for both phases.")] = None,
     ray_address: Annotated[
-        str, typer.Option(envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Join this Ray cluster, on this host.")
+        str, typer.Option(envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Existing Ray cluster on this host.")
     ] = "",
-    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get at the end.")] = 30.0,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests on exit.")] = 30.0,
 ) -> int:
     """Start a cluster and serve until Ctrl-C."""
-    from rich.console import Console
-
+    from pdserve.deploy.checks.preflight import demo_model_folder
     from pdserve.deploy.cluster.resources import installed_gpu
     from pdserve.deploy.cluster.supervisor import Supervisor
     from pdserve.deploy.commands.progress import Progress
-    from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
     from pdserve.deploy.launch import Launch
 
-    use = Use.EMULATE if emulate else Use.SERVE
+    if time_scale != 1 and not emulate:
+        raise ConfigError("--time-scale scales emulated durations: add --emulate GPU, or leave it out")
+    use: Use = "emulate" if emulate else "serve"
     config = read_deployment(file, use=use) if file else DeploymentConfig()
-    if model is not None:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(model)))
+    config = override(config, "model", path=str(model) if model else None)
     config = override(config, "router", host=host, port=port)
     for section, replicas in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
         config = override(config, section, replicas=replicas)
     check_deployment(config, use=use)
+    if not config.model.path:
+        config = override(config, "model", path=str(demo_model_folder()))
     launch = Launch(
         config=config,
         devices=read_profile(config),
@@ -121,26 +123,18 @@ def up(
 
 @app.command(epilog="Example: pdserve profile --model ./Llama-3.2-1B-Instruct --dtype bfloat16 --cores 2 --cores 1")
 def profile(
-    model: Annotated[Path, typer.Option(help="Model folder, or a config.json: weights are random then.")],
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "float32",
-    kv_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto, int8 or float8_e4m3fn.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Of the layers' weights: none, int8 or int4.")] = "none",
-    max_model_len: Annotated[int, typer.Option(min=0, help="Longest sequence; 0 is the model's limit.")] = 0,
-    cores: Annotated[
-        list[int] | None, typer.Option(min=1, help="Cores of a worker; several times for several kinds of workers.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Hardware file; devices of other names in it stay.")] = Path(
-        "hardware.yaml"
-    ),
-    json_output: Annotated[Path | None, typer.Option("--json", help="Every step that was measured.")] = None,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds to measure for.")] = 120.0,
+    model: Annotated[Path, typer.Option(help="Model folder, or a config.json (random weights).")],
+    dtype: Annotated[str, typer.Option(help="Weights and activations: float32, bfloat16 or float16.")] = "float32",
+    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto, int8 or float8_e4m3fn.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Layer weights: none, int8 or int4.")] = "none",
+    max_model_len: Annotated[int, typer.Option(min=0, help="Longest sequence, tokens; 0: the model's limit.")] = 0,
+    cores: Annotated[list[int] | None, typer.Option(min=1, help="Cores per worker; repeatable.")] = None,
+    output: Annotated[Path, typer.Option(help="Hardware file to write; keeps other devices.")] = Path("hardware.yaml"),
+    json_output: Annotated[Path | None, typer.Option("--json", help="File for all measured steps (JSON).")] = None,
+    budget: Annotated[float, typer.Option(min=1, help="Measurement time, seconds.")] = 120.0,
 ) -> int:
     """Measure this machine with a model and fit the cost model to it, for placement and planning."""
-    from rich.console import Console
-
-    from pdserve.contracts.deployment import ModelConfig
     from pdserve.deploy.commands.profile import ProfileRequest, run_profile
-    from pdserve.deploy.config import check_deployment
 
     config = ModelConfig(
         path=str(model), dtype=dtype, kv_dtype=kv_dtype, quantization=quantization, max_model_len=max_model_len
@@ -158,15 +152,14 @@ def profile(
 
 @app.command(epilog='Example: pdserve chat "Why is decode memory-bound?"')
 def chat(
-    message: Annotated[str, typer.Argument(help="What to say; without it, a conversation is opened.")] = "",
-    url: Annotated[str, typer.Option(help="Address of the API; by default that of the cluster that runs here.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the most likely token.")] = 0.0,
+    message: Annotated[str, typer.Argument(help="Message to send. Default: start a conversation.")] = "",
+    url: Annotated[str, typer.Option(help="API address. Default: the cluster on this machine.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="Sampling temperature; 0: the most likely token.")
+    ] = 0.0,
 ) -> int:
-    """Talk to the model that is served; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
-    from rich.console import Console
-
-    from pdserve.deploy.cluster.folder import find_cluster
+    """Chat with the served model; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     from pdserve.deploy.commands.chat import Conversation, converse
 
     conversation = Conversation(
@@ -177,12 +170,9 @@ def chat(
 
 @app.command(epilog="Example: pdserve status --admin-url http://127.0.0.1:9000")
 def status(
-    admin_url: Annotated[str, typer.Option(help="Admin address; by default that of the cluster that runs here.")] = "",
+    admin_url: Annotated[str, typer.Option(help="Admin address. Default: the cluster on this machine.")] = "",
 ) -> int:
-    """Show the workers of a running cluster and what they do."""
-    from rich.console import Console
-
-    from pdserve.deploy.cluster.folder import find_cluster
+    """Show the workers of a running cluster and their load."""
     from pdserve.deploy.commands.status import show_status
 
     return show_status(admin_url or find_cluster().admin_url, Console())

@@ -6,8 +6,8 @@ The command line calls it before anything starts. Never touches the network or t
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
@@ -20,20 +20,15 @@ from pdserve.planner.yaml_file import read_yaml
 _NAME = "the deployment file"
 
 
-class Use(Enum):
-    """Purpose of a deployment: simulation supports more than serving."""
-
-    SERVE = "serve"
-    EMULATE = "emulate"
-    """Run on emulated GPUs."""
-    SIMULATE = "simulate"
+Use = Literal["serve", "emulate", "simulate"]
+"""Purpose of a deployment: emulation supports more than serving, and simulation more than emulation."""
 
 
-def read_deployment(path: Path, *, use: Use = Use.SERVE) -> DeploymentConfig:
+def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
     """Read and check the file at ``path``; relative paths in it start from its folder.
 
     Args:
-        use: refuse what this use does not support yet.
+        use: purpose; unsupported values for it are refused.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or describes a deployment that cannot run.
@@ -61,7 +56,7 @@ def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
         raise ConfigError(f"model.profile: {error}") from error
 
 
-def parse_deployment(document: object, *, use: Use = Use.SERVE) -> DeploymentConfig:
+def parse_deployment(document: object, *, use: Use = "serve") -> DeploymentConfig:
     """Build and check a deployment from a parsed YAML document; ``None`` (an empty file) gives the defaults.
 
     Raises:
@@ -78,11 +73,11 @@ def override(config: DeploymentConfig, section: str, **values: str | int | float
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **given)})
 
 
-def check_deployment(config: DeploymentConfig, *, use: Use = Use.SERVE) -> None:
+def check_deployment(config: DeploymentConfig, *, use: Use = "serve") -> None:
     """Check every value and how they fit together. Call it after overrides.
 
     Args:
-        use: refuse what this use does not support yet.
+        use: purpose; unsupported values for it are refused.
 
     Raises:
         ConfigError: the first value that cannot run.
@@ -106,9 +101,9 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
 
 
 def _check_phase(name: str, phase: PhaseConfig, use: Use) -> None:
-    if use is Use.SERVE:
+    if use == "serve":
         _supported_once(f"{name}.tensor_parallel", phase.tensor_parallel, "; pdserve up --emulate GPU takes more")
-    if use is not Use.SIMULATE:
+    if use != "simulate":
         _supported_once(f"{name}.pipeline_parallel", phase.pipeline_parallel)
     if name == "prefill" and phase.swap_memory_bytes:
         key = "prefill.swap_memory"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.deploy.cluster.ray_cluster import PrivateRay
+from pdserve.deploy.cluster.supervised_process import ProcessState
 
 _TOKEN = "0" * 64
 
@@ -23,10 +24,10 @@ def joined_ray() -> Iterator[PrivateRay]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         cluster = PrivateRay(Path(folder), num_workers=1, token=_TOKEN)
         try:
-            while not cluster.is_started:
-                assert cluster.is_running, cluster.failure
+            while cluster.state is not ProcessState.UP:
+                cluster.check(time.monotonic())
+                assert not cluster.failure
                 time.sleep(0.05)
-            cluster.connect()
             yield cluster
         finally:
-            cluster.stop()
+            cluster.end()

@@ -6,7 +6,6 @@ start, against the memory that is free by then. Never imports torch.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import NamedTuple
 
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig
-from pdserve.deploy.cluster.resources import CoreSplit
 from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
@@ -26,12 +24,13 @@ from pdserve.model.weights.files import check_weights
 from pdserve.router.text.tokenizer import ChatTokenizer
 
 
-def check_model(launch: Launch, folder: Path) -> list[str]:
-    """Return warnings about a model that can be served, one line each.
+def check_model(launch: Launch) -> str:
+    """Return a warning about a model that can be served; empty if there is none.
 
     Raises:
         DeployError: the model cannot be served.
     """
+    folder = Path(launch.config.model.path)
     if not folder.is_dir():
         raise DeployError(
             f"no model folder at {folder}; give --model a folder with config.json, safetensors, tokenizer"
@@ -47,35 +46,14 @@ def check_model(launch: Launch, folder: Path) -> list[str]:
     except Exception as error:  # the files are the user's: any cause becomes one line
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise DeployError(f"the model in {folder} cannot be read: {cause}") from error
-    configs = _worker_configs(launch, folder)
-    if launch.emulate:
-        _check_emulated(configs)
-    else:
-        check_memory(configs, model)
-    return [] if tokenizer.has_chat_template else [NO_CHAT_TEMPLATE]
+    check_memory(worker_configs(launch), model)
+    return "" if tokenizer.has_chat_template else NO_CHAT_TEMPLATE
 
 
 NO_CHAT_TEMPLATE = (
     "it has no chat template, so /v1/chat/completions is refused and /v1/completions serves; "
     "put a chat_template.jinja into its folder"
 )
-
-
-def _check_emulated(configs: Sequence[WorkerConfig]) -> None:
-    """Check that the model and its KV fit into the emulated GPU; each worker checks again."""
-    for config in configs:
-        try:
-            choose_backend(config)
-        except ValueError as error:
-            raise DeployError(f"{config.worker_id}: {error}") from error
-
-
-def _worker_configs(launch: Launch, folder: Path) -> list[WorkerConfig]:
-    """Worker configurations without cores and secrets."""
-    nowhere = CoreSplit(worker_cores=((),) * len(launch.roles), spare_cores=())
-    if not launch.emulate:
-        launch = dataclasses.replace(launch, devices={})
-    return worker_configs(launch, folder, nowhere, (), "")
 
 
 PROCESS_BYTES = 300 * 2**20
@@ -106,13 +84,22 @@ def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
 
 
 def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig) -> None:
-    """Raises DeployError, naming the setting to change, if the workers do not fit into this host's memory."""
+    """Check that the workers fit into the memory of this host or of the emulated GPU.
+
+    Raises:
+        DeployError: they do not; the text names the setting to change.
+    """
     each = []
     for config in configs:
         try:
-            each.append(worker_memory(config, model))
+            if config.emulate:
+                choose_backend(config)
+            else:
+                each.append(worker_memory(config, model))
         except ValueError as error:
             raise DeployError(f"{config.worker_id}: {error}") from error
+    if not each:
+        return
     weights, kv, swap = (sum(column) for column in zip(*each, strict=True))
     processes = len(configs) * PROCESS_BYTES
     available = available_memory_bytes()

@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ from pdserve.deploy.launch import Launch
 from pdserve.kernels.cpu.build import cache_folder
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
-_FILES_BESIDE_CLIENTS = 256
+_FILES_WITHOUT_CLIENTS = 256
 """Open files that a process needs in addition to one per client connection."""
 
 _MAX_WORKERS_PER_CORE = 8
@@ -32,16 +31,18 @@ def check_ports(launch: Launch) -> None:
     """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host."""
     router = launch.config.router
     for key, host, port in (("port", router.host, router.port), ("admin_port", "127.0.0.1", router.admin_port)):
-        error = _listen_error(host, port)
-        if error is None:
-            continue
-        reason, remedy = error.strerror or str(error), "set router.host to an address of this host"
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            option = "--port 0" if key == "port" else "router.admin_port: 0"
-            remedy = f"choose another router.{key}, or {option}"
-        if error.errno == errno.EADDRINUSE and (listener := _listener_of(port)):
-            reason += f" by {listener}"
-        raise DeployError(f"cannot listen on {host}:{port}: {reason}; {remedy}")
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        except OSError as error:
+            reason, remedy = error.strerror or str(error), "set router.host to an address of this host"
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                option = "--port 0" if key == "port" else "router.admin_port: 0"
+                remedy = f"choose another router.{key}, or {option}"
+            if error.errno == errno.EADDRINUSE and (listener := _listener_of(port)):
+                reason += f" by {listener}"
+            raise DeployError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from error
 
 
 def raise_file_limit(launch: Launch) -> None:
@@ -53,17 +54,17 @@ def raise_file_limit(launch: Launch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    num_needed = launch.config.router.max_queued_requests + _FILES_BESIDE_CLIENTS
+    num_needed = launch.config.router.max_queued_requests + _FILES_WITHOUT_CLIENTS
     if hard != resource.RLIM_INFINITY and hard < num_needed:
         raise DeployError(
             f"the limit of open files is {hard} and {num_needed} are needed; raise it (ulimit -Hn {num_needed}) "
-            f"or lower router.max_queued_requests to {max(1, hard - _FILES_BESIDE_CLIENTS)}"
+            f"or lower router.max_queued_requests to {max(1, hard - _FILES_WITHOUT_CLIENTS)}"
         )
 
 
-def check_cores(launch: Launch, num_cores: int) -> None:
+def check_cores(launch: Launch) -> None:
     """Raises DeployError if there are too few cores for the workers."""
-    num_workers = len(launch.roles)
+    num_workers, num_cores = len(launch.roles), len(launch.cores)
     if num_workers > _MAX_WORKERS_PER_CORE * num_cores:
         raise DeployError(
             f"{num_workers} workers are too many for {num_cores} cores; "
@@ -74,7 +75,7 @@ def check_cores(launch: Launch, num_cores: int) -> None:
 def check_resources(launch: Launch) -> None:
     """Raises DeployError if a worker requests resources that a private Ray cluster does not have."""
     for role in set(launch.roles):
-        names = launch.phase(role).resources
+        names = launch.config.phase(role).resources
         if names and not launch.ray_address:
             raise DeployError(
                 f"{role.value}.resources names {', '.join(names)}, which a private Ray cluster does not have; "
@@ -95,19 +96,16 @@ def check_ray_address(launch: Launch) -> None:
         raise DeployError(f"no Ray cluster answers at {launch.ray_address}: {error}; check --ray-address") from error
 
 
-def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
+def check_devices(launch: Launch) -> None:
     """Check the emulated GPU and the profile against the deployment.
-
-    Args:
-        num_cores: cores of each worker.
 
     Raises:
         DeployError: a GPU cannot be emulated, the profile lacks the workers' devices, or either lacks the model's dtype
             or its KV dtype.
     """
-    for count in num_cores:
+    for cores in launch.split.worker_cores:
         try:
-            device = launch.device(count)
+            device = launch.device(cores)
             device.peak(launch.config.model.dtype)
             device.check_reads(launch.config.model.kv_dtype)
         except ValueError as error:
@@ -116,33 +114,15 @@ def check_devices(launch: Launch, num_cores: Iterable[int]) -> None:
 
 def kernel_warning(launch: Launch) -> str:
     """Reason why kernels are slow on this host; empty if they are fast."""
-    folder = cache_folder()
     if launch.emulate:
         return ""
     if shutil.which("g++") is None:
         return "g++ was not found: kernels run on plain torch, slower; install g++"
-    if not _is_writable(folder):
+    folder = cache_folder()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         return f"{folder} cannot be written: kernels run on plain torch, slower; set XDG_CACHE_HOME to another folder"
     return ""
-
-
-def _is_writable(folder: Path) -> bool:
-    """True if files can be created in a folder, or the folder itself if it is missing."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-
-
-def _listen_error(host: str, port: int) -> OSError | None:
-    """Error of a server that tries to listen on ``host:port``; ``None`` if it can."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
 
 
 def _listener_of(port: int) -> str:

@@ -12,6 +12,8 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,35 +33,37 @@ class ClusterNote:
     """Process id of the supervisor."""
     url: str
     admin_url: str
-    model: str
 
 
-class ClusterFolder:
-    """A new folder, locked until `close` or the end of the process."""
+@contextmanager
+def cluster_folder() -> Iterator[Path]:
+    """A new folder, locked and kept until the context or the process ends.
 
-    def __init__(self) -> None:
-        """Raises DeployError if the folder cannot be made."""
-        root = _root()
+    Raises:
+        DeployError: the folder cannot be made.
+    """
+    root = _root()
+    try:
+        for folder in root.iterdir():
+            if _is_stale(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        path = Path(tempfile.mkdtemp(dir=root, prefix=""))
+        lock = (path / _LOCK).open("w")
+    except OSError as error:
+        raise _unusable(root, error) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            _remove_stale(root)
-            self.path = Path(tempfile.mkdtemp(dir=root, prefix=""))
-            self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise _unusable(root, error) from error
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
-    def write_note(self, note: ClusterNote) -> None:
-        """Publish the cluster's addresses to other commands."""
-        draft = self.path / f"{_NOTE}.new"
-        draft.write_text(to_json(note))
-        draft.replace(self.path / _NOTE)
 
-    def close(self) -> None:
-        """Remove the folder. Safe to call twice."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+def write_note(folder: Path, note: ClusterNote) -> None:
+    """Publish the cluster's addresses to other commands."""
+    draft = folder / f"{_NOTE}.new"
+    draft.write_text(to_json(note))
+    draft.replace(folder / _NOTE)
 
 
 def running_clusters() -> list[ClusterNote]:
@@ -109,19 +113,8 @@ def _unusable(root: Path, error: OSError) -> DeployError:
 def _is_stale(folder: Path) -> bool:
     """True if the folder has a lock that no process holds."""
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False  # being made, or being removed
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        with (folder / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):  # being made or removed; or in use
         return False
-    finally:
-        os.close(lock)
     return True
-
-
-def _remove_stale(root: Path) -> None:
-    for folder in root.iterdir():
-        if _is_stale(folder):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,7 @@
 """The Ray cluster of the workers: a private one on this machine, or an existing one.
 
-Owns the private cluster's processes, token and folder. The supervisor starts it, connects to it and stops it. Ray
-places and watches the workers; no token and no KV passes through it. Never calls `ray stop`, which ends every Ray on
-the machine.
+Owns the private cluster's processes, token and folder. Ray places and watches the workers; no token and no KV passes
+through it. Never calls `ray stop`, which ends every Ray on the machine.
 """
 
 from __future__ import annotations
@@ -12,13 +11,16 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.processes import end_session, last_line, session_members, start_tied
+from pdserve.deploy.cluster.supervised_process import SupervisedProcess
 
 WORKER_RESOURCE = "pdserve_worker"
 """Custom resource of which each worker takes one, if the cluster offers it; workers request no CPU."""
@@ -26,31 +28,66 @@ WORKER_RESOURCE = "pdserve_worker"
 NAMESPACE = "pdserve"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray refuses less than 75 MB; we keep nothing in it
 _STARTED = "Ray runtime started."
+_START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 5.0
 
 
-class PrivateRay:
+class PrivateRay(SupervisedProcess):
     """Ray head of one deployment: loopback only, protected by a random token, with its own session and folder."""
 
     def __init__(self, folder: Path, num_workers: int, token: str) -> None:
-        """Start the head without waiting for it.
+        """Prepare the head; it is up once this process is its driver.
 
         Args:
-            folder: empty folder for Ray's files, short enough for the socket paths below it.
+            folder: folder for Ray's files, short enough for the socket paths below it.
             num_workers: worker processes that Ray starts ahead of need.
             token: credential of every call to the head. Ray reads it once per process, so all clusters that a process
                 ever joins must share it.
         """
-        self.address = f"127.0.0.1:{_free_port()}"
+        super().__init__("ray")
+        self._port = 0
         self._folder = folder
         self._log_path = folder / "start.log"
-        self._token = token
-        folder.mkdir(exist_ok=True)
+        self._num_workers = num_workers
+        self._environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Despite its name, 0 keeps Ray on the loopback address on every system.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            # No history of calls: a driver would spend 5 s on sending it to a cluster that is gone.
+            "RAY_task_events_report_interval_ms": "0",
+            # Hide Ray's long reports on a dead worker; we print one line.
+            "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline_s = 0.0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of all processes of the cluster, workers included."""
+        return [process.pid for process in session_members(self._process.pid)] if self._process else []
+
+    def end(self) -> None:
+        """Disconnect, end every process of the cluster and remove its files."""
+        disconnect()
+        if self._process is not None:
+            end_session(self._process, _STOP_GRACE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        self._port = _free_port()
+        self._deadline_s = time.monotonic() + _START_TIMEOUT_S
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-            f"--port={self.address.rpartition(':')[2]}",
-            f"--temp-dir={folder / 'r'}",
-            f"--num-cpus={num_workers}",
+            f"--port={self._port}",
+            f"--temp-dir={self._folder / 'r'}",
+            f"--num-cpus={self._num_workers}",
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             f"--resources={json.dumps({WORKER_RESOURCE: 10_000})}",
             *("--include-dashboard=false", "--dashboard-agent-listen-port=0", "--include-log-monitor=false"),
@@ -63,52 +100,18 @@ class PrivateRay:
         os.environ.update(self._environment)
         threading.Thread(target=importlib.import_module, args=("ray",), daemon=True).start()
 
-    @property
-    def _environment(self) -> dict[str, str]:
-        """Environment variables of Ray's processes and of the driver."""
-        return {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": self._token,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            # Despite its name, 0 keeps Ray on the loopback address on every system.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            # No history of calls: a driver would spend 5 s on sending it to a cluster that is gone.
-            "RAY_task_events_report_interval_ms": "0",
-            # Hide Ray's long reports on a dead worker; we print one line.
-            "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
-        }
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def is_started(self) -> bool:
-        """True once `connect` may be called."""
-        return _STARTED in self._log_path.read_text(errors="replace")
-
-    @property
-    def failure(self) -> str:
-        """Reason why the head ended, in one line."""
-        return last_line(self._log_path)
-
-    def connect(self) -> None:
-        """Make this process the cluster's driver.
-
-        Raises:
-            DeployError: the cluster does not answer.
-        """
+    def _check_starting(self, now_s: float) -> bool:
+        self._check_up(now_s)
+        if now_s > self._deadline_s:
+            raise TimeoutError(f"no answer for {_START_TIMEOUT_S:.0f} s")
+        if _STARTED not in self._log_path.read_text(errors="replace"):
+            return False
         _connect(self.address)
+        return True
 
-    def stop(self) -> None:
-        """Disconnect, end every process of the cluster and remove its files. Safe to call twice."""
-        disconnect()
-        end_session(self._process, _STOP_GRACE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def process_ids(self) -> list[int]:
-        """Ids of all processes of the cluster, workers included."""
-        return [process.pid for process in session_members(self._process.pid)]
+    def _check_up(self, now_s: float) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            raise RuntimeError(last_line(self._log_path) or "its process ended")
 
 
 def connect_existing(address: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import isclose
 from pathlib import Path
 
@@ -51,9 +52,9 @@ def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
     for _ in range(num_extra - num_spare):
         neediest = min(range(len(roles)), key=lambda index: counts[index] / _LOAD[roles[index]])
         counts[neediest] += 1
-    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-    runs = tuple(tuple(cores[end - count : end]) for count, end in zip(counts, ends, strict=True))
-    return CoreSplit(worker_cores=runs, spare_cores=tuple(cores[ends[-1] :]))
+    left = iter(cores)
+    runs = tuple(tuple(islice(left, count)) for count in counts)
+    return CoreSplit(worker_cores=runs, spare_cores=tuple(left))
 
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")

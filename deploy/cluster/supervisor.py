@@ -16,33 +16,29 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import httpx
 import psutil
 
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.checks.model import check_model
-from pdserve.deploy.cluster.folder import ClusterFolder, ClusterNote
+from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, write_note
 from pdserve.deploy.cluster.processes import end_session, last_line, pin_process, start_tied
 from pdserve.deploy.cluster.ray_cluster import PrivateRay, connect_existing, disconnect, num_gpus, worker_resources
-from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning, split_cores
+from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning
 from pdserve.deploy.cluster.router_process import RouterProcess
-from pdserve.deploy.cluster.worker_process import WorkerProcess, WorkerState, restart_delay_s
+from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
+from pdserve.deploy.cluster.worker_process import WorkerProcess
 from pdserve.deploy.commands.progress import Progress
+from pdserve.deploy.commands.status import fetch_status, num_blocks
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.kernels.cpu.build import is_built
+from pdserve.model.weights.demo_model import DEMO_MODEL
 
 START_TIMEOUT_S = 600.0
 """Time after which a cluster that does not serve is given up; loading weights may take minutes."""
-RAY_START_TIMEOUT_S = 60.0
-ROUTER_CHECK_INTERVAL_S = 2.0
-ROUTER_HANG_S = 10.0
-"""Time without an answer after which the router is killed and restarted."""
 _TICK_S = 0.05
 _STOP_WORKERS_S = 3.0
 _CLOSE_STREAMS_S = 8.0
@@ -55,24 +51,16 @@ class Supervisor:
     def __init__(self, launch: Launch, progress: Progress) -> None:
         self._launch = launch
         self._progress = progress
-        self._cores = sorted(os.sched_getaffinity(0))
-        self._split = split_cores(self._cores, launch.roles)
         self._cluster_token = secrets.token_hex(32)
-        self._ray_token = secrets.token_hex(32)
         self._num_signals = 0
         self._is_ready = False
-        self._folder: ClusterFolder
-        self._model_path = Path(launch.config.model.path)
-        self._ray: PrivateRay | None = None
-        self._ray_deadline_s = 0.0
-        self._is_connected = False
-        self._router: RouterProcess | None = None
-        self._num_router_failures = 0
-        self._router_retry_at_s = 0.0
-        self._router_alive_s = 0.0
-        self._router_checked_s = 0.0
         self._are_targets_due = False
+        self._folder: Path
+        self._ray: PrivateRay | None = None
+        """None if the workers run in an existing cluster."""
+        self._router: RouterProcess
         self._workers: list[WorkerProcess] = []
+        """Empty until Ray is up."""
         self._compiler: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -84,23 +72,24 @@ class Supervisor:
         launch = self._launch
         preflight.check_resources(launch)
         preflight.check_ray_address(launch)
-        preflight.check_cores(launch, len(self._cores))
+        preflight.check_cores(launch)
         preflight.raise_file_limit(launch)
         preflight.check_ports(launch)
-        preflight.check_devices(launch, {len(cores) or len(self._cores) for cores in self._split.worker_cores})
-        if not launch.config.model.path:
-            self._model_path = preflight.demo_model_folder()
-        notes = check_model(launch, self._model_path)
-        self._folder = ClusterFolder()
-        self._take_signals()
-        try:
-            self._begin(notes)
-            while not self._num_signals:
-                self._tick()
-                time.sleep(_TICK_S)
-            return self._drain()
-        finally:
-            self._end()
+        preflight.check_devices(launch)
+        model_warning = check_model(launch)
+        with cluster_folder() as self._folder:
+            self._take_signals()
+            self._router = RouterProcess(router_config(launch, self._cluster_token), self._folder / "router.log")
+            if not launch.ray_address:
+                self._ray = PrivateRay(self._folder / "ray", len(launch.roles), secrets.token_hex(32))
+            try:
+                self._begin(model_warning)
+                while not self._num_signals:
+                    self._tick()
+                    time.sleep(_TICK_S)
+                return self._drain()
+            finally:
+                self._end()
 
     def _take_signals(self) -> None:
         """Install signal handlers at the start, and again after Ray is joined or left, each of which changes them."""
@@ -110,113 +99,84 @@ class Supervisor:
     def _count_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
 
-    def _begin(self, notes: Sequence[str]) -> None:
-        """Start every process that does not wait for another.
-
-        Args:
-            notes: warnings about the model.
-        """
+    def _begin(self, model_warning: str) -> None:
+        """Show warnings, and start every process that does not wait for another."""
+        launch = self._launch
         self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
-        if len(self._cores) < len(self._launch.roles):
-            self._progress.warn("cores", f"fewer than workers: {len(self._launch.roles)} workers on {len(self._cores)}")
-        if warning := preflight.kernel_warning(self._launch):
-            self._progress.warn("kernels", warning)
-        for note in notes:
-            self._progress.warn("model", note)
-        if not self._launch.config.model.path:
-            self._progress.note("model", "none named: serving the demo model")
-        if not self._launch.ray_address:
-            self._start_ray()
-        self._start_router()
-        self._start_compiler()
+        if len(launch.cores) < len(launch.roles):
+            self._progress.warn("cores", f"fewer than workers: {len(launch.roles)} workers on {len(launch.cores)}")
+        kernel_warning = preflight.kernel_warning(launch)
+        for name, warning in (("kernels", kernel_warning), ("model", model_warning)):
+            if warning:
+                self._progress.warn(name, warning)
+        if Path(launch.config.model.path) == DEMO_MODEL:
+            self._progress.note("model", "serving the demo model; --model FOLDER serves another")
+        self._reconcile_processes()
+        if not (launch.emulate or kernel_warning or is_built()):  # workers wait for them
+            self._progress.note("kernels", "compiling CPU kernels (once for this machine)")
+            command = [sys.executable, "-m", "pdserve.kernels.cpu.build"]
+            self._compiler = start_tied(command, env=os.environ, log_path=self._folder / "kernels.log")
+        if self._ray is None:
+            connect_existing(launch.ray_address)
+            self._take_signals()
+            self._progress.note("ray", f"joined {launch.ray_address}")
+            self._make_workers()
 
     def _tick(self) -> None:
-        """Reconcile every process once."""
-        now_s = time.monotonic()
-        self._reconcile_ray(now_s)
-        if self._is_connected:
-            if not self._workers:
-                self._make_workers()
-            for worker in self._workers:
-                self._reconcile_worker(worker, now_s)
-        if self._router is not None:
-            self._reconcile_router(self._router, now_s)
-            if not self._is_ready and self._router.is_listening and self._router.is_ready():
-                with contextlib.suppress(httpx.HTTPError):  # retried at the next tick
-                    self._announce(self._router)
+        self._reconcile_processes()
         if self._compiler is not None:
             self._reconcile_compiler(self._compiler)
-        if not self._is_ready and now_s > self._start_deadline_s:
+        if self._router.state is ProcessState.UP:
+            if self._are_targets_due:
+                endpoints = [worker.endpoint for worker in self._workers if worker.endpoint is not None]
+                self._are_targets_due = not self._router.put_targets(endpoints)
+            if not self._is_ready and self._router.is_ready():
+                with contextlib.suppress(DeployError):  # retried at the next tick
+                    self._announce()
+        if not self._is_ready and time.monotonic() > self._start_deadline_s:
             raise DeployError(f"the cluster does not serve after {START_TIMEOUT_S:.0f} s; try a smaller model")
 
-    # Ray
-
-    def _start_ray(self) -> None:
-        self._ray = PrivateRay(self._folder.path / "ray", len(self._launch.roles), self._ray_token)
-        self._ray_deadline_s = time.monotonic() + RAY_START_TIMEOUT_S
-
-    def _reconcile_ray(self, now_s: float) -> None:
-        if self._ray is None:
-            if not self._is_connected:
-                connect_existing(self._launch.ray_address)
-                self._join(f"joined {self._launch.ray_address}")
-        elif not self._ray.is_running or (not self._is_connected and now_s > self._ray_deadline_s):
-            self._replace_ray(self._ray)
-        elif not self._is_connected and self._ray.is_started:
-            self._ray.connect()
-            self._join("private cluster, loopback only")
-
-    def _replace_ray(self, ray: PrivateRay) -> None:
-        """Start a new cluster, and all workers in it, after the old one ended."""
-        if not self._is_ready:
-            raise DeployError(f"Ray did not start: {ray.failure or 'no reason given'}")
-        self._progress.warn("ray", "ended; starting it and every worker again")
-        ray.stop()
-        self._take_signals()
-        self._is_connected = False
+    def _reconcile_processes(self) -> None:
+        """Check every process once."""
+        if self._router.exit_code is None or not self._num_signals:  # it is meant to end after a signal
+            self._reconcile(self._router)
+        if self._ray is not None:
+            self._reconcile(self._ray)
+            if self._ray.state is not ProcessState.UP:
+                return
+            if not self._workers:
+                self._make_workers()
         for worker in self._workers:
-            worker.clear()
-        self._are_targets_due = True
-        self._start_ray()
+            self._reconcile(worker)
 
-    def _join(self, how: str) -> None:
-        self._is_connected = True
+    def _reconcile(self, process: SupervisedProcess) -> None:
+        """Check a process, and report it if it came up or failed."""
+        state = process.state
+        process.check(time.monotonic())
+        if process.state is state or process.state is ProcessState.STARTING:
+            return
         self._take_signals()
-        self._progress.note("ray", how)
-
-    # Workers
+        self._are_targets_due = True
+        if process.state is ProcessState.UP:
+            self._progress.note(process.name, f"up at {process.address}")
+            return
+        if not self._is_ready:
+            raise DeployError(f"{process.name} did not start: {process.failure}")
+        self._progress.warn(process.name, f"{process.failure}; starting it again")
+        if process is self._ray:
+            for worker in self._workers:
+                worker.clear()
 
     def _make_workers(self) -> None:
         counted = worker_resources()
-        board = str(self._folder.path / "cores")
-        configs = worker_configs(self._launch, self._model_path, self._split, self._cores, self._cluster_token, board)
+        configs = worker_configs(self._launch, self._cluster_token, str(self._folder / "cores"))
         shares = gpu_shares(configs, num_gpus())
         if text := gpu_warning(configs, shares, num_gpus()):
             self._progress.warn("gpus", text)
         for config, share in zip(configs, shares, strict=True):
-            resources = counted | self._launch.phase(config.role).resources
+            resources = counted | self._launch.config.phase(config.role).resources
             config = config if share else dataclasses.replace(config, device="cpu")
             self._workers.append(WorkerProcess(config, WORKER_CLASSES[config.role], resources, share))
-
-    def _reconcile_worker(self, worker: WorkerProcess, now_s: float) -> None:
-        num_restarts, state = worker.num_restarts, worker.state
-        if worker.check(now_s):
-            self._are_targets_due = True
-        if worker.num_restarts > num_restarts:
-            if not self._is_ready:
-                raise DeployError(f"{worker.worker_id} did not start: {worker.failure}")
-            self._progress.warn(worker.worker_id, f"{worker.failure}; starting it again")
-        elif worker.state is WorkerState.UP and state is not WorkerState.UP:
-            assert worker.endpoint is not None
-            self._progress.note(worker.worker_id, f"up at {worker.endpoint.address}")
-
-    def _start_compiler(self) -> None:
-        """Compile the CPU kernels while other processes start; workers wait for them."""
-        if self._launch.emulate or preflight.kernel_warning(self._launch) or is_built():
-            return
-        self._progress.note("kernels", "compiling CPU kernels (once for this machine)")
-        command = [sys.executable, "-m", "pdserve.kernels.cpu.build"]
-        self._compiler = start_tied(command, env=os.environ, log_path=self._folder.path / "kernels.log")
 
     def _reconcile_compiler(self, compiler: subprocess.Popen[bytes]) -> None:
         if compiler.poll() is None:
@@ -224,134 +184,76 @@ class Supervisor:
         if compiler.returncode == 0:
             self._progress.note("kernels", "compiled")
         else:
-            self._progress.warn("kernels", last_line(self._folder.path / "kernels.log"))
+            self._progress.warn("kernels", last_line(self._folder / "kernels.log"))
         self._compiler = None
 
-    # The router
+    def _announce(self) -> None:
+        """Show the banner and publish the addresses.
 
-    def _start_router(self) -> None:
-        config = router_config(self._launch, self._model_path, self._split, len(self._cores), self._cluster_token)
-        self._router = RouterProcess(config, self._folder.path / "router.log")
-
-    def _reconcile_router(self, router: RouterProcess, now_s: float) -> None:
-        if router.exit_code is not None:
-            self._replace_router(router, now_s)
-            return
-        if not router.is_listening:
-            if router.check_listening():
-                self._progress.note("router", f"listening at {router.url}")
-                self._are_targets_due = True
-                self._router_alive_s = now_s
-            return
-        if self._are_targets_due and now_s - self._router_checked_s >= _TICK_S:
-            self._router_checked_s = now_s
-            with contextlib.suppress(httpx.HTTPError):  # retried, or the router is found dead
-                router.put_targets([worker.endpoint for worker in self._workers if worker.endpoint is not None])
-                self._are_targets_due = False
-        elif now_s - self._router_checked_s >= ROUTER_CHECK_INTERVAL_S:
-            self._router_checked_s = now_s
-            if router.is_alive():
-                self._router_alive_s = now_s
-            elif now_s - self._router_alive_s > ROUTER_HANG_S:
-                router.kill()
-
-    def _replace_router(self, router: RouterProcess, now_s: float) -> None:
-        """Restart the router after it ended: at once the first time, after a growing delay from then on."""
-        if not self._is_ready:
-            raise DeployError(f"the router did not start: {router.failure}")
-        if self._num_signals:
-            return
-        if not self._router_retry_at_s:
-            self._num_router_failures += 1
-            self._router_retry_at_s = now_s + restart_delay_s(self._num_router_failures, 0.5)
-            self._progress.warn("router", f"{router.failure}; starting it again")
-        if now_s >= self._router_retry_at_s:
-            self._router_retry_at_s = 0.0
-            router.restart()
-
-    # Ready
-
-    def _announce(self, router: RouterProcess) -> None:
-        rows = self._banner_rows(router)
+        Raises:
+            DeployError: the router does not answer.
+        """
+        config, router = self._launch.config, self._router
+        workers = fetch_status(router.admin_url)["workers"]
         self._is_ready = True
-        self._leave_cores_to_workers(router)
-        note = ClusterNote(pid=os.getpid(), url=router.url, admin_url=router.admin_url, model=router.config.served_name)
-        self._folder.write_note(note)
-        self._progress.banner(rows, curl_command(note))
+        self._leave_cores_to_workers()
+        note = ClusterNote(pid=os.getpid(), url=router.address, admin_url=router.admin_url)
+        write_note(self._folder, note)
+        emulated = f", emulated on {self._launch.emulate}" if self._launch.emulate else ""
+        rows = [("model", f"{router.config.served_name} ({config.model.precision}){emulated}")]
+        for role, count in Counter(self._launch.roles).items():
+            blocks = sum(num_blocks(worker) for worker in workers if worker["role"] == role.value)
+            tokens = f"{blocks * config.model.block_size:,} tokens of KV cache"
+            rows.append((role.value, f"{count} worker{'s' * (count > 1)}, {tokens}"))
+        rows += [("transport", config.kv_transfer.transport), ("API", f"{note.url}/v1"), ("admin", note.admin_url)]
+        self._progress.banner(rows, curl_command(note.url, router.config.served_name))
 
-    def _leave_cores_to_workers(self, router: RouterProcess) -> None:
+    def _leave_cores_to_workers(self) -> None:
         """Move the router and Ray's daemons, which started on every core, to the spare cores."""
-        if not self._split.spare_cores:
+        if not (spare_cores := self._launch.split.spare_cores):
             return
         workers: set[int] = set()
         for worker in self._workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(worker.process_id)
                 workers |= {process.pid, *(child.pid for child in process.children(recursive=True))}
-        daemons = self._ray.process_ids() if self._ray else []
-        for process_id in {router.process_id, *daemons} - workers:
-            pin_process(process_id, self._split.spare_cores)
-
-    def _banner_rows(self, router: RouterProcess) -> list[tuple[str, str]]:
-        config = self._launch.config
-        rows = [("model", f"{router.config.served_name} ({config.model.precision})")]
-        if self._launch.emulate:
-            rows[0] = ("model", f"{rows[0][1]}, emulated on {self._launch.emulate}")
-        workers = router.status()["workers"]
-        for role, count in Counter(self._launch.roles).items():
-            tokens = sum(
-                kv_tokens(worker, config.model.block_size) for worker in workers if worker["role"] == role.value
-            )
-            rows.append((role.value, f"{count} worker{'s' * (count > 1)}, {tokens:,} tokens of KV cache"))
-        rows += [("transport", config.kv_transfer.transport), ("API", f"{router.url}/v1"), ("admin", router.admin_url)]
-        return rows
-
-    # The end
+        daemons = self._ray.process_ids if self._ray else []
+        for process_id in {self._router.process_id, *daemons} - workers:
+            pin_process(process_id, spare_cores)
 
     def _drain(self) -> int:
         """Let the router finish its requests within the drain timeout and exit; returns the exit status."""
-        router = self._router
-        if router is None or not self._is_ready:
+        if not self._is_ready:
             return 0
-        self._progress.note("stopping", "finishing what runs; Ctrl-C again cuts it short")
+        self._progress.note("stopping", "finishing running requests; Ctrl-C again ends them")
         num_signals = self._num_signals
         deadline_s = time.monotonic() + self._launch.drain_timeout_s + _CLOSE_STREAMS_S
-        router.terminate()
-        while router.exit_code is None and time.monotonic() < deadline_s and self._num_signals == num_signals:
+        self._router.terminate()
+        while self._router.exit_code is None and time.monotonic() < deadline_s and self._num_signals == num_signals:
             self._tick()
             time.sleep(_TICK_S)
-        return 0 if router.exit_code == 0 else 1
+        return 0 if self._router.exit_code == 0 else 1
 
     def _end(self) -> None:
-        """End every process and remove every file, in any state."""
-        if self._router is not None:
-            self._router.close()
+        """End every process, in any state."""
+        self._router.end()
         if self._compiler is not None:
             end_session(self._compiler, 0)
-        if self._is_connected:
-            self._stop_workers()
+        self._stop_workers()
         disconnect()
         self._take_signals()
         if self._ray is not None:
-            self._ray.stop()
-        self._folder.close()
+            self._ray.end()
 
     def _stop_workers(self) -> None:
-        import ray
-
-        stopping: list[Any] = [ending for worker in self._workers if (ending := worker.stop()) is not None]
+        stopping = [ending for worker in self._workers if (ending := worker.stop()) is not None]
         if stopping:
+            import ray
+
             ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_WORKERS_S)
 
 
-def kv_tokens(worker: dict[str, Any], block_size: int) -> int:
-    """Capacity of a worker's KV pool in tokens, from its entry in the router's status."""
-    load = worker["load"]
-    blocks = load["num_blocks_free"] + load["num_blocks_cached"] + load["num_blocks_referenced"]
-    return int(blocks * block_size)
-
-
-def curl_command(note: ClusterNote) -> str:
+def curl_command(url: str, model: str) -> str:
     """Example request, as a shell command."""
-    body = f'{{"model": "{note.model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 32}}'
-    return f"curl {note.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 32}}'
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

@@ -1,16 +1,21 @@
 """``pdserve bench``: benchmarks of a running server, and of the kernels on this machine's GPU.
 
-Reads arguments and prints; a command imports what it needs when it runs. Benchmarks of the project itself are run as
-modules of `pdserve.bench`.
+Benchmarks of the project itself are modules of `pdserve.bench`.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.folder import find_cluster
 
 if TYPE_CHECKING:
     from pdserve.planner.workload import Workload
@@ -25,40 +30,31 @@ def group() -> None:
 
 @app.command(epilog="Example: pdserve bench serve --rate 4 --requests 500 --workload chat")
 def serve(
-    url: Annotated[str, typer.Option(help="Address of the API; by default that of the cluster that runs here.")] = "",
+    url: Annotated[str, typer.Option(help="API address. Default: the cluster on this machine.")] = "",
     rate: Annotated[float, typer.Option(min=1e-6, help="Requests per second.")] = 1.0,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 100,
-    workload: Annotated[str, typer.Option(metavar="NAME", help="Kind of traffic, such as chat or code.")] = "",
+    workload: Annotated[str, typer.Option(metavar="NAME", help="Workload preset, such as chat or code.")] = "",
     trace: Annotated[
-        Path | None, typer.Option(help="Lengths and arrivals of a trace: Mooncake, Azure, BurstGPT, ShareGPT, plain.")
+        Path | None, typer.Option(help="Trace file: Mooncake, Azure, BurstGPT, ShareGPT or plain.")
     ] = None,
-    input_tokens: Annotated[
-        int, typer.Option(min=1, help="Of each prompt, where no workload or trace is named.")
-    ] = 256,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, likewise.")] = 128,
-    max_model_len: Annotated[int, typer.Option(min=0, help="Shorten requests to this; 0 asks the server.")] = 0,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt, without a workload or trace.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, without a workload or trace.")] = 128,
+    max_model_len: Annotated[int, typer.Option(min=0, help="Longest request, tokens; 0: the server's limit.")] = 0,
     burstiness: Annotated[
-        float, typer.Option(min=1e-3, help="Coefficient of variation of the times between requests; 1 is Poisson.")
+        float, typer.Option(min=1e-3, help="Coefficient of variation of interarrival times; 1: Poisson.")
     ] = 1.0,
-    ttft: Annotated[
-        float | None, typer.Option(min=1e-6, help="Objective for the time to first token, seconds.")
-    ] = None,
-    tpot: Annotated[float | None, typer.Option(min=1e-6, help="Objective for the time per output token.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths and arrivals.")] = 0,
-    vocab_size: Annotated[int, typer.Option(min=1, help="Prompts are random token ids below this.")] = 256,
+    ttft: Annotated[float | None, typer.Option(min=1e-6, help="TTFT objective, seconds.")] = None,
+    tpot: Annotated[float | None, typer.Option(min=1e-6, help="TPOT objective, seconds.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of lengths and arrivals.")] = 0,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Upper limit of random token ids in prompts.")] = 256,
     time_scale: Annotated[
-        float, typer.Option(min=1e-3, help="As that of an emulated cluster; times are divided by it.")
+        float, typer.Option(min=1e-3, help="Time scale of an emulated cluster; divides all times.")
     ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Send requests on schedule, without waiting for earlier ones, and show latencies and goodput."""
-    from rich.console import Console
-
+    """Send requests in an open loop and show latencies and goodput."""
     from pdserve.bench.load import measure_load
     from pdserve.bench.serving_report import ServingReport
-    from pdserve.contracts.deployment import SloConfig
-    from pdserve.contracts.errors import DeployError
-    from pdserve.deploy.cluster.folder import find_cluster
 
     console = Console(stderr=True)
     try:
@@ -86,30 +82,30 @@ def serve(
     report = ServingReport.of(measured, slo)
     typer.echo(json.dumps(report.as_dict()) if as_json else "\n".join(report.lines()))
     if report.problems:
-        raise DeployError(f"these figures do not count: {'; '.join(report.problems)}")
+        raise DeployError(f"these results are invalid: {'; '.join(report.problems)}")
     return 0 if report.num_finished else 1
 
 
 @app.command(epilog="Example: pdserve bench kernels --only decode_attention --quick")
 def kernels(
-    only: Annotated[str, typer.Option(metavar="NAME", help="Kernels with this in their names.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="A few shapes of each kernel.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that a kernel and its peers take turns.")] = 3,
+    only: Annotated[str, typer.Option(metavar="NAME", help="Part of the names of the kernels to measure.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Measure few shapes per kernel.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over a kernel and its peers.")] = 3,
     compile_only: Annotated[
-        bool, typer.Option("--compile-only", help="Compile for a Hopper GPU: registers, spills, shared memory.")
+        bool, typer.Option("--compile-only", help="Compile for a Hopper GPU and show registers, spills, shared memory.")
     ] = False,
     folder: Annotated[
-        Path, typer.Option(exists=True, file_okay=False, help="Where the dated file of results goes.")
+        Path, typer.Option(exists=True, file_okay=False, help="Folder for the dated file of results.")
     ] = Path(),
-    with_plot: Annotated[bool, typer.Option("--plot", help="Draw a picture beside it.")] = False,
-    hardware: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm, if it is not recognised.")] = "",
-    skip_peer: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Leave out, such as flex.")] = None,
+    with_plot: Annotated[bool, typer.Option("--plot", help="Also draw a plot.")] = False,
+    hardware: Annotated[str, typer.Option(help="GPU, such as h100-sxm. Default: as detected.")] = "",
+    skip_peer: Annotated[
+        list[str] | None, typer.Option(metavar="PEER", help="Peer to skip, such as flex; repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Measure every kernel on this GPU against its limit and its peers; or compile them, which needs no GPU."""
+    """Measure every kernel against its limit and its peers, or compile them without a GPU."""
     from importlib.util import find_spec
-
-    from pdserve.contracts.errors import DeployError
 
     if find_spec("triton") is None:
         raise DeployError("the kernels of a GPU need Triton, which is not installed: pip install triton, on Linux")
@@ -141,9 +137,6 @@ def _workload(name: str, trace: Path | None, input_tokens: int, output_tokens: i
         ValueError: unknown preset, or a file that is not a trace.
         DeployError: the file cannot be read.
     """
-    from dataclasses import replace
-
-    from pdserve.contracts.errors import DeployError
     from pdserve.planner.arrivals import RandomGaps
     from pdserve.planner.conversations import Conversations
     from pdserve.planner.lengths import FixedLengths
@@ -172,8 +165,6 @@ def _max_model_len(url: str) -> int:
         DeployError: the server does not answer.
     """
     import httpx
-
-    from pdserve.contracts.errors import DeployError
 
     try:
         models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]

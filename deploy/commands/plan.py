@@ -16,7 +16,7 @@ from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, answer, show_formulas
-from pdserve.deploy.commands.plan_options import Holding, Objectives
+from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 
 if TYPE_CHECKING:
     from pdserve.planner.plan import Effort, Objective
@@ -27,22 +27,24 @@ MAX_GPUS_PER_NODE = 72
 DEFAULT_REQUESTS = 1000
 MIN_REQUESTS = 100
 """With fewer requests, an objective can be met at any rate."""
-_LOOKED_AT = 1000
+_MIN_TRAFFIC_REQUESTS = 1000
 """Least number of requests from which the search judges a workload."""
 
 
 def plan(
-    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; no weights are needed.")] = None,
-    gpu: Annotated[str, typer.Option(metavar="KIND", help="GPU, such as h100-sxm; a wrong name lists all.")] = "",
-    nodes: Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Hosts that have them.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=MAX_GPUS_PER_NODE, help="GPUs of each host.")] = 8,
-    decode_gpu: Annotated[str, typer.Option(metavar="KIND", help="A second kind of GPU, each phase on either.")] = "",
+    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; weights are not needed.")] = None,
+    gpu: Annotated[str, typer.Option(metavar="KIND", help="GPU, such as h100-sxm; an unknown name lists all.")] = "",
+    nodes: Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Number of hosts.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=MAX_GPUS_PER_NODE, help="GPUs per host.")] = 8,
+    decode_gpu: Annotated[
+        str, typer.Option(metavar="KIND", help="Second kind of GPU; each phase may use either.")
+    ] = "",
     decode_nodes: Annotated[
-        int | None, typer.Option(min=1, max=MAX_NODES, help="Hosts that have those; else --nodes.")
+        int | None, typer.Option(min=1, max=MAX_NODES, help="Hosts with the second kind. Default: --nodes.")
     ] = None,
     hardware_file: options.HardwareFileOption = None,
     engine: options.EngineOption = "pdserve",
-    price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU; else its list price.")] = None,
+    price: Annotated[float | None, typer.Option(help="Price, dollars per GPU hour. Default: list price.")] = None,
     dtype: options.DtypeOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantization: options.QuantizationOption = None,
@@ -50,40 +52,36 @@ def plan(
     workload: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="Preset (chat, code, summarisation, agent) or a trace.")
     ] = "",
-    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt, for no workload.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer, for no workload.")] = None,
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt, in place of a workload.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per answer, in place of a workload.")] = None,
     burstiness: options.BurstinessOption = None,
     lenient: options.LenientOption = False,
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
-    rate: Annotated[float | None, typer.Option(help="Find the fewest GPUs for so many requests per second.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second to find the fewest GPUs for.")] = None,
     objective: Annotated[
         str, typer.Option(help="rate, rate-per-device, and with --rate fewest-devices or least-cost.")
     ] = "",
-    output: Annotated[Path | None, typer.Option(help="Write the best as a deployment file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a report: one HTML file.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write JSON to this file; - writes it alone, to the output.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Deployment file to write for the best placement.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Report to write (HTML).")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file to write; -: standard output, without tables.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 5,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that simulate; 0 is one for each core.")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="Simulation processes; 0: one per core.")] = 0,
     requests: Annotated[
-        int, typer.Option(min=MIN_REQUESTS, help="Of each simulation of a finalist: more are surer, and take longer.")
+        int, typer.Option(min=MIN_REQUESTS, help="Requests per simulation of a finalist.")
     ] = DEFAULT_REQUESTS,
     seed: options.SeedOption = 0,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show how memory and times of a worker come about; search nothing.")
+        bool, typer.Option("--explain", help="Show the formulas for memory and times of a worker, without a search.")
     ] = False,
-    live: Annotated[
-        str, typer.Option(metavar="URL", help="Watch the cluster with this admin address, and compare its placement.")
-    ] = "",
-    window: Annotated[float, typer.Option(help="Seconds to watch it.")] = 60.0,
-    hysteresis: Annotated[float, typer.Option(min=0, help="Gain in goodput that is worth a change.")] = 0.1,
+    live: Annotated[str, typer.Option(metavar="URL", help="Admin address of a running cluster to compare with.")] = "",
+    window: Annotated[float, typer.Option(help="Time to watch the cluster, seconds.")] = 60.0,
+    hysteresis: Annotated[float, typer.Option(min=0, help="Least gain in goodput for a change, as a share.")] = 0.1,
 ) -> int:
     """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
-    holding = Holding(dtype, kv_dtype, quantization, max_model_len)
-    held = options.held(ModelConfig(path=str(model or ""), dtype="bfloat16"), holding)
+    model_options = ModelOptions(dtype, kv_dtype, quantization, max_model_len)
+    model_config = options.model_config(ModelConfig(path=str(model or ""), dtype="bfloat16"), model_options)
     named = options.named_lengths(input_tokens, output_tokens)
     if named and workload:
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
@@ -108,7 +106,7 @@ def plan(
         from pdserve.deploy.commands.plan_live import Watch, plan_live
 
         watch = Watch(live, window, hysteresis, gpu, hardware_file)
-        return plan_live(watch, holding, objectives, _effort(requests, seed), outputs)
+        return plan_live(watch, model_options, objectives, _effort(requests, seed), outputs)
     if not gpu:
         raise ConfigError("no GPU is named; give --gpu, such as --gpu h100-sxm")
     added = options.added_hardware(hardware_file)
@@ -119,7 +117,7 @@ def plan(
             raise ConfigError(
                 f"--decode-gpu is {kinds[0][0].name}, as --gpu is: leave it out, and count all in --nodes"
             )
-    planned = options.planned_model(held)
+    planned = options.planned_model(model_config)
 
     from pdserve.planner.plan import Question, Supply
 
@@ -128,7 +126,7 @@ def plan(
         max_model_len=planned.max_model_len,
         lenient=lenient,
         burstiness=burstiness,
-    ).with_at_least(max(requests, _LOOKED_AT))
+    ).with_at_least(max(requests, _MIN_TRAFFIC_REQUESTS))
     question = Question(
         model=planned,
         slo=options.objectives(traffic.usual_slo, objectives),

@@ -18,7 +18,7 @@ import httpx
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, search, write_files
-from pdserve.deploy.commands.plan_options import Holding, Objectives
+from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 from pdserve.deploy.commands.status import fetch_status
 
 if TYPE_CHECKING:
@@ -38,12 +38,14 @@ class Watch(NamedTuple):
     window_s: float
     hysteresis: float
     gpu: str
-    """Kind of GPU of every worker; empty takes what the cluster reports."""
+    """Kind of GPU of every worker; empty takes the cluster's."""
     hardware_file: Path | None
 
 
-def plan_live(watch: Watch, holding: Holding, objectives: Objectives, effort: Effort, outputs: Outputs) -> int:
-    """Watch, search, compare and print; returns the exit status. The cluster provides what the options leave open."""
+def plan_live(
+    watch: Watch, model_options: ModelOptions, objectives: Objectives, effort: Effort, outputs: Outputs
+) -> int:
+    """Watch, search, compare and print; returns the exit status. Options override the cluster's settings."""
     from pdserve.planner.plan import Question
     from pdserve.planner.replan import propose
     from pdserve.planner.running import observed_traffic, running_cluster, running_layout, supplies
@@ -53,14 +55,14 @@ def plan_live(watch: Watch, holding: Holding, objectives: Objectives, effort: Ef
         cluster = running_cluster(fetch_status(watch.url, "--live"))
         layout = running_layout(cluster.workers, lambda worker: _device(worker, cluster, watch.gpu, added))
     folder = outputs.model or _served_folder(cluster)
-    held = dataclasses.replace(cluster.model, path=str(folder))
+    served = dataclasses.replace(cluster.model, path=str(folder))
     question = Question(
-        model=options.planned_model(options.held(held, holding)),
+        model=options.planned_model(options.model_config(served, model_options)),
         slo=options.objectives(cluster.slo, objectives),
         fleet=supplies(layout, cluster.workers),
         effort=effort,
     )
-    overrides = list(_overrides(cluster, question, holding, objectives))
+    overrides = list(_overrides(cluster, question, model_options, objectives))
     observed = _observe(watch)
     traffic = observed_traffic(observed, question.model)
     found = search(question, traffic, num_processes=outputs.num_processes)
@@ -74,28 +76,30 @@ def plan_live(watch: Watch, holding: Holding, objectives: Objectives, effort: Ef
             hysteresis=watch.hysteresis,
             num_processes=outputs.num_processes or options.num_cores(),
         )
-    _tell(proposal, found, (_words(observed), _question_words(question), *overrides), outputs)
+    _print_proposal(proposal, found, (_words(observed), _question_words(question), *overrides), outputs)
     write_files(found, traffic, _words(observed), outputs._replace(model=folder))
     return 0
 
 
-def _tell(proposal: Proposal, plan: Plan, introduction: Sequence[str], outputs: Outputs) -> None:
+def _print_proposal(proposal: Proposal, plan: Plan, introduction: Sequence[str], outputs: Outputs) -> None:
     from pdserve.planner.replan import proposal_json, sentences
 
-    said = (*introduction, *sentences(proposal))
+    lines = (*introduction, *sentences(proposal))
     if not outputs.is_json_alone:
         console = options.console()
-        for sentence in said:
-            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        for line in lines:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     if outputs.json is not None:
-        options.write_json(outputs.json, {**proposal_json(proposal, plan), "text": list(said)})
+        options.write_json(outputs.json, {**proposal_json(proposal, plan), "text": list(lines)})
 
 
 def _device(worker: RunningWorker, cluster: RunningCluster, gpu: str, added: Mapping[str, Hardware]) -> Hardware:
-    """Device of a worker's ranks: as named here, or else as the router predicts them."""
+    """Device of a worker's ranks: the option's, or as the router predicts them."""
     name = options.device(gpu, added).name if gpu else worker.hardware
-    told = cluster.devices.get(worker.role)
-    return told if told is not None and told.name == name and name not in added else options.device(name, added)
+    reported = cluster.devices.get(worker.role)
+    if reported is not None and reported.name == name and name not in added:
+        return reported
+    return options.device(name, added)
 
 
 def _served_folder(cluster: RunningCluster) -> Path:
@@ -109,18 +113,20 @@ def _served_folder(cluster: RunningCluster) -> Path:
     return folder
 
 
-def _overrides(cluster: RunningCluster, question: Question, holding: Holding, objectives: Objectives) -> Iterator[str]:
+def _overrides(
+    cluster: RunningCluster, question: Question, model_options: ModelOptions, objectives: Objectives
+) -> Iterator[str]:
     """One sentence for each option that contradicts the cluster."""
     from pdserve.planner.planned_model import read_planned_model
 
-    told = {**dataclasses.asdict(cluster.model), **dataclasses.asdict(cluster.slo)}
-    for name, given in {**holding._asdict(), **objectives._asdict()}.items():
-        if given not in (None, told[name]):
+    running = {**dataclasses.asdict(cluster.model), **dataclasses.asdict(cluster.slo)}
+    for name, given in {**model_options._asdict(), **objectives._asdict()}.items():
+        if given not in (None, running[name]):
             option = name.removesuffix("_seconds").replace("_", "-")
-            yield f"--{option} {given} overrides {told[name]}, which the cluster has."
-    running, asked = ({each.hardware for each in cluster.workers}, {each.hardware.name for each in question.fleet})
-    if running != asked:
-        yield f"--gpu {', '.join(asked)} overrides {', '.join(sorted(running))}, which the cluster has."
+            yield f"--{option} {given} overrides {running[name]}, which the cluster has."
+    present, given_kinds = {each.hardware for each in cluster.workers}, {each.hardware.name for each in question.fleet}
+    if present != given_kinds:
+        yield f"--gpu {', '.join(given_kinds)} overrides {', '.join(sorted(present))}, which the cluster has."
     served = Path(cluster.model.path)
     if os.access(served / "config.json", os.R_OK):
         with options.failure():

@@ -1,7 +1,7 @@
 """Options that the planner's commands share: names, help and meaning.
 
-Imports no planner module before a value is used, so that ``--help`` is instant. A name or number that makes no sense is
-bad usage (`ConfigError`); an error of the model or the fleet is a failure (`DeployError`).
+Imports no planner module before a value is used, so that ``--help`` is instant. An invalid name or number is bad
+usage (`ConfigError`); an error of the model or the fleet is a failure (`DeployError`).
 """
 
 from __future__ import annotations
@@ -28,37 +28,31 @@ if TYPE_CHECKING:
     from pdserve.planner.traffic import Traffic
 
 GpuOption = Annotated[
-    str, typer.Option(metavar="KIND", help="GPU of every worker, such as h100-sxm; a wrong name lists all.")
+    str, typer.Option(metavar="KIND", help="GPU of every worker, such as h100-sxm; an unknown name lists all.")
 ]
-DecodeGpuOption = Annotated[str, typer.Option(metavar="KIND", help="GPU of decode workers, if it is another one.")]
-HardwareFileOption = Annotated[
-    Path | None, typer.Option(help="YAML file of devices, as pdserve profile writes it: more kinds for --gpu.")
-]
-EngineOption = Annotated[str, typer.Option(help="Engine whose host costs are predicted: pdserve or vllm.")]
+EngineOption = Annotated[str, typer.Option(help="Engine with the host costs to predict: pdserve or vllm.")]
+DecodeGpuOption = Annotated[str, typer.Option(metavar="KIND", help="GPU of decode workers. Default: --gpu.")]
+HardwareFileOption = Annotated[Path | None, typer.Option(help="Device file (YAML) from pdserve profile, for --gpu.")]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="Of weights and activations: float32, bfloat16 (the default) or float16.")
+    str | None, typer.Option(help="Weights and activations: float32, bfloat16 (default) or float16.")
 ]
-KvDtypeOption = Annotated[
-    str | None, typer.Option(help="Of the KV cache: auto is the dtype of the model, or int8 or float8_e4m3fn.")
-]
-QuantizationOption = Annotated[str | None, typer.Option(help="Of the layers' weights: none, int8 or int4.")]
+KvDtypeOption = Annotated[str | None, typer.Option(help="KV cache: auto (the model's dtype), int8 or float8_e4m3fn.")]
+QuantizationOption = Annotated[str | None, typer.Option(help="Layer weights: none, int8 or int4.")]
 MaxModelLenOption = Annotated[
     int | None,
-    typer.Option(min=0, help="Prompt and answer tokens together, at most; else the model's limit, up to 8192."),
+    typer.Option(min=0, help="Longest request, prompt and answer tokens. Default: the model's limit, up to 8192."),
 ]
-TtftOption = Annotated[
-    float | None, typer.Option(help="Objective for the time to the first token, in seconds; else the workload's usual.")
+TtftOption = Annotated[float | None, typer.Option(help="TTFT objective, seconds. Default: the workload's.")]
+TpotOption = Annotated[float | None, typer.Option(help="TPOT objective, seconds. Default: the workload's.")]
+AttainmentOption = Annotated[
+    float | None, typer.Option(help="Share of requests to meet both objectives. Default: 0.9.")
 ]
-TpotOption = Annotated[
-    float | None, typer.Option(help="Objective for the time per token after it, in seconds; else the workload's usual.")
-]
-AttainmentOption = Annotated[float | None, typer.Option(help="Share of requests that should meet both; else 0.9.")]
 BurstinessOption = Annotated[
     float | None,
-    typer.Option(help="Variation of the gaps between arrivals: 1 is Poisson, more is bursts. Else the workload's own."),
+    typer.Option(help="Coefficient of variation of interarrival times; 1: Poisson. Default: the workload's."),
 ]
-LenientOption = Annotated[bool, typer.Option("--lenient", help="Skip malformed lines of a trace, and count them.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of the random numbers.")]
+LenientOption = Annotated[bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")]
 
 _FILE_WIDTH = 160
 
@@ -93,18 +87,18 @@ def working(text: str) -> Iterator[None]:
         yield
 
 
-def planned_model(held: ModelConfig) -> PlannedModel:
+def planned_model(config: ModelConfig) -> PlannedModel:
     """Planned model of a checked deployment."""
-    if not held.path:
+    if not config.path:
         raise ConfigError("no model is named; give --model a folder with a config.json, or the file itself")
     from pdserve.planner.planned_model import read_planned_model
 
     with failure():
         return read_planned_model(
-            Path(held.path),
-            precision=held.precision,
-            max_model_len=held.max_model_len,
-            block_size=held.block_size,
+            Path(config.path),
+            precision=config.precision,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
         )
 
 
@@ -157,12 +151,12 @@ class Objectives(NamedTuple):
     attainment: float | None
 
 
-def objectives(usual: SloConfig, asked: Objectives) -> SloConfig:
+def objectives(usual: SloConfig, given: Objectives) -> SloConfig:
     """Objectives of the options, with ``usual`` as defaults."""
-    return _overridden(DeploymentConfig(slo=usual), "slo", asked).slo
+    return _overridden(DeploymentConfig(slo=usual), "slo", given).slo
 
 
-class Holding(NamedTuple):
+class ModelOptions(NamedTuple):
     """Precision and length from the options, with the field names of `ModelConfig`; ``None`` keeps the default."""
 
     dtype: str | None
@@ -171,13 +165,13 @@ class Holding(NamedTuple):
     max_model_len: int | None
 
 
-def held(usual: ModelConfig, asked: Holding) -> ModelConfig:
+def model_config(usual: ModelConfig, given: ModelOptions) -> ModelConfig:
     """Model configuration of the options, with ``usual`` as defaults."""
-    return _overridden(DeploymentConfig(model=usual), "model", asked).model
+    return _overridden(DeploymentConfig(model=usual), "model", given).model
 
 
-def _overridden(usual: DeploymentConfig, section: str, asked: Objectives | Holding) -> DeploymentConfig:
-    config = override(usual, section, **asked._asdict())
+def _overridden(usual: DeploymentConfig, section: str, given: Objectives | ModelOptions) -> DeploymentConfig:
+    config = override(usual, section, **given._asdict())
     check_deployment(config)
     return config
 

@@ -38,7 +38,7 @@ _KV_MEMORY_SHARE, _MAX_KV_BYTES = 0.25, 2**31
 """Size of the KV pool during measurement: share of the available memory, and upper limit."""
 _MIN_STEPS = 16
 """Fewer steps do not determine the fitted figures."""
-_MUCH_NOISE = 0.1
+_HIGH_NOISE = 0.1
 _SHOWN_STEPS = 6
 """Held-out steps shown for each kind."""
 
@@ -93,7 +93,7 @@ def run_profile(request: ProfileRequest, console: Console) -> int:
 def _default_counts(cores: Sequence[int]) -> tuple[int, ...]:
     """Cores of a prefill and of a decode worker; all cores if there are too few to divide."""
     split = split_cores(cores, [WorkerRole.PREFILL, WorkerRole.DECODE])
-    return tuple(sorted({len(of_worker) or len(cores) for of_worker in split.worker_cores}))
+    return tuple(sorted({len(worker) or len(cores) for worker in split.worker_cores}))
 
 
 def _other_devices(path: Path) -> dict[str, Hardware]:
@@ -135,11 +135,11 @@ def _profile(
 ) -> tuple[CostFit, list[MeasuredStep]]:
     from pdserve.model.cost.profiling import measure_model
 
-    with _on_cores_of_its_own(), _bar(console) as bar:
-        task = bar.add_task(f"{num_cores} cores", total=1.0, what="")
+    with _restored_affinity(), _bar(console) as bar:
+        task = bar.add_task(f"{num_cores} cores", total=1.0, step="")
         try:
             profile = measure_model(
-                model, budget_s, lambda share, what: bar.update(task, completed=share, what=what[:60])
+                model, budget_s, lambda share, step: bar.update(task, completed=share, step=step[:60])
             )
         except (ValueError, OSError) as error:
             raise DeployError(" ".join(str(error).split())) from error
@@ -171,8 +171,8 @@ def _profile(
 
 
 @contextmanager
-def _on_cores_of_its_own() -> Iterator[None]:
-    """Measuring pins this process; restore its cores afterwards."""
+def _restored_affinity() -> Iterator[None]:
+    """Restore this process's cores afterwards: measuring pins it."""
     affinity = os.sched_getaffinity(0)
     try:
         yield
@@ -192,7 +192,7 @@ def _bar(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[what]}"),
+        TextColumn("{task.fields[step]}"),
         console=console,
         transient=True,
     )
@@ -204,16 +204,16 @@ def show(fit: CostFit, measured: Sequence[MeasuredStep], console: Console) -> No
     console.print(_steps_table(fit))
     console.print(_figures_table(fit.hardware))
     noise = _noise(measured)
-    if noise > _MUCH_NOISE:
+    if noise > _HIGH_NOISE:
         console.print(
             f"[yellow]Repeats of a step differed by ± {noise:.0%}: something else ran here. Profile again when it is "
             "quiet, or with a larger --budget[/]"
         )
-    reach = fit.hardware.measured
-    assert reach is not None
+    limits = fit.hardware.measured
+    assert limits is not None
     console.print(
-        f"Measured up to {reach.step_tokens[1]} new tokens a step, {reach.batch_size[1]} sequences decoding together "
-        f"and {reach.context_tokens[1]} cached tokens of a sequence. What lies beyond is extrapolated."
+        f"Measured up to {limits.step_tokens[1]} new tokens a step, {limits.batch_size[1]} sequences decoding together "
+        f"and {limits.context_tokens[1]} cached tokens of a sequence. Beyond that, predictions are extrapolated."
     )
 
 

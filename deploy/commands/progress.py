@@ -16,14 +16,14 @@ class Progress:
         self._console = console
         self._begin_s = time.monotonic()
 
-    def note(self, name: str, text: str) -> None:
+    def note(self, name: str, text: str, colour: str = "cyan") -> None:
         """Write one line: subject and text."""
         elapsed_s = time.monotonic() - self._begin_s
-        self._write(f"[dim]{elapsed_s:6.1f}s[/]  [cyan]{escape(name):<12}[/] {escape(text)}")
+        self._write(f"[dim]{elapsed_s:6.1f}s[/]  [{colour}]{escape(name):<12}[/] {escape(text)}")
 
     def warn(self, name: str, text: str) -> None:
         """Write one line about a problem that is being handled."""
-        self._write(f"[dim]{time.monotonic() - self._begin_s:6.1f}s[/]  [yellow]{escape(name):<12}[/] {escape(text)}")
+        self.note(name, text, "yellow")
 
     def banner(self, rows: Sequence[tuple[str, str]], command: str) -> None:
         """Write readiness, addresses, and a command to try on the last line."""

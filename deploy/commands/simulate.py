@@ -17,7 +17,6 @@ from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.config import (
-    Use,
     check_deployment,
     override,
     read_deployment,
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
 
 DEFAULT_REQUESTS = 3000
 _TRAFFIC_HELP = "give --workload chat, --trace FILE, or --input-tokens and --output-tokens"
-Replicas = Annotated[int | None, typer.Option(min=1, help="How many workers there are of this kind.")]
-TensorParallel = Annotated[int | None, typer.Option(min=1, help="GPUs that share every layer of a worker.")]
-PipelineParallel = Annotated[int | None, typer.Option(min=1, help="Groups of GPUs that share a worker's layers.")]
+Replicas = Annotated[int | None, typer.Option(min=1, help="Number of workers.")]
+TensorParallel = Annotated[int | None, typer.Option(min=1, help="Tensor parallel degree per worker.")]
+PipelineParallel = Annotated[int | None, typer.Option(min=1, help="Pipeline parallel degree per worker.")]
 
 
 def simulate(
     gpu: options.GpuOption,
-    file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML), as pdserve plan writes it.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; no weights are needed.")] = None,
-    colocated: Annotated[bool, typer.Option("--colocated", help="Workers that serve both phases.")] = False,
+    file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML), such as from pdserve plan.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; weights are not needed.")] = None,
+    colocated: Annotated[bool, typer.Option("--colocated", help="Use workers for both phases.")] = False,
     replicas: Replicas = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
@@ -50,10 +49,10 @@ def simulate(
     decode: Replicas = None,
     decode_tp: TensorParallel = None,
     decode_pp: PipelineParallel = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="New tokens of a step: the chunk budget.")] = None,
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences decoded in one step.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget per step.")] = None,
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences decoded per step.")] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of each host; else all are on one host, up to as many as one has.")
+        int | None, typer.Option(min=1, help="GPUs per host. Default: all on one host, up to its size.")
     ] = None,
     decode_gpu: options.DecodeGpuOption = "",
     hardware_file: options.HardwareFileOption = None,
@@ -62,24 +61,24 @@ def simulate(
     kv_dtype: options.KvDtypeOption = None,
     quantization: options.QuantizationOption = None,
     max_model_len: options.MaxModelLenOption = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second; of a trace, in place of its own.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at a time, in place of a rate.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second. Default: as in the trace.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Concurrent requests (closed loop), in place of --rate.")
+    ] = None,
     workload: Annotated[str, typer.Option(metavar="NAME", help="Preset: chat, code, summarisation, agent.")] = "",
-    trace: Annotated[str, typer.Option(metavar="FILE", help="Mooncake, Azure, BurstGPT or ShareGPT file.")] = "",
-    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer.")] = None,
+    trace: Annotated[str, typer.Option(metavar="FILE", help="Trace file: Mooncake, Azure, BurstGPT or ShareGPT.")] = "",
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per answer.")] = None,
     burstiness: options.BurstinessOption = None,
     lenient: options.LenientOption = False,
     requests: Annotated[
-        int | None, typer.Option(min=1, help=f"How many to simulate; else {DEFAULT_REQUESTS}, or the whole trace.")
+        int | None, typer.Option(min=1, help=f"Requests to simulate. Default: {DEFAULT_REQUESTS}, or the whole trace.")
     ] = None,
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
     seed: options.SeedOption = 0,
-    json: Annotated[
-        Path | None, typer.Option(help="Write JSON to this file; - writes it alone, to the output.")
-    ] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file to write; -: standard output, without tables.")] = None,
 ) -> int:
     """Predict latencies, attainment and throughput of a placement under load, without a GPU."""
     options.check_writable(json)
@@ -101,7 +100,7 @@ def simulate(
     ):
         config = _with_workers(config, phase, workers)
         config = override(config, phase, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
-    check_deployment(config, use=Use.SIMULATE)
+    check_deployment(config, use="simulate")
     named = _named_traffic(workload, trace, input_tokens, output_tokens)
     if concurrency is not None and rate is not None:
         raise ConfigError("--rate and --concurrency exclude each other: a closed loop has the rate that comes about")
@@ -146,7 +145,7 @@ class _Devices(NamedTuple):
 
 def _deployment(file: Path | None, *, is_colocated: bool) -> DeploymentConfig:
     """Deployment before options change it: the file's, or one worker of each phase."""
-    config = read_deployment(file, use=Use.SIMULATE) if file else DeploymentConfig(model=ModelConfig(dtype="bfloat16"))
+    config = read_deployment(file, use="simulate") if file else DeploymentConfig(model=ModelConfig(dtype="bfloat16"))
     if is_colocated and not config.mixed.replicas:
         none = PhaseConfig(replicas=0)
         config = dataclasses.replace(config, prefill=none, decode=none, mixed=PhaseConfig())

@@ -51,23 +51,23 @@ def fetch_status(admin_url: str, option: str = "--admin-url") -> dict[str, Any]:
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:
     """One row per worker."""
-    columns = ("worker", "role", "state", "run", "wait", "park", "KV used", "preempt", "address")
     table = Table(box=None, pad_edge=False)
-    for name in columns:
+    for name in ("worker", "role", "state", "run", "wait", "park", "KV used", "preempt", "address"):
         table.add_column(name, no_wrap=True)
     for worker in workers:
-        load = worker["load"]
-        total = load["num_blocks_free"] + load["num_blocks_cached"] + load["num_blocks_referenced"]
-        used = f"{load['num_blocks_referenced'] / total:.0%}" if total else "-"
-        state = "down" if not worker["up"] else "draining" if load["draining"] else "up"
-        counts = (load["num_running"], load["num_waiting"], load["num_parked"])
+        load, total = worker["load"], num_blocks(worker)
         table.add_row(
             worker["worker_id"],
             worker["role"],
-            state,
-            *map(str, counts),
-            used,
+            "down" if not worker["up"] else "draining" if load["draining"] else "up",
+            *(str(load[name]) for name in ("num_running", "num_waiting", "num_parked")),
+            f"{load['num_blocks_referenced'] / total:.0%}" if total else "-",
             str(load["num_preemptions"]),
             worker["address"],
         )
     return table
+
+
+def num_blocks(worker: dict[str, Any]) -> int:
+    """KV blocks of a worker's pool, from its entry in the status."""
+    return sum(int(worker["load"][f"num_blocks_{use}"]) for use in ("free", "cached", "referenced"))

@@ -190,7 +190,7 @@ class Fleet:
         """Check a worker's model against the fleet's: that of the first worker, for as long as any other is up.
 
         Raises:
-            SessionRefusedError: ``worker`` has another model.
+            SessionRefusedError: ``worker`` has another model, or a smaller ``max_model_len``.
         """
         others_up = any(other.is_up for other in self._workers.values() if other is not worker)
         if self._model is None or not others_up:
@@ -199,6 +199,10 @@ class Fleet:
             raise SessionRefusedError(
                 f"it holds another model ({welcome.model_hash}, block size {welcome.block_size}) than the fleet "
                 f"({self._model.model_hash}, block size {self._model.block_size})"
+            )
+        elif welcome.max_model_len < self._model.max_model_len:
+            raise SessionRefusedError(
+                f"its max_model_len {welcome.max_model_len} is below the fleet's {self._model.max_model_len}"
             )
 
 

@@ -11,7 +11,6 @@ import yaml
 from pdserve.contracts.deployment import DeploymentConfig, parse_bytes
 from pdserve.contracts.errors import ConfigError
 from pdserve.deploy.config import (
-    Use,
     parse_deployment,
     read_deployment,
     read_profile,
@@ -125,10 +124,10 @@ def test_each_mistake_gets_one_line_that_names_it(document: str, said: str) -> N
 
 def test_what_is_emulated_may_be_tensor_parallel_and_what_is_simulated_both() -> None:
     wide, deep = {"decode": {"tensor_parallel": 2}}, {"decode": {"pipeline_parallel": 2}}
-    assert parse_deployment(wide, use=Use.EMULATE).decode.tensor_parallel == 2
-    assert parse_deployment({**wide, "prefill": deep["decode"]}, use=Use.SIMULATE).prefill.pipeline_parallel == 2
+    assert parse_deployment(wide, use="emulate").decode.tensor_parallel == 2
+    assert parse_deployment({**wide, "prefill": deep["decode"]}, use="simulate").prefill.pipeline_parallel == 2
     with pytest.raises(ConfigError, match=r"decode.pipeline_parallel is 2; only 1 is supported today"):
-        parse_deployment(deep, use=Use.EMULATE)
+        parse_deployment(deep, use="emulate")
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.deploy.cluster.resources import split_cores
-from pdserve.deploy.config import Use, parse_deployment
+from pdserve.deploy.config import parse_deployment
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.model.cost.hardware import Hardware, hardware
 
 DOCUMENT = {
     "model": {
-        "path": "m",
+        "path": "/models/small",
         "dtype": "bfloat16",
         "kv_dtype": "int8",
         "quantization": "int8",
@@ -26,7 +24,8 @@ DOCUMENT = {
     "kv_transfer": {"transport": "grpc"},
     "router": {"port": 1234, "max_queued_requests": 5},
 }
-MODEL_PATH, BOARD = Path("/models/small"), "/run/cores"
+BOARD = "/run/cores"
+EIGHT, FOUR = tuple(range(8)), tuple(range(4))
 
 
 def device_of(config: WorkerConfig) -> Hardware:
@@ -34,9 +33,8 @@ def device_of(config: WorkerConfig) -> Hardware:
 
 
 def test_each_worker_gets_its_phase_and_its_cores() -> None:
-    launch = Launch(config=parse_deployment(DOCUMENT), emulate="a100", time_scale=2.0)
-    split = split_cores(range(8), launch.roles)
-    first, second, third = worker_configs(launch, MODEL_PATH, split, range(8), "secret", BOARD)
+    launch = Launch(config=parse_deployment(DOCUMENT), emulate="a100", time_scale=2.0, cores=EIGHT)
+    first, second, third = worker_configs(launch, "secret", BOARD)
     assert [config.worker_id for config in (first, second, third)] == ["prefill-0", "prefill-1", "decode-0"]
     assert (first.kv_memory_bytes, third.kv_memory_bytes) == (2**30, 0)
     assert (second.max_batch_tokens, third.max_batch_size) == (100, 7)
@@ -48,97 +46,91 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert (third.device, third.gpu_memory_utilization) == ("cuda", 0.5)
     assert (third.block_size, third.max_model_len, third.transport) == (32, 512, "grpc")
     assert (third.emulate, third.time_scale, third.cluster_token) == ("a100", 2.0, "secret")
-    assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == split.worker_cores
-    assert first.transfer_cpu_cores == split.spare_cores
+    assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == launch.split.worker_cores
+    assert first.transfer_cpu_cores == launch.split.spare_cores
     assert [config.core_index for config in (first, second, third)] == [0, 1, 2]
-    assert (third.core_board, third.core_sets) == (BOARD, split.worker_cores)
+    assert (third.core_board, third.core_sets) == (BOARD, launch.split.worker_cores)
 
 
 def test_degrees_go_to_the_workers_and_the_router() -> None:
-    wide = parse_deployment({"decode": {"tensor_parallel": 4}}, use=Use.EMULATE)
-    launch = Launch(config=wide, emulate="a100")
-    split = split_cores(range(8), launch.roles)
-    configs = worker_configs(launch, MODEL_PATH, split, range(8), "secret", BOARD)
+    wide = parse_deployment({"decode": {"tensor_parallel": 4}}, use="emulate")
+    launch = Launch(config=wide, emulate="a100", cores=EIGHT)
+    configs = worker_configs(launch, "secret", BOARD)
     assert [config.tensor_parallel for config in configs] == [1, 4]
-    assert router_config(launch, MODEL_PATH, split, 8, "secret").tensor_parallel == {
+    assert router_config(launch, "secret").tensor_parallel == {
         WorkerRole.PREFILL: 1,
         WorkerRole.DECODE: 4,
     }
 
 
 def test_workers_without_cores_of_their_own_lend_nothing() -> None:
-    launch = Launch()
-    (first, second) = worker_configs(launch, MODEL_PATH, split_cores([0], launch.roles), [0], "", BOARD)
+    launch = Launch(cores=(0,))
+    (first, second) = worker_configs(launch, "", BOARD)
     assert (first.core_board, second.core_board) == ("", "")
 
 
 def test_phases_that_lend_no_cores_take_none_either() -> None:
-    launch = Launch(config=parse_deployment({"prefill": {"lend_cores": False}, "decode": {"replicas": 2}}))
-    split = split_cores(range(8), launch.roles)
-    first, second, third = worker_configs(launch, MODEL_PATH, split, range(8), "", BOARD)
+    config = parse_deployment({"prefill": {"lend_cores": False}, "decode": {"replicas": 2}})
+    launch = Launch(config=config, cores=EIGHT)
+    first, second, third = worker_configs(launch, "", BOARD)
     assert [config.core_board for config in (first, second, third)] == ["", BOARD, BOARD]
-    assert third.core_sets == ((), *split.worker_cores[1:])
-    assert first.cpu_cores == split.worker_cores[0]
+    assert third.core_sets == ((), *launch.split.worker_cores[1:])
+    assert first.cpu_cores == launch.split.worker_cores[0]
 
 
 def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
-    launch = Launch()
-    split = split_cores([0, 1], launch.roles)
-    assert split.spare_cores == ()
-    configs = worker_configs(launch, MODEL_PATH, split, [0, 1], "", BOARD)
+    launch = Launch(cores=(0, 1))
+    assert launch.split.spare_cores == ()
+    configs = worker_configs(launch, "", BOARD)
     assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
 
 
-def test_the_router_is_told_what_it_predicts_with() -> None:
-    launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0)
-    config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), 8, "secret")
+def test_the_router_gets_its_model_limits_and_device() -> None:
+    launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
+    config = router_config(launch, "secret")
     assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
     assert (config.hardware, config.precision.dtype) == ("cpu", "bfloat16")
     assert (config.precision.kv_dtype, config.precision.quantization) == ("int8", "int8")
     assert config.drain_timeout_s == 3.0
     assert config.cores_per_worker == 3
     assert config.cluster_token == "secret"
-    assert config.time_scale == 1.0
 
 
 def test_the_router_of_an_emulated_cluster_predicts_the_time_that_steps_really_take() -> None:
-    launch = Launch(config=parse_deployment(DOCUMENT), emulate="h100-sxm", time_scale=4.0)
-    config = router_config(launch, MODEL_PATH, split_cores(range(8), launch.roles), 8, "secret")
+    launch = Launch(config=parse_deployment(DOCUMENT), emulate="h100-sxm", time_scale=4.0, cores=EIGHT)
+    config = router_config(launch, "secret")
     assert (config.hardware, config.time_scale) == ("h100-sxm", 4.0)
 
 
-def test_workers_and_the_router_are_told_of_measured_devices() -> None:
+def test_workers_and_the_router_get_measured_devices() -> None:
     devices = {f"cpu-{count}": replace(hardware("cpu", num_cores=count), name=f"cpu-{count}") for count in (1, 2, 3)}
-    launch = Launch(devices=devices)
-    split = split_cores(range(4), launch.roles)
-    prefill, decode = worker_configs(launch, MODEL_PATH, split, range(4), "")
+    launch = Launch(devices=devices, cores=FOUR)
+    prefill, decode = worker_configs(launch)
     assert [device_of(config) for config in (prefill, decode)] == [devices["cpu-2"], devices["cpu-1"]]
-    router = router_config(launch, MODEL_PATH, split, 4, "")
+    router = router_config(launch)
     assert router.devices == {WorkerRole.PREFILL: devices["cpu-2"], WorkerRole.DECODE: devices["cpu-1"]}
-    unpinned = split_cores([0], launch.roles)
-    alone, _ = worker_configs(launch, MODEL_PATH, unpinned, [0], "")
+    unpinned = replace(launch, cores=(0,))
+    alone, _ = worker_configs(unpinned)
     assert device_of(alone).name == "cpu-1"
-    assert router_config(launch, MODEL_PATH, unpinned, 1, "").devices[WorkerRole.DECODE] == devices["cpu-1"]
+    assert router_config(unpinned).devices[WorkerRole.DECODE] == devices["cpu-1"]
 
 
 def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_router() -> None:
     config = parse_deployment({"decode": {"device": "cpu"}, "mixed": {"replicas": 1, "device": "cuda"}})
-    launch = Launch(config=config, gpu="h200")
-    split = split_cores(range(4), launch.roles)
-    prefill, decode, mixed = worker_configs(launch, MODEL_PATH, split, range(4), "")
+    launch = Launch(config=config, gpu="h200", cores=FOUR)
+    prefill, decode, mixed = worker_configs(launch)
     assert device_of(prefill) == device_of(mixed) == hardware("h200")
     assert decode.hardware == ""
-    router = router_config(launch, MODEL_PATH, split, 4, "")
+    router = router_config(launch)
     assert router.devices == {WorkerRole.PREFILL: hardware("h200"), WorkerRole.MIXED: hardware("h200")}
-    emulated = worker_configs(replace(launch, emulate="l4"), MODEL_PATH, split, range(4), "")
+    emulated = worker_configs(replace(launch, emulate="l4"))
     assert {config.hardware for config in emulated} == {""}
 
 
 def test_without_a_profile_the_catalogue_is_asked() -> None:
-    launch = Launch(emulate="h100")
-    split = split_cores(range(4), launch.roles)
-    assert {config.hardware for config in worker_configs(launch, MODEL_PATH, split, range(4), "")} == {""}
-    assert router_config(launch, MODEL_PATH, split, 4, "").devices == {}
+    launch = Launch(emulate="h100", cores=FOUR)
+    assert {config.hardware for config in worker_configs(launch)} == {""}
+    assert router_config(launch).devices == {}
 
 
 def test_every_role_has_a_worker_class() -> None:

@@ -47,7 +47,7 @@ def test_the_last_line_of_the_banner_is_a_command_that_works(cluster: UpProcess)
     assert "tokens of KV cache" in cluster.banner("decode")
 
 
-def test_chat_streams_and_tells_the_speed(cluster: UpProcess) -> None:
+def test_chat_streams_and_shows_the_speed(cluster: UpProcess) -> None:
     run = pdserve("chat", "--url", cluster.banner("API"), "--max-tokens", "8", "Hello")
     assert run.returncode == 0, run.stderr
     assert "TTFT " in run.stdout

@@ -38,10 +38,10 @@ def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_too_many_workers_for_the_cores_are_refused() -> None:
-    preflight.check_cores(LAUNCH, 1)
-    many = Launch(config=DeploymentConfig(prefill=PhaseConfig(replicas=16)))
+    preflight.check_cores(replace(LAUNCH, cores=(0,)))
+    many = Launch(config=DeploymentConfig(prefill=PhaseConfig(replicas=16)), cores=(0, 1))
     with pytest.raises(DeployError, match="17 workers are too many for 2 cores; lower the replicas to 16 in all"):
-        preflight.check_cores(many, 2)
+        preflight.check_cores(many)
 
 
 def test_a_private_cluster_has_no_named_resources() -> None:
@@ -73,28 +73,30 @@ def test_a_host_that_is_not_here_is_named(host: str) -> None:
 
 
 def test_emulation_is_of_a_known_gpu() -> None:
-    preflight.check_devices(LAUNCH, {1, 2})
-    preflight.check_devices(Launch(emulate="h100-sxm"), {1})
+    preflight.check_devices(LAUNCH)
+    preflight.check_devices(Launch(emulate="h100-sxm"))
     with pytest.raises(DeployError, match="--emulate: unknown hardware 'h1000'; use one of h100"):
-        preflight.check_devices(Launch(emulate="h1000"), {1})
+        preflight.check_devices(Launch(emulate="h1000"))
 
 
 def test_kv_of_float8_is_of_gpus_that_read_it() -> None:
     config = DeploymentConfig(model=ModelConfig(kv_dtype="float8_e4m3fn"))
     for emulate in ("", "h100"):
-        preflight.check_devices(Launch(config=config, emulate=emulate), {1})
+        preflight.check_devices(Launch(config=config, emulate=emulate))
     with pytest.raises(DeployError, match="--emulate: a100-80gb-sxm has no float8; use kv_dtype int8"):
-        preflight.check_devices(Launch(config=config, emulate="a100"), {1})
+        preflight.check_devices(Launch(config=config, emulate="a100"))
 
 
 def test_a_profile_has_the_workers_devices() -> None:
-    config = DeploymentConfig(model=ModelConfig(profile="hardware.yaml"))
-    launch = Launch(config=config, devices={"cpu-2": hardware("cpu", num_cores=2), "mine": hardware("h100")})
-    preflight.check_devices(launch, {2})
+    config = DeploymentConfig(model=ModelConfig(profile="hardware.yaml"), mixed=PhaseConfig())
+    devices = {"cpu-2": hardware("cpu", num_cores=2), "mine": hardware("h100")}
+    launch = Launch(config=config, devices=devices, cores=(0, 1))  # fewer than workers: each uses both
+    preflight.check_devices(launch)
+    launch = replace(launch, cores=(0, 1, 2))
     with pytest.raises(DeployError, match=r"hardware\.yaml has cpu-2, mine, .* run pdserve profile --cores 1 "):
-        preflight.check_devices(launch, {1, 2})
-    preflight.check_devices(replace(launch, emulate="mine"), {1})
-    preflight.check_devices(replace(launch, emulate="h200"), {1})
+        preflight.check_devices(launch)
+    preflight.check_devices(replace(launch, emulate="mine"))
+    preflight.check_devices(replace(launch, emulate="h200"))
 
 
 def test_what_makes_kernels_slow_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 from pdserve.deploy.cluster.ray_cluster import PrivateRay, worker_resources
+from pdserve.deploy.cluster.supervised_process import ProcessState
 
 cluster = PrivateRay(Path(sys.argv[1]) / "ray", 1, sys.argv[2] * 64)
-while not cluster.is_started:
-    assert cluster.is_running, cluster.failure
+while cluster.state is not ProcessState.UP:
+    cluster.check(time.monotonic())
+    assert not cluster.failure, cluster.failure
     time.sleep(0.05)
-cluster.connect()
 import ray
 
 class Actor:
@@ -26,12 +27,12 @@ class Actor:
         return os.getpid()
 
 actor = ray.remote(Actor).options(num_cpus=0, resources=worker_resources()).remote()
-print(ray.get(actor.process_id.remote()), *cluster.process_ids(), flush=True)
+print(ray.get(actor.process_id.remote()), *cluster.process_ids, flush=True)
 sys.stdin.readline()
 assert ray.get(actor.process_id.remote())
-cluster.stop()
-cluster.stop()
-print(cluster.process_ids(), flush=True)
+cluster.end()
+cluster.end()
+print(cluster.process_ids, flush=True)
 """
 
 

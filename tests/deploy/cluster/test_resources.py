@@ -79,7 +79,7 @@ def test_automatic_workers_take_gpus_all_or_none() -> None:
     assert gpu_shares([worker("auto")], 0) == [0.0]
 
 
-def test_gpus_that_automatic_workers_leave_alone_are_told_of() -> None:
+def test_a_warning_names_unused_gpus() -> None:
     pair = [worker("auto"), worker("auto")]
     text = (
         "1 of them do not hold all workers whose device is auto, and 2 of those compute on the CPU: lower gpu_memory_u"

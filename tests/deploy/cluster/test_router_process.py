@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
+import pytest
+
+from pdserve.deploy.cluster import router_process
 from pdserve.deploy.cluster.router_process import RouterProcess
+from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.model.weights.demo_model import DEMO_MODEL
 from pdserve.router.process_config import RouterProcessConfig
 from tests.deploy.clusters import wait_for
+
+
+def checked(router: RouterProcess) -> RouterProcess:
+    router.check(time.monotonic())
+    return router
 
 
 def test_a_router_that_cannot_start_and_one_that_is_killed_say_why(tmp_path: Path) -> None:
     config = RouterProcessConfig(model_path="/nowhere", served_name="s", port=0)
     router = RouterProcess(config, tmp_path / "log")
     try:
-        wait_for(lambda: router.exit_code is not None, "its end")
+        wait_for(lambda: checked(router).failure, "its end")
         assert "/nowhere" in router.failure
         assert not router.failure.startswith("python -m")
     finally:
-        router.close()
+        router.end()
     router = RouterProcess(RouterProcessConfig(model_path=str(DEMO_MODEL), served_name="s", port=0), tmp_path / "log")
     try:
-        wait_for(router.check_listening, "its ports")
-        router.kill()
-        wait_for(lambda: router.exit_code is not None, "its end")
+        wait_for(lambda: checked(router).state is ProcessState.UP, "its ports")
+        os.kill(router.process_id, signal.SIGKILL)
+        wait_for(lambda: checked(router).failure, "its end")
         assert router.failure == "killed by SIGKILL"
     finally:
-        router.close()
+        router.end()
+
+
+def test_a_router_that_hangs_is_killed_and_restarted_at_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_process, "CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(router_process, "HANG_S", 1.0)
+    monkeypatch.setattr(router_process, "_HTTP_TIMEOUT_S", 0.2)
+    router = RouterProcess(RouterProcessConfig(model_path=str(DEMO_MODEL), served_name="s", port=0), tmp_path / "log")
+    try:
+        wait_for(lambda: checked(router).state is ProcessState.UP, "its ports")
+        address = router.address
+        assert router.put_targets([])
+        os.kill(router.process_id, signal.SIGSTOP)
+        assert not router.put_targets([])
+        wait_for(lambda: checked(router).failure, "its end")
+        assert router.failure == "no answer for 1 s"
+        wait_for(lambda: checked(router).state is ProcessState.UP, "its successor")
+        assert router.address == address
+        assert router.put_targets([])
+    finally:
+        router.end()

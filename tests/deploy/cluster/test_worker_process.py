@@ -15,7 +15,8 @@ import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.deploy.cluster.ray_cluster import PrivateRay, num_gpus, worker_resources
-from pdserve.deploy.cluster.worker_process import WorkerProcess, WorkerState, restart_delay_s
+from pdserve.deploy.cluster.supervised_process import ProcessState
+from pdserve.deploy.cluster.worker_process import WorkerProcess
 from tests.private_ray import joined_ray
 
 
@@ -65,7 +66,7 @@ def make_worker(model_path: str = "/nowhere") -> WorkerProcess:
     return WorkerProcess(config, EchoWorker, worker_resources())
 
 
-def state_of(worker: WorkerProcess) -> WorkerState:
+def state_of(worker: WorkerProcess) -> ProcessState:
     """State, read by a call so that the type checker expects it to change."""
     return worker.state
 
@@ -85,12 +86,12 @@ def run_until(worker: WorkerProcess, condition: Callable[[], bool], timeout_s: f
 
 def test_a_killed_worker_is_replaced_with_a_fresh_epoch() -> None:
     worker = make_worker()
-    run_until(worker, lambda: worker.state is WorkerState.UP)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
     first = endpoint_of(worker)
     os.kill(worker.process_id, signal.SIGKILL)
-    run_until(worker, lambda: worker.num_restarts == 1)
+    run_until(worker, lambda: worker.num_failures == 1)
     assert worker.endpoint is None
-    run_until(worker, lambda: worker.state is WorkerState.UP)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
     second = endpoint_of(worker)
     assert second.worker_id == first.worker_id
     assert second.epoch != first.epoch
@@ -115,7 +116,7 @@ def test_a_worker_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path="/nowhere")
     assert num_gpus() == 0
     for worker in (make_worker(), WorkerProcess(config, EchoWorker, worker_resources(), 0.5)):
-        run_until(worker, lambda worker=worker: worker.state is WorkerState.UP)  # type: ignore[misc]
+        run_until(worker, lambda worker=worker: worker.state is ProcessState.UP)  # type: ignore[misc]
         worker.clear()
     assert asked == [0, 0.5]
 
@@ -123,13 +124,13 @@ def test_a_worker_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_a_worker_whose_ping_fails_is_replaced(tmp_path: Path) -> None:
     failpoint = tmp_path / "failpoint"
     worker = make_worker(str(failpoint))
-    run_until(worker, lambda: worker.state is WorkerState.UP)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
     process_id = worker.process_id
     failpoint.touch()
-    run_until(worker, lambda: worker.num_restarts == 1)
+    run_until(worker, lambda: worker.num_failures == 1)
     assert worker.failure == "RuntimeError: engine thread died"
     failpoint.unlink()
-    run_until(worker, lambda: worker.state is WorkerState.UP)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
     assert worker.process_id != process_id
     worker.clear()
 
@@ -137,47 +138,40 @@ def test_a_worker_whose_ping_fails_is_replaced(tmp_path: Path) -> None:
 def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.deploy.cluster.worker_process.PING_TIMEOUT_S", 1.0)
     worker = make_worker()
-    run_until(worker, lambda: worker.state is WorkerState.UP)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
     process_id = worker.process_id
     os.kill(process_id, signal.SIGSTOP)
-    run_until(worker, lambda: worker.num_restarts == 1)
+    run_until(worker, lambda: worker.num_failures == 1)
     assert worker.failure == "no answer for 1 s"
-    run_until(worker, lambda: worker.state is WorkerState.UP)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
     assert worker.process_id != process_id
     worker.clear()
 
 
 def test_a_worker_that_cannot_start_says_why_and_is_tried_again_later() -> None:
     worker = make_worker("absent")
-    run_until(worker, lambda: worker.num_restarts == 2)
+    run_until(worker, lambda: worker.num_failures == 2)
     assert worker.failure == "no model at 'absent': name a folder"
-    assert state_of(worker) is WorkerState.STOPPED
+    assert state_of(worker) is ProcessState.STOPPED
     now_s = time.monotonic()
     worker.check(now_s)
-    assert state_of(worker) is WorkerState.STOPPED
+    assert state_of(worker) is ProcessState.STOPPED
     worker.check(now_s + 1.0)
-    assert state_of(worker) is WorkerState.STARTING
+    assert state_of(worker) is ProcessState.STARTING
     worker.clear()
 
 
 def test_a_worker_whose_process_ends_says_why() -> None:
     worker = make_worker("broken")
-    run_until(worker, lambda: worker.num_restarts == 1)
+    run_until(worker, lambda: worker.num_failures == 1)
     assert worker.failure == "its process ended: RuntimeError: weights are NaN"
     worker.clear()
 
 
 def test_a_worker_that_is_killed_has_no_reason_of_its_own() -> None:
     worker = make_worker()
-    run_until(worker, lambda: worker.state is WorkerState.UP)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
     os.kill(worker.process_id, signal.SIGKILL)
-    run_until(worker, lambda: worker.num_restarts == 1)
+    run_until(worker, lambda: worker.num_failures == 1)
     assert worker.failure == "its process ended"
     worker.clear()
-
-
-def test_delays_grow_to_a_limit_and_are_spread() -> None:
-    delays = [restart_delay_s(count, 0.5) for count in range(1, 10)]
-    assert delays[:4] == [0.0, 0.5, 1.0, 2.0]
-    assert max(delays) == 15.0
-    assert restart_delay_s(3, 0.0) < restart_delay_s(3, 0.99)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pdserve.deploy.cli import run
-from pdserve.deploy.config import Use, read_deployment
+from pdserve.deploy.config import read_deployment
 from tests.planner.test_planned_model import written
 
 SMALL = ("--gpus-per-node", "2", "--requests", "100", "--jobs", "1")
@@ -69,7 +69,7 @@ def test_the_best_layouts_are_ranked_with_reasons_and_a_verdict(planned: Planned
 def test_what_is_written_is_what_was_found(planned: Planned) -> None:
     best = planned.plan["candidates"][0]["layout"]
     path = planned.folder / "deployment.yaml"
-    config = read_deployment(path, use=Use.SIMULATE)
+    config = read_deployment(path, use="simulate")
     assert config.model.path == str(planned.folder / "Llama-3-8B")
     replicas = {role: getattr(config, role).replicas for role in ("prefill", "decode", "mixed")}
     assert replicas == {role: best.get(role, {}).get("replicas", 0) for role in replicas}
@@ -110,7 +110,7 @@ def test_a_deployment_that_cannot_be_served_yet_is_said_to_be(
     command = ["plan", "--model", str(model), "--gpu", "h100", *SMALL, *SHORT, "--ttft", "1", "--output", str(file)]
     assert run(command) == 0
     assert f"{file}: pdserve up takes tensor_parallel above 1 only with --emulate today" in capsys.readouterr().out
-    assert read_deployment(file, use=Use.SIMULATE).mixed.replicas == 1
+    assert read_deployment(file, use="simulate").mixed.replicas == 1
 
 
 def test_a_config_of_another_name_can_be_simulated_from_the_deployment(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.router.rig import running_rig, with_workers
-from tests.router.scripted_worker import ScriptedWorker
+from tests.router.scripted_worker import ScriptedWorker, until
 
 
 @with_workers("mixed-0", "mixed-1")
@@ -33,3 +33,13 @@ async def test_a_target_that_returns_is_met_with_a_newer_session(m: ScriptedWork
             await rig.up()
         epochs = [hello.session_epoch for hello in m.hellos]
         assert epochs == sorted(set(epochs))
+
+
+@with_workers("mixed-0", "mixed-1")
+async def test_a_worker_with_a_shorter_limit_than_the_fleet_is_refused(m0: ScriptedWorker, m1: ScriptedWorker) -> None:
+    m1.welcome["max_model_len"] = m0.welcome["max_model_len"] - 1
+    async with running_rig() as rig:
+        await rig.up(m0)
+        await rig.fleet.set_targets([m0.endpoint, m1.endpoint])
+        await until(lambda: len(m1.hellos) == 2)  # refused, and asked again
+        assert [worker.is_up for worker in rig.fleet.workers] == [True, False]
