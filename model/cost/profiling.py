@@ -172,8 +172,7 @@ def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Execut
             config=model.config.at_length(model.config.limits(model.max_model_len).max_model_len),
             layout=layout,
             pool=pool,
-            dtype=model.precision.dtype,
-            quantization=model.precision.quantization,
+            precision=model.precision,
             num_swap_slots=_num_copied_blocks(layout),
         )
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
@@ -25,21 +26,15 @@ from pdserve.model.weights.decoder_weights import LayerWeights, load_decoder_wei
 class Decoder:
     """A decoder with the weights of one checkpoint, on the device of its kernels."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: DecoderConfig,
-        dtype: torch.dtype,
-        kernels: DecoderKernels,
-        quantization: str = "none",
-    ) -> None:
-        """Load the checkpoint in ``folder``, rounded to ``dtype``, or its layers quantised.
+    def __init__(self, folder: Path, config: DecoderConfig, precision: Precision, kernels: DecoderKernels) -> None:
+        """Load the checkpoint in ``folder``; only the matrices of layers are quantised.
 
         Raises:
             ValueError: the weights are unusable or do not match ``config``.
         """
         self._config = config
         self._kernels = kernels
+        dtype = getattr(torch, precision.dtype)
         self._activation_dtype = kernels.activation_dtype or dtype
         # Rounded, because that is how Gemma was trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -50,7 +45,7 @@ class Decoder:
         self._ropes = {
             rope: Rope(rope, config.shape.head_dim, kernels.device) for rope in {layer.rope for layer in config.layers}
         }
-        self._weights = load_decoder_weights(folder, config, dtype, kernels, quantization)
+        self._weights = load_decoder_weights(folder, config, precision, kernels)
 
     @torch.inference_mode()
     def forward(

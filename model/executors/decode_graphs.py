@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,17 +39,6 @@ _PROMPTS = 64
 """Prompts that a step may well hold, some of them short, where few rows or none are captured."""
 
 _log = logging.getLogger(__name__)
-
-
-class StepLogits(NamedTuple):
-    """Results of a forward for the rows that sample. Those of a replay are valid until the next one."""
-
-    logits: torch.Tensor
-    """float32 ``[B, V]``."""
-    best: torch.Tensor
-    """float32 ``[B]``: the highest of each row; NaN where one of them is."""
-    inputs: torch.Tensor
-    """The packed inputs on the device."""
 
 
 def capture_sizes(max_rows: int) -> list[int]:
@@ -87,7 +75,7 @@ class DecodeGraphs:
         self._max_block_ids = max_rows * max_blocks
         num_words = num_input_words(decode_shape(max_rows), self._max_block_ids) + 1 + MAX_DRAW_WORDS * max_rows
         # All rows of it are padding.
-        self._inputs = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self.inputs = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._best_R = torch.zeros(max_rows, device=device)
         self._logits_RV = torch.zeros((max_rows, vocab_size), device=device)
         self._replays = {}
@@ -99,22 +87,22 @@ class DecodeGraphs:
         """Rows to be added to a batch for `run`."""
         return self._sizes[bisect_left(self._sizes, num_rows)] - num_rows
 
-    def run(self, inputs: npt.NDArray[np.int32], num_rows: int) -> StepLogits:
-        """Launch a decode step.
+    def run(self, packed: npt.NDArray[np.int32], num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch a decode step, and return its logits, float32 ``[B, V]``, and the highest of each row, ``[B]``: NaN
+        where one of them is. Both are valid until the next replay.
 
         Args:
-            inputs: of `pdserve.model.executors.step_inputs.pack_step` for ``num_rows`` and their `padding`, and the
-            draws.
+            packed: `pdserve.model.executors.step_inputs.pack_step` of ``num_rows`` rows, their `padding` and draws; on
+                the device they are in `inputs`.
         """
-        size = num_rows + self.padding(num_rows)
-        assert len(inputs) <= len(self._inputs), f"{len(inputs)} words for a decode step of {num_rows} rows"
-        there = self._queue.put(inputs, self._inputs)
-        self._replays[size]()
-        return StepLogits(self._logits_RV[:num_rows], self._best_R[:num_rows], there)
+        assert len(packed) <= len(self.inputs), f"{len(packed)} words for a decode step of {num_rows} rows"
+        self._queue.put(packed, self.inputs)
+        self._replays[num_rows + self.padding(num_rows)]()
+        return self._logits_RV[:num_rows], self._best_R[:num_rows]
 
     def _compute(self, size: int) -> None:
         shape = decode_shape(size)
-        step = StepTensors.of(self._inputs[: num_input_words(shape, self._max_block_ids)], shape)
+        step = StepTensors.of(self.inputs[: num_input_words(shape, self._max_block_ids)], shape)
         hidden_BE = self._model.forward(step.known_tokens(self._sampled_R), self._pool, step.metadata)
         logits_BV = self._model.logits(hidden_BE, self._logits_RV[:size])
         torch.max(logits_BV, dim=-1, out=(self._best_R[:size], self._sampled_R[:size]))
