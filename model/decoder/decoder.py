@@ -19,7 +19,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.decoder.rope import Rope, RopeAngles
+from pdserve.model.decoder.rope import RopeAngles, inverse_frequencies, rope_angles
 from pdserve.model.weights.decoder_weights import LayerWeights, load_decoder_weights
 
 
@@ -42,8 +42,9 @@ class Decoder:
             AttentionRule(scale=config.attention_scale, window=layer.window, softcap=config.attention_softcap)
             for layer in config.layers
         ]
-        self._ropes = {
-            rope: Rope(rope, config.shape.head_dim, kernels.device) for rope in {layer.rope for layer in config.layers}
+        self._inv_freqs_C = {
+            rope: inverse_frequencies(rope, config.shape.head_dim).to(kernels.device)
+            for rope in {layer.rope for layer in config.layers}
         }
         self._weights = load_decoder_weights(folder, config, precision, kernels)
 
@@ -68,7 +69,10 @@ class Decoder:
         """
         metadata = metadata.to(self._kernels.device)
         tokens_T = tokens_T.to(self._kernels.device)
-        angles = {config: rope.angles(metadata.positions) for config, rope in self._ropes.items()}
+        angles = {
+            rope: rope_angles(metadata.positions, inv_freq_C, rope.attention_factor)
+            for rope, inv_freq_C in self._inv_freqs_C.items()
+        }
         x_TE = self._weights.embedding.rows(tokens_T).to(self._activation_dtype) * self._embedding_scale
         for index, layer in enumerate(self._weights.layers):
             rope = self._config.layers[index].rope
