@@ -39,11 +39,6 @@ class Measured:
     errors: Mapping[str, NotNegative] = field(default_factory=dict, hash=False)
     """Median relative prediction error on held-out steps, keyed by kind of step: ``prefill``, ``decode``."""
 
-    def covers(self, step_tokens: int, batch_size: int, context_tokens: int) -> bool:
-        """Return True if the step lies within the measured ranges."""
-        ranges = ((self.step_tokens, step_tokens), (self.batch_size, batch_size), (self.context_tokens, context_tokens))
-        return all(low <= value <= high for (low, high), value in ranges)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
@@ -143,7 +138,7 @@ def _gpu(row: Gpu) -> Hardware:
         host_bandwidth=row.host_gb_per_s * 1e9,
         step_overhead_s=row.kernels.step_overhead_us * 1e-6,
         layer_overhead_s=row.kernels.layer_overhead_us * 1e-6,
-        price_per_hour_usd=row.price.usd_per_hour,
+        price_per_hour_usd=row.usd_per_hour,
         sources={
             **dict.fromkeys(("peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth"), row.sheet),
             **row.kernels.sources,
@@ -156,7 +151,7 @@ def _gpu(row: Gpu) -> Hardware:
             "devices_per_host": "assumed: eight, as in most servers",
             "pipeline_depth": "of the executor",
             "row_overhead_s": f"{_ESTIMATE}: none",
-            "price_per_hour_usd": row.price.source,
+            "price_per_hour_usd": row.price_source,
         },
     )
 
@@ -224,7 +219,7 @@ HARDWARE_NAMES = tuple(sorted(("cpu", *GPUS)))
 
 
 def catalogue_name(driver_name: str) -> str:
-    """The catalogue's name of a GPU that its driver calls so; empty of parts of one, and of what it does not have."""
+    """Name in the catalogue of a GPU with this driver name; empty for an unknown one and for a part of one (MIG)."""
     if re.search(r"\bMIG\b", driver_name):
         return ""
     return next((name for words, name in DRIVER_NAMES if re.search(rf"\b{words}\b", driver_name)), "")

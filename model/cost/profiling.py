@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,9 +77,6 @@ class Profile(NamedTuple):
     """Bytes per second of KV block copies between the pool and the host."""
 
 
-FLOAT32 = Precision()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledModel:
     """The model to measure, its precision and layout, and the cores it runs on."""
@@ -89,7 +86,7 @@ class ProfiledModel:
     config: DecoderConfig
     has_weights: bool
     """The folder has safetensors; otherwise weights are random."""
-    precision: Precision = FLOAT32
+    precision: Precision = field(default_factory=Precision)
     block_size: int = 16
     cores: tuple[int, ...]
     """Cores of this machine; one compute thread runs on each."""
