@@ -89,15 +89,6 @@ def plan_draws(rows: Sequence[StepRow], vocab_size: int) -> DrawPlan:
 _NO_DRAWS = DrawPlan(np.zeros(0, np.int32), 0, 0, 0, False)
 
 
-class SampledRows(NamedTuple):
-    """Results of `Sampler.sample` other than the tokens."""
-
-    best: torch.Tensor
-    """float32 ``[B]``: each row's highest logit. Not finite if the row cannot be sampled; its token is arbitrary."""
-    logprobs: dict[int, TokenLogprobs]
-    """Keyed by row; only rows that request them."""
-
-
 class Sampler:
     """Samples the rows of each step. Not thread-safe."""
 
@@ -114,8 +105,11 @@ class Sampler:
         draws: DrawPlan,
         words: torch.Tensor,
         previous_token: Callable[[int], int],
-    ) -> SampledRows:
+    ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
         """Replace each row's likeliest token in ``token_B`` by the token that its parameters choose.
+
+        Returns each row's highest logit, float32 ``[B]``, and the log probabilities of the rows that request them. If
+        the highest logit is not finite, the row cannot be sampled and its token is arbitrary.
 
         Args:
             logits_BV: float32; rows with bans, bias or penalties are modified in place.
@@ -132,10 +126,9 @@ class Sampler:
         if draws.num_draws:
             draw_into(token_B, logits_BV, best_B, draws, words, self._kernels)
         if raw is None:
-            return SampledRows(best_B, {})
+            return best_B, {}
         asking, logprobs = raw
-        tokens = token_B[asking].tolist()
-        return SampledRows(best_B, dict(zip(asking, logprobs.of(range(len(asking)), tokens), strict=True)))
+        return best_B, dict(zip(asking, logprobs.of(token_B[asking].tolist()), strict=True))
 
     def _edit(self, logits_BV: torch.Tensor, rows: Sequence[StepRow], previous_token: Callable[[int], int]) -> bool:
         """Apply the rows' bans, bias and penalties in place; return True if there were any."""
