@@ -97,9 +97,7 @@ _GEMMA_2 = Family(
 FAMILIES = {
     "LlamaForCausalLM": Family(refused=("layer_types",)),
     "MistralForCausalLM": Family(
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        refused=("layer_types",),
-        layer_types=_all_sliding,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, refused=("layer_types",), layer_types=_all_sliding
     ),
     "Qwen2ForCausalLM": Family(defaults=_QWEN_DEFAULTS, layer_types=_upper_sliding, qkv_bias=True),
     "Qwen3ForCausalLM": Family(defaults={**_QWEN_DEFAULTS, "head_dim": 128}, layer_types=_upper_sliding, qk_norm=True),
@@ -134,9 +132,7 @@ PLANNED_FAMILIES = {
     "Gemma3ForConditionalGeneration": replace(
         FAMILIES["Gemma3ForCausalLM"], defaults={**FAMILIES["Gemma3ForCausalLM"].defaults, **_GEMMA_3_TEXT}
     ),
-    "MixtralForCausalLM": Family(
-        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
+    "MixtralForCausalLM": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "Qwen2MoeForCausalLM": Family(
         defaults={"num_experts": 60, "num_experts_per_tok": 4},
         renamed={"intermediate_size": "moe_intermediate_size"},

@@ -68,18 +68,18 @@ class RankMemory(NamedTuple):
 
 
 class CostModel:
-    """Durations and memory of one model, in one dtype, on the devices of one worker.
+    """Durations and memory of one model on the devices of one worker.
 
     Args:
         shape: the whole model.
         hardware: one device; a worker has ``tensor_parallel * pipeline_parallel`` of them.
-        precision: of weights, activations and KV; arithmetic stays in its ``dtype``, one of `MODEL_DTYPES`.
-        tensor_parallel: ranks that share the model's heads and columns.
+        precision: of weights, activations and KV; arithmetic is in its ``dtype``, one of `MODEL_DTYPES`.
+        tensor_parallel: ranks that share heads and columns.
         pipeline_parallel: stages, each with an equal share of the layers.
 
     Raises:
-        ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or
-            has no figure for.
+        ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or has
+            no figure for.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class CostModel:
         return self._sum_s(batch_size, batch_size, (context_tokens + batch_size) * self._decode_token_s)
 
     def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float]:
-        """Seconds of a step as in `decode_s`, and the increase per step while the same sequences keep decoding."""
+        """Seconds of a step as in `decode_s`, and their increase per step as the same sequences keep decoding."""
         return self.decode_s(batch_size, context_tokens), batch_size * self._decode_token_s
 
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
@@ -216,12 +216,7 @@ class CostModel:
         return RankMemory(rank_weights, activations, reserve, max(0.0, free_bytes))
 
     def max_kv_blocks(
-        self,
-        block_size: int,
-        memory_fraction: float = 0.9,
-        *,
-        max_batch_tokens: int = 2048,
-        max_batch_size: int = 256,
+        self, block_size: int, memory_fraction: float = 0.9, *, max_batch_tokens: int = 2048, max_batch_size: int = 256
     ) -> int:
         """Blocks of ``block_size`` tokens that fit on the fullest rank, with the arguments of `rank_memory`; 0 if the
         weights alone do not fit.

@@ -247,14 +247,10 @@ def hardware(name: str, *, num_cores: int = 1, added: Mapping[str, Hardware] | N
         return _cpu(num_cores)
     if key in _GPUS:
         return _GPUS[key]
-    known = sorted(sorted({*HARDWARE_NAMES, *added}), key=lambda device: -_likeness(key, device))
+    labels = [*HARDWARE_NAMES, *added, *ALIASES]
+    nearest = difflib.get_close_matches(key, labels, n=len(labels), cutoff=0.0)
+    known = dict.fromkeys(ALIASES.get(label, label) for label in nearest)
     raise ValueError(f"unknown hardware {name!r}; use one of {', '.join(known)}")
-
-
-def _likeness(name: str, device: str) -> float:
-    """Similarity of ``name`` to the device's name or its nearest alias, from 0 to 1."""
-    labels = [device, *(alias for alias, aliased in ALIASES.items() if aliased == device)]
-    return max(difflib.SequenceMatcher(None, name, label).ratio() for label in labels)
 
 
 def slowed(device: Hardware, time_scale: float) -> Hardware:

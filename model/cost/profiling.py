@@ -97,11 +97,13 @@ class ProfiledModel:
     max_model_len: int = 0
     """0 takes the checkpoint's limit."""
 
+    def kv_layout(self, num_blocks: int) -> KvLayout:
+        kv_dtype = resolve_kv_dtype(self.precision.kv_dtype, self.precision.dtype)
+        return self.config.kv_layout(num_blocks, self.block_size, kv_dtype, "profile")
+
     def limits(self) -> GridLimits:
-        """Raises ValueError if ``max_model_len`` exceeds the model's, or if fewer than two blocks fit in memory."""
-        layout = self.config.kv_layout(
-            1, self.block_size, resolve_kv_dtype(self.precision.kv_dtype, self.precision.dtype), "profile"
-        )
+        """Raise ValueError if ``max_model_len`` exceeds the model's, or if fewer than two blocks fit in memory."""
+        layout = self.kv_layout(1)
         num_blocks = self.kv_memory_bytes // layout.block_bytes
         if num_blocks < 2:
             raise ValueError(f"{self.kv_memory_bytes} bytes of KV hold no two blocks of {layout.block_bytes} bytes")
@@ -120,30 +122,21 @@ def measure_model(model: ProfiledModel, budget_s: float, progress: Progress) -> 
     Raises:
         ValueError: unusable weights, or too little memory.
     """
-    limits = model.limits()
-    steps = step_grid(limits)
+    steps = step_grid(model.limits())
     num_blocks = max(step.num_blocks(model.block_size) for step in steps)
-    kv_dtype = resolve_kv_dtype(model.precision.kv_dtype, model.precision.dtype)
-    layout = model.config.kv_layout(num_blocks, model.block_size, kv_dtype, "profile")
     progress(0.0, "loading the model")
-    with profiled_executor(model, layout) as executor:
+    with profiled_executor(model, num_blocks) as (executor, layout):
         host_bandwidth = _measure_copies(executor, layout)
+        short_s = _SHORT_SHARE * budget_s
         measured, left_out = measure_steps(
-            executor, steps, layout, (1 - _SHORT_SHARE) * budget_s, _part(progress, 0.0, 1 - _SHORT_SHARE)
+            executor, steps, layout, budget_s - short_s, lambda share, text: progress((1 - _SHORT_SHARE) * share, text)
         )
-    short = _with_one_layer(model)
     few = [entry.step for entry in measured if entry.step.num_new <= _MAX_SHORT_TOKENS][::_SHORT_EVERY]
-    layout = short.config.kv_layout(num_blocks, model.block_size, kv_dtype, "profile")
-    with profiled_executor(short, layout) as executor:
-        measured += measure_steps(executor, few, layout, _SHORT_SHARE * budget_s, _part(progress, 1 - _SHORT_SHARE, 1))[
-            0
-        ]
-    return Profile(measured, left_out, host_bandwidth)
-
-
-def _part(progress: Progress, begin: float, end: float) -> Progress:
-    """Map a part's progress to the shares from ``begin`` to ``end`` of the whole."""
-    return lambda share, text: progress(begin + share * (end - begin), text)
+    with profiled_executor(_with_one_layer(model), num_blocks) as (executor, layout):
+        short, _ = measure_steps(
+            executor, few, layout, short_s, lambda share, text: progress(1 - _SHORT_SHARE * (1 - share), text)
+        )
+    return Profile(measured + short, left_out, host_bandwidth)
 
 
 def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
@@ -154,8 +147,9 @@ def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
 
 
 @contextmanager
-def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Executor]:
-    """Build a worker's executor over a pool of ``layout`` whose every byte is written; close it on exit."""
+def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[Executor, KvLayout]]:
+    """Build a worker's executor over a pool whose every byte is written; close it on exit."""
+    layout = model.kv_layout(num_blocks)
     use_cores(model.cores)
     memory = torch.full((layout.pool_bytes,), _POOL_BYTE, dtype=torch.uint8)
     pool = KvPool(memory, layout.shape, getattr(torch, layout.dtype))
@@ -173,7 +167,7 @@ def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Execut
             num_swap_slots=_num_copied_blocks(layout),
         )
     try:
-        yield executor
+        yield executor, layout
     finally:
         executor.close()
 

@@ -132,22 +132,22 @@ class Sampler:
 
     def _edit(self, logits_BV: torch.Tensor, rows: Sequence[StepRow], previous_token: Callable[[int], int]) -> bool:
         """Apply the rows' bans, bias and penalties in place; return True if there were any."""
-        bans = [(index, row.banned_tokens) for index, row in enumerate(rows) if row.banned_tokens]
-        biases = [
-            (index, row.sample.logit_bias) for index, row in enumerate(rows) if row.sample and row.sample.logit_bias
-        ]
+        biases = [(index, token, -inf) for index, row in enumerate(rows) for token in row.banned_tokens]
+        for index, row in enumerate(rows):
+            biases += [(index, token, bias) for token, bias in row.sample.logit_bias] if row.sample else []
         seen = [
             (index, row.sample, self._counts(row, previous_token))
             for index, row in enumerate(rows)
             if row.sample and row.sample.has_penalties
         ]
-        if bans:
-            _ban(logits_BV, bans)
         if biases:
-            _add_bias(logits_BV, biases)
+            index_N, token_N, bias_N = zip(*biases, strict=True)
+            indices = (_to(logits_BV, np.array(index_N)), _to(logits_BV, np.array(token_N)))
+            # Accumulates, because a banned token may also have a bias.
+            logits_BV.index_put_(indices, _to(logits_BV, np.array(bias_N, np.float32)), accumulate=True)
         if seen:
             _penalise(logits_BV, seen)
-        return bool(bans or biases or seen)
+        return bool(biases or seen)
 
     def _counts(self, row: StepRow, previous_token: Callable[[int], int]) -> TokenCounts:
         newest = previous_token(row.previous_row) if row.previous_row >= 0 else None
@@ -176,7 +176,7 @@ def draw_into(
     Args:
         token_B: int64.
         logits_BV: float32.
-        best_B: each row's highest logit.
+        best_B: highest logit of each row.
         words: ``plan.words`` on the device.
     """
     num_draws, num_top_p = plan.num_draws, plan.num_top_p
@@ -226,7 +226,7 @@ def _top_k_limits(
 
 
 def _raw_logprobs(logits_BV: torch.Tensor, rows: Sequence[StepRow]) -> tuple[list[int], RawLogprobs] | None:
-    """Rows that request log probabilities, and the raw log probabilities of their logits."""
+    """Return the rows that request log probabilities, and their raw log probabilities."""
     num_top = {
         index: row.sample.num_logprobs for index, row in enumerate(rows) if row.sample and row.sample.num_logprobs >= 0
     }
@@ -235,27 +235,6 @@ def _raw_logprobs(logits_BV: torch.Tensor, rows: Sequence[StepRow]) -> tuple[lis
     asking = [*num_top]
     asking_RV = logits_BV if len(asking) == len(rows) else logits_BV[asking]
     return asking, raw_logprobs(asking_RV, [*num_top.values()])
-
-
-def _ban(logits_BV: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Make some tokens impossible, in place.
-
-    Args:
-        bans: (row, banned tokens).
-    """
-    index_2N = _to(logits_BV, np.array([(row, token) for row, tokens in bans for token in tokens])).T
-    logits_BV[index_2N[0], index_2N[1]] = -torch.inf
-
-
-def _add_bias(logits_BV: torch.Tensor, biases: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> None:
-    """Add to some logits, in place.
-
-    Args:
-        biases: (row, its ``SamplingParams.logit_bias``).
-    """
-    index_2N = _to(logits_BV, np.array([(row, token) for row, entries in biases for token, _ in entries])).T
-    bias_N = _to(logits_BV, np.array([bias for _, entries in biases for _, bias in entries], np.float32))
-    logits_BV[index_2N[0], index_2N[1]] += bias_N
 
 
 def _penalise(logits_BV: torch.Tensor, seen: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:

@@ -77,7 +77,9 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         stored |= read_header(shard)
     wanted = tensor_shapes(shape)
     problems = [f"missing {name}" for name in wanted if name not in stored]
-    problems += [f"unexpected {name}" for name in sorted(stored.keys() - wanted) if not is_ignored(name, shape)]
+    ignored = {"lm_head.weight"} if shape.tie_word_embeddings else set()
+    unexpected = sorted(stored.keys() - wanted - ignored)
+    problems += [f"unexpected {name}" for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
     for name, tensor in stored.items():
         if name not in wanted:
             continue
@@ -86,15 +88,12 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         elif tensor.dtype not in _FLOAT_DTYPES:
             problems.append(f"{name} has dtype {tensor.dtype}, not one of {', '.join(_FLOAT_DTYPES)}")
     if problems:
+        num_more = len(problems) - _MAX_PROBLEMS
+        more = f"; and {num_more} more" if num_more > 0 else ""
         raise ValueError(
-            f"{folder}: weights do not match config.json: {_shortened(problems)}. "
+            f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. "
             "Take config.json and weights from one and the same checkpoint"
         )
-
-
-def _shortened(problems: list[str]) -> str:
-    rest = len(problems) - _MAX_PROBLEMS
-    return "; ".join(problems[:_MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -186,8 +185,3 @@ def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     if shape.qk_norm:
         tensors |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
     return tensors
-
-
-def is_ignored(name: str, shape: ModelShape) -> bool:
-    """True if a checkpoint of ``shape`` may have the tensor but the model does not need it."""
-    return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == "lm_head.weight")

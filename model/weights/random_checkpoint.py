@@ -1,8 +1,4 @@
-"""Writes a small random Llama checkpoint with a tokenizer and a chat template.
-
-Tests compare it against transformers, and benchmarks of speed compute it. Its answers are noise; its files are
-those of any Hugging Face checkpoint.
-"""
+"""Writes a small random Llama checkpoint with a tokenizer and a chat template, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -65,7 +61,7 @@ def write_random_checkpoint(
 ) -> Path:
     """Write config.json, safetensors, tokenizer and chat template to ``folder`` and return it.
 
-    Weights are drawn wide enough (standard deviation 0.1) that greedy answers vary with the prompt.
+    Weights have a standard deviation of 0.1, so that greedy answers vary with the prompt.
     """
     import torch
     from safetensors.torch import save_file
