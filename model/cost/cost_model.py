@@ -277,7 +277,6 @@ class CostModel:
         return shape.num_layers * (common_s + experts_s)
 
     def _output_s(self, num_rows: int) -> float:
-        """Output projection."""
         return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype])
 
     def _product_s(self, num_rows: float, num_weights: float, bytes_each: float) -> float:

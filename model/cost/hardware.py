@@ -1,8 +1,7 @@
 """Figures of a machine: peak arithmetic, memory, links, price, and the shares of the peaks that kernels reach.
 
-Read by the cost model, the planner and emulation. A catalogue, not a probe: a lookup touches no device.
-`pdserve.model.cost.hardware_catalogue` holds the GPU figures; a user's file adds devices
-(`pdserve.planner.hardware_file`).
+Read by the cost model, the planner and emulation; a lookup touches no device. GPU figures come from
+`pdserve.model.cost.hardware_catalogue`, other devices from a user's file (`pdserve.planner.hardware_file`).
 """
 
 from __future__ import annotations

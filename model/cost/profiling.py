@@ -1,8 +1,7 @@
 """Measures the step durations of a model on this machine, on the executor that a worker builds.
 
-Called by `pdserve profile` and by benchmarks. `profiled_executor` builds the executor, with random weights where the
-folder only has a config.json. `measure_steps` runs the steps of a grid on any `pdserve.contracts.step.Executor` in
-rounds, so that a noisy second spreads over all steps. Fits nothing, prints nothing.
+Called by `pdserve profile`. Weights are random if the folder only has a config.json. `measure_steps` runs the steps of
+a grid in rounds, so that a noisy second spreads over all of them. Fits nothing, prints nothing.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[E
 
 
 def write_random_weights(path: Path, config: DecoderConfig, dtype: str) -> None:
-    """Write a safetensors file with every tensor of the model. Values repeat, which does not change multiply time.
+    """Write every tensor of the model to a safetensors file. Values repeat, which does not change multiply time.
 
     Raises:
         OSError: no space left on the device.
@@ -200,10 +199,10 @@ def measure_steps(
     short decode steps counts towards their share.
 
     Args:
-        steps: the smallest first; the last ones are left out if the budget is too short.
+        steps: the smallest first.
 
     Returns:
-        The measured steps, and the steps left out.
+        The measured steps, and the last steps, left out if the budget is too short.
     """
     started_s = time.perf_counter()
     batches = [_batch(step, layout.block_size) for step in steps]

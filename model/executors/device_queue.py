@@ -17,7 +17,7 @@ import torch
 
 
 class Event:
-    """A point in launch order. Everything before it is done on a CPU; `torch.cuda.Event` is its like on a GPU."""
+    """A point in launch order. On a CPU, everything before it is done; a GPU has `torch.cuda.Event` instead."""
 
     def __init__(self) -> None:
         self._at_s = perf_counter()

@@ -1,14 +1,12 @@
 """An executor that hashes tokens instead of running a model, and keeps the hashes in the real KV pool.
 
 With ``time_scale`` it emulates an absent device: steps last as long as the cost model predicts, and the rest of the
-cluster is real. Without, it is instantaneous, and tests compare its answers with
-`pdserve.model.executors.hash_chain.expected_tokens`, which exposes any lost, repeated or misplaced token and any wrong
-byte of KV.
+cluster is real. Without, it is instantaneous, and tests compare its answers with those of
+`pdserve.model.executors.hash_chain`, which exposes any lost, repeated or misplaced token and any wrong byte of KV.
 
-Sampling honours seed, choices and banned tokens; a hash has no logits for a penalty or a bias to change.
-
-A row with cached tokens reads its state from its block table only. No thread: `EmulatedExecutor.submit` writes KV and
-chooses tokens, and a handle's ``result`` sleeps until the step's modelled end.
+Sampling honours seed, choices and banned tokens; a hash has no logits for penalties or bias. A row with cached tokens
+reads its state from its blocks only. No thread: `EmulatedExecutor.submit` writes KV and chooses tokens, and a handle's
+``result`` sleeps until the step's modelled end.
 """
 
 from __future__ import annotations
@@ -117,7 +115,6 @@ class EmulatedExecutor:
         return _ComputedStep(output, self._free_at_s)
 
     def close(self) -> None:
-        """Release the pool."""
         del self._blocks  # a view of the states
         self._states.release()
 

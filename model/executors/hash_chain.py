@@ -1,7 +1,7 @@
 """A stand-in for a language model whose memory is one 64-bit number: the hash of all tokens so far.
 
-`pdserve.model.executors.emulated` keeps these numbers in a real KV pool; tests compute expected answers here without a
-pool. Standard library only.
+`pdserve.model.executors.emulated` keeps these numbers in a real KV pool; tests compute expected answers from the
+functions here without a pool. Standard library only.
 
 The K of position p is the state, ``state_p = mix64(link_p)``; its V is the link,
 ``link_p = state_{p-1} + STRIDE * (token_p + 1) mod 2**64``. A state depends on all earlier tokens and their order. A
@@ -86,35 +86,3 @@ class HashVocabulary:
         for eos_token in self._eos_tokens:
             rank += rank >= eos_token
         return rank
-
-
-def expected_tokens(
-    prompt_tokens: Sequence[int],
-    num_tokens: int,
-    vocab_size: int,
-    *,
-    sampling: SamplingParams | None = None,
-    choice: int = 0,
-    eos_token_ids: tuple[int, ...] = (),
-    eos_period: int = 0,
-) -> list[int]:
-    """Answer to a prompt: ``num_tokens`` tokens, or fewer if one ends it.
-
-    Args:
-        sampling: reads seed, temperature, ``min_tokens``, ``stop_token_ids`` and ``ignore_eos``; ``None`` is greedy.
-    """
-    sampling = sampling or SamplingParams(temperature=0)
-    vocabulary = HashVocabulary(vocab_size, eos_token_ids, eos_period)
-    salt = sampling_salt(sampling, choice)
-    state = ROOT_STATE
-    for token in prompt_tokens:
-        state = mix64(link(state, token))
-    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    early_ends = (*eos_token_ids, *sampling.stop_token_ids)
-    answer: list[int] = []
-    while len(answer) < num_tokens:
-        answer.append(vocabulary.next_token(state, salt, early_ends if len(answer) < sampling.min_tokens else ()))
-        if answer[-1] in ends:
-            break
-        state = mix64(link(state, answer[-1]))
-    return answer

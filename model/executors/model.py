@@ -1,13 +1,10 @@
 """The executor that computes a real model: packs each step once, launches it, and samples.
 
 The engine's step loop submits batches. One H2D copy carries all inputs of a step, and one D2H copy returns the sampled
-tokens; the next step reads tokens that the scheduler does not know yet from the device. On a GPU `ModelExecutor.submit`
-launches without waiting, so that two steps are in flight. Decode-only batches replay captured steps
-(`pdserve.model.executors.decode_graphs`); other batches launch kernel by kernel. On a CPU the same code has computed
-everything when `submit` returns.
-
-`pdserve.model.executors.device_queue` and the kernels choose the device. Receives block tables, never touches the block
-pool's bookkeeping. The caller sets thread counts.
+tokens; the next step reads tokens that the scheduler does not know yet from the device. On a GPU, two steps are in
+flight; on a CPU, a step is computed when `ModelExecutor.submit` returns. Decode-only batches replay captured steps
+(`pdserve.model.executors.decode_graphs`); others launch kernel by kernel. Receives block tables, never touches the
+block pool's bookkeeping. The caller sets thread counts.
 
 Shape suffixes: R rows that a captured step may sample, B rows that a step samples.
 """
@@ -62,7 +59,6 @@ class _LaunchedStep:
         self._fetched_B2 = fetched_B2
 
     def fail(self, error: Exception) -> None:
-        """Mark the step as one that could not be launched."""
         self._error = error
 
     def index(self, row: int) -> int:

@@ -25,7 +25,6 @@ class OutputRows(NamedTuple):
     """Rows whose hidden states a step returns."""
 
     sampling: list[int]
-    """Rows that sample."""
     asking: list[int]
     """Rows with prompt log probabilities to compute."""
     is_decode: bool
@@ -43,13 +42,9 @@ class OutputRows(NamedTuple):
         every token is output."""
         if self.is_decode:
             return ()
-        ends = [*accumulate(row.num_new_tokens for row in rows)]
-        starts = [ends[index] - rows[index].num_new_tokens for index in self.asking]
-        runs = [
-            range(start, start + len(rows[index].prompt_targets))
-            for start, index in zip(starts, self.asking, strict=True)
-        ]
-        return [*(ends[index] - 1 for index in self.sampling), *chain.from_iterable(runs)]
+        starts = [0, *accumulate(row.num_new_tokens for row in rows)]
+        runs = [range(starts[index], starts[index] + len(rows[index].prompt_targets)) for index in self.asking]
+        return [*(starts[index + 1] - 1 for index in self.sampling), *chain.from_iterable(runs)]
 
     def split(self, hidden_OE: torch.Tensor, rows: Sequence[StepRow]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Split the hidden states of `tokens` into those of sampling rows and those of each row in ``asking``."""

@@ -61,12 +61,8 @@ class TokenCountCache:
         self._max_tokens = max_tokens
         self._max_sequences = max_sequences
         self._by_sequence: OrderedDict[int, TokenCounts] = OrderedDict()
-        self._num_tokens = 0
-
-    @property
-    def num_tokens(self) -> int:
+        self.num_tokens = 0
         """Distinct tokens kept."""
-        return self._num_tokens
 
     def counts(
         self, sequence_id: int, history: Sequence[int], num_prompt_tokens: int, newest_token: int | None = None
@@ -80,17 +76,17 @@ class TokenCountCache:
         """
         counts = self._by_sequence.pop(sequence_id, None)
         if counts is not None:
-            self._num_tokens -= len(counts.tokens)
+            self.num_tokens -= len(counts.tokens)
         newest = () if newest_token is None else (newest_token,)
         if counts is not None and counts.can_extend_to(history, num_prompt_tokens):
             counts.extend_to(history, newest)
         else:
             counts = TokenCounts([*history, *newest], num_prompt_tokens)
         self._by_sequence[sequence_id] = counts
-        self._num_tokens += len(counts.tokens)
+        self.num_tokens += len(counts.tokens)
         while len(self._by_sequence) > 1 and (
-            self._num_tokens > self._max_tokens or len(self._by_sequence) > self._max_sequences
+            self.num_tokens > self._max_tokens or len(self._by_sequence) > self._max_sequences
         ):
             _, oldest = self._by_sequence.popitem(last=False)
-            self._num_tokens -= len(oldest.tokens)
+            self.num_tokens -= len(oldest.tokens)
         return counts

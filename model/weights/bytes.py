@@ -19,8 +19,6 @@ _GROUP_INPUTS = 128
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of a whole model's weights."""
-
     layers: int
     """Matrices of all layers with their scales: what every step reads."""
     table: int

@@ -48,8 +48,6 @@ class LayerWeights:
 
 
 class DecoderWeights(NamedTuple):
-    """All weights of a decoder."""
-
     embedding: Linear
     """``[V, E]``."""
     layers: list[LayerWeights]
