@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.kernels.cpu.threads import use_threads
@@ -97,7 +98,7 @@ def build_executor(folder: Path, memory: PoolMemory, config: DecoderConfig) -> M
     """The checkpoint in ``folder`` over ``memory``, computed by one thread."""
     use_threads(1)
     pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), memory.layout.shape, torch.float32)
-    return ModelExecutor(folder=folder, config=config, layout=memory.layout, pool=pool, dtype="float32")
+    return ModelExecutor(folder=folder, config=config, layout=memory.layout, pool=pool, precision=Precision())
 
 
 def decode_batch(step_id: int, layout: KvLayout) -> StepBatch:

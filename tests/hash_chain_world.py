@@ -26,7 +26,7 @@ from pdserve.engine.scheduling.interface import (
     StartPullEvent,
     WithdrawEvent,
 )
-from pdserve.model.executors.hash_chain import expected_tokens
+from tests.expected_tokens import expected_tokens
 from tests.hash_chain_node import EOS, VOCAB_SIZE, Node, WorldConfig
 
 STOP_TOKEN_IDS = (100,)

@@ -22,7 +22,7 @@ from pdserve.engine.worker.process import main
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.model.executors.device_queue import HostQueue
+from pdserve.model.executors.device_queue import DeviceQueue
 from pdserve.model.executors.model import ModelExecutor
 from pdserve.prefill_worker import worker as prefill_worker
 
@@ -30,10 +30,8 @@ COPY_S = 0.02
 """Longer than an order takes to the other worker and back: one that leaves before its copy is found out."""
 
 
-class PipelinedQueue(HostQueue):
-    @property
-    def pipeline_depth(self) -> int:
-        return 2
+class PipelinedQueue(DeviceQueue):
+    pipeline_depth = 2
 
 
 class CapturingExecutor(ModelExecutor):

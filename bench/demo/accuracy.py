@@ -93,7 +93,7 @@ def main() -> None:
     folder: Path = arguments.model
     result = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": {"name": folder.name, "parameters": DecoderConfig.from_folder(folder).num_parameters},
+        "model": {"name": folder.name, "parameters": DecoderConfig.from_folder(folder).shape.num_parameters},
         "questions_per_task": arguments.questions,
         "ways": measure(folder, arguments.questions, Console(stderr=True)),
     }

@@ -19,6 +19,7 @@ import torch
 
 from pdserve.bench.gpu_model.limits import Variant
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool
@@ -57,9 +58,8 @@ class OwnModel:
             config=config,
             layout=self.layout,
             pool=noise_pool(self.layout, device),
-            dtype=variant.dtype,
+            precision=Precision(dtype=variant.dtype, quantization=variant.quantization),
             max_captured_rows=max_rows,
-            quantization=variant.quantization,
         )
         self._block_ids = random.Random(0).sample(range(num_blocks), num_blocks)
 

@@ -95,8 +95,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             config=model,
             layout=layout,
             pool=pool,
-            dtype=config.precision.dtype,
-            quantization=config.precision.quantization,
+            precision=config.precision,
             num_swap_slots=num_slots,
             # Useless on a prefill worker and on a CPU.
             max_captured_rows=0 if config.role is WorkerRole.PREFILL or device == CPU else config.max_batch_size,

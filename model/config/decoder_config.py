@@ -1,8 +1,7 @@
-"""What pdserve must know of a checkpoint before any tensor is read: its shape, and what its layers compute.
+"""Configuration of a checkpoint: its shape, and what its layers compute.
 
-Reads config.json and generation_config.json of a Hugging Face folder, and refuses by name what the decoder would
-compute otherwise than it was trained. Used by workers, the cost model and the planner; never imports torch and never
-reads a weight.
+Reads config.json and generation_config.json of a Hugging Face folder, and refuses by name every option that the decoder
+would compute wrongly. Used by workers, the router and the planner. Never imports torch, never reads a weight.
 """
 
 from __future__ import annotations
@@ -19,39 +18,38 @@ from pdserve.model.config.rope_config import RopeConfig, parse_ropes
 from pdserve.model.config.shape import ModelShape, positive_float, positive_int
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""Of transformers, and as `pdserve.kernels.operations.Gate` names them."""
+"""Names in config.json, and in `pdserve.kernels.operations.Gate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """Options that may differ from layer to layer."""
 
     window: int
-    """A token sees itself and the ``window - 1`` tokens before it; 0 sees all before it."""
+    """A token attends to itself and the ``window - 1`` tokens before it; 0 means no limit."""
     rope: RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder: every family that is supported is one of these."""
+    """A decoder of any supported family."""
 
     shape: ModelShape
     max_context_length: int
-    """Prompt and answer tokens together that the checkpoint was trained for, stretched by its rope scaling."""
+    """Prompt and answer tokens together that the checkpoint supports with its rope scaling."""
     layers: tuple[LayerConfig, ...]
     rms_norm_eps: float
     activation: str
-    """Of the MLP's gate; `pdserve.kernels.operations.Gate` lists them."""
+    """Activation of the MLP's gate, as in `pdserve.kernels.operations.Gate`."""
     attention_scale: float
     """Attention scores are ``attention_scale * q . k``."""
     attention_softcap: float = 0.0
-    """Scores become ``softcap * tanh(score / softcap)``; 0 leaves them."""
+    """Scores become ``softcap * tanh(score / softcap)``; 0 disables it."""
     logit_softcap: float = 0.0
-    """The same of the logits."""
+    """The same for logits."""
     embedding_scale: float = 1.0
-    """Embeddings are multiplied by this."""
     unit_offset_norms: bool = False
-    """The checkpoint stores norm weights as their difference from 1."""
+    """Norm weights are stored as their difference from 1."""
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -59,20 +57,18 @@ class DecoderConfig:
         """Read the configuration of the checkpoint in ``folder``.
 
         Raises:
-            ValueError: no readable config.json, or a model that this decoder would compute wrongly.
+            ValueError: no readable config.json, or an unsupported model.
         """
-        return parse_config(_read_json(folder / "config.json"), _read_json(folder / "generation_config.json", {}))
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the model; a tied output projection is counted once."""
-        return self.shape.num_parameters
+        generation_config = folder / "generation_config.json"
+        return parse_config(
+            _read_json(folder / "config.json"), _read_json(generation_config) if generation_config.exists() else {}
+        )
 
     def limits(self, max_model_len: int) -> ModelLimits:
-        """What schedulers need of the model; ``max_model_len`` 0 takes the checkpoint's own limit.
+        """Limits for schedulers; ``max_model_len`` 0 takes the checkpoint's own limit.
 
         Raises:
-            ValueError: ``max_model_len`` is beyond what the checkpoint was trained for.
+            ValueError: ``max_model_len`` exceeds the checkpoint's limit.
         """
         if not 0 <= max_model_len <= self.max_context_length:
             raise ValueError(
@@ -86,10 +82,7 @@ class DecoderConfig:
         )
 
     def at_length(self, max_model_len: int) -> DecoderConfig:
-        """The decoder of a deployment whose sequences have up to ``max_model_len`` tokens.
-
-        Dynamic rope scaling is fixed at that length for all sequences; nothing else depends on it.
-        """
+        """Return the decoder with dynamic rope scaling fixed for sequences of up to ``max_model_len`` tokens."""
         layers = tuple(replace(layer, rope=layer.rope.at_length(max_model_len)) for layer in self.layers)
         return replace(self, layers=layers)
 
@@ -107,12 +100,12 @@ class DecoderConfig:
 
 
 def parse_config(config: Mapping[str, object], generation_config: Mapping[str, object]) -> DecoderConfig:
-    """Build a `DecoderConfig` from the contents of config.json and generation_config.json.
+    """Parse the contents of config.json and generation_config.json.
 
     Raises:
         ValueError: an unsupported architecture or option, named; a missing or inconsistent number.
     """
-    family = find_family(config)
+    family = find_family(config, FAMILIES)
     if family is None:
         raise ValueError(
             f"config.json: architectures {config.get('architectures')} is not supported; "
@@ -157,7 +150,7 @@ def _check_heads(shape: ModelShape) -> None:
 def _parse_layers(values: Mapping[str, object], family: Family, num_layers: int) -> tuple[LayerConfig, ...]:
     types = values.get("layer_types") or family.layer_types(values, num_layers)
     if not isinstance(types, list) or len(types) != num_layers:
-        raise ValueError(f"config.json: layer_types is no list of {num_layers} types; download config.json again")
+        raise ValueError(f"config.json: layer_types is not a list of {num_layers} types; download config.json again")
     unknown = sorted({str(layer_type) for layer_type in types} - {FULL, SLIDING})
     if unknown:
         raise ValueError(
@@ -201,19 +194,11 @@ def _eos_token_ids(config: Mapping[str, object], generation_config: Mapping[str,
     return tuple(token_ids)
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_json(path: Path) -> Mapping[str, object]:
     try:
-        return path.read_bytes()
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; name a folder with a Hugging Face model") from error
-
-
-def _read_json(path: Path, default: Mapping[str, object] | None = None) -> Mapping[str, object]:
-    if default is not None and not path.exists():
-        return default
-    text = _read_bytes(path)
-    try:
-        content = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(content, dict):

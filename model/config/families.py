@@ -1,7 +1,7 @@
-"""How each supported architecture differs from Llama where its config.json does not say.
+"""Differences of each architecture from Llama that its config.json does not state.
 
-A table of facts, read by `pdserve.model.config.shape` and `pdserve.model.config.decoder_config`; nothing here computes,
-and no other module asks for an architecture by name. Never imports torch.
+A table for `pdserve.model.config.shape` and `pdserve.model.config.decoder_config`; no other module asks for an
+architecture by name. Never imports torch.
 
 Sources: Touvron et al. 2023 (LLaMA); Jiang et al. 2023 (Mistral 7B); Qwen team 2024, 2025 (Qwen2, Qwen3); Gemma team
 2024, 2025 (Gemma to Gemma 3); Zhang et al. 2022 (OPT); Jiang et al. 2024 (Mixtral); the configuration classes of
@@ -26,14 +26,14 @@ def _all_sliding(values: Mapping[str, object], num_layers: int) -> list[str]:
 
 
 def _upper_sliding(values: Mapping[str, object], num_layers: int) -> list[str]:
-    """Layers from ``max_window_layers`` on have a window, where ``use_sliding_window`` allows any."""
+    """Layers from ``max_window_layers`` on have a window if ``use_sliding_window`` is set."""
     first = values.get("max_window_layers")
     has_windows = values.get("use_sliding_window") and values.get("sliding_window")
     return [SLIDING if has_windows and isinstance(first, int) and i >= first else FULL for i in range(num_layers)]
 
 
 def _alternating(values: Mapping[str, object], num_layers: int) -> list[str]:
-    """The last of every ``sliding_window_pattern`` layers sees everything."""
+    """The last of every ``sliding_window_pattern`` layers has full attention."""
     pattern = values.get("sliding_window_pattern")
     if not isinstance(pattern, int) or pattern <= 0:
         raise ValueError(f"config.json: sliding_window_pattern must be a positive integer, not {pattern!r}")
@@ -42,32 +42,32 @@ def _alternating(values: Mapping[str, object], num_layers: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture. A family with no field set is Llama."""
+    """One architecture. The default is Llama."""
 
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Values of keys that config.json may leave out."""
+    """Values of keys that config.json may omit."""
     refused: tuple[str, ...] = ()
-    """Keys that mean nothing certain in this family, and are refused when they are set."""
+    """Keys that must not be set: their meaning is unclear in this family."""
     layer_types: Callable[[Mapping[str, object], int], list[str]] = _all_full
-    """Types of all layers, from config.json's values and the number of layers, where ``layer_types`` is not given."""
+    """Default of ``layer_types``, from the values of config.json and the number of layers."""
     qkv_bias: bool = False
-    """Queries, keys and values have a bias and the output has none, whatever ``attention_bias`` says."""
+    """Queries, keys and values have a bias and the output has none, regardless of ``attention_bias``."""
     qk_norm: bool = False
-    """Every query head and key head is normalised before it is rotated."""
+    """Query and key heads are normalised before rotation."""
     post_norms: bool = False
-    """What a part adds to the residual stream is normalised too."""
+    """Outputs of attention and MLP are normalised before they are added to the residual stream."""
     unit_offset_norms: bool = False
     """Norm weights are stored as their difference from 1."""
     scaled_embeddings: bool = False
-    """Embeddings are multiplied by the square root of the hidden size."""
+    """Embeddings are scaled by the square root of the hidden size."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Keys of config.json that mean what Llama's key, the first of each pair, means."""
+    """Llama's keys, and this family's names for them in config.json."""
     gated_mlp: bool = True
-    """The MLP has a gate; without, two matrices."""
+    """The MLP has a gate; otherwise it has two matrices."""
     has_biases: bool = False
     """Every projection and norm has a bias."""
     extra_positions: int | None = None
-    """Positions are a learned table, with so many rows beyond ``max_position_embeddings``."""
+    """Rows of the learned position table beyond ``max_position_embeddings``; None without such a table."""
 
 
 _QWEN_DEFAULTS = {
@@ -97,9 +97,7 @@ _GEMMA_2 = Family(
 FAMILIES = {
     "LlamaForCausalLM": Family(refused=("layer_types",)),
     "MistralForCausalLM": Family(
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        refused=("layer_types",),
-        layer_types=_all_sliding,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, refused=("layer_types",), layer_types=_all_sliding
     ),
     "Qwen2ForCausalLM": Family(defaults=_QWEN_DEFAULTS, layer_types=_upper_sliding, qkv_bias=True),
     "Qwen3ForCausalLM": Family(defaults={**_QWEN_DEFAULTS, "head_dim": 128}, layer_types=_upper_sliding, qk_norm=True),
@@ -119,7 +117,7 @@ FAMILIES = {
         qk_norm=True,
     ),
 }
-"""Every architecture that can be served, by the name that config.json gives it."""
+"""Architectures that can be served, by their name in config.json."""
 
 _GEMMA_3_TEXT = {"num_attention_heads": 8, "vocab_size": 262208}
 PLANNED_FAMILIES = {
@@ -134,9 +132,7 @@ PLANNED_FAMILIES = {
     "Gemma3ForConditionalGeneration": replace(
         FAMILIES["Gemma3ForCausalLM"], defaults={**FAMILIES["Gemma3ForCausalLM"].defaults, **_GEMMA_3_TEXT}
     ),
-    "MixtralForCausalLM": Family(
-        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
+    "MixtralForCausalLM": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "Qwen2MoeForCausalLM": Family(
         defaults={"num_experts": 60, "num_experts_per_tok": 4},
         renamed={"intermediate_size": "moe_intermediate_size"},
@@ -149,20 +145,11 @@ PLANNED_FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(),
 }
-"""Architectures that can be planned for and not served yet."""
+"""Architectures that can be planned for but not served yet."""
 
 
-def find_family(config: Mapping[str, object]) -> Family | None:
-    """The family of the first architecture in config.json that can be served."""
-    return _find(config, FAMILIES)
-
-
-def find_planned_family(config: Mapping[str, object]) -> Family | None:
-    """The family of the first architecture in config.json that can be served or planned for."""
-    return _find(config, {**FAMILIES, **PLANNED_FAMILIES})
-
-
-def _find(config: Mapping[str, object], families: Mapping[str, Family]) -> Family | None:
+def find_family(config: Mapping[str, object], families: Mapping[str, Family]) -> Family | None:
+    """Return the family of the first of config.json's architectures that is in ``families``."""
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
     return next((families[name] for name in names if name in families), None)

@@ -1,6 +1,6 @@
-"""The identity of a checkpoint, by which workers know that their KV is of the same model.
+"""Hash of a checkpoint, by which workers know that their KV is of the same model.
 
-Asked for once by a worker as it starts. Reads headers and a few bytes of every tensor; never imports torch.
+A worker computes it once at its start from headers and a few bytes of every tensor. Never imports torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def model_hash(folder: Path, variant: str = "") -> str:
     that a checkpoint of many GB takes well under a second. Copies of the same files on two hosts hash alike.
 
     Args:
-        variant: what the KV depends on beside the files; hashed too.
+        variant: whatever else the KV depends on; hashed too.
 
     Raises:
-        ValueError: the folder holds no config.json or no safetensors, or one that is damaged.
+        ValueError: config.json or safetensors are missing or damaged.
     """
     digest = blake2b(variant.encode(), digest_size=16, person=b"pdserve-model")
     try:
@@ -40,10 +40,11 @@ def model_hash(folder: Path, variant: str = "") -> str:
 
 
 def _hash_shard(shard: Path, digest: blake2b) -> None:
-    header = read_header(shard)
-    digest.update(shard.name.encode() + b"\0" + header.text)
+    tensors = read_header(shard)
     with shard.open("rb") as file:
-        for tensor in sorted(header.tensors.values(), key=attrgetter("start", "end")):
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        digest.update(shard.name.encode() + b"\0" + header)
+        for tensor in sorted(tensors.values(), key=attrgetter("start", "end")):
             sample_bytes = min(tensor.end - tensor.start, _SAMPLE_BYTES)
             file.seek((tensor.start + tensor.end - sample_bytes) // 2)
             digest.update(file.read(sample_bytes))

@@ -1,8 +1,8 @@
-"""Which rotary embedding a checkpoint asks for, read from its config.json.
+"""The rotary embedding of a checkpoint, read from config.json.
 
-Both spellings are understood: ``rope_parameters`` (transformers 5; one object, or one per layer type), and
-``rope_theta`` with ``rope_scaling`` before it. Used by `pdserve.model.config.decoder_config`;
-`pdserve.model.decoder.rope` computes what is described here. Never imports torch.
+Reads both spellings: ``rope_parameters`` (transformers 5; one object, or one per layer type), and ``rope_theta`` with
+``rope_scaling`` (before it). Used by `pdserve.model.config.decoder_config`; `pdserve.model.decoder.rope` computes the
+frequencies. Never imports torch.
 """
 
 from __future__ import annotations
@@ -18,85 +18,54 @@ _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearScaling:
-    """Positions are divided by ``factor`` (Chen et al. 2023, position interpolation)."""
+class RopeConfig:
+    """One rotary embedding. Fields that its ``type`` does not use keep their defaults.
 
-    factor: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicScaling:
-    """NTK-aware: the base grows with the length of the sequence.
-
-    transformers takes the length of the sequence at hand, so that keys which are already cached turn out rotated for
-    another base. Here one length counts for all sequences, and cached KV is the same whoever computed it.
+    The types are transformers': ``default`` scales nothing; ``linear`` divides positions by ``factor`` (Chen et al.
+    2023, position interpolation); ``dynamic`` is NTK-aware: the base grows with ``length``; ``llama3`` stretches the
+    low frequencies; ``yarn`` interpolates low frequencies, keeps high ones, and sharpens attention (Peng et al. 2023).
     """
 
-    factor: float
-    trained_length: int
-    """In tokens; up to it the base stays as it is."""
-    length: int
-    """In tokens: what the base is made for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's stretch of the low frequencies."""
-
-    factor: float
-    """Frequencies below the low limit are divided by this."""
-    low_freq_factor: float
-    high_freq_factor: float
-    trained_length: int
-    """In tokens: the wavelengths are compared with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnScaling:
-    """Peng et al. 2023 (YaRN): low frequencies are interpolated, high ones are not, and attention is sharpened."""
-
-    factor: float
-    trained_length: int
-    """In tokens."""
-    attention_factor: float
-    """Cosines and sines are multiplied by this."""
-    beta_fast: float
-    """Dimensions that turn more often than this within the trained length are left alone."""
-    beta_slow: float
-    """Those that turn less often are interpolated."""
-    truncate: bool
-    """The bounds between them are rounded outwards to whole dimensions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """One rotary embedding."""
-
     theta: float
-    scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None = None
-    """``None`` is plain rope."""
+    type: str = "default"
+    factor: float = 1.0
+    trained_length: int = 0
+    """``dynamic``, ``llama3``, ``yarn``: tokens of the sequences that the checkpoint was trained on."""
+    length: int = 0
+    """``dynamic``: tokens that the base is computed for. transformers uses the length of the current sequence, which
+    leaves cached keys rotated for another base; one length for all sequences makes cached KV the same everywhere."""
+    low_freq_factor: float = 0.0
+    """``llama3``: frequencies that turn less often than this within the trained length are divided by ``factor``."""
+    high_freq_factor: float = 0.0
+    """``llama3``: frequencies that turn more often than this are kept."""
+    attention_factor: float = 1.0
+    """``yarn``: factor on cosines and sines."""
+    beta_fast: float = 0.0
+    """``yarn``: dimensions that turn more often than this within the trained length are kept."""
+    beta_slow: float = 0.0
+    """``yarn``: dimensions that turn less often than this are interpolated."""
+    truncate: bool = True
+    """``yarn``: round the bounds between them outwards to whole dimensions."""
 
     def context_length(self, max_position_embeddings: int) -> int:
-        """Tokens of the longest sequence, where the checkpoint counts ``max_position_embeddings`` before scaling."""
-        match self.scaling:
-            case LinearScaling(factor=factor) | DynamicScaling(factor=factor):
-                return int(max_position_embeddings * factor)
-            case YarnScaling(factor=factor, trained_length=trained_length):
-                return int(trained_length * factor)
+        """Tokens of the longest sequence of a checkpoint whose config.json has ``max_position_embeddings``."""
+        match self.type:
+            case "linear" | "dynamic":
+                return int(max_position_embeddings * self.factor)
+            case "yarn":
+                return int(self.trained_length * self.factor)
         return max_position_embeddings
 
     def at_length(self, length: int) -> RopeConfig:
-        """The same, made for sequences of up to ``length`` tokens: that matters to dynamic scaling only."""
-        if not isinstance(self.scaling, DynamicScaling):
-            return self
-        return replace(self, scaling=replace(self.scaling, length=length))
+        """Return the embedding for sequences of up to ``length`` tokens; only dynamic scaling depends on it."""
+        return replace(self, length=length) if self.type == "dynamic" else self
 
 
 def parse_ropes(values: Mapping[str, object]) -> dict[str, RopeConfig]:
-    """The rotary embedding of each layer type.
+    """Parse the rotary embedding of each layer type.
 
     Args:
-        values: of config.json, with the family's defaults.
+        values: config.json over the family's defaults.
 
     Raises:
         ValueError: an unsupported type or option, named; a missing or inconsistent number.
@@ -114,7 +83,7 @@ def parse_ropes(values: Mapping[str, object]) -> dict[str, RopeConfig]:
 
 
 def _parse_rope(values: Mapping[str, object], given: Mapping[str, object]) -> RopeConfig:
-    """One rotary embedding: ``given`` is its own object, ``values`` has what it may leave out."""
+    """Parse the object ``given``; ``values`` are its defaults."""
     if not isinstance(given, dict):
         raise ValueError("config.json: rope_parameters of a layer type is not an object; download config.json again")
     rope = {**{key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}, **given}
@@ -127,50 +96,37 @@ def _parse_rope(values: Mapping[str, object], given: Mapping[str, object]) -> Ro
         raise ValueError(
             "config.json: partial_rotary_factor is not supported; serve a checkpoint that rotates whole heads"
         )
-    theta = positive_float(rope, "rope_theta", 10000.0)
     max_positions = positive_int(values, "max_position_embeddings")
     trained_length = positive_int(
         values,
         "original_max_position_embeddings",
         positive_int(rope, "original_max_position_embeddings", max_positions),
     )
-    match rope_type:
-        case "linear":
-            return RopeConfig(theta=theta, scaling=LinearScaling(factor=positive_float(rope, "factor")))
-        case "dynamic":
-            return RopeConfig(theta=theta, scaling=_parse_dynamic(rope, max_positions))
-        case "llama3":
-            return RopeConfig(theta=theta, scaling=_parse_llama3(rope, trained_length))
-        case "yarn":
-            return RopeConfig(theta=theta, scaling=_parse_yarn(rope, trained_length, max_positions))
-    return RopeConfig(theta=theta)
+    config = RopeConfig(theta=positive_float(rope, "rope_theta", 10000.0), type=rope_type)
+    if rope_type == "yarn":
+        return _with_yarn(config, rope, trained_length, max_positions)
+    if rope_type != "default":
+        config = replace(config, factor=positive_float(rope, "factor"))
+    if rope_type == "dynamic":
+        return replace(config, trained_length=max_positions, length=int(max_positions * config.factor))
+    if rope_type == "llama3":
+        low, high = positive_float(rope, "low_freq_factor"), positive_float(rope, "high_freq_factor")
+        if high <= low:
+            raise ValueError(
+                "config.json: rope high_freq_factor must be above low_freq_factor; download config.json again"
+            )
+        return replace(config, low_freq_factor=low, high_freq_factor=high, trained_length=trained_length)
+    return config
 
 
-def _parse_dynamic(rope: Mapping[str, object], max_positions: int) -> DynamicScaling:
-    factor = positive_float(rope, "factor")
-    return DynamicScaling(factor=factor, trained_length=max_positions, length=int(max_positions * factor))
-
-
-def _parse_llama3(rope: Mapping[str, object], trained_length: int) -> Llama3Scaling:
-    scaling = Llama3Scaling(
-        factor=positive_float(rope, "factor"),
-        low_freq_factor=positive_float(rope, "low_freq_factor"),
-        high_freq_factor=positive_float(rope, "high_freq_factor"),
-        trained_length=trained_length,
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise ValueError("config.json: rope high_freq_factor must be above low_freq_factor; download config.json again")
-    return scaling
-
-
-def _parse_yarn(rope: Mapping[str, object], trained_length: int, max_positions: int) -> YarnScaling:
+def _with_yarn(config: RopeConfig, rope: Mapping[str, object], trained_length: int, max_positions: int) -> RopeConfig:
     factor = positive_float(rope, "factor", max_positions / trained_length)
+    sharpening = _yarn_sharpening(factor, 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        numerator = _yarn_sharpening(factor, positive_float(rope, "mscale"))
-        sharpening = numerator / _yarn_sharpening(factor, positive_float(rope, "mscale_all_dim"))
-    else:
-        sharpening = _yarn_sharpening(factor, 1.0)
-    return YarnScaling(
+        sharpening = _yarn_sharpening(factor, positive_float(rope, "mscale"))
+        sharpening /= _yarn_sharpening(factor, positive_float(rope, "mscale_all_dim"))
+    return replace(
+        config,
         factor=factor,
         trained_length=trained_length,
         attention_factor=positive_float(rope, "attention_factor", sharpening),

@@ -1,35 +1,26 @@
-"""The numbers of a decoder that decide what it costs to run.
+"""Shape of a decoder: the sizes that determine its cost.
 
-Told by any Hugging Face config.json of a decoder with grouped-query attention, dense or with routed experts, so that
-models that are not here, or cannot be served, can be planned for. Part of a checkpoint's configuration
-(`pdserve.model.config.decoder_config`), and read by `pdserve.model.cost.cost_model`; never imports torch.
+Parsed from the config.json of any decoder with grouped-query attention, dense or with routed experts, so that models
+that are not downloaded or cannot be served can be planned for. Part of `pdserve.model.config.decoder_config`, read by
+`pdserve.model.cost.cost_model`. Never imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from pdserve.model.config.families import Family, find_planned_family
-
-
-class _Matrices(NamedTuple):
-    """Matrices of one layer that are alike."""
-
-    number: int
-    num_outputs: int
-    num_inputs: int
+from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, Family, find_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Shape of a decoder with grouped-query attention. Counts are of the whole model."""
+    """A decoder with grouped-query attention. Counts are for the whole model."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Of the MLP, or of one expert."""
+    """Width of the MLP, or of one routed expert."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -38,36 +29,33 @@ class ModelShape:
     """The output projection is the embedding table."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """Of the attention's output projection."""
+    """Bias of the attention's output projection."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys are normalised per head, by one weight for all heads of a layer."""
+    """Queries and keys are normalised per head, with one weight for all heads of a layer."""
     post_norms: bool = False
-    """Both parts of a layer are normalised at their end too."""
+    """Outputs of attention and MLP are normalised too."""
     norm_bias: bool = False
     final_norm: bool = True
-    """What the last layer leaves is normalised."""
+    """The last layer's output is normalised."""
     gated_mlp: bool = True
-    """An MLP, or expert, has a gate beside its two matrices."""
+    """An MLP or expert has a gate and two matrices."""
     num_positions: int = 0
-    """Rows of the table of learned positions; 0 where there is none."""
+    """Rows of the learned position table; 0 without one."""
     num_experts: int = 0
-    """Routed experts of each layer; 0 for one MLP that all tokens use."""
+    """Routed experts of each layer; 0 for a dense MLP."""
     experts_per_token: int = 0
     shared_intermediate_size: int = 0
-    """Of an expert beside the routed ones that every token uses, with a gate of one output; 0 where there is none."""
+    """Width of the shared expert, which every token uses and which has a gate of one output; 0 without one."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, object]) -> ModelShape:
-        """Shape told by the contents of a config.json. An architecture that is not known counts as Llama's.
-
-        Of a model that sees images too, the language model.
+        """Parse config.json: of a multimodal model, its language model. Unknown architectures count as Llama's.
 
         Raises:
-            ValueError: a number that every such decoder has is missing or not a positive integer, or the layers are of
-                a kind that no formula here counts.
+            ValueError: a required number is missing or not a positive integer, or no formula here counts the layers.
         """
-        family = find_planned_family(config) or Family()
+        family = find_family(config, {**FAMILIES, **PLANNED_FAMILIES}) or Family()
         text_config = config.get("text_config")
         values = {**family.defaults, **(text_config if isinstance(text_config, Mapping) else config)}
         values |= {key: values.get(name) for key, name in family.renamed.items()}
@@ -100,43 +88,34 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of the matrices of one expert, or of the MLP."""
+        """Matrix weights of one expert, or of the MLP."""
         return (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property
     def common_layer_parameters(self) -> int:
-        """Weights of one layer's matrices that every token uses: without routed experts, all of them."""
-        parameters = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        if not self.num_experts:
-            return parameters + self.expert_parameters
-        if self.shared_intermediate_size:
-            parameters += self.hidden_size * (3 * self.shared_intermediate_size + 1)
-        return parameters + self.hidden_size * self.num_experts  # the router
+        """Matrix weights of one layer that every token uses: all except routed experts."""
+        return self.layer_parameters - self.num_experts * self.expert_parameters
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's matrices: q, k, v, o, gate, up, down; of all experts, and of the router."""
-        return self.common_layer_parameters + self.num_experts * self.expert_parameters
+        """Matrix weights of one layer: q, k, v, o, gate, up, down; of all experts, and of their router."""
+        return self.layer_groups(1)
 
     @property
     def layer_outputs(self) -> int:
         """Outputs of one layer's matrices: in int8, each has a scale."""
-        return sum(matrices.number * matrices.num_outputs for matrices in self._layer_matrices())
+        return sum(number * num_outputs for number, num_outputs, _ in self._layer_matrices())
 
     def layer_groups(self, group_inputs: int) -> int:
-        """Groups of inputs of all outputs of one layer's matrices: in int4, each has a scale.
-
-        Args:
-            group_inputs: the most inputs of a group.
-        """
+        """Groups of up to ``group_inputs`` inputs of each output of one layer's matrices: in int4, each has a scale."""
         return sum(
-            matrices.number * matrices.num_outputs * -(-matrices.num_inputs // group_inputs)
-            for matrices in self._layer_matrices()
+            number * num_outputs * -(-num_inputs // group_inputs)
+            for number, num_outputs, num_inputs in self._layer_matrices()
         )
 
     @property
     def layer_vector_parameters(self) -> int:
-        """Weights of one layer's norms and biases."""
+        """Norm and bias weights of one layer."""
         norms = (4 if self.post_norms else 2) * self._norm_parameters + (2 * self.head_dim if self.qk_norm else 0)
         qkv_bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         output_bias = self.hidden_size if self.output_bias else 0
@@ -144,7 +123,7 @@ class ModelShape:
 
     @property
     def table_parameters(self) -> int:
-        """Weights of the embedding table; the output projection has as many."""
+        """Weights of the embedding table, and of the output projection."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -157,20 +136,20 @@ class ModelShape:
 
     @property
     def kv_vectors_per_token(self) -> int:
-        """Vectors of ``head_dim`` that one token adds to the KV cache: K and V of every layer and KV head."""
+        """Vectors of ``head_dim`` in the KV of one token: K and V of every layer and KV head."""
         return 2 * self.num_layers * self.num_kv_heads
 
-    def _layer_matrices(self) -> Iterator[_Matrices]:
-        """Those that `layer_parameters` counts."""
-        width, expert_width = self.hidden_size, self.intermediate_size
-        yield _Matrices(1, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, width)
-        yield _Matrices(1, width, self.num_heads * self.head_dim)
-        yield _Matrices(max(1, self.num_experts), (2 if self.gated_mlp else 1) * expert_width, width)
-        yield _Matrices(max(1, self.num_experts), width, expert_width)
-        yield _Matrices(1, self.num_experts, width)
-        if self.shared_intermediate_size:
-            yield _Matrices(1, 2 * self.shared_intermediate_size + 1, width)
-            yield _Matrices(1, width, self.shared_intermediate_size)
+    def _layer_matrices(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (number, outputs, inputs) of equal matrices of one layer."""
+        hidden, expert, shared = self.hidden_size, self.intermediate_size, self.shared_intermediate_size
+        yield 1, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, hidden
+        yield 1, hidden, self.num_heads * self.head_dim
+        yield max(1, self.num_experts), (2 if self.gated_mlp else 1) * expert, hidden
+        yield max(1, self.num_experts), hidden, expert
+        yield 1, self.num_experts, hidden  # the router
+        if shared:
+            yield 1, 2 * shared + 1, hidden
+            yield 1, hidden, shared
 
     @property
     def _norm_parameters(self) -> int:
@@ -183,7 +162,7 @@ class ModelShape:
 
 
 def _count(values: Mapping[str, object], key: str) -> int:
-    """A count that may be missing, null or 0."""
+    """Read a count that may be missing, null or 0."""
     return positive_int(values, key) if values.get(key) else 0
 
 
@@ -194,7 +173,7 @@ def _num_positions(values: Mapping[str, object], family: Family) -> int:
 
 
 def _refuse_others(values: Mapping[str, object]) -> None:
-    """Raises ValueError for layers that would be counted wrongly, by the keys that only such models have."""
+    """Raise ValueError for layers that would be counted wrongly, by the keys that only such models have."""
     reasons = {
         "kv_lora_rank": "its attention keeps latent vectors, not keys and values",
         "mlp_only_layers": "some of its layers have experts and some do not",
@@ -217,28 +196,24 @@ def _refuse_others(values: Mapping[str, object]) -> None:
 
 
 def positive_int(values: Mapping[str, object], key: str, default: int | None = None) -> int:
-    """The integer at ``key``; ``default`` where it is missing or null.
+    """Return the integer at ``key``; ``default`` if it is missing or null.
 
     Raises:
-        ValueError: it is no positive integer, or is missing and there is no default.
+        ValueError: not a positive integer, or missing without a default.
     """
-    value = values.get(key)
-    if value is None:
-        value = default
+    value = default if values.get(key) is None else values[key]
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}; download it again")
     return value
 
 
 def positive_float(values: Mapping[str, object], key: str, default: float | None = None) -> float:
-    """The number at ``key``; ``default`` where it is missing or null.
+    """Return the number at ``key``; ``default`` if it is missing or null.
 
     Raises:
-        ValueError: it is no positive number, or is missing and there is no default.
+        ValueError: not a positive number, or missing without a default.
     """
-    value = values.get(key)
-    if value is None:
-        value = default
+    value = default if values.get(key) is None else values[key]
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"config.json: {key} must be a positive number, not {value!r}; download it again")
     return float(value)

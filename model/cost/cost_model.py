@@ -45,7 +45,7 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class StepParts(NamedTuple):
-    """Breakdown of one step's duration."""
+    """Breakdown of one step's duration, summed over stages."""
 
     layers_s: float
     output_s: float
@@ -68,18 +68,18 @@ class RankMemory(NamedTuple):
 
 
 class CostModel:
-    """Durations and memory of one model, in one dtype, on the devices of one worker.
+    """Durations and memory of one model on the devices of one worker.
 
     Args:
         shape: the whole model.
         hardware: one device; a worker has ``tensor_parallel * pipeline_parallel`` of them.
-        precision: of weights, activations and KV; arithmetic stays in its ``dtype``, one of `MODEL_DTYPES`.
-        tensor_parallel: ranks that share the model's heads and columns.
+        precision: of weights, activations and KV; arithmetic is in its ``dtype``, one of `MODEL_DTYPES`.
+        tensor_parallel: ranks that share heads and columns.
         pipeline_parallel: stages, each with an equal share of the layers.
 
     Raises:
-        ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or
-            has no figure for.
+        ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or has
+            no figure for.
     """
 
     def __init__(
@@ -115,7 +115,15 @@ class CostModel:
         self._pair_s = 4 * shape.num_heads * shape.head_dim * shape.num_layers / self._rank_flops
         decode_s = max(self._pair_s, stages_kv_bytes / hardware.memory_bandwidth)
         self._decode_token_s = decode_s / hardware.decode_attention_efficiency
-        self._links = _Links(hardware, tensor_parallel, pipeline_parallel)
+        inside = (hardware.link_latency_s, hardware.link_bandwidth * hardware.link_efficiency)
+        outside = (hardware.network_latency_s, hardware.network_bandwidth * hardware.link_efficiency)
+        # Tensor-parallel ranks fill hosts first, then stages.
+        self._ring = inside if tensor_parallel <= hardware.devices_per_host else outside
+        stages_per_host = max(1, hardware.devices_per_host // tensor_parallel)
+        num_outside = -(-pipeline_parallel // stages_per_host) - 1
+        self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
+        self._layer_weight_bytes = weights.layers / (shape.num_layers * shape.layer_parameters)
+        self._common_layer_parameters = shape.common_layer_parameters
         self._activation_bytes = shape.hidden_size * DTYPE_BYTES[dtype]
         # The planner looks a few counts up millions of times.
         self._tokens_s = _Memo(lambda num_tokens: sum(self._token_parts(num_tokens)))
@@ -153,7 +161,7 @@ class CostModel:
         return self._sum_s(batch_size, batch_size, (context_tokens + batch_size) * self._decode_token_s)
 
     def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float]:
-        """Seconds of a step as in `decode_s`, and the increase per step while the same sequences keep decoding."""
+        """Seconds of a step as in `decode_s`, and their increase per step as the same sequences keep decoding."""
         return self.decode_s(batch_size, context_tokens), batch_size * self._decode_token_s
 
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
@@ -168,12 +176,9 @@ class CostModel:
         """Breakdown of `step_s`; ``rows`` must not be empty."""
         num_tokens, num_rows, prefill_attention_s, num_seen = self._sum_rows(rows)
         tokens = self._token_parts(num_tokens)
-        return StepParts(
-            layers_s=tokens.layers_s,
+        return tokens._replace(
             output_s=self._output_s(num_rows),
             attention_s=prefill_attention_s + num_seen * self._decode_token_s,
-            all_reduce_s=tokens.all_reduce_s,
-            send_s=tokens.send_s,
             overhead_s=tokens.overhead_s + num_rows * self.hardware.row_overhead_s,
         )
 
@@ -189,11 +194,11 @@ class CostModel:
     def rank_memory(
         self, memory_fraction: float = 0.9, *, max_batch_tokens: int = 2048, max_batch_size: int = 256
     ) -> RankMemory:
-        """What the fullest rank holds in ``memory_fraction`` of its memory.
+        """Divide ``memory_fraction`` of the fullest rank's memory.
 
         Args:
-            max_batch_tokens: new tokens of the largest step, which activations are held of.
-            max_batch_size: rows of the largest step, which logits are held of.
+            max_batch_tokens: new tokens of the largest step, for activations.
+            max_batch_size: rows of the largest step, for logits.
         """
         shape, weights = self.shape, self._weights
         num_tables = 1 if shape.tie_word_embeddings or self.pipeline_parallel > 1 else 2
@@ -211,16 +216,10 @@ class CostModel:
         return RankMemory(rank_weights, activations, reserve, max(0.0, free_bytes))
 
     def max_kv_blocks(
-        self,
-        block_size: int,
-        memory_fraction: float = 0.9,
-        *,
-        max_batch_tokens: int = 2048,
-        max_batch_size: int = 256,
+        self, block_size: int, memory_fraction: float = 0.9, *, max_batch_tokens: int = 2048, max_batch_size: int = 256
     ) -> int:
-        """Blocks of ``block_size`` tokens of the worker: as many as the fullest rank can hold its share of.
-
-        See `rank_memory` for the arguments. 0 where not even the weights fit.
+        """Blocks of ``block_size`` tokens that fit on the fullest rank, with the arguments of `rank_memory`; 0 if the
+        weights alone do not fit.
         """
         memory = self.rank_memory(memory_fraction, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
         return int(memory.kv_bytes // (block_size * self.rank_kv_bytes_per_token))
@@ -250,22 +249,26 @@ class CostModel:
         pairs_s = (num_new * num_cached + num_new * (num_new + 1) / 2) * self._pairs_s[num_new]
         return max(pairs_s, (num_cached + num_new) * self._decode_token_s)
 
-    def _token_parts(self, num_tokens: int) -> _TokenParts:
-        """Parts that depend on the number of new tokens."""
-        links, hardware = self._links, self.hardware
-        message_bytes = num_tokens * self._activation_bytes
-        return _TokenParts(
+    def _token_parts(self, num_tokens: int) -> StepParts:
+        """Parts that depend on the number of new tokens; the others are 0."""
+        layers, message_bytes = self.shape.num_layers, num_tokens * self._activation_bytes
+        latency_s, bandwidth = self._ring
+        num_ring_steps = 2 * (self.tensor_parallel - 1)
+        all_reduce_s = num_ring_steps * (latency_s + message_bytes / self.tensor_parallel / bandwidth)
+        return StepParts(
             layers_s=self._layers_s(num_tokens),
-            all_reduce_s=2 * self.shape.num_layers * links.all_reduce_s(message_bytes),
-            send_s=links.send_s(message_bytes),
-            overhead_s=hardware.step_overhead_s + self.shape.num_layers * hardware.layer_overhead_s,
+            output_s=0.0,
+            attention_s=0.0,
+            all_reduce_s=2 * layers * all_reduce_s,
+            send_s=sum(hops * (latency_s + message_bytes / bandwidth) for hops, latency_s, bandwidth in self._hops),
+            overhead_s=self.hardware.step_overhead_s + layers * self.hardware.layer_overhead_s,
         )
 
     def _layers_s(self, num_tokens: int) -> float:
         """Linear layers of all stages."""
         shape = self.shape
-        bytes_each = self._weights.layers / (shape.num_layers * shape.layer_parameters)
-        common_s = self._product_s(num_tokens, shape.common_layer_parameters, bytes_each)
+        bytes_each = self._layer_weight_bytes
+        common_s = self._product_s(num_tokens, self._common_layer_parameters, bytes_each)
         if not shape.num_experts:
             return shape.num_layers * common_s
         num_uses = num_tokens * shape.experts_per_token
@@ -274,7 +277,6 @@ class CostModel:
         return shape.num_layers * (common_s + experts_s)
 
     def _output_s(self, num_rows: int) -> float:
-        """Output projection."""
         return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype])
 
     def _product_s(self, num_rows: float, num_weights: float, bytes_each: float) -> float:
@@ -286,36 +288,6 @@ class CostModel:
 def num_experts_touched(num_tokens: int, num_experts: int, experts_per_token: int) -> float:
     """Expected number of distinct experts for ``num_tokens`` tokens under even, independent routing."""
     return num_experts * (1 - (1 - experts_per_token / num_experts) ** num_tokens)
-
-
-class _TokenParts(NamedTuple):
-    layers_s: float
-    all_reduce_s: float
-    send_s: float
-    overhead_s: float
-
-
-class _Links:
-    """Links between a worker's devices: tensor-parallel ranks fill hosts first, then stages."""
-
-    def __init__(self, hardware: Hardware, tensor_parallel: int, pipeline_parallel: int) -> None:
-        inside = (hardware.link_latency_s, hardware.link_bandwidth * hardware.link_efficiency)
-        outside = (hardware.network_latency_s, hardware.network_bandwidth * hardware.link_efficiency)
-        self._num_ranks = tensor_parallel
-        self._ring = inside if tensor_parallel <= hardware.devices_per_host else outside
-        stages_per_host = max(1, hardware.devices_per_host // tensor_parallel)
-        num_outside = -(-pipeline_parallel // stages_per_host) - 1
-        self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
-
-    def all_reduce_s(self, num_bytes: float) -> float:
-        """Seconds of one ring all-reduce among the ranks of a stage."""
-        latency_s, bandwidth = self._ring
-        num_steps = 2 * (self._num_ranks - 1)
-        return num_steps * (latency_s + num_bytes / self._num_ranks / bandwidth)
-
-    def send_s(self, num_bytes: float) -> float:
-        """Seconds to send activations through all stages."""
-        return sum(num_hops * (latency_s + num_bytes / bandwidth) for num_hops, latency_s, bandwidth in self._hops)
 
 
 _MAX_REMEMBERED = 32768

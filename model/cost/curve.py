@@ -1,6 +1,6 @@
-"""Efficiency as a function of the amount of work. Used by the hardware catalogue and the cost model.
+"""Efficiency by amount of work: matrix products need some hundred tokens to reach a device's rate.
 
-A few tokens do not fill a device: matrix products need some hundred tokens to reach their rate. Measures nothing.
+Used by the hardware catalogue and the cost model.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from math import log
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A share of a peak by count: piecewise linear in the logarithm of the count, flat outside its points.
-
-    A single point makes a constant.
-    """
+    """Share of a peak by count: piecewise linear in the logarithm of the count, flat outside its points."""
 
     points: tuple[tuple[int, float], ...]
-    """(count, share), by rising count."""
+    """(count, share), by rising count; a single point makes a constant."""
 
     def __post_init__(self) -> None:
-        """Raises:
-        ValueError: points out of order, a share outside (0, 1], or a share that grows faster than the count, which
-            would finish more work in less time.
+        """Check the points.
+
+        Raises:
+            ValueError: points out of order, a share outside (0, 1], or a share that grows faster than the count, which
+                would finish more work in less time.
         """
         if not self.points:
             raise ValueError("a curve needs a point; write [[1, 0.5]] for a constant share of 0.5")

@@ -1,8 +1,7 @@
 """Figures of a machine: peak arithmetic, memory, links, price, and the shares of the peaks that kernels reach.
 
-Read by the cost model, the planner and emulation. A catalogue, not a probe: a lookup touches no device.
-`pdserve.model.cost.hardware_catalogue` holds the GPU figures; a user's file adds devices
-(`pdserve.planner.hardware_file`).
+Read by the cost model, the planner and emulation; a lookup touches no device. GPU figures come from
+`pdserve.model.cost.hardware_catalogue`, other devices from a user's file (`pdserve.planner.hardware_file`).
 """
 
 from __future__ import annotations
@@ -38,11 +37,6 @@ class Measured:
     """Fewest and most cached tokens of one row."""
     errors: Mapping[str, NotNegative] = field(default_factory=dict, hash=False)
     """Median relative prediction error on held-out steps, keyed by kind of step: ``prefill``, ``decode``."""
-
-    def covers(self, step_tokens: int, batch_size: int, context_tokens: int) -> bool:
-        """Return True if the step lies within the measured ranges."""
-        ranges = ((self.step_tokens, step_tokens), (self.batch_size, batch_size), (self.context_tokens, context_tokens))
-        return all(low <= value <= high for (low, high), value in ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +137,7 @@ def _gpu(row: Gpu) -> Hardware:
         host_bandwidth=row.host_gb_per_s * 1e9,
         step_overhead_s=row.kernels.step_overhead_us * 1e-6,
         layer_overhead_s=row.kernels.layer_overhead_us * 1e-6,
-        price_per_hour_usd=row.price.usd_per_hour,
+        price_per_hour_usd=row.usd_per_hour,
         sources={
             **dict.fromkeys(("peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth"), row.sheet),
             **row.kernels.sources,
@@ -156,7 +150,7 @@ def _gpu(row: Gpu) -> Hardware:
             "devices_per_host": "assumed: eight, as in most servers",
             "pipeline_depth": "of the executor",
             "row_overhead_s": f"{_ESTIMATE}: none",
-            "price_per_hour_usd": row.price.source,
+            "price_per_hour_usd": row.price_source,
         },
     )
 
@@ -224,7 +218,7 @@ HARDWARE_NAMES = tuple(sorted(("cpu", *GPUS)))
 
 
 def catalogue_name(driver_name: str) -> str:
-    """The catalogue's name of a GPU that its driver calls so; empty of parts of one, and of what it does not have."""
+    """Name in the catalogue of a GPU with this driver name; empty for an unknown one and for a part of one (MIG)."""
     if re.search(r"\bMIG\b", driver_name):
         return ""
     return next((name for words, name in DRIVER_NAMES if re.search(rf"\b{words}\b", driver_name)), "")
@@ -252,14 +246,10 @@ def hardware(name: str, *, num_cores: int = 1, added: Mapping[str, Hardware] | N
         return _cpu(num_cores)
     if key in _GPUS:
         return _GPUS[key]
-    known = sorted(sorted({*HARDWARE_NAMES, *added}), key=lambda device: -_likeness(key, device))
+    labels = [*HARDWARE_NAMES, *added, *ALIASES]
+    nearest = difflib.get_close_matches(key, labels, n=len(labels), cutoff=0.0)
+    known = dict.fromkeys(ALIASES.get(label, label) for label in nearest)
     raise ValueError(f"unknown hardware {name!r}; use one of {', '.join(known)}")
-
-
-def _likeness(name: str, device: str) -> float:
-    """Similarity of ``name`` to the device's name or its nearest alias, from 0 to 1."""
-    labels = [device, *(alias for alias, aliased in ALIASES.items() if aliased == device)]
-    return max(difflib.SequenceMatcher(None, name, label).ratio() for label in labels)
 
 
 def slowed(device: Hardware, time_scale: float) -> Hardware:

@@ -90,16 +90,11 @@ _OTHER = Kernels(
 )
 
 
-class Price(NamedTuple):
-    usd_per_hour: float | None
-    source: str
+def _lambda(usd_per_hour: float, offer: str) -> tuple[float, str]:
+    return usd_per_hour, f"Lambda on-demand, {offer}, lambda.ai/instances as read on 2026-09-20"
 
 
-def _lambda(usd_per_hour: float, offer: str) -> Price:
-    return Price(usd_per_hour, f"Lambda on-demand, {offer}, lambda.ai/instances as read on 2026-09-20")
-
-
-_NO_PRICE = Price(None, "no list price known; give one in a hardware file")
+_NO_PRICE = (None, "no list price known; give one in a hardware file")
 
 
 class Gpu(NamedTuple):
@@ -124,7 +119,8 @@ class Gpu(NamedTuple):
     sheet: str
     """Source of arithmetic, memory and host link."""
     kernels: Kernels
-    price: Price
+    usd_per_hour: float | None
+    price_source: str
 
 
 _NVLINK_3, _NVLINK_4 = "NVLink 600 GB/s, both directions together", "NVLink 900 GB/s, both directions together"
@@ -138,32 +134,32 @@ _AMD_LINKS = "Infinity Fabric: 7 links of 128 GB/s, both directions together; be
 _ROWS = (
     #   name            fp32   half    fp8    int8   GB   GB/s  link        host  network          sheet and price
     Gpu("a100-40gb-sxm", 19.5, 312, 0, 624, 40, 1555, 300, _NVLINK_3, 32, 25, _DGX_A100,
-        "NVIDIA A100 data sheet, SXM", _AMPERE, _lambda(1.99, "8x A100 SXM 40 GB")),
+        "NVIDIA A100 data sheet, SXM", _AMPERE, *_lambda(1.99, "8x A100 SXM 40 GB")),
     Gpu("a100-80gb-sxm", 19.5, 312, 0, 624, 80, 2039, 300, _NVLINK_3, 32, 25, _DGX_A100,
-        "NVIDIA A100 data sheet, SXM", _AMPERE, _lambda(2.79, "8x A100 SXM 80 GB")),
+        "NVIDIA A100 data sheet, SXM", _AMPERE, *_lambda(2.79, "8x A100 SXM 80 GB")),
     Gpu("h100-sxm", 67, 989, 1979, 1979, 80, 3350, 450, _NVLINK_4, 64, 50, _DGX_H100,
-        "NVIDIA H100 data sheet, SXM", _HOPPER, _lambda(3.99, "8x H100 SXM")),
+        "NVIDIA H100 data sheet, SXM", _HOPPER, *_lambda(3.99, "8x H100 SXM")),
     Gpu("h100-pcie", 51, 756, 1513, 1513, 80, 2000, 64, _BRIDGE, 64, 6.25, _ASSUMED,
-        "NVIDIA H100 data sheet, PCIe", _HOPPER, _lambda(3.29, "1x H100 PCIe")),
+        "NVIDIA H100 data sheet, PCIe", _HOPPER, *_lambda(3.29, "1x H100 PCIe")),
     Gpu("h100-nvl", 60, 835, 1671, 1671, 94, 3900, 64, _BRIDGE, 64, 6.25, _ASSUMED,
         "NVIDIA H100 data sheet, NVL", _HOPPER,
-        Price(3.19, "RunPod secure cloud, runpod.io/pricing as read on 2026-11-09")),
+        3.19, "RunPod secure cloud, runpod.io/pricing as read on 2026-11-09"),
     Gpu("h200", 67, 989, 1979, 1979, 141, 4800, 450, _NVLINK_4, 64, 50, _DGX_H100,
         "NVIDIA H200 data sheet, SXM", _HOPPER,
-        Price(4.59, "RunPod, runpod.io/pricing as read on 2026-10-07")),
+        4.59, "RunPod, runpod.io/pricing as read on 2026-10-07"),
     Gpu("b200", 75, 2250, 4500, 4500, 180, 8000, 900, "NVLink 1.8 TB/s, both directions together", 64, 50,
         "HGX B200: one 400 Gb/s adapter per GPU", "NVIDIA HGX B200 data sheet, an eighth of it", _HOPPER,
-        _lambda(6.69, "8x B200 SXM6")),
+        *_lambda(6.69, "8x B200 SXM6")),
     Gpu("l40s", 91.6, 362, 733, 733, 48, 864, 32, _PCIE_4, 32, 6.25, _ASSUMED,
-        "NVIDIA L40S data sheet", _OTHER, Price(1.95, "Modal, modal.com/pricing as reported on 2026-05-07")),
+        "NVIDIA L40S data sheet", _OTHER, 1.95, "Modal, modal.com/pricing as reported on 2026-05-07"),
     Gpu("l4", 30.3, 121, 242, 242, 24, 300, 32, _PCIE_4, 32, 6.25, _ASSUMED,
-        "NVIDIA L4 data sheet", _OTHER, Price(0.80, "Modal, modal.com/pricing as reported on 2026-05-07")),
+        "NVIDIA L4 data sheet", _OTHER, 0.80, "Modal, modal.com/pricing as reported on 2026-05-07"),
     Gpu("a10", 31.2, 125, 0, 250, 24, 600, 32, _PCIE_4, 32, 6.25, _ASSUMED,
-        "NVIDIA A10 data sheet", _OTHER, _lambda(1.29, "1x A10")),
+        "NVIDIA A10 data sheet", _OTHER, *_lambda(1.29, "1x A10")),
     Gpu("rtx-4090", 82.6, 165, 330, 661, 24, 1008, 32, f"{_PCIE_4}, through the host's memory", 32, 1.25,
-        "assumed: 10 Gb/s Ethernet", "NVIDIA Ada architecture white paper, float32 accumulation", _OTHER, _NO_PRICE),
+        "assumed: 10 Gb/s Ethernet", "NVIDIA Ada architecture white paper, float32 accumulation", _OTHER, *_NO_PRICE),
     Gpu("mi300x", 163.4, 1307, 2615, 2615, 192, 5300, 448, _AMD_LINKS, 64, 50,
-        "assumed: one 400 Gb/s adapter per GPU", "AMD Instinct MI300X data sheet", _OTHER, _NO_PRICE),
+        "assumed: one 400 Gb/s adapter per GPU", "AMD Instinct MI300X data sheet", _OTHER, *_NO_PRICE),
 )
 # fmt: on
 GPUS = {row.name: row for row in _ROWS}

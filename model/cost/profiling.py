@@ -1,8 +1,7 @@
 """Measures the step durations of a model on this machine, on the executor that a worker builds.
 
-Called by `pdserve profile` and by benchmarks. `profiled_executor` builds the executor, with random weights where the
-folder only has a config.json. `measure_steps` runs the steps of a grid on any `pdserve.contracts.step.Executor` in
-rounds, so that a noisy second spreads over all steps. Fits nothing, prints nothing.
+Called by `pdserve profile`. Weights are random if the folder only has a config.json. `measure_steps` runs the steps of
+a grid in rounds, so that a noisy second spreads over all of them. Fits nothing, prints nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,9 +76,6 @@ class Profile(NamedTuple):
     """Bytes per second of KV block copies between the pool and the host."""
 
 
-FLOAT32 = Precision()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledModel:
     """The model to measure, its precision and layout, and the cores it runs on."""
@@ -89,7 +85,7 @@ class ProfiledModel:
     config: DecoderConfig
     has_weights: bool
     """The folder has safetensors; otherwise weights are random."""
-    precision: Precision = FLOAT32
+    precision: Precision = field(default_factory=Precision)
     block_size: int = 16
     cores: tuple[int, ...]
     """Cores of this machine; one compute thread runs on each."""
@@ -100,11 +96,13 @@ class ProfiledModel:
     max_model_len: int = 0
     """0 takes the checkpoint's limit."""
 
+    def kv_layout(self, num_blocks: int) -> KvLayout:
+        kv_dtype = resolve_kv_dtype(self.precision.kv_dtype, self.precision.dtype)
+        return self.config.kv_layout(num_blocks, self.block_size, kv_dtype, "profile")
+
     def limits(self) -> GridLimits:
-        """Raises ValueError if ``max_model_len`` exceeds the model's, or if fewer than two blocks fit in memory."""
-        layout = self.config.kv_layout(
-            1, self.block_size, resolve_kv_dtype(self.precision.kv_dtype, self.precision.dtype), "profile"
-        )
+        """Raise ValueError if ``max_model_len`` exceeds the model's, or if fewer than two blocks fit in memory."""
+        layout = self.kv_layout(1)
         num_blocks = self.kv_memory_bytes // layout.block_bytes
         if num_blocks < 2:
             raise ValueError(f"{self.kv_memory_bytes} bytes of KV hold no two blocks of {layout.block_bytes} bytes")
@@ -123,30 +121,21 @@ def measure_model(model: ProfiledModel, budget_s: float, progress: Progress) -> 
     Raises:
         ValueError: unusable weights, or too little memory.
     """
-    limits = model.limits()
-    steps = step_grid(limits)
+    steps = step_grid(model.limits())
     num_blocks = max(step.num_blocks(model.block_size) for step in steps)
-    kv_dtype = resolve_kv_dtype(model.precision.kv_dtype, model.precision.dtype)
-    layout = model.config.kv_layout(num_blocks, model.block_size, kv_dtype, "profile")
     progress(0.0, "loading the model")
-    with profiled_executor(model, layout) as executor:
+    with profiled_executor(model, num_blocks) as (executor, layout):
         host_bandwidth = _measure_copies(executor, layout)
+        short_s = _SHORT_SHARE * budget_s
         measured, left_out = measure_steps(
-            executor, steps, layout, (1 - _SHORT_SHARE) * budget_s, _part(progress, 0.0, 1 - _SHORT_SHARE)
+            executor, steps, layout, budget_s - short_s, lambda share, text: progress((1 - _SHORT_SHARE) * share, text)
         )
-    short = _with_one_layer(model)
     few = [entry.step for entry in measured if entry.step.num_new <= _MAX_SHORT_TOKENS][::_SHORT_EVERY]
-    layout = short.config.kv_layout(num_blocks, model.block_size, kv_dtype, "profile")
-    with profiled_executor(short, layout) as executor:
-        measured += measure_steps(executor, few, layout, _SHORT_SHARE * budget_s, _part(progress, 1 - _SHORT_SHARE, 1))[
-            0
-        ]
-    return Profile(measured, left_out, host_bandwidth)
-
-
-def _part(progress: Progress, begin: float, end: float) -> Progress:
-    """Map a part's progress to the shares from ``begin`` to ``end`` of the whole."""
-    return lambda share, text: progress(begin + share * (end - begin), text)
+    with profiled_executor(_with_one_layer(model), num_blocks) as (executor, layout):
+        short, _ = measure_steps(
+            executor, few, layout, short_s, lambda share, text: progress(1 - _SHORT_SHARE * (1 - share), text)
+        )
+    return Profile(measured + short, left_out, host_bandwidth)
 
 
 def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
@@ -157,8 +146,9 @@ def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
 
 
 @contextmanager
-def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Executor]:
-    """Build a worker's executor over a pool of ``layout`` whose every byte is written; close it on exit."""
+def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[Executor, KvLayout]]:
+    """Build a worker's executor over a pool whose every byte is written; close it on exit."""
+    layout = model.kv_layout(num_blocks)
     use_cores(model.cores)
     memory = torch.full((layout.pool_bytes,), _POOL_BYTE, dtype=torch.uint8)
     pool = KvPool(memory, layout.shape, getattr(torch, layout.dtype))
@@ -172,18 +162,17 @@ def profiled_executor(model: ProfiledModel, layout: KvLayout) -> Iterator[Execut
             config=model.config.at_length(model.config.limits(model.max_model_len).max_model_len),
             layout=layout,
             pool=pool,
-            dtype=model.precision.dtype,
-            quantization=model.precision.quantization,
+            precision=model.precision,
             num_swap_slots=_num_copied_blocks(layout),
         )
     try:
-        yield executor
+        yield executor, layout
     finally:
         executor.close()
 
 
 def write_random_weights(path: Path, config: DecoderConfig, dtype: str) -> None:
-    """Write a safetensors file with every tensor of the model. Values repeat, which does not change multiply time.
+    """Write every tensor of the model to a safetensors file. Values repeat, which does not change multiply time.
 
     Raises:
         OSError: no space left on the device.
@@ -210,10 +199,10 @@ def measure_steps(
     short decode steps counts towards their share.
 
     Args:
-        steps: the smallest first; the last ones are left out if the budget is too short.
+        steps: the smallest first.
 
     Returns:
-        The measured steps, and the steps left out.
+        The measured steps, and the last steps, left out if the budget is too short.
     """
     started_s = time.perf_counter()
     batches = [_batch(step, layout.block_size) for step in steps]

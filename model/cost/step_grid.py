@@ -69,8 +69,6 @@ def _describe(row: StepRow, count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridLimits:
-    """Limits of a worker's steps."""
-
     max_model_len: int
     max_batch_tokens: int = 2048
     max_batch_size: int = 256

@@ -1,11 +1,11 @@
-"""The decoder over a paged KV pool: one ragged batch of new tokens in, logits of some of them out.
+"""The decoder over a paged KV pool: one ragged batch of new tokens in, logits out.
 
-The transformer as Touvron et al. 2023 (LLaMA) have it: RMSNorm before each part, rotary attention with grouped query
-heads, a gated MLP. What other families add or change is data of `pdserve.model.config.decoder_config.DecoderConfig`.
-Used by the executors; products, attention and the rotary write are kernels. Holds weights, no sequences.
+The transformer of Touvron et al. 2023 (LLaMA): RMSNorm before each part, rotary attention with grouped query heads, a
+gated MLP. `pdserve.model.config.decoder_config.DecoderConfig` describes the differences of other families. Used by the
+executors; products, attention and the rotary write are kernels. Holds weights, no sequences.
 
-Shape suffixes: T new tokens of the batch, B those whose next one is wanted, V vocabulary, E hidden size, M heads of
-queries, keys and values, N query heads, D head dim, F features.
+Shape suffixes: T new tokens of the batch, B tokens to output, V vocabulary, E hidden size, M heads of queries, keys and
+values, N query heads, D head dim, F features.
 """
 
 from __future__ import annotations
@@ -14,32 +14,27 @@ from pathlib import Path
 
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.decoder.rope import Rope, RopeAngles
+from pdserve.model.decoder.rope import RopeAngles, inverse_frequencies, rope_angles
 from pdserve.model.weights.decoder_weights import LayerWeights, load_decoder_weights
 
 
 class Decoder:
-    """A decoder with the weights of one checkpoint, on the device of its kernels."""
+    """A decoder with the weights of one checkpoint, on its kernels' device."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: DecoderConfig,
-        dtype: torch.dtype,
-        kernels: DecoderKernels,
-        quantization: str = "none",
-    ) -> None:
-        """Load the checkpoint in ``folder``, rounded to ``dtype``, or its layers quantised.
+    def __init__(self, folder: Path, config: DecoderConfig, precision: Precision, kernels: DecoderKernels) -> None:
+        """Load the checkpoint in ``folder``; only the matrices of layers are quantised.
 
         Raises:
             ValueError: the weights are unusable or do not match ``config``.
         """
         self._config = config
         self._kernels = kernels
+        dtype = getattr(torch, precision.dtype)
         self._activation_dtype = kernels.activation_dtype or dtype
         # Rounded, because that is how Gemma was trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -47,33 +42,30 @@ class Decoder:
             AttentionRule(scale=config.attention_scale, window=layer.window, softcap=config.attention_softcap)
             for layer in config.layers
         ]
-        self._ropes = {
-            rope: Rope(rope, config.shape.head_dim, kernels.device) for rope in {layer.rope for layer in config.layers}
+        self._inv_freqs_C = {
+            rope: inverse_frequencies(rope, config.shape.head_dim).to(kernels.device)
+            for rope in {layer.rope for layer in config.layers}
         }
-        self._weights = load_decoder_weights(folder, config, dtype, kernels, quantization)
+        self._weights = load_decoder_weights(folder, config, precision, kernels)
 
     @torch.inference_mode()
     def forward(
-        self,
-        tokens_T: torch.Tensor,
-        kv_pool: KvPool,
-        metadata: AttentionMetadata,
-        wanted_B: torch.Tensor | None = None,
+        self, tokens_T: torch.Tensor, kv_pool: KvPool, metadata: AttentionMetadata, wanted_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Write the KV of every new token and return the last hidden states of some, for `logits`.
+        """Write the KV of every new token and return last hidden states, ``[B, E]``, for `logits`.
 
         Args:
-            tokens_T: token ids, ``[num_tokens]``; like the rest of the batch, on any device.
+            tokens_T: token ids, on any device, like the rest of the batch.
             kv_pool: written in place.
-            metadata: where the tokens' sequences lie in the pool.
-            wanted_B: indices into ``tokens_T`` of the tokens to return, in any order; by default all of them.
-
-        Returns:
-            ``[B, E]``.
+            metadata: rows of the batch and their KV.
+            wanted_B: indices into ``tokens_T`` of the tokens to return, in any order; by default all.
         """
         metadata = metadata.to(self._kernels.device)
         tokens_T = tokens_T.to(self._kernels.device)
-        angles = {config: rope.angles(metadata.positions) for config, rope in self._ropes.items()}
+        angles = {
+            rope: rope_angles(metadata.positions, inv_freq_C, rope.attention_factor)
+            for rope, inv_freq_C in self._inv_freqs_C.items()
+        }
         x_TE = self._weights.embedding.rows(tokens_T).to(self._activation_dtype) * self._embedding_scale
         for index, layer in enumerate(self._weights.layers):
             rope = self._config.layers[index].rope
@@ -85,10 +77,10 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, x_BE: torch.Tensor, out_BV: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of hidden states that `forward` returned: float32 ``[B, V]``.
+        """Logits of `forward`'s hidden states: float32 ``[B, V]``.
 
         Args:
-            out_BV: takes them, and is returned.
+            out_BV: receives the logits and is returned.
         """
         logits_BV = self._weights.lm_head(x_BE)
         logits_BV = logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
@@ -119,12 +111,12 @@ class Decoder:
     def _add_product(
         self, x_TE: torch.Tensor, linear: Linear, in_TF: torch.Tensor, post_norm_E: torch.Tensor | None
     ) -> None:
-        """End a part of a layer: add to ``x_TE``, in place, what the part computed."""
+        """Add to ``x_TE`` in place the output of attention or MLP."""
         if post_norm_E is None:
             linear(in_TF, x_TE)
         else:
             x_TE += self._normalise(linear(in_TF), post_norm_E)
 
     def _normalise(self, x_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
-        """``x_TE`` itself where the family has no norm."""
+        """Return ``x_TE`` itself if the family has no such norm."""
         return x_TE if weight_E is None else self._kernels.rms_normalise(x_TE, weight_E, self._config.rms_norm_eps)

@@ -1,11 +1,10 @@
-"""Decode steps of some batch sizes, each captured once, so that a step is one copy, one replay, and little for the
-host; and a warm-up of the steps that are not captured.
+"""Captured decode steps of some batch sizes, and a warm-up of all other steps.
 
-Owned by `pdserve.model.executors.model`. A batch takes the smallest captured size that holds it; the rest of that is
-padding, which reads and writes no KV. The addresses that a replay reads and writes are fixed, and its launches follow
-from its size alone.
+Owned by `pdserve.model.executors.model`. A captured step costs the host one copy and one replay. A batch takes the
+smallest captured size that holds it, with padding rows that read and write no KV. A replay's addresses are fixed, and
+its launches depend only on its size.
 
-Shape suffixes: R rows of the largest size, V vocabulary.
+Shape suffixes: R rows of the largest size, B rows of the batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,29 +30,18 @@ _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 
 _FEW_TOKENS = (1, 16, 32, 64)
-"""One is left of a prompt whose blocks are cached: its attention is that of short rows."""
+"""1 is the rest of a prompt whose blocks are cached; its attention runs as for decode rows."""
 _MANY_TOKENS = 128
 _ROWS = 16
-"""Steps of fewer rows launch the same."""
+"""Steps of fewer rows launch the same kernels."""
 _PROMPTS = 64
-"""Prompts that a step may well hold, some of them short, where few rows or none are captured."""
+"""Prompts in one step, at least, where fewer rows decode together."""
 
 _log = logging.getLogger(__name__)
 
 
-class StepLogits(NamedTuple):
-    """Results of a forward for the rows that sample. Those of a replay are valid until the next one."""
-
-    logits: torch.Tensor
-    """float32 ``[B, V]``."""
-    best: torch.Tensor
-    """float32 ``[B]``: the highest of each row; NaN where one of them is."""
-    inputs: torch.Tensor
-    """The packed inputs on the device."""
-
-
 def capture_sizes(max_rows: int) -> list[int]:
-    """Ascending up to the largest: at most 7 rows of a step are padding."""
+    """Captured batch sizes, ascending; a step has at most 7 rows of padding."""
     sizes = [*_SMALL_SIZES, *range(_SIZE_STEP, max_rows, _SIZE_STEP)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
@@ -72,11 +59,11 @@ class DecodeGraphs:
         vocab_size: int,
         max_blocks: int,
     ) -> None:
-        """Capture all sizes, the largest first, whose memory the others then find enough.
+        """Capture all sizes, the largest first; the others then find enough memory.
 
         Args:
-            sampled_R: int64: the tokens of the previous step, and after a replay the likeliest ones of its own.
-            max_blocks: of one row.
+            sampled_R: int64: tokens of the previous step; a replay overwrites them with its likeliest tokens.
+            max_blocks: upper limit of one row's blocks.
         """
         max_rows, device = len(sampled_R), sampled_R.device
         self._model = model
@@ -87,7 +74,7 @@ class DecodeGraphs:
         self._max_block_ids = max_rows * max_blocks
         num_words = num_input_words(decode_shape(max_rows), self._max_block_ids) + 1 + MAX_DRAW_WORDS * max_rows
         # All rows of it are padding.
-        self._inputs = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self.inputs = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._best_R = torch.zeros(max_rows, device=device)
         self._logits_RV = torch.zeros((max_rows, vocab_size), device=device)
         self._replays = {}
@@ -96,32 +83,33 @@ class DecodeGraphs:
             _log.info("captured the decode step of %d rows, %d of %d sizes", size, index, len(self._sizes))
 
     def padding(self, num_rows: int) -> int:
-        """Rows to be added to a batch for `run`."""
+        """Padding rows of a batch."""
         return self._sizes[bisect_left(self._sizes, num_rows)] - num_rows
 
-    def run(self, inputs: npt.NDArray[np.int32], num_rows: int) -> StepLogits:
-        """Launch a decode step.
+    def run(self, packed: npt.NDArray[np.int32], num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch a decode step; return its logits, float32 ``[B, V]``, and the highest of each row (or NaN), ``[B]``.
+
+        Both are valid until the next replay.
 
         Args:
-            inputs: of `pdserve.model.executors.step_inputs.pack_step` for ``num_rows`` and their `padding`, and the
-            draws.
+            packed: `pdserve.model.executors.step_inputs.pack_step` of ``num_rows`` rows, `padding` and draws; copied to
+                `inputs`.
         """
-        size = num_rows + self.padding(num_rows)
-        assert len(inputs) <= len(self._inputs), f"{len(inputs)} words for a decode step of {num_rows} rows"
-        there = self._queue.put(inputs, self._inputs)
-        self._replays[size]()
-        return StepLogits(self._logits_RV[:num_rows], self._best_R[:num_rows], there)
+        assert len(packed) <= len(self.inputs), f"{len(packed)} words for a decode step of {num_rows} rows"
+        self._queue.put(packed, self.inputs)
+        self._replays[num_rows + self.padding(num_rows)]()
+        return self._logits_RV[:num_rows], self._best_R[:num_rows]
 
     def _compute(self, size: int) -> None:
         shape = decode_shape(size)
-        step = StepTensors.of(self._inputs[: num_input_words(shape, self._max_block_ids)], shape)
+        step = StepTensors.of(self.inputs[: num_input_words(shape, self._max_block_ids)], shape)
         hidden_BE = self._model.forward(step.known_tokens(self._sampled_R), self._pool, step.metadata)
         logits_BV = self._model.logits(hidden_BE, self._logits_RV[:size])
         torch.max(logits_BV, dim=-1, out=(self._best_R[:size], self._sampled_R[:size]))
 
 
 def warmup_shapes(max_rows: int) -> list[StepShape]:
-    """Chunks of prompts alone, of few tokens and of many; and chunks with up to ``max_rows`` others, or `_PROMPTS`."""
+    """Steps to warm up: single prompt chunks, and a chunk with up to ``max_rows`` or `_PROMPTS` other rows."""
     alone = [StepShape(1, tokens, 1, tokens, tokens) for tokens in (*_FEW_TOKENS, _MANY_TOKENS)]
     sizes = [_ROWS]
     while sizes[-1] < max(max_rows, _PROMPTS):
@@ -132,13 +120,12 @@ def warmup_shapes(max_rows: int) -> list[StepShape]:
 def warm_up(
     model: Decoder, pool: KvPool, queue: DeviceQueue, kernels: SamplingKernels, *, vocab_size: int, max_rows: int
 ) -> None:
-    """Launch whatever steps that are not captured may launch, so that no request waits for a kernel to be compiled.
+    """Launch every kernel variant of steps that are not captured, so that no request waits for compilation.
 
-    How a kernel is compiled depends on how many rows, tokens or queries a step has, in powers of two: these steps, of
-    padding only, have as many as there are ways. They read and write no KV.
+    Variants depend on the numbers of rows, tokens and queries in powers of two. All rows are padding and touch no KV.
 
     Args:
-        max_rows: that decode together.
+        max_rows: rows that decode together.
     """
     for shape in warmup_shapes(max_rows):
         inputs = torch.zeros(num_input_words(shape, 0), dtype=torch.int32, device=pool.values.device)
@@ -151,9 +138,5 @@ def warm_up(
 
 
 _DRAWN = StepRow(
-    sequence_id=0,
-    tokens=(0,),
-    cached_length=0,
-    block_table=(),
-    sample=SamplingParams(top_k=2, top_p=0.5, min_p=0.1),
+    sequence_id=0, tokens=(0,), cached_length=0, block_table=(), sample=SamplingParams(top_k=2, top_p=0.5, min_p=0.1)
 )

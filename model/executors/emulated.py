@@ -1,14 +1,12 @@
 """An executor that hashes tokens instead of running a model, and keeps the hashes in the real KV pool.
 
 With ``time_scale`` it emulates an absent device: steps last as long as the cost model predicts, and the rest of the
-cluster is real. Without, it is instantaneous, and tests compare its answers with
-`pdserve.model.executors.hash_chain.expected_tokens`, which exposes any lost, repeated or misplaced token and any wrong
-byte of KV.
+cluster is real. Without, it is instantaneous, and tests compare its answers with those of
+`pdserve.model.executors.hash_chain`, which exposes any lost, repeated or misplaced token and any wrong byte of KV.
 
-Sampling honours seed, choices and banned tokens; a hash has no logits for a penalty or a bias to change.
-
-A row with cached tokens reads its state from its block table only. No thread: `EmulatedExecutor.submit` writes KV and
-chooses tokens, and a handle's ``result`` sleeps until the step's modelled end.
+Sampling honours seed, choices and banned tokens; a hash has no logits for penalties or bias. A row with cached tokens
+reads its state from its blocks only. No thread: `EmulatedExecutor.submit` writes KV and chooses tokens, and a handle's
+``result`` sleeps until the step's modelled end.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import numpy.typing as npt
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow, TokenLogprobs
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.executors.block_copies import BlockCopier
+from pdserve.model.executors.block_copies import copy_blocks
 from pdserve.model.executors.hash_chain import (
     INVERSE_STRIDE,
     ROOT_STATE,
@@ -79,8 +77,8 @@ class EmulatedExecutor:
         assert not self._states.readonly
         assert self._states.nbytes == layout.pool_bytes
         self._num_blocks, self._block_size = layout.num_blocks, layout.block_size
-        blocks = np.frombuffer(self._states, np.uint8).reshape(layout.num_blocks, layout.block_bytes)
-        self._copier = BlockCopier(blocks, np.empty((num_swap_slots, blocks.shape[1]), np.uint8))
+        self._blocks = np.frombuffer(self._states, np.uint8).reshape(layout.num_blocks, layout.block_bytes)
+        self._slots = np.empty((num_swap_slots, layout.block_bytes), np.uint8)
         self._vocabulary = HashVocabulary(vocab_size, eos_token_ids, eos_period)
         self._cost = cost
         self._time_scale = time_scale
@@ -97,12 +95,12 @@ class EmulatedExecutor:
         """Compute the step now. Its modelled time starts when the previous step ends; ``result`` waits for its end."""
         duration_s = self._duration_s(batch)
         self._free_at_s = max(time.monotonic(), self._free_at_s) + duration_s
-        self._copier.run(batch)
+        copy_blocks(batch, self._blocks, self._slots, np.copyto)
         try:
             sampled = self._compute(batch.rows)
         except RuntimeError as error:
             self._previous = []
-            return _FailedStep(error, self._free_at_s)
+            return _ComputedStep(error, self._free_at_s)
         self._previous = sampled
         output = StepOutput(
             step_id=batch.step_id,
@@ -114,11 +112,10 @@ class EmulatedExecutor:
             },
             duration_s=duration_s,
         )
-        return _FinishedStep(output, self._free_at_s)
+        return _ComputedStep(output, self._free_at_s)
 
     def close(self) -> None:
-        """Release the pool."""
-        del self._copier  # a view of it
+        del self._blocks  # a view of the states
         self._states.release()
 
     def _duration_s(self, batch: StepBatch) -> float:
@@ -212,28 +209,16 @@ class EmulatedExecutor:
 
 
 @dataclass(frozen=True, slots=True)
-class _FinishedStep:
-    output: StepOutput
+class _ComputedStep:
+    outcome: StepOutput | RuntimeError
     end_s: float
 
     def result(self) -> StepOutput:
-        _sleep_until(self.end_s)
-        return self.output
-
-
-@dataclass(frozen=True, slots=True)
-class _FailedStep:
-    error: RuntimeError
-    end_s: float
-
-    def result(self) -> StepOutput:
-        _sleep_until(self.end_s)
-        raise self.error
-
-
-def _sleep_until(end_s: float) -> None:
-    if (wait_s := end_s - time.monotonic()) > 0:
-        time.sleep(wait_s)
+        if (wait_s := self.end_s - time.monotonic()) > 0:
+            time.sleep(wait_s)
+        if isinstance(self.outcome, RuntimeError):
+            raise self.outcome
+        return self.outcome
 
 
 def _wrong_kv(row: StepRow, position: int) -> RuntimeError:

@@ -1,12 +1,12 @@
-"""A stand-in for a language model whose whole memory is one 64-bit number: the hash of every token so far.
+"""A stand-in for a language model whose memory is one 64-bit number: the hash of all tokens so far.
 
-`pdserve.model.executors.emulated` keeps these numbers in a real KV pool; tests and tools compute the expected answer
-here, without any pool. Standard library only.
+`pdserve.model.executors.emulated` keeps these numbers in a real KV pool; tests compute expected answers from the
+functions here without a pool. Standard library only.
 
-The KV of position p is two numbers. Its K is the state, ``state_p = mix64(link_p)``; its V is the link,
-``link_p = state_{p-1} + STRIDE * (token_p + 1) mod 2**64``. A state depends on all tokens before it and on their order.
-A link gives its token back when the state before it is known, so that a context is checked from its KV alone: a byte
-changed, a block lost, repeated or out of place breaks a link.
+The K of position p is the state, ``state_p = mix64(link_p)``; its V is the link,
+``link_p = state_{p-1} + STRIDE * (token_p + 1) mod 2**64``. A state depends on all earlier tokens and their order. A
+link and the state before it give the token, so a context is verified from its KV alone: a changed byte, or a block that
+is lost, repeated or misplaced, breaks a link.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MASK = 2**64 - 1
 STRIDE = 0x9E3779B97F4A7C15
 INVERSE_STRIDE = pow(STRIDE, -1, 2**64)
 ROOT_STATE = 0x243F6A8885A308D3
-"""The state before the first token."""
+"""State before the first token."""
 
 
 def mix64(value: int) -> int:
-    """A bijection on 64-bit numbers that changes half of the bits for any change: SplitMix64's finaliser.
+    """Mix 64 bits bijectively: SplitMix64's finaliser. ``mix64(0)`` is 0.
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014). ``mix64(0)`` is 0.
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
@@ -33,12 +33,12 @@ def mix64(value: int) -> int:
 
 
 def link(state: int, token: int) -> int:
-    """The link from the state before ``token`` to the state after it."""
+    """Link from the state before ``token`` to the state after it."""
     return state + STRIDE * (token + 1) & MASK
 
 
 def linked_token(state: int, link: int) -> int:
-    """The token that ``link`` adds to ``state``; any 64-bit number if they do not belong together."""
+    """Token that ``link`` adds to ``state``; any 64-bit number if they do not match."""
     return ((link - state) * INVERSE_STRIDE - 1) & MASK
 
 
@@ -50,12 +50,12 @@ def sampling_salt(sampling: SamplingParams, choice: int) -> int:
 
 
 class HashVocabulary:
-    """Turns states into tokens.
+    """Maps states to tokens.
 
     Args:
         size: tokens are in ``[0, size)``.
-        eos_token_ids: never generated, except the first of them as ``eos_period`` says.
-        eos_period: one token in so many is an end of sequence, by hash; 0 for none.
+        eos_token_ids: never generated, except the first, as ``eos_period`` sets.
+        eos_period: one token in this many, picked by hash, ends the sequence; 0 for none.
     """
 
     def __init__(self, size: int, eos_token_ids: Sequence[int] = (), eos_period: int = 0) -> None:
@@ -68,7 +68,7 @@ class HashVocabulary:
         assert all(0 <= token < size for token in self._eos_tokens)
 
     def next_token(self, state: int, salt: int = 0, banned: Sequence[int] = ()) -> int:
-        """The token that follows ``state``: one that is banned gives way to the next ordinary one that is not.
+        """Token after ``state``; a banned token gives way to the next ordinary one that is not banned.
 
         Raises:
             RuntimeError: every ordinary token is banned.
@@ -86,35 +86,3 @@ class HashVocabulary:
         for eos_token in self._eos_tokens:
             rank += rank >= eos_token
         return rank
-
-
-def expected_tokens(
-    prompt_tokens: Sequence[int],
-    num_tokens: int,
-    vocab_size: int,
-    *,
-    sampling: SamplingParams | None = None,
-    choice: int = 0,
-    eos_token_ids: tuple[int, ...] = (),
-    eos_period: int = 0,
-) -> list[int]:
-    """The answer to a prompt: ``num_tokens`` tokens, or fewer when a token ends it.
-
-    Args:
-        sampling: seed, temperature, ``min_tokens``, ``stop_token_ids`` and ``ignore_eos`` are read; ``None`` is greedy.
-    """
-    sampling = sampling or SamplingParams(temperature=0)
-    vocabulary = HashVocabulary(vocab_size, eos_token_ids, eos_period)
-    salt = sampling_salt(sampling, choice)
-    state = ROOT_STATE
-    for token in prompt_tokens:
-        state = mix64(link(state, token))
-    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    early_ends = (*eos_token_ids, *sampling.stop_token_ids)
-    answer: list[int] = []
-    while len(answer) < num_tokens:
-        answer.append(vocabulary.next_token(state, salt, early_ends if len(answer) < sampling.min_tokens else ()))
-        if answer[-1] in ends:
-            break
-        state = mix64(link(state, answer[-1]))
-    return answer

@@ -25,11 +25,10 @@ class OutputRows(NamedTuple):
     """Rows whose hidden states a step returns."""
 
     sampling: list[int]
-    """Rows that sample."""
     asking: list[int]
     """Rows with prompt log probabilities to compute."""
     is_decode: bool
-    """Every row has one new token and samples after it, without prompt log probabilities; all hidden states return."""
+    """Every row has one new token, samples, and requests no prompt log probabilities; all hidden states return."""
 
     @classmethod
     def of(cls, rows: Sequence[StepRow]) -> OutputRows:
@@ -39,17 +38,13 @@ class OutputRows(NamedTuple):
         return cls(sampling, asking, is_decode)
 
     def tokens(self, rows: Sequence[StepRow]) -> Sequence[int]:
-        """Indices into the new tokens: last tokens of sampling rows, then the runs for prompt log probabilities; empty
-        if every token is output."""
+        """Indices into the new tokens: last tokens of sampling rows, then runs for prompt log probabilities; empty if
+        every token is output."""
         if self.is_decode:
             return ()
-        ends = [*accumulate(row.num_new_tokens for row in rows)]
-        starts = [ends[index] - rows[index].num_new_tokens for index in self.asking]
-        runs = [
-            range(start, start + len(rows[index].prompt_targets))
-            for start, index in zip(starts, self.asking, strict=True)
-        ]
-        return [*(ends[index] - 1 for index in self.sampling), *chain.from_iterable(runs)]
+        starts = [0, *accumulate(row.num_new_tokens for row in rows)]
+        runs = [range(starts[index], starts[index] + len(rows[index].prompt_targets)) for index in self.asking]
+        return [*(starts[index + 1] - 1 for index in self.sampling), *chain.from_iterable(runs)]
 
     def split(self, hidden_OE: torch.Tensor, rows: Sequence[StepRow]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Split the hidden states of `tokens` into those of sampling rows and those of each row in ``asking``."""
@@ -100,16 +95,12 @@ class StepTensors(NamedTuple):
         return cls(tokens_T, previous_T, outputs_O, metadata)
 
     def known_tokens(self, sampled_P: torch.Tensor) -> torch.Tensor:
-        """Return int64 ``[T]``: the new tokens, filled in with tokens that the previous step sampled.
-
-        Args:
-            sampled_P: int64, tokens of the previous step.
-        """
+        """Return int64 ``[T]``: the new tokens, completed with ``sampled_P``, the int64 tokens of the previous step."""
         return torch.where(self.previous < 0, self.tokens, sampled_P.index_select(0, self.previous.clamp(min=0)))
 
 
 def decode_shape(num_rows: int) -> StepShape:
-    """Shape of rows that have one new token each and all sample."""
+    """Shape of a step whose rows all have one new token and sample."""
     return StepShape(num_rows, num_rows, 0, 1, 1)
 
 
@@ -127,14 +118,14 @@ def pack_step(
     num_padding: int = 0,
     draws: npt.NDArray[np.int32] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """Pack inputs for `StepTensors.of`, followed by draws, which start at a multiple of 8 bytes.
+    """Pack inputs for `StepTensors.of`, followed by draws, aligned to 8 bytes.
 
     Asserts the kernels' assumptions: tokens and blocks exist, and block tables cover their rows.
 
     Args:
         previous_indices: ``StepTensors.previous`` of each row's last token.
         outputs: ``StepTensors.outputs``.
-        num_padding: as of `AttentionMetadata.build`.
+        num_padding: as in `AttentionMetadata.build`.
     """
     num_new = [row.num_new_tokens for row in rows]
     for row in rows:

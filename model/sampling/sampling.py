@@ -89,15 +89,6 @@ def plan_draws(rows: Sequence[StepRow], vocab_size: int) -> DrawPlan:
 _NO_DRAWS = DrawPlan(np.zeros(0, np.int32), 0, 0, 0, False)
 
 
-class SampledRows(NamedTuple):
-    """Results of `Sampler.sample` other than the tokens."""
-
-    best: torch.Tensor
-    """float32 ``[B]``: each row's highest logit. Not finite if the row cannot be sampled; its token is arbitrary."""
-    logprobs: dict[int, TokenLogprobs]
-    """Keyed by row; only rows that request them."""
-
-
 class Sampler:
     """Samples the rows of each step. Not thread-safe."""
 
@@ -114,8 +105,11 @@ class Sampler:
         draws: DrawPlan,
         words: torch.Tensor,
         previous_token: Callable[[int], int],
-    ) -> SampledRows:
+    ) -> tuple[torch.Tensor, dict[int, TokenLogprobs]]:
         """Replace each row's likeliest token in ``token_B`` by the token that its parameters choose.
+
+        Returns each row's highest logit, float32 ``[B]``, and the log probabilities of the rows that request them. If
+        the highest logit is not finite, the row cannot be sampled and its token is arbitrary.
 
         Args:
             logits_BV: float32; rows with bans, bias or penalties are modified in place.
@@ -132,29 +126,28 @@ class Sampler:
         if draws.num_draws:
             draw_into(token_B, logits_BV, best_B, draws, words, self._kernels)
         if raw is None:
-            return SampledRows(best_B, {})
+            return best_B, {}
         asking, logprobs = raw
-        tokens = token_B[asking].tolist()
-        return SampledRows(best_B, dict(zip(asking, logprobs.of(range(len(asking)), tokens), strict=True)))
+        return best_B, dict(zip(asking, logprobs.of(token_B[asking].tolist()), strict=True))
 
     def _edit(self, logits_BV: torch.Tensor, rows: Sequence[StepRow], previous_token: Callable[[int], int]) -> bool:
         """Apply the rows' bans, bias and penalties in place; return True if there were any."""
-        bans = [(index, row.banned_tokens) for index, row in enumerate(rows) if row.banned_tokens]
-        biases = [
-            (index, row.sample.logit_bias) for index, row in enumerate(rows) if row.sample and row.sample.logit_bias
-        ]
+        biases = [(index, token, -inf) for index, row in enumerate(rows) for token in row.banned_tokens]
+        for index, row in enumerate(rows):
+            biases += [(index, token, bias) for token, bias in row.sample.logit_bias] if row.sample else []
         seen = [
             (index, row.sample, self._counts(row, previous_token))
             for index, row in enumerate(rows)
             if row.sample and row.sample.has_penalties
         ]
-        if bans:
-            _ban(logits_BV, bans)
         if biases:
-            _add_bias(logits_BV, biases)
+            index_N, token_N, bias_N = zip(*biases, strict=True)
+            indices = (_to(logits_BV, np.array(index_N)), _to(logits_BV, np.array(token_N)))
+            # Accumulates, because a banned token may also have a bias.
+            logits_BV.index_put_(indices, _to(logits_BV, np.array(bias_N, np.float32)), accumulate=True)
         if seen:
             _penalise(logits_BV, seen)
-        return bool(bans or biases or seen)
+        return bool(biases or seen)
 
     def _counts(self, row: StepRow, previous_token: Callable[[int], int]) -> TokenCounts:
         newest = previous_token(row.previous_row) if row.previous_row >= 0 else None
@@ -183,7 +176,7 @@ def draw_into(
     Args:
         token_B: int64.
         logits_BV: float32.
-        best_B: each row's highest logit.
+        best_B: highest logit of each row.
         words: ``plan.words`` on the device.
     """
     num_draws, num_top_p = plan.num_draws, plan.num_top_p
@@ -233,7 +226,7 @@ def _top_k_limits(
 
 
 def _raw_logprobs(logits_BV: torch.Tensor, rows: Sequence[StepRow]) -> tuple[list[int], RawLogprobs] | None:
-    """Rows that request log probabilities, and the raw log probabilities of their logits."""
+    """Return the rows that request log probabilities, and their raw log probabilities."""
     num_top = {
         index: row.sample.num_logprobs for index, row in enumerate(rows) if row.sample and row.sample.num_logprobs >= 0
     }
@@ -242,27 +235,6 @@ def _raw_logprobs(logits_BV: torch.Tensor, rows: Sequence[StepRow]) -> tuple[lis
     asking = [*num_top]
     asking_RV = logits_BV if len(asking) == len(rows) else logits_BV[asking]
     return asking, raw_logprobs(asking_RV, [*num_top.values()])
-
-
-def _ban(logits_BV: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Make some tokens impossible, in place.
-
-    Args:
-        bans: (row, banned tokens).
-    """
-    index_2N = _to(logits_BV, np.array([(row, token) for row, tokens in bans for token in tokens])).T
-    logits_BV[index_2N[0], index_2N[1]] = -torch.inf
-
-
-def _add_bias(logits_BV: torch.Tensor, biases: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> None:
-    """Add to some logits, in place.
-
-    Args:
-        biases: (row, its ``SamplingParams.logit_bias``).
-    """
-    index_2N = _to(logits_BV, np.array([(row, token) for row, entries in biases for token, _ in entries])).T
-    bias_N = _to(logits_BV, np.array([bias for _, entries in biases for _, bias in entries], np.float32))
-    logits_BV[index_2N[0], index_2N[1]] += bias_N
 
 
 def _penalise(logits_BV: torch.Tensor, seen: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:

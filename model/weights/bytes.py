@@ -1,8 +1,8 @@
-"""Bytes that a model's weights take, in its dtype or quantised. Read by the cost model; never imports torch.
+"""Bytes of a model's weights, in its dtype or quantised. Read by the cost model; never imports torch.
 
-Quantised are the matrices of the layers. The embedding table and the output projection stay in the model's dtype: what
-is lost there goes straight into the logits. On random checkpoints whose tables have a few large columns, as those of
-trained models do, quantising them too made the divergence from the exact model 4 to 8 times as large.
+Only the matrices of the layers are quantised. Errors in the embedding table and the output projection go straight into
+the logits: on random checkpoints whose tables have a few large columns, as trained models have, quantising them too
+made the divergence from the exact model 4 to 8 times as large.
 """
 
 from __future__ import annotations
@@ -15,29 +15,23 @@ from pdserve.model.config.shape import ModelShape
 
 _SCALE_BYTES = 4
 _GROUP_INPUTS = 128
-"""As `pdserve.kernels.weight_quantisation.GROUP_INPUTS`."""
+"""Equals `pdserve.kernels.weight_quantisation.GROUP_INPUTS`."""
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of a whole model's weights."""
-
     layers: int
-    """The matrices of all layers, with their scales: what every step reads."""
+    """Matrices of all layers with their scales: what every step reads."""
     table: int
-    """The embedding table, or the output projection."""
+    """Embedding table, or output projection."""
     total: int
-    """Norms and biases included; a tied output projection is counted once."""
+    """Includes norms and biases; a tied output projection counts once."""
 
 
 def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightBytes:
-    """Bytes of the weights of ``shape`` as compiled kernels, or a GPU, hold them.
-
-    Args:
-        dtype: of the model; a key of `DTYPE_BYTES`.
-        quantization: one of `QUANTIZATION_SETTINGS`.
+    """Bytes of the weights of ``shape`` as compiled CPU kernels or a GPU hold them.
 
     Raises:
-        ValueError: there is no such quantization.
+        ValueError: ``quantization`` is not one of `QUANTIZATION_SETTINGS`.
     """
     if quantization not in QUANTIZATION_SETTINGS:
         raise ValueError(

@@ -1,9 +1,8 @@
-"""A decoder's weights: read from a checkpoint, and how they are held.
+"""A decoder's weights: read from a checkpoint and packed for the kernels.
 
-Hands each matrix to the kernels as it is read, and they may hold it in a form of their own: the peak of memory is the
-weights and some matrices, of which the weights alone stay. Files are memory-mapped, so that only the tensor being read
-takes memory; `pdserve.model.weights.files` has checked them before. Called by `pdserve.model.decoder.decoder`; computes
-nothing.
+Each matrix goes to the kernels as it is read, and they may keep a packed copy: loading peaks at the size of the weights
+plus a few matrices. Files are memory-mapped, so that only the tensor being read takes memory;
+`pdserve.model.weights.files` has checked them. Called by `pdserve.model.decoder.decoder`; computes nothing.
 
 Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads, H KV heads, M = N + 2 H, D head dim.
 """
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pdserve.contracts.precision import Precision
 from pdserve.kernels.cpu.build import load_library
 from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
@@ -28,9 +28,9 @@ from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.files import check_weights, norm_names, shard_paths
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one layer. Projections of the same input are one; norms are ``[E]``."""
+    """Weights of one layer. Projections of the same input are joined; norms are ``[E]``."""
 
     attention_norm: torch.Tensor
     qkv: Linear
@@ -38,116 +38,87 @@ class LayerWeights:
     qk_norm: QkNorm | None
     output: Linear
     """``[E, N * D]``."""
-    attention_post_norm: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None = None
     mlp_norm: torch.Tensor
     gate_up: Linear
     """``[2 * I, E]``: gate, then up."""
     down: Linear
     """``[E, I]``."""
-    mlp_post_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None = None
 
 
 class DecoderWeights(NamedTuple):
-    """All weights of a decoder."""
-
     embedding: Linear
     """``[V, E]``."""
     layers: list[LayerWeights]
     norm: torch.Tensor
     lm_head: Linear
-    """``[V, E]``; the embedding itself where they are tied."""
+    """``[V, E]``; the embedding itself if they are tied."""
 
 
 def load_decoder_weights(
-    folder: Path, config: DecoderConfig, dtype: torch.dtype, kernels: DecoderKernels, quantization: str = "none"
+    folder: Path, config: DecoderConfig, precision: Precision, kernels: DecoderKernels
 ) -> DecoderWeights:
-    """Read the checkpoint in ``folder``, rounded to ``dtype``, into the form that ``kernels`` hold.
+    """Read the checkpoint in ``folder`` and pack it for ``kernels``.
 
-    The matrices of the layers are quantised, the tables are not: `pdserve.model.weights.bytes` says why.
+    Quantises the matrices of the layers, not the tables; `pdserve.model.weights.bytes` says why.
 
     Raises:
         ValueError: the weights are unusable or do not match ``config``.
     """
     shape = config.shape
+    dtype = getattr(torch, precision.dtype)
     check_weights(folder, shape)
     with Checkpoint(folder, dtype) as checkpoint:
-        loader = _Loader(checkpoint, config, kernels, kernels.activation_dtype or dtype, quantization)
-        embedding = loader.table("model.embed_tokens")
+
+        def read(*names: str) -> torch.Tensor:
+            return checkpoint.read(*names).to(kernels.device)
+
+        def norm(name: str) -> torch.Tensor:
+            weight = read(f"{name}.weight").float()
+            return (weight + 1 if config.unit_offset_norms else weight).to(kernels.activation_dtype or dtype)
+
+        def linear(prefix: str, *names: str, has_bias: bool) -> Linear:
+            """Pack projections of the same input as one."""
+            bias = read(*(f"{prefix}{name}_proj.bias" for name in names)) if has_bias else None
+            weight = read(*(f"{prefix}{name}_proj.weight" for name in names))
+            return kernels.pack_linear(weight, bias, precision.quantization)
+
+        def layer(prefix: str) -> LayerWeights:
+            attention, mlp, qk_norm = f"{prefix}self_attn.", f"{prefix}mlp.", None
+            if shape.qk_norm:
+                qk_norm = QkNorm(norm(f"{attention}q_norm"), norm(f"{attention}k_norm"), config.rms_norm_eps)
+            return LayerWeights(
+                qkv=linear(attention, "q", "k", "v", has_bias=shape.qkv_bias),
+                qk_norm=qk_norm,
+                output=linear(attention, "o", has_bias=shape.output_bias),
+                gate_up=linear(mlp, "gate", "up", has_bias=shape.mlp_bias),
+                down=linear(mlp, "down", has_bias=shape.mlp_bias),
+                **{field: norm(prefix + name) for field, name in norm_names(shape).items()},
+            )
+
+        embedding = kernels.pack_linear(read("model.embed_tokens.weight"))
         weights = DecoderWeights(
             embedding=embedding,
-            layers=[loader.layer(index) for index in range(shape.num_layers)],
-            norm=loader.norm("model.norm"),
-            lm_head=embedding if shape.tie_word_embeddings else loader.table("lm_head"),
+            layers=[layer(f"model.layers.{index}.") for index in range(shape.num_layers)],
+            norm=norm("model.norm"),
+            lm_head=embedding if shape.tie_word_embeddings else kernels.pack_linear(read("lm_head.weight")),
         )
     _return_freed_memory()
     return weights
 
 
 def _return_freed_memory() -> None:
-    """To the system. glibc keeps what matrices on their way to a kernel's form took, a quarter of the weights' size."""
+    """Return freed memory to the system: glibc would keep that of unpacked matrices, a quarter of the weights' size."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # Other C libraries have none.
         malloc_trim(0)
 
 
-class _Loader:
-    """Reads parts of a checkpoint by the names that transformers gives them."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: DecoderConfig,
-        kernels: DecoderKernels,
-        norm_dtype: torch.dtype,
-        quantization: str,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._config = config
-        self._kernels = kernels
-        self._norm_dtype = norm_dtype
-        self._quantization = quantization
-
-    def layer(self, index: int) -> LayerWeights:
-        shape, prefix = self._config.shape, f"model.layers.{index}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        names = norm_names(shape)
-        return LayerWeights(
-            attention_norm=self.norm(prefix + names.attention),
-            qkv=self._linear(*(f"{attention}{part}_proj" for part in "qkv"), has_bias=shape.qkv_bias),
-            qk_norm=self._qk_norm(attention) if shape.qk_norm else None,
-            output=self._linear(f"{attention}o_proj", has_bias=shape.output_bias),
-            attention_post_norm=self.norm(prefix + names.attention_post) if names.attention_post else None,
-            mlp_norm=self.norm(prefix + names.mlp),
-            gate_up=self._linear(f"{mlp}gate_proj", f"{mlp}up_proj", has_bias=shape.mlp_bias),
-            down=self._linear(f"{mlp}down_proj", has_bias=shape.mlp_bias),
-            mlp_post_norm=self.norm(prefix + names.mlp_post) if names.mlp_post else None,
-        )
-
-    def table(self, name: str) -> Linear:
-        """The embedding, or the output projection."""
-        return self._kernels.pack_linear(self._read(f"{name}.weight"))
-
-    def _linear(self, *names: str, has_bias: bool = False) -> Linear:
-        """Projections of one input, as one."""
-        bias = self._read(*(f"{name}.bias" for name in names)) if has_bias else None
-        weight = self._read(*(f"{name}.weight" for name in names))
-        return self._kernels.pack_linear(weight, bias, self._quantization)
-
-    def norm(self, name: str) -> torch.Tensor:
-        weight = self._read(f"{name}.weight").float()
-        return (weight + 1 if self._config.unit_offset_norms else weight).to(self._norm_dtype)
-
-    def _read(self, *names: str) -> torch.Tensor:
-        return self._checkpoint.read(*names).to(self._kernels.device)
-
-    def _qk_norm(self, attention: str) -> QkNorm:
-        return QkNorm(self.norm(f"{attention}q_norm"), self.norm(f"{attention}k_norm"), self._config.rms_norm_eps)
-
-
 def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:
-    """Bytes that the weights take in this process.
+    """Bytes that packed weights take in this process.
 
     Raises:
-        ValueError: there is no such quantization, or not without a compiler.
+        ValueError: an unknown quantization, or one that needs a compiler where there is none.
     """
     if load_library() is not None:
         return weight_bytes(shape, dtype, quantization).total
@@ -155,13 +126,13 @@ def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:
 
 
 class Checkpoint:
-    """The tensors of the checkpoint in a folder, readable while this context manager is entered."""
+    """A context manager that reads tensors of the checkpoint in a folder."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Open model.safetensors, or the shards that their index names.
+        """Open model.safetensors, or the shards named in the index.
 
         Args:
-            dtype: what is read is rounded to this.
+            dtype: `read` rounds to it.
 
         Raises:
             ValueError: no safetensors, or a missing or damaged file.
@@ -179,7 +150,7 @@ class Checkpoint:
         self._open_shards.close()
 
     def read(self, *names: str) -> torch.Tensor:
-        """The tensors of these names, one below the other along their first dimension, in memory of their own."""
+        """Concatenate tensors along their first dimension, in memory of their own."""
         parts = [self._shard_of[name].get_tensor(name) for name in names]
         whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=self._dtype)
         return torch.cat(parts, out=whole)

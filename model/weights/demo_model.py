@@ -1,6 +1,6 @@
-"""Where the demo model is: a small checkpoint of pdserve's own, served when no model is named, and its draft.
+"""Folders of the demo model, which is served when no model is named, and of its draft model.
 
-Both come with the package; `pdserve.bench.demo` trains them. Either may have been removed from an installation.
+Part of the package, unless removed from the installation. `pdserve.bench.demo` trains both.
 """
 
 from __future__ import annotations
@@ -9,4 +9,4 @@ from pathlib import Path
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "pdserve-demo"
 DRAFT_MODEL = Path(__file__).parents[1] / "demo" / "pdserve-demo-draft"
-"""Much smaller, of the same tokenizer."""
+"""Much smaller, with the same tokenizer."""

@@ -30,32 +30,25 @@ class StoredTensor(NamedTuple):
     end: int
 
 
-class ShardHeader(NamedTuple):
-    text: bytes
-    """Raw JSON of the file."""
-    tensors: dict[str, StoredTensor]
-
-
-def read_header(shard: Path) -> ShardHeader:
+def read_header(shard: Path) -> dict[str, StoredTensor]:
     """Read the header of a safetensors file.
 
     Raises:
         ValueError: not a safetensors file, or its size does not match the header.
     """
     num_bytes = shard.stat().st_size
-    with shard.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > min(num_bytes, _MAX_HEADER_BYTES):
-            raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again")
-        text = file.read(size)
     try:
-        tensors = _parse_tensors(text)
+        with shard.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > min(num_bytes, _MAX_HEADER_BYTES):
+                raise ValueError("the header is longer than the file")
+            tensors = _parse_tensors(file.read(size))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{shard} is not a safetensors file, or is cut short; download it again") from error
     expected = max((tensor.end for tensor in tensors.values()), default=8 + size)
     if num_bytes != expected:
-        raise ValueError(f"{shard} has {num_bytes} bytes and its header speaks of {expected}; download it again")
-    return ShardHeader(text, tensors)
+        raise ValueError(f"{shard} has {num_bytes} bytes, but its header describes {expected}; download it again")
+    return tensors
 
 
 def _parse_tensors(text: bytes) -> dict[str, StoredTensor]:
@@ -81,25 +74,26 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     """
     stored: dict[str, StoredTensor] = {}
     for shard in shard_paths(folder):
-        stored |= read_header(shard).tensors
+        stored |= read_header(shard)
     wanted = tensor_shapes(shape)
     problems = [f"missing {name}" for name in wanted if name not in stored]
-    problems += [f"unexpected {name}" for name in sorted(stored.keys() - wanted) if not is_ignored(name, shape)]
+    ignored = {"lm_head.weight"} if shape.tie_word_embeddings else set()
+    unexpected = sorted(stored.keys() - wanted - ignored)
+    problems += [f"unexpected {name}" for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
     for name, tensor in stored.items():
-        if name in wanted and tensor.shape != wanted[name]:
+        if name not in wanted:
+            continue
+        if tensor.shape != wanted[name]:
             problems.append(f"{name} has shape {list(tensor.shape)}, not {list(wanted[name])}")
-        elif name in wanted and tensor.dtype not in _FLOAT_DTYPES:
+        elif tensor.dtype not in _FLOAT_DTYPES:
             problems.append(f"{name} has dtype {tensor.dtype}, not one of {', '.join(_FLOAT_DTYPES)}")
     if problems:
+        num_more = len(problems) - _MAX_PROBLEMS
+        more = f"; and {num_more} more" if num_more > 0 else ""
         raise ValueError(
-            f"{folder}: weights do not match config.json: {_shortened(problems)}. "
+            f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. "
             "Take config.json and weights from one and the same checkpoint"
         )
-
-
-def _shortened(problems: list[str]) -> str:
-    rest = len(problems) - _MAX_PROBLEMS
-    return "; ".join(problems[:_MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -130,7 +124,7 @@ def _indexed_names(index: Path) -> set[str]:
         raise ValueError(f"{index} names no shards; download it again")
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} names {name!r}, which is no .safetensors file beside it; download it again")
+            raise ValueError(f"{index} names {name!r}, not a .safetensors file in its own folder; download it again")
     return names
 
 
@@ -144,22 +138,16 @@ def _remedy_without(folder: Path) -> str:
     )
 
 
-class NormNames(NamedTuple):
-    """Tensor names of a layer's norms; empty if the family lacks the norm."""
-
-    attention: str
-    attention_post: str
-    mlp: str
-    mlp_post: str
-
-
-def norm_names(shape: ModelShape) -> NormNames:
-    """Name a layer's norms. Without post norms, ``post_attention_layernorm`` is the norm before the MLP."""
+def norm_names(shape: ModelShape) -> dict[str, str]:
+    """Tensor names of a layer's norms, keyed by field of `pdserve.model.weights.decoder_weights.LayerWeights`."""
     if not shape.post_norms:
-        return NormNames("input_layernorm", "", "post_attention_layernorm", "")
-    return NormNames(
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-    )
+        return {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -193,12 +181,7 @@ def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         tensors[f"{name}.weight"] = (num_outputs, num_inputs)
         if has_bias:
             tensors[f"{name}.bias"] = (num_outputs,)
-    tensors |= {f"{name}.weight": (hidden,) for name in norm_names(shape) if name}
+    tensors |= {f"{name}.weight": (hidden,) for name in norm_names(shape).values()}
     if shape.qk_norm:
         tensors |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
     return tensors
-
-
-def is_ignored(name: str, shape: ModelShape) -> bool:
-    """True if a checkpoint of ``shape`` may have the tensor but the model does not need it."""
-    return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == "lm_head.weight")

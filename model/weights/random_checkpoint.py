@@ -1,15 +1,13 @@
-"""Writes a small random Llama checkpoint with a tokenizer and a chat template.
-
-Tests compare it against transformers, and benchmarks of speed compute it. Its answers are noise; its files are
-those of any Hugging Face checkpoint.
-"""
+"""Writes a small random Llama checkpoint with a tokenizer and a chat template, for tests and benchmarks."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.weights.files import tensor_shapes
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -63,7 +61,7 @@ def write_random_checkpoint(
 ) -> Path:
     """Write config.json, safetensors, tokenizer and chat template to ``folder`` and return it.
 
-    Weights are drawn wide enough (standard deviation 0.1) that greedy answers vary with the prompt.
+    Weights have a standard deviation of 0.1, so that greedy answers vary with the prompt.
     """
     import torch
     from safetensors.torch import save_file
@@ -94,35 +92,13 @@ def write_random_checkpoint(
     _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 2})
     random = torch.Generator().manual_seed(seed)
     weights = {
-        name: torch.randn(shape, generator=random).mul_(0.1) if len(shape) == 2 else torch.ones(shape)
-        for name, shape in _weight_shapes(config).items()
+        name: (torch.randn(shape, generator=random) * 0.1 if len(shape) == 2 else torch.ones(shape)).to(
+            getattr(torch, dtype)
+        )
+        for name, shape in tensor_shapes(ModelShape.from_hf_config(config)).items()
     }
-    held = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def _weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Llama checkpoint, as transformers names them: matrices ``[out, in]``, norms ``[hidden]``."""
-    hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = config["num_key_value_heads"] * config["head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    layer = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    for index in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

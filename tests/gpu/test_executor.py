@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
 from pdserve.kernels.kv_pool import KvPool
@@ -38,7 +39,7 @@ def executors(
     config = config.at_length(config.limits(512).max_model_len)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, kv_dtype, "hash")
     shared: dict[str, Any] = {
-        "folder": folder, "config": config, "layout": layout, "dtype": "float32", "num_swap_slots": 4, **options,
+        "folder": folder, "config": config, "layout": layout, "precision": Precision(), "num_swap_slots": 4, **options,
     }  # fmt: skip
     near = nan_pool(layout.shape, getattr(torch, kv_dtype))
     there = KvPool(near.blocks.flatten().to(DEVICE, copy=True), near.shape, near.dtype)
@@ -113,7 +114,7 @@ def test_bfloat16_logits_err_no_more_than_twice_those_of_transformers(family: st
     tokens = torch.randint(3, config.shape.vocab_size, (num_tokens,), generator=generator).tolist()
     near = nan_pool(config.kv_layout(16, BLOCK_SIZE, "bfloat16", "hash").shape, torch.bfloat16)
     pool = KvPool(near.blocks.flatten().to(DEVICE), near.shape, near.dtype)
-    decoder = Decoder(folder, config, torch.bfloat16, select_kernels(pool))
+    decoder = Decoder(folder, config, Precision(dtype="bfloat16"), select_kernels(pool))
 
     def logits(first: int, end: int) -> torch.Tensor:
         table = list(range(15, -1, -1))

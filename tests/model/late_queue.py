@@ -9,15 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve.model.executors.device_queue import Event, HostQueue
+from pdserve.model.executors.device_queue import DeviceQueue, Event
 
 NOT_YET = -12345
 
 
 @dataclass
-class LateQueue(HostQueue):
+class LateQueue(DeviceQueue):
     """Counts what it is asked for. Until a later event is waited for, what was fetched is not what it will be."""
 
+    pipeline_depth = 2
     num_puts: int = 0
     num_fetches: int = 0
     num_replays: int = 0
@@ -25,10 +26,6 @@ class LateQueue(HostQueue):
     spoils: Callable[[], bool] = lambda: False
     """Whether the logits of the step that is fetched are to be NaN."""
     _pending: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    @property
-    def pipeline_depth(self) -> int:
-        return 2
 
     def put(self, inputs: npt.NDArray[np.int32], into: torch.Tensor | None = None) -> torch.Tensor:
         self.num_puts += 1
@@ -43,7 +40,7 @@ class LateQueue(HostQueue):
         return fetched
 
     def event(self) -> Event:
-        return _LateEvent(super().event(), self, len(self._pending))
+        return _LateEvent(self, len(self._pending))
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         self.num_captured += 1
@@ -61,15 +58,11 @@ class LateQueue(HostQueue):
             fetched.copy_(values)
 
 
-@dataclass
-class _LateEvent:
-    inner: Event
-    queue: LateQueue
-    num_fetched: int
+class _LateEvent(Event):
+    def __init__(self, queue: LateQueue, num_fetched: int) -> None:
+        super().__init__()
+        self._queue = queue
+        self._num_fetched = num_fetched
 
-    def wait(self) -> None:
-        self.queue.arrive(self.num_fetched)
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, _LateEvent)
-        return self.inner.seconds_since(earlier.inner)
+    def synchronize(self) -> None:
+        self._queue.arrive(self._num_fetched)

@@ -43,9 +43,9 @@ def sample(
     draws = plan_draws(rows, logits_BV.shape[1])
     best_B, token_B = likeliest(logits_BV)
     words = torch.from_numpy(draws.words)
-    sampled = Sampler(kernels).sample(logits_BV, best_B, token_B, rows, draws, words, _no_previous_token)
-    assert sampled.best.isfinite().all()
-    return [SampledToken(token, sampled.logprobs.get(row)) for row, token in enumerate(token_B.tolist())]
+    best_B, logprobs = Sampler(kernels).sample(logits_BV, best_B, token_B, rows, draws, words, _no_previous_token)
+    assert best_B.isfinite().all()
+    return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(token_B.tolist())]
 
 
 def drawn_sets(

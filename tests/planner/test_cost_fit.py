@@ -128,9 +128,9 @@ def test_the_file_says_how_far_it_reaches(tmp_path: Path) -> None:
     fitted = fit(timed(TRUE)).hardware
     assert fitted.measured is not None
     assert fitted.measured.date == "2026-11-21"
-    assert fitted.measured.covers(2048, 256, 4095)
-    assert not fitted.measured.covers(2049, 256, 4095)
-    assert not fitted.measured.covers(1, 1, 4096)
+    assert fitted.measured.step_tokens == (1, 2048)
+    assert fitted.measured.batch_size == (1, 256)
+    assert fitted.measured.context_tokens == (0, 4095)
     assert "a made-up device" in fitted.sources["decode_attention_efficiency"]
     assert fitted.sources["memory_bytes"] == BASE.sources["memory_bytes"]
     write_hardware_file(tmp_path / "hardware.yaml", [fitted])

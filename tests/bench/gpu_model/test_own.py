@@ -8,6 +8,7 @@ import torch
 from pdserve.bench.gpu_model.limits import Variant
 from pdserve.bench.gpu_model.own import OwnModel, noise_pool, random_tokens
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepHandle, StepRow
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -21,7 +22,9 @@ def plain_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """By the executor of CPUs, each token from a prefill of all before it."""
     config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(8, 16, "float32", "hash")
-    executor = ModelExecutor(folder=folder, config=config, layout=layout, pool=noise_pool(layout, CPU), dtype="float32")
+    executor = ModelExecutor(
+        folder=folder, config=config, layout=layout, pool=noise_pool(layout, CPU), precision=Precision()
+    )
     tokens = list(prompt)
     for step in range(num_tokens):
         row = StepRow(

@@ -12,9 +12,9 @@ from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.decode_worker.worker import DecodeWorker
-from pdserve.model.executors.hash_chain import expected_tokens
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.prefill_worker.worker import PrefillWorker
+from tests.expected_tokens import expected_tokens
 from tests.private_ray import joined_ray
 from tests.workers import RouterClient, emulated_config, hand_off, wait_until
 

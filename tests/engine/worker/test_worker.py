@@ -19,9 +19,9 @@ from pdserve.contracts.codec import to_json
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
-from pdserve.model.executors.hash_chain import expected_tokens
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
+from tests.expected_tokens import expected_tokens
 from tests.workers import RouterClient, WorkerProcess, emulated_config, hand_off, wait_until
 
 VOCAB_SIZE = 512

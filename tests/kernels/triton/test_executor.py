@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.kernels.triton.kernels import TRITON_KERNELS, TRITON_SAMPLING
@@ -15,7 +16,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.decoder.decoder import Decoder
 from pdserve.model.executors import decode_graphs
 from pdserve.model.executors import model as model_executor
-from pdserve.model.executors.device_queue import HostQueue
+from pdserve.model.executors.device_queue import DeviceQueue
 from pdserve.model.executors.model import ModelExecutor
 from pdserve.model.executors.step_inputs import StepShape
 from pdserve.model.sampling.sampling import draw_into, plan_draws
@@ -28,7 +29,7 @@ GREEDY = SamplingParams(temperature=0)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=9)
 
 
-class RecordingQueue(HostQueue):
+class RecordingQueue(DeviceQueue):
     """Takes note of each replay."""
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
     pools = [nan_pool(layout.shape), nan_pool(layout.shape)]
     expected = ModelExecutor(
-        folder=folder, config=config, layout=layout, pool=pools[0], dtype="float32", quantization="int8"
+        folder=folder, config=config, layout=layout, pool=pools[0], precision=Precision(quantization="int8")
     )
     queue = pretend_gpu(monkeypatch)
     executor = ModelExecutor(
@@ -98,8 +99,7 @@ def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(
         config=config,
         layout=layout,
         pool=pools[1],
-        dtype="float32",
-        quantization="int8",
+        precision=Precision(quantization="int8"),
         max_captured_rows=4,
     )
     batches = [StepBatch(step_id=index, rows=rows) for index, rows in enumerate(steps())]
@@ -130,10 +130,10 @@ def test_a_warm_up_launches_every_kernel_and_leaves_the_pool_alone(
     config = DecoderConfig.from_folder(folder)
     pool = nan_pool(config.kv_layout(2, BLOCK_SIZE, "float32", "hash").shape)
     before = pool.blocks.clone()
-    decoder = Decoder(folder, config, torch.float32, TRITON_KERNELS, "int8")
+    decoder = Decoder(folder, config, Precision(quantization="int8"), TRITON_KERNELS)
     with recorded_launches() as recorded:
         decode_graphs.warm_up(
-            decoder, pool, HostQueue(), TRITON_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=1
+            decoder, pool, DeviceQueue(), TRITON_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=1
         )
     assert torch.equal(pool.blocks, before)
     launched = {getattr(operation, "__name__", operation) for operation in recorded.operations()}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.kernels.kv_pool import LARGEST_VALUES
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.triton.kernels import TRITON_KERNELS
@@ -29,7 +30,7 @@ def test_prefill_and_decode_rows_compute_what_transformers_does(family: str, tmp
     config = DecoderConfig.from_folder(folder)
     config = config.at_length(config.limits(0).max_model_len)
     pool = nan_pool(config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash").shape)
-    decoder = Decoder(folder, config, torch.float32, TRITON_KERNELS)
+    decoder = Decoder(folder, config, Precision(), TRITON_KERNELS)
 
     def logits(*rows: tuple[list[int], int, list[int]]) -> torch.Tensor:
         """Of every new token of rows (new tokens, cached length, block table)."""
@@ -53,7 +54,7 @@ def test_quantised_layers_compute_what_their_rounded_weights_do(tmp_path: Path, 
     config = DecoderConfig.from_folder(folder)
     config = config.at_length(config.limits(0).max_model_len)
     expected = rounded_reference_logits(folder, TOKENS[:5], quantization)
-    decoder = Decoder(folder, config, torch.float32, TRITON_KERNELS, quantization)
+    decoder = Decoder(folder, config, Precision(quantization=quantization), TRITON_KERNELS)
     metadata = AttentionMetadata.build([5], [0], [[3]], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     pool = nan_pool(config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash").shape)
     logits = decoder.logits(decoder.forward(tokens_T, pool, metadata, torch.arange(5)))

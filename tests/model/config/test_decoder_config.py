@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.model.config.decoder_config import DecoderConfig, LayerConfig, parse_config
-from pdserve.model.config.rope_config import Llama3Scaling, RopeConfig
+from pdserve.model.config.rope_config import RopeConfig
 from tests.model.published_configs import (
     GEMMA_2_9B,
     GEMMA_3_1B,
@@ -25,13 +25,15 @@ def windows(config: dict[str, Any]) -> list[int]:
 
 def test_llama() -> None:
     config = parse_config(LLAMA_31_8B, {"eos_token_id": [128001, 128008, 128009]})
-    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=8192)
-    assert config.layers == (LayerConfig(window=0, rope=RopeConfig(theta=500000.0, scaling=scaling)),) * 32
+    rope = RopeConfig(
+        theta=500000.0, type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=8192
+    )
+    assert config.layers == (LayerConfig(window=0, rope=rope),) * 32
     assert config.shape.head_dim == 128
     assert config.attention_scale == pytest.approx(128**-0.5)
     assert (config.activation, config.embedding_scale, config.unit_offset_norms) == ("silu", 1.0, False)
     assert config.eos_token_ids == (128001, 128008, 128009)
-    assert config.num_parameters == 8_030_261_248
+    assert config.shape.num_parameters == 8_030_261_248
 
 
 def test_the_oldest_configs_leave_defaults_out() -> None:
@@ -149,8 +151,8 @@ def test_dynamic_rope_is_of_the_deployments_length() -> None:
         (LLAMA_31_8B, {"eos_token_id": "</s>"}, "eos_token_id"),
         (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "layer_types is set"),
         (MISTRAL_7B, {"sliding_window": -1}, "sliding_window"),
-        (QWEN2_7B, {"layer_types": ["full_attention"] * 27}, "no list of 28 types"),
-        (QWEN2_7B, {"layer_types": "full_attention"}, "no list of 28 types"),
+        (QWEN2_7B, {"layer_types": ["full_attention"] * 27}, "not a list of 28 types"),
+        (QWEN2_7B, {"layer_types": "full_attention"}, "not a list of 28 types"),
         (QWEN3_8B, {"layer_types": ["full_attention"] * 35 + ["chunked_attention"]}, "'chunked_attention'.*sliding"),
         (GEMMA_2_9B, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA_2_9B, {"sliding_window": None}, "sliding_window"),

@@ -1,17 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pdserve.model.config.rope_config import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    RopeConfig,
-    YarnScaling,
-    parse_ropes,
-)
+from pdserve.model.config.rope_config import RopeConfig, parse_ropes
 from tests.model.checkpoints import LLAMA3_ROPE, YARN_ROPE
 
 
@@ -20,7 +14,7 @@ def parse(max_position_embeddings: int = 4096, **values: Any) -> RopeConfig:
 
 
 def test_without_any_key_rope_is_plain() -> None:
-    assert parse() == RopeConfig(theta=10000.0, scaling=None)
+    assert parse() == RopeConfig(theta=10000.0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +38,7 @@ def test_both_spellings_say_the_same(scaling: dict[str, Any]) -> None:
 
 def test_the_older_spelling_comes_first_as_it_does_in_transformers() -> None:
     both = parse(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"})
-    assert both.scaling == LinearScaling(factor=2.0)
+    assert both == RopeConfig(theta=10000.0, type="linear", factor=2.0)
 
 
 def test_each_layer_type_may_have_its_own() -> None:
@@ -53,7 +47,7 @@ def test_each_layer_type_may_have_its_own() -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
     }
     expected = {
-        "full_attention": RopeConfig(theta=1e6, scaling=LinearScaling(factor=8.0)),
+        "full_attention": RopeConfig(theta=1e6, type="linear", factor=8.0),
         "sliding_attention": RopeConfig(theta=5e3),
     }
     assert parse_ropes({"max_position_embeddings": 64, "rope_parameters": nested}) == expected
@@ -85,15 +79,16 @@ def test_scaling_extends_the_context(scaling: dict[str, Any], length: int) -> No
 
 def test_the_trained_length_at_the_top_level_comes_first() -> None:
     for given in (YARN_ROPE, LLAMA3_ROPE):
-        scaling = parse(rope_parameters=given, original_max_position_embeddings=128).scaling
-        assert isinstance(scaling, YarnScaling | Llama3Scaling)
-        assert scaling.trained_length == 128
+        rope = parse(rope_parameters=given, original_max_position_embeddings=128)
+        assert rope.type == given["rope_type"]
+        assert rope.trained_length == 128
 
 
 def test_only_dynamic_scaling_depends_on_the_length() -> None:
     dynamic = parse(rope_parameters={"rope_type": "dynamic", "factor": 2.0})
-    assert dynamic.scaling == DynamicScaling(factor=2.0, trained_length=4096, length=8192)
-    assert dynamic.at_length(5000).scaling == DynamicScaling(factor=2.0, trained_length=4096, length=5000)
+    expected = RopeConfig(theta=10000.0, type="dynamic", factor=2.0, trained_length=4096, length=8192)
+    assert dynamic == expected
+    assert dynamic.at_length(5000) == replace(expected, length=5000)
     yarn = parse(rope_parameters=YARN_ROPE)
     assert yarn.at_length(5000) == yarn
 

@@ -11,7 +11,7 @@ import pytest
 from pdserve.contracts.precision import Precision
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.cost.hardware import HARDWARE_NAMES, Hardware, Measured, catalogue_name, hardware, slowed
+from pdserve.model.cost.hardware import HARDWARE_NAMES, Hardware, catalogue_name, hardware, slowed
 from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES
 from tests.model.published_configs import LLAMA_31_8B
 
@@ -120,14 +120,6 @@ def test_a_device_can_be_a_key_and_go_to_another_process() -> None:
     device = hardware("h100")
     assert {device: 1}[replace(device)] == 1
     assert pickle.loads(pickle.dumps(device)) == device
-
-
-def test_what_was_not_measured_is_extrapolated() -> None:
-    measured = Measured(date="2026-11-21", model="a", step_tokens=(1, 512), batch_size=(1, 8), context_tokens=(0, 1000))
-    assert measured.covers(512, 8, 1000)
-    assert not measured.covers(513, 8, 1000)
-    assert not measured.covers(512, 9, 1000)
-    assert not measured.covers(512, 8, 1001)
 
 
 SHAPE = ModelShape.from_hf_config(LLAMA_31_8B)

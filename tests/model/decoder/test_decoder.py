@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
@@ -47,9 +48,10 @@ class PagedDecoder:
     ) -> None:
         config = DecoderConfig.from_folder(folder)
         config = config.at_length(config.limits(max_model_len).max_model_len)
-        layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, str(dtype).removeprefix("torch."), "hash")
+        precision = Precision(dtype=str(dtype).removeprefix("torch."), quantization=quantization)
+        layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, precision.dtype, "hash")
         self.pool = nan_pool(layout.shape, dtype)
-        self.model = Decoder(folder, config, dtype, kernels, quantization)
+        self.model = Decoder(folder, config, precision, kernels)
 
     def logits(self, *rows: tuple[list[int], int, list[int]]) -> torch.Tensor:
         """Logits of every new token of rows (new tokens, cached length, block table)."""

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pdserve.model.config.rope_config import parse_ropes
-from pdserve.model.decoder.rope import Rope, inverse_frequencies
+from pdserve.model.decoder.rope import inverse_frequencies, rope_angles
 
 HEAD_DIM = 128
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -50,7 +50,7 @@ def test_frequencies_and_factor_are_those_of_transformers(name: str) -> None:
         expected, factor = ROPE_INIT_FUNCTIONS[ROPES[name]["rope_type"]](config)
     rope = parse_ropes({"max_position_embeddings": 131072, "rope_parameters": ROPES[name]})["full_attention"]
     assert torch.allclose(inverse_frequencies(rope, HEAD_DIM), expected, rtol=1e-6, atol=0)
-    angles = Rope(rope, HEAD_DIM).angles(torch.tensor([0, 7]))
+    angles = rope_angles(torch.tensor([0, 7]), inverse_frequencies(rope, HEAD_DIM), rope.attention_factor)
     assert angles.cos[0].tolist() == [pytest.approx(factor)] * (HEAD_DIM // 2)
     assert angles.sin[1].tolist() == pytest.approx((7 * expected).sin().mul(factor).tolist(), abs=1e-6)
 
@@ -68,10 +68,9 @@ def test_dynamic_frequencies_are_those_of_transformers_for_a_sequence_of_the_len
 def test_every_option_of_yarn_changes_something() -> None:
     seen = []
     for given in ROPES.values():
-        rope = Rope(
-            parse_ropes({"max_position_embeddings": 131072, "rope_parameters": given})["full_attention"], HEAD_DIM
-        )
-        seen.append(rope.angles(torch.tensor([100000])).cos)
+        rope = parse_ropes({"max_position_embeddings": 131072, "rope_parameters": given})["full_attention"]
+        positions, inv_freq = torch.tensor([100000]), inverse_frequencies(rope, HEAD_DIM)
+        seen.append(rope_angles(positions, inv_freq, rope.attention_factor).cos)
     same = [(i, j) for i in range(len(seen)) for j in range(i) if torch.equal(seen[i], seen[j])]
     names = list(ROPES)
     allowed = {"yarn", "yarn, one scale", "yarn, factor from the lengths"}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, TORCH_SAMPLING
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -41,7 +42,7 @@ def test_every_size_is_captured_once_and_the_largest_first(tmp_path: Path, caplo
     queue = LateQueue()
     with caplog.at_level(logging.INFO):
         graphs = DecodeGraphs(
-            Decoder(folder, config, torch.float32, CPU_KERNELS),
+            Decoder(folder, config, Precision(), CPU_KERNELS),
             pool,
             queue,
             torch.zeros(9, dtype=torch.int64),
@@ -70,7 +71,7 @@ def test_the_pool_stays_as_it_was(tmp_path: Path, kernels: DecoderKernels) -> No
     config = DecoderConfig.from_folder(folder)
     pool = nan_pool(config.kv_layout(2, 8, "float32", "hash").shape)
     before, queue = pool.blocks.clone(), LateQueue()
-    decoder = Decoder(folder, config, torch.float32, kernels)
+    decoder = Decoder(folder, config, Precision(), kernels)
     warm_up(decoder, pool, queue, TORCH_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=17)
     assert torch.equal(pool.blocks, before)
     assert queue.num_puts == 1

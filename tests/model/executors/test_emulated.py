@@ -19,7 +19,8 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.executors.emulated import EmulatedExecutor
-from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, expected_tokens, link, linked_token, mix64
+from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, link, linked_token, mix64
+from tests.expected_tokens import expected_tokens
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 97

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepOutput, StepRow, TokenLogprobs
 from pdserve.kernels.kv_pool import KvPool
@@ -42,7 +43,12 @@ def make_executor(
     pool = pool or make_pool(folder, dtype)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, str(pool.dtype).removeprefix("torch."), "hash")
     return ModelExecutor(
-        folder=folder, config=config, layout=layout, pool=pool, dtype=dtype, num_swap_slots=num_swap_slots
+        folder=folder,
+        config=config,
+        layout=layout,
+        pool=pool,
+        precision=Precision(dtype=dtype),
+        num_swap_slots=num_swap_slots,
     )
 
 
@@ -309,7 +315,7 @@ def test_a_failed_step_is_told_by_its_handle_and_the_next_one_runs(
     handle = executor.submit(StepBatch(step_id=7, rows=[bad]))
     with pytest.raises(RuntimeError, match=f"step 7 failed.*{message}"):
         handle.result()
-    with pytest.raises(RuntimeError, match="no row 0"):
+    with pytest.raises(RuntimeError, match=f"step 0 failed: step 7 failed: .*{message}"):
         run(executor, row(1, [], 2, previous_row=0))
     assert run(executor, row(0, PROMPTS[0], 0)).sampled[0] is not None
     executor.close()
@@ -328,4 +334,4 @@ def test_a_pool_of_another_shape_or_dtype_is_refused(folder: Path) -> None:
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
     for pool in (nan_pool((1, 1, 1, 2, 8, 8)), nan_pool(layout.shape, torch.bfloat16)):
         with pytest.raises(AssertionError):
-            ModelExecutor(folder=folder, config=config, layout=layout, pool=pool, dtype="float32")
+            ModelExecutor(folder=folder, config=config, layout=layout, pool=pool, precision=Precision())

@@ -23,9 +23,10 @@ def test_the_most_likely_come_highest_first_and_equals_by_id(rows: list[list[flo
 def test_rows_may_ask_for_different_numbers() -> None:
     logits_RV = torch.tensor([[0.0, 1.0, 2.0]]).expand(3, -1)
     raw = raw_logprobs(logits_RV, [0, 2, 7])
-    assert raw.top_ids == [[], [2, 1], [2, 1, 0]]
-    first, second = raw.of([1, 1], [0, 2])
-    assert (first.top, second.logprob) == (second.top, second.top[0][1])
+    assert [[token for token, _ in top] for top in raw.top] == [[], [2, 1], [2, 1, 0]]
+    first, second, third = raw.of([1, 0, 2])
+    assert (first.top, second.top) == ((), third.top[:2])
+    assert (first.logprob, second.logprob, third.logprob) == (third.top[1][1], third.top[2][1], third.top[0][1])
 
 
 def test_many_tokens_are_computed_in_pieces_and_give_what_the_whole_gives() -> None:

@@ -174,8 +174,8 @@ def test_of_logits_that_are_not_finite_some_token_comes_and_the_rows_are_named(
     draws = plan_draws(rows, VOCAB_SIZE)
     best_B, token_B = likeliest(logits_BV)
     words = torch.from_numpy(draws.words)
-    sampled = Sampler(kernels).sample(logits_BV, best_B, token_B, rows, draws, words, lambda row: 0)
-    assert sampled.best.isfinite().tolist() == [False, False, False, True]
+    best_B, _ = Sampler(kernels).sample(logits_BV, best_B, token_B, rows, draws, words, lambda row: 0)
+    assert best_B.isfinite().tolist() == [False, False, False, True]
     assert ((token_B >= 0) & (token_B < VOCAB_SIZE)).all()
 
 
@@ -336,16 +336,16 @@ def test_the_best_token_is_that_of_the_formulas(
     plain = sampling_row(SamplingParams(temperature=0, num_logprobs=EDITED_SIZE))
     row = sampling_row(params, banned=banned, prompt=prompt, answer=answer)
     best_B, token_B = likeliest(logits_BV)
-    sampled = Sampler(CPU_SAMPLING).sample(
+    best_B, logprobs = Sampler(CPU_SAMPLING).sample(
         logits_BV, best_B, token_B, [row, plain], plan_draws([], 1), torch.zeros(0), lambda row: 0
     )
     expected = edited_by_hand(logits, params, prompt, answer, banned)
     assert logits_BV[0].tolist() == expected
-    assert sampled.best[0] == max(expected)
+    assert best_B[0] == max(expected)
     assert token_B[0] == expected.index(max(expected))
     # Log probabilities are those of the logits as they came.
-    assert sampled.logprobs[0].top == sampled.logprobs[1].top
-    assert sampled.logprobs[0].logprob == dict(sampled.logprobs[1].top)[int(token_B[0])]
+    assert logprobs[0].top == logprobs[1].top
+    assert logprobs[0].logprob == dict(logprobs[1].top)[int(token_B[0])]
 
 
 def test_extreme_penalties_leave_logits_that_can_be_sampled() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pdserve.contracts.precision import Precision
 from pdserve.kernels.operations import Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch import dense as torch_dense
@@ -23,7 +24,7 @@ def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None
     wide = write_checkpoint(tmp_path / "wide")
     narrow = write_checkpoint(tmp_path / "narrow", intermediate_size=96)
     with pytest.raises(ValueError, match="do not match config") as error:
-        load_decoder_weights(wide, DecoderConfig.from_folder(narrow), torch.float32, CPU_KERNELS)
+        load_decoder_weights(wide, DecoderConfig.from_folder(narrow), Precision(), CPU_KERNELS)
     for problem in (
         "model.layers.0.mlp.gate_proj.weight has shape [112, 64], not [96, 64]",
         "model.layers.1.mlp.down_proj.weight has shape [64, 112], not [64, 96]",
@@ -39,7 +40,7 @@ def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None
 def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quantization: str, family: str) -> None:
     folder = write_family(tmp_path, family)
     config = DecoderConfig.from_folder(folder)
-    weights = load_decoder_weights(folder, config, getattr(torch, dtype), CPU_KERNELS, quantization)
+    weights = load_decoder_weights(folder, config, Precision(dtype=dtype, quantization=quantization), CPU_KERNELS)
     held = {id(linear): linear.num_bytes for linear in (weights.embedding, weights.lm_head)}
     num_bytes = sum(held.values()) + sum(
         linear.num_bytes for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
@@ -72,7 +73,7 @@ def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path
         return TORCH_KERNELS.pack_linear(weight_FE[:1].clone())
 
     kernels = TORCH_KERNELS._replace(pack_linear=pack)
-    load_decoder_weights(folder, DecoderConfig.from_folder(folder), torch.float32, kernels)
+    load_decoder_weights(folder, DecoderConfig.from_folder(folder), Precision(), kernels)
     assert len(taken) == 2 + 4 * 2
 
 
@@ -100,6 +101,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from pdserve.contracts.precision import Precision
 from pdserve.kernels.selection import CPU_KERNELS
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.decoder_weights import Checkpoint, held_bytes, load_decoder_weights
@@ -109,7 +111,7 @@ config = DecoderConfig.from_folder(folder)
 num_bytes = held_bytes(config.shape, "bfloat16", "none")
 torch.ones(1000, 1000).sum()
 before = psutil.Process().memory_info().rss
-weights = load_decoder_weights(folder, config, torch.bfloat16, CPU_KERNELS)
+weights = load_decoder_weights(folder, config, Precision(dtype="bfloat16"), CPU_KERNELS)
 print(psutil.Process().memory_info().rss - before, num_bytes)
 """
 

@@ -37,12 +37,12 @@ def test_checkpoints_of_every_family_pass(tmp_path: Path, family: str) -> None:
 def test_a_header_tells_where_the_tensors_are(tmp_path: Path) -> None:
     given = {"w": torch.randn(3, 2), "b": torch.randn(3, dtype=torch.bfloat16)}
     file = stored(tmp_path, given) / "model.safetensors"
-    header = read_header(file)
-    assert {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()} == {
+    tensors = read_header(file)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} == {
         "w": ("F32", (3, 2)),
         "b": ("BF16", (3,)),
     }
-    tensor = header.tensors["w"]
+    tensor = tensors["w"]
     assert file.read_bytes()[tensor.start : tensor.end] == given["w"].numpy().tobytes()
 
 
@@ -97,14 +97,14 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: 
         place.mkdir(exist_ok=True)
         stored(place, {"w": torch.zeros(2)})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(ValueError, match=r"index\.json names .* which is no \.safetensors file beside it"):
+    with pytest.raises(ValueError, match=r"index\.json names .* not a \.safetensors file in its own folder"):
         shard_paths(folder)
 
 
 @pytest.mark.parametrize(
     ("cut", "said"),
     [
-        (slice(0, -4), r"model\.safetensors has \d+ bytes and its header speaks of \d+; download it again"),
+        (slice(0, -4), r"model\.safetensors has \d+ bytes, but its header describes \d+; download it again"),
         (slice(0, 30), "is cut short; download it again"),
         (slice(0, 0), "is cut short; download it again"),
         (slice(1, None), "is not a safetensors file"),

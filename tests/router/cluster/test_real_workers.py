@@ -18,9 +18,9 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.executors.hash_chain import expected_tokens
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.cluster.cluster import TokenStream
+from tests.expected_tokens import expected_tokens
 from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig
 from tests.router.scripted_worker import until
 from tests.workers import WorkerProcess, emulated_config
