@@ -147,7 +147,7 @@ _START: dict[Any, float] = {
     "memory_efficiency": 0.9,
     "decode_attention_efficiency": 0.6,
     "link_efficiency": 0.5,
-    "link_latency_s": 3e-6,
+    "link_latency_s": 10e-6,
     "layer_overhead_s": 150e-6,
     "step_overhead_s": 1e-3,
 }

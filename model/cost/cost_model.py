@@ -15,8 +15,8 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
   ``max(4 heads * head_dim * layers * (q c + q (q + 1) / 2) / t / (F a(q)), (c + q) * D)``, D being the seconds that one
   token attends to one other: ``max(4 heads * head_dim * layers / t / F, KV bytes per token / W')``, over the share of
   either that decode attention reaches;
-- tensor parallelism: two ring all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` each and
-  ``2 (t - 1)`` steps of the link's latency;
+- tensor parallelism: two all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` and one latency of
+  the link each, whatever the number of ranks: small messages go directly to every rank, large ones around a ring;
 - pipeline parallelism: sends of activations between stages;
 - overhead: a fixed time per step, per layer and per sampled row.
 
@@ -118,7 +118,7 @@ class CostModel:
         inside = (hardware.link_latency_s, hardware.link_bandwidth * hardware.link_efficiency)
         outside = (hardware.network_latency_s, hardware.network_bandwidth * hardware.link_efficiency)
         # Tensor-parallel ranks fill hosts first, then stages.
-        self._ring = inside if tensor_parallel <= hardware.devices_per_host else outside
+        self._all_reduce = inside if tensor_parallel <= hardware.devices_per_host else outside
         stages_per_host = max(1, hardware.devices_per_host // tensor_parallel)
         num_outside = -(-pipeline_parallel // stages_per_host) - 1
         self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
@@ -252,9 +252,10 @@ class CostModel:
     def _token_parts(self, num_tokens: int) -> StepParts:
         """Parts that depend on the number of new tokens; the others are 0."""
         layers, message_bytes = self.shape.num_layers, num_tokens * self._activation_bytes
-        latency_s, bandwidth = self._ring
-        num_ring_steps = 2 * (self.tensor_parallel - 1)
-        all_reduce_s = num_ring_steps * (latency_s + message_bytes / self.tensor_parallel / bandwidth)
+        latency_s, bandwidth = self._all_reduce
+        num_ranks = self.tensor_parallel
+        sent_bytes = 2 * (num_ranks - 1) / num_ranks * message_bytes
+        all_reduce_s = latency_s + sent_bytes / bandwidth if num_ranks > 1 else 0.0
         return StepParts(
             layers_s=self._layers_s(num_tokens),
             output_s=0.0,

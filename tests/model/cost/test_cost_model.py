@@ -162,8 +162,8 @@ def test_a_pipeline_takes_as_long_as_its_stages_and_what_is_sent_between_them() 
     one, four = cost_model(LLAMA_3_70B, 4), cost_model(LLAMA_3_70B, 4, 4)
     # Two stages of four ranks fill a host: of three hops one leaves it.
     message_bytes = 2048 * 8192 * 2
-    inside_s = 1e-6 + message_bytes / (0.6 * 450e9)
-    outside_s = 6e-6 + message_bytes / (0.6 * 50e9)
+    inside_s = 15e-6 + message_bytes / (0.6 * 450e9)
+    outside_s = 30e-6 + message_bytes / (0.6 * 50e9)
     assert four.parts([(2048, 0)]).send_s == pytest.approx(2 * inside_s + outside_s)
     assert four.prefill_s(2048) == pytest.approx(one.prefill_s(2048) + 2 * inside_s + outside_s)
     with pytest.raises(ValueError, match="pipeline_parallel 3 does not divide 80 layers; use a divisor"):
@@ -226,14 +226,14 @@ def test_tensor_parallelism_divides_the_work_and_adds_the_all_reduces() -> None:
     assert four.attention_s == pytest.approx(one.attention_s / 4)
     assert four.output_s == pytest.approx(one.output_s / 4)
     assert four.overhead_s == one.overhead_s
-    # 80 layers, 2 all-reduces each: 6 steps of 1 us and a fourth of 2048 tokens * 8192 values * 2 bytes, at 450 GB/s.
-    assert four.all_reduce_s == pytest.approx(80 * 2 * 6 * (1e-6 + 2048 * 8192 * 2 / 4 / (0.6 * 450e9)))
+    # 80 layers, 2 all-reduces each: 15 us, and 6 times a fourth of 2048 tokens * 8192 values * 2 bytes, at 450 GB/s.
+    assert four.all_reduce_s == pytest.approx(80 * 2 * (15e-6 + 6 * 2048 * 8192 * 2 / 4 / (0.6 * 450e9)))
     assert one.all_reduce_s == 0
 
 
 def test_ranks_of_several_hosts_reduce_over_the_network() -> None:
     sixteen = cost_model(LLAMA_3_70B, 16).parts([(2048, 0)])
-    assert sixteen.all_reduce_s == pytest.approx(80 * 2 * 30 * (6e-6 + 2048 * 8192 * 2 / 16 / (0.6 * 50e9)))
+    assert sixteen.all_reduce_s == pytest.approx(80 * 2 * (30e-6 + 30 * 2048 * 8192 * 2 / 16 / (0.6 * 50e9)))
 
 
 def test_one_token_reads_the_experts_it_is_routed_to() -> None:
