@@ -33,7 +33,7 @@ from pdserve.decode_worker.steady_steps import (
     fast_forward,
 )
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
-from pdserve.engine.scheduling.interface import Event, PullResult
+from pdserve.engine.scheduling.interface import REFUSED, Event, PullResult
 from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
 from pdserve.engine.scheduling.table import PlannedStep
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -318,7 +318,7 @@ class DecodeScheduler:
         first = result.first_token
         failure = result.failure or _mismatch(result, sequence)
         if failure or first is None:
-            refusal = RefusalCode.SOURCE if result.is_refused else RefusalCode.NONE
+            refusal = RefusalCode.SOURCE if result.failure_stage == REFUSED else RefusalCode.NONE
             self._table.events.append(
                 RequestEvent(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal=refusal)
             )
@@ -332,14 +332,11 @@ class DecodeScheduler:
             waited_s = now_s - sequence.arrived_s
             self._table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.JOINED, waited_s=waited_s))
 
-    def lease_opened(self, handle: bytes, now_s: float) -> None:
-        self._prefill.lease_opened(handle, now_s)
+    def set_leased(self, handle: bytes, is_leased: bool) -> None:
+        self._prefill.set_leased(handle, is_leased)
 
-    def lease_lost(self, handle: bytes, now_s: float) -> None:
-        self._prefill.lease_lost(handle, now_s)
-
-    def released(self, handle: bytes, now_s: float) -> None:
-        self._prefill.released(handle, now_s)
+    def released(self, handle: bytes) -> None:
+        self._prefill.released(handle)
 
     # What others see
 

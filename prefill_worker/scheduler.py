@@ -262,13 +262,10 @@ class PrefillScheduler:
     def pull_done(self, result: PullResult, now_s: float) -> None:
         raise AssertionError("a prefill worker starts no pull")
 
-    def lease_opened(self, handle: bytes, now_s: float) -> None:
-        self._parking.set_leased(handle, True)
+    def set_leased(self, handle: bytes, is_leased: bool) -> None:
+        self._parking.set_leased(handle, is_leased)
 
-    def lease_lost(self, handle: bytes, now_s: float) -> None:
-        self._parking.set_leased(handle, False)
-
-    def released(self, handle: bytes, now_s: float) -> None:
+    def released(self, handle: bytes) -> None:
         sequence = self._parking.take_released(handle)
         if sequence is not None:
             self.table.emit(sequence.key, RequestEventKind.RELEASED)
