@@ -42,6 +42,9 @@ MAX_LIVE_REQUESTS = 16384
 MAX_FAILED_STEPS_IN_A_ROW = 16
 """After this many consecutive failures the executor is considered broken and the loop raises."""
 
+_NO_LOAD = SchedulerLoad()
+_NO_CACHE_EVENTS = CacheEvents([], [])
+
 
 # Messages to the loop
 
@@ -174,8 +177,8 @@ class StepReport:
     """Its duration in seconds."""
 
     # Added by the live driver, for the routers.
-    load: SchedulerLoad = SchedulerLoad()
-    cache: CacheEvents = CacheEvents([], [])
+    load: SchedulerLoad = _NO_LOAD
+    cache: CacheEvents = _NO_CACHE_EVENTS
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
     is_draining: bool = False
