@@ -198,7 +198,7 @@ class WorkerService:
             if body in ("submit", "prepare"):
                 self._read_request(session, message)
             elif body == "cancel":
-                key = RequestKey(session.number, message.cancel.request_id, message.cancel.attempt)
+                key = RequestKey(session.id, message.cancel.request_id, message.cancel.attempt)
                 self._inbox.put(CancelRequest(key))
             elif body == "drain":
                 self._inbox.put(StartDrain())
@@ -209,7 +209,7 @@ class WorkerService:
         """Read a request. One that breaks a limit is refused with an event; the session continues."""
         is_prepare = message.WhichOneof("body") == "prepare"
         wire_request = message.prepare.request if is_prepare else message.submit.request
-        key = RequestKey(session.number, wire_request.request_id, wire_request.attempt)
+        key = RequestKey(session.id, wire_request.request_id, wire_request.attempt)
         if self._inbox.is_full:
             self._refuse(session, key, RefusalCode.OVERLOADED, "the worker is overloaded")
             return
@@ -244,11 +244,11 @@ class WorkerService:
         has_cache = bool(report.cache.stored or report.cache.evicted)
         frames = pack_frames(report.events)
         concerned = list(self._sessions.open) if report.is_for_all else list(frames)
-        for number in concerned:
-            session = self._sessions.open.get(number)
+        for session_id in concerned:
+            session = self._sessions.open.get(session_id)
             if session is None:
                 continue  # ended while the step ran: its requests are being cancelled
-            frame = frames.get(number) or worker_pb2.StepFrame()
+            frame = frames.get(session_id) or worker_pb2.StepFrame()
             frame.load.CopyFrom(self._load)
             _add_step(frame.load, report)
             for pull in report.pulls:
