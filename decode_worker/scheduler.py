@@ -188,7 +188,7 @@ class DecodeScheduler:
 
     def _plan_new_work(self, step: PlannedStep, now_s: float) -> None:
         """Resume swapped sequences, reserve blocks and prefill, which compete for blocks and batch slots. Preempted
-        sequences go first, then the older of the first reservation and the first prompt, once it was held up."""
+        sequences go first, then the older of the first reservation and the first prompt, once it lacked blocks."""
         local, reserving = self._prefill.first_waiting(), self._reservations.first_waiting()
         room = Room(0, 0)
         if local is not None or reserving is not None or self._swapping.num_waiting:
@@ -222,7 +222,7 @@ class DecodeScheduler:
         """
         if local is None or local.is_handoff:
             return False
-        is_hungry = self._prefill.is_held_up or local.state is RequestState.PREEMPTED
+        is_hungry = self._prefill.is_blocked or local.state is RequestState.PREEMPTED
         return is_hungry and _is_ahead(local, reserving)
 
     def _room(self) -> Room:

@@ -88,11 +88,11 @@ def choose_transport(ours: str, theirs: str, *, is_same_host: bool) -> str:
     Raises:
         ValueError: there is none.
     """
-    wanted = {ours, theirs} - {"auto"}
-    if not wanted <= {"memfd", "grpc"}:
-        raise ValueError(f"unknown KV transport among {sorted(wanted)}: use auto, memfd or grpc")
-    if len(wanted) > 1:
+    required = {ours, theirs} - {"auto"}
+    if not required <= {"memfd", "grpc"}:
+        raise ValueError(f"unknown KV transport among {sorted(required)}: use auto, memfd or grpc")
+    if len(required) > 1:
         raise ValueError(f"KV transport is {theirs} there and {ours} here: set kv_transfer.transport alike")
-    if "memfd" in wanted and not is_same_host:
+    if "memfd" in required and not is_same_host:
         raise ValueError("KV transport memfd needs both workers on one host: set kv_transfer.transport to auto or grpc")
-    return wanted.pop() if wanted else ("memfd" if is_same_host else "grpc")
+    return required.pop() if required else ("memfd" if is_same_host else "grpc")

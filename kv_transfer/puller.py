@@ -251,7 +251,7 @@ async def _receive_prompt(
         granted_at_s = time.monotonic()
         if ends_request(grant):
             break
-        blocks = _wanted_blocks(order, grant)
+        blocks = _missing_blocks(order, grant)
         await receiver.receive(blocks)
         num_received += len(blocks)
         num_granted += len(grant.block_ids)
@@ -279,7 +279,7 @@ async def _read_grant(stream: PullStream, num_granted: int, layout: KvLayout) ->
     return message.grant
 
 
-def _wanted_blocks(order: transfer_pb2.StartPull, grant: kv_pb2.Grant) -> list[GrantedBlock]:
+def _missing_blocks(order: transfer_pb2.StartPull, grant: kv_pb2.Grant) -> list[GrantedBlock]:
     """Blocks of a grant that are not cached here, each with its target."""
     num_cached = order.num_cached_blocks
     num_known = num_cached + len(order.block_ids)

@@ -70,7 +70,7 @@ class PrefillScheduler:
         self._waiting = SequenceQueue()
         self._admitted: list[Sequence] = []
         self._ready: list[Sequence] = []
-        self.is_held_up = False
+        self.is_blocked = False
         """Whether the first waiting prompt was due in the last plan and lacked blocks or a batch slot."""
 
     # Requests
@@ -93,7 +93,7 @@ class PrefillScheduler:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue a sequence for blocks. Preempted ones go first, in order of arrival."""
-        self._waiting.push(sequence, _wanted_s(sequence))
+        self._waiting.push(sequence, _due_s(sequence))
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence in any state."""
@@ -128,12 +128,12 @@ class PrefillScheduler:
     def plan_chunks(self, step: PlannedStep, room: Room, *, max_tokens: int, now_s: float) -> None:
         """Add chunks of up to ``max_tokens`` new tokens to a step in order of due time, and admit waiting prompts as
         budget and ``room`` allow."""
-        self.is_held_up = False
+        self.is_blocked = False
         index = 0
         while max_tokens > 0:
             head = self._waiting.first()
-            if head is not None and not self.is_held_up and self._goes_before(head, index):
-                self.is_held_up = not self._try_admit(head, index, room, now_s)
+            if head is not None and not self.is_blocked and self._goes_before(head, index):
+                self.is_blocked = not self._try_admit(head, index, room, now_s)
             if index == len(self._admitted):
                 break
             sequence = self._admitted[index]
@@ -263,7 +263,7 @@ def deadline_message(sequence: Sequence) -> str:
     return f"deadline: {sequence.request.deadline_s:g} s have passed since the worker received the request"
 
 
-def _wanted_s(sequence: Sequence) -> float:
+def _due_s(sequence: Sequence) -> float:
     """Time at which token 0 is due. A preempted sequence is always late."""
     if sequence.state is RequestState.PREEMPTED:
         return -inf
@@ -271,4 +271,4 @@ def _wanted_s(sequence: Sequence) -> float:
 
 
 def _order(sequence: Sequence) -> tuple[float, int]:
-    return _wanted_s(sequence), sequence.sequence_id
+    return _due_s(sequence), sequence.sequence_id

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from math import isfinite
+from typing import cast
 
 from pdserve.contracts.events import (
     ClientEvent,
@@ -169,10 +170,6 @@ def logprobs_from_proto(message: worker_pb2.Logprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, tuple(zip(message.top_tokens, message.top_logprobs, strict=True)))
 
 
-def finish_to_proto(reason: FinishReason) -> worker_pb2.FinishReason.ValueType:
-    return worker_pb2.FinishReason.ValueType(reason)
-
-
 def finish_from_proto(value: int) -> FinishReason:
     """Raises `WireError` for a reason that this version does not know."""
     reason = _FINISH_REASONS.get(value)  # once for every token: calling the enum takes three times as long
@@ -182,7 +179,7 @@ def finish_from_proto(value: int) -> FinishReason:
 
 
 def pack_frames(events: Iterable[ClientEvent]) -> dict[int, worker_pb2.StepFrame]:
-    """One frame for each session that the events are for, by session number; order within a session is kept."""
+    """One frame for each session that the events are for, by session id; order within a session is kept."""
     tokens: defaultdict[int, list[TokenEvent]] = defaultdict(list)
     frames: defaultdict[int, worker_pb2.StepFrame] = defaultdict(worker_pb2.StepFrame)
     for event in events:
@@ -204,7 +201,7 @@ def pack_tokens(events: list[TokenEvent]) -> worker_pb2.Tokens:
         attempt=[event.key.attempt for event in events],
         index=[event.index for event in events],
         token=[event.token for event in events],
-        finish=[finish_to_proto(event.finish) for event in events],
+        finish=cast(list[worker_pb2.FinishReason.ValueType], [event.finish for event in events]),
         logprobs=[logprobs_to_proto(logprobs) for _, logprobs in with_logprobs],
         logprobs_entry=[entry for entry, _ in with_logprobs],
     )

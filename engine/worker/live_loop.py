@@ -40,8 +40,8 @@ from pdserve.engine.worker.loop import (
     Wait,
 )
 from pdserve.kv_transfer.block_pool import BlockPool
-from pdserve.proto.codec import WireError, finish_from_proto, finish_to_proto, source_to_proto
-from pdserve.proto.v1 import kv_pb2
+from pdserve.proto.codec import WireError, finish_from_proto, source_to_proto
+from pdserve.proto.v1 import kv_pb2, worker_pb2
 from pdserve.proto.v1.transfer_pb2 import (
     AbortPull,
     EngineToTransfer,
@@ -206,12 +206,12 @@ class LiveLoop:
 def order_to_proto(order: TransferEvent, min_duration_s: float = 0.0) -> EngineToTransfer:
     """Convert an order. ``min_duration_s`` applies to a `StartPullEvent`: minimum duration of an emulated pull."""
     match order:
-        case OfferEvent():
-            return EngineToTransfer(offer=Offer(handle=order.handle))
-        case GrantEvent():
-            return EngineToTransfer(grant=OfferedGrant(handle=order.handle, grant=_grant_to_proto(order)))
-        case WithdrawEvent():
-            return EngineToTransfer(withdraw=Withdraw(handle=order.handle))
+        case OfferEvent(handle):
+            return EngineToTransfer(offer=Offer(handle=handle))
+        case GrantEvent(handle):
+            return EngineToTransfer(grant=OfferedGrant(handle=handle, grant=_grant_to_proto(order)))
+        case WithdrawEvent(handle):
+            return EngineToTransfer(withdraw=Withdraw(handle=handle))
         case StartPullEvent():
             start_pull = StartPull(
                 pull_id=order.pull_id,
@@ -222,22 +222,21 @@ def order_to_proto(order: TransferEvent, min_duration_s: float = 0.0) -> EngineT
                 min_duration_s=min_duration_s,
             )
             return EngineToTransfer(start_pull=start_pull)
-        case AbortPullEvent():
-            return EngineToTransfer(abort_pull=AbortPull(pull_id=order.pull_id))
+        case AbortPullEvent(pull_id):
+            return EngineToTransfer(abort_pull=AbortPull(pull_id=pull_id))
 
 
 def _grant_to_proto(event: GrantEvent) -> kv_pb2.Grant:
-    grant = kv_pb2.Grant(
+    first = event.first_token
+    return kv_pb2.Grant(
         first_index=event.first_index,
         block_ids=event.block_ids,
         generations=event.generations,
         final=event.final,
         num_tokens=event.num_tokens,
+        first_token=first
+        and kv_pb2.FirstToken(token=first.token, finish=worker_pb2.FinishReason.ValueType(first.finish)),
     )
-    if event.first_token is not None:
-        grant.first_token.token = event.first_token.token
-        grant.first_token.finish = finish_to_proto(event.first_token.finish)
-    return grant
 
 
 def message_from_proto(message: TransferToEngine, limits: ModelLimits) -> Message:

@@ -24,10 +24,10 @@ from pdserve.engine.worker.live_loop import Inbox
 from pdserve.engine.worker.loop import (
     AddRequest,
     CancelRequest,
-    Message,
     PrepareRequest,
     SessionEnded,
     StartDrain,
+    Step,
     StepReport,
 )
 from pdserve.engine.worker.sessions import Session, SessionTable
@@ -207,23 +207,20 @@ class WorkerService:
 
     def _read_request(self, session: Session, message: worker_pb2.RouterMessage) -> None:
         """Read a request. One that breaks a limit is refused with an event; the session continues."""
-        is_prepare = message.WhichOneof("body") == "prepare"
+        is_prepare = message.HasField("prepare")
         wire_request = message.prepare.request if is_prepare else message.submit.request
         key = RequestKey(session.id, wire_request.request_id, wire_request.attempt)
         if self._inbox.is_full:
             self._refuse(session, key, RefusalCode.OVERLOADED, "the worker is overloaded")
             return
-        command: Message
         try:
             request = request_from_proto(wire_request, self._limits)
-            if is_prepare:
-                command = PrepareRequest(key, request, source_from_proto(message.prepare.source), time.monotonic())
-            else:
-                command = AddRequest(key, request, time.monotonic())
+            source = source_from_proto(message.prepare.source) if is_prepare else None
         except WireError as error:
             self._refuse(session, key, RefusalCode.INVALID, str(error))
             return
-        self._inbox.put(command)
+        now_s = time.monotonic()
+        self._inbox.put(PrepareRequest(key, request, source, now_s) if source else AddRequest(key, request, now_s))
 
     def _refuse(self, session: Session, key: RequestKey, code: RefusalCode, message: str) -> None:
         refused = event_to_proto(RequestEvent(key, RequestEventKind.REJECTED, message, refusal=code))
@@ -250,7 +247,8 @@ class WorkerService:
                 continue  # ended while the step ran: its requests are being cancelled
             frame = frames.get(session_id) or worker_pb2.StepFrame()
             frame.load.CopyFrom(self._load)
-            _add_step(frame.load, report)
+            if report.step is not None:
+                _add_step(frame.load, report.step, report.step_s)
             for pull in report.pulls:
                 frame.transfers.add(
                     transport=pull.transport,
@@ -280,14 +278,12 @@ def _load_to_proto(report: StepReport) -> worker_pb2.Load:
     return load
 
 
-def _add_step(load: worker_pb2.Load, report: StepReport) -> None:
-    if report.step is None:
-        return
-    load.step_s = report.step_s
-    load.step_tokens = report.step.num_new_tokens
-    if report.step.prediction is not None:
-        load.predicted_step_s = report.step.prediction.predicted_s
-        load.step_has_prefill = report.step.prediction.has_prefill
+def _add_step(load: worker_pb2.Load, step: Step, step_s: float) -> None:
+    load.step_s = step_s
+    load.step_tokens = step.num_new_tokens
+    if step.prediction is not None:
+        load.predicted_step_s = step.prediction.predicted_s
+        load.step_has_prefill = step.prediction.has_prefill
 
 
 async def _write(session: Session, context: _Context) -> None:
