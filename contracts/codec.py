@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,7 +145,11 @@ def read_value(kind: Any, value: object, name: str, key: str, to_write: str = ""
     if dataclasses.is_dataclass(kind):
         return value if isinstance(value, typing.cast(type, kind)) else _dataclass(kind, value, name, key)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _member(kind, value, key)
+        try:
+            return kind(value)
+        except ValueError:
+            names = ", ".join(str(each.value) for each in kind)
+            raise ConfigError(f"{key} is {value!r}; write one of {names}", key) from None
     if origin is tuple and isinstance(value, list | tuple):
         return _tuple(arguments, value, name, key, to_write)
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
@@ -178,16 +183,6 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 @cache
-def _required(kind: type) -> tuple[str, ...]:
-    missing = dataclasses.MISSING
-    return tuple(
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is missing and field.default_factory is missing
-    )
-
-
-@cache
 def _sections(kind: type) -> dict[str, object]:
     """Defaults of dataclass fields; absent keys of a section keep these values."""
     defaults = {
@@ -199,7 +194,9 @@ def _sections(kind: type) -> dict[str, object]:
 
 def _dataclass(kind: Any, value: object, name: str, key: str) -> object:
     fields = read_fields(kind, value, name, key)
-    if missing := [field for field in _required(kind) if field not in fields]:
+    required = inspect.signature(kind).parameters.values()
+    missing = [each.name for each in required if each.default is each.empty and each.name not in fields]
+    if missing:
         them = "it" if len(missing) == 1 else "them"
         raise ConfigError(f"{key or name} lacks {', '.join(missing)}; write {them}", key)
     try:
@@ -220,14 +217,6 @@ def _alternative(kinds: tuple[Any, ...], value: object, name: str, key: str, to_
             return value
     words = " or ".join(_TO_WRITE[kind] for kind in kinds)
     raise ConfigError(f"{key} is {_shown(value)}; write {to_write or words}", key)
-
-
-def _member(kind: type[Enum], value: object, key: str) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        names = ", ".join(str(each.value) for each in kind)
-        raise ConfigError(f"{key} is {value!r}; write one of {names}", key) from None
 
 
 def _tuple(kinds: tuple[Any, ...], value: Sequence[object], name: str, key: str, to_write: str) -> Any:

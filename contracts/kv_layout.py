@@ -78,7 +78,3 @@ class KvLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
-
-    def is_compatible(self, other: KvLayout) -> bool:
-        """Return True if blocks can be copied between pools of the two layouts, which may only differ in size."""
-        return self.model_hash == other.model_hash and self.dtype == other.dtype and self.shape[1:] == other.shape[1:]

@@ -1,4 +1,4 @@
-"""The precision of a model: what its weights, activations and KV are held in."""
+"""The precision of a model: dtypes of weights, activations and KV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Quantization = Annotated[str, one_of(*QUANTIZATION_SETTINGS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """One for all workers of a deployment."""
+    """Shared by all workers of a deployment."""
 
     dtype: Dtype = "float32"
     """Weights and activations."""
@@ -25,7 +25,7 @@ class Precision:
     """``auto``, which is ``dtype``, or ``int8`` or ``float8_e4m3fn``: about a fourth of float32's memory, and a little
     less accurate. ``float8_e4m3fn`` is for GPUs; on CPUs plain torch attends to it, slowly."""
     quantization: Quantization = "none"
-    """``none``, or how the matrices of the layers are held: ``int8``, with one scale per output, or ``int4``, with one
+    """``none``, or the dtype of the matrices of the layers: ``int8``, with one scale per output, or ``int4``, with one
     per output and group of 128 inputs."""
 
     def __str__(self) -> str:

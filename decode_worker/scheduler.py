@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
@@ -33,30 +32,15 @@ from pdserve.decode_worker.steady_steps import (
     fast_forward,
 )
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
-from pdserve.engine.scheduling.interface import Event, PullResult
+from pdserve.engine.scheduling.interface import REFUSED, Event, PullResult
 from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
-from pdserve.engine.scheduling.table import PlannedStep
+from pdserve.engine.scheduling.table import PlannedStep, Room
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
 
 DEFAULT_PULL_TIMEOUT_S = 60.0
 
 _ARRIVAL = attrgetter("sequence_id")
-
-
-@dataclass(slots=True)
-class _Room:
-    """Capacity for a step's new work."""
-
-    num_places: int
-    """Number of sequences that may start to hold blocks."""
-    num_spare_blocks: int
-    """Maximum total of blocks they are expected to need."""
-
-    def take(self, num_blocks: int) -> None:
-        """Subtract one sequence that starts."""
-        self.num_places -= 1
-        self.num_spare_blocks -= num_blocks
 
 
 class DecodeScheduler:
@@ -123,16 +107,12 @@ class DecodeScheduler:
             self._end(sequence, RequestEventKind.CANCELLED)
 
     def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
-        """End a request."""
-        self._close(sequence)
-        self._table.emit(sequence.key, kind, message)
-
-    def _close(self, sequence: Sequence) -> None:
         self._remove_running(sequence)
         self._reservations.drop(sequence)
         self._swapping.drop(sequence)
         self._prefill.drop(sequence)
         self._table.close(sequence)
+        self._table.emit(sequence.key, kind, message)
 
     def _remove_running(self, sequence: Sequence) -> bool:
         """Remove a sequence from the running ones; returns whether it was there."""
@@ -203,45 +183,35 @@ class DecodeScheduler:
         if is_running and self._swapping.can_swap_out(sequence):
             self._swapping.swap_out(step, sequence)
         else:
-            self._prefill.recompute(sequence)
+            self._prefill.enqueue(sequence)
         self._table.retire(sequence)
 
     def _plan_new_work(self, step: PlannedStep, now_s: float) -> None:
         """Resume swapped sequences, reserve blocks and prefill, which compete for blocks and batch slots. Preempted
-        sequences go first, then the older of the first reservation and the first prompt, once it was held up."""
+        sequences go first, then the older of the first reservation and the first prompt, once it lacked blocks."""
         local, reserving = self._prefill.first_waiting(), self._reservations.first_waiting()
-        room = _Room(0, 0)
+        room = Room(0, 0)
         if local is not None or reserving is not None or self._swapping.num_waiting:
             room = self._room()
         self._resume_swapped(step, room)
-        while reserving is not None and room.num_places > 0 and not self._must_wait(reserving, local):
-            num_taken = self._reservations.reserve(spare_blocks=room.num_spare_blocks, now_s=now_s)
-            if num_taken is None:
+        while reserving is not None and room.num_slots > 0 and not self._must_wait(reserving, local):
+            if not self._reservations.reserve(room, now_s):
                 break
-            room.take(num_taken)
             reserving = self._reservations.first_waiting()
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
-            room.num_places = 0
-        self._prefill.plan_chunks(
-            step,
-            max_tokens=self._max_batch_tokens - step.num_rows,
-            max_admissions=room.num_places,
-            spare_blocks=room.num_spare_blocks,
-            now_s=now_s,
-        )
+            room.num_slots = 0
+        self._prefill.plan_chunks(step, room, max_tokens=self._max_batch_tokens - step.num_rows, now_s=now_s)
         for sequence in self._prefill.take_ready():
             if sequence.state is RequestState.PREEMPTED:
                 self._table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
 
-    def _resume_swapped(self, step: PlannedStep, room: _Room) -> None:
+    def _resume_swapped(self, step: PlannedStep, room: Room) -> None:
         """Resume swapped sequences in order, as far as they fit. None overtakes one that does not fit."""
-        while room.num_places > 0 and (sequence := self._swapping.first_waiting()) is not None:
-            num_taken = self._swapping.resume(step, spare_blocks=room.num_spare_blocks)
-            if num_taken is None:
-                room.num_places = 0
+        while room.num_slots > 0 and (sequence := self._swapping.first_waiting()) is not None:
+            if not self._swapping.resume(step, room):
+                room.num_slots = 0
                 return
-            room.take(num_taken)
             self._table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
 
@@ -252,16 +222,16 @@ class DecodeScheduler:
         """
         if local is None or local.is_handoff:
             return False
-        is_hungry = self._prefill.is_held_up or local.state is RequestState.PREEMPTED
+        is_hungry = self._prefill.is_blocked or local.state is RequestState.PREEMPTED
         return is_hungry and _is_ahead(local, reserving)
 
-    def _room(self) -> _Room:
+    def _room(self) -> Room:
         """Free batch slots, and available blocks beyond the expected need of all sequences that hold blocks and
         decode now or soon."""
         soon = [*self._local_prefills(), *self._reservations.pulling()]
         num_blocks_missing = sum_blocks_missing(self._running) + sum_blocks_missing(soon)
-        num_places = self._max_batch_size - len(self._running) - len(soon)
-        return _Room(num_places, self._pool.num_available - num_blocks_missing)
+        num_slots = self._max_batch_size - len(self._running) - len(soon)
+        return Room(num_slots, self._pool.num_available - num_blocks_missing)
 
     def _join(self, sequence: Sequence) -> None:
         sequence.state = RequestState.DECODING
@@ -271,8 +241,8 @@ class DecodeScheduler:
 
     def complete(self, output: StepOutput, now_s: float) -> None:
         results = self._table.complete(output)
-        for result in results:
-            self._prefill.take_result(result, now_s)
+        for sequence, token in results:
+            self._prefill.take_result(sequence, token, now_s)
         self._swapping.step_ended(output.step_id)
         if results:
             self._running = [sequence for sequence in self._running if not sequence.is_over]
@@ -318,7 +288,7 @@ class DecodeScheduler:
         first = result.first_token
         failure = result.failure or _mismatch(result, sequence)
         if failure or first is None:
-            refusal = RefusalCode.SOURCE if result.is_refused else RefusalCode.NONE
+            refusal = RefusalCode.SOURCE if result.failure_stage == REFUSED else RefusalCode.NONE
             self._table.events.append(
                 RequestEvent(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal=refusal)
             )
@@ -332,14 +302,11 @@ class DecodeScheduler:
             waited_s = now_s - sequence.arrived_s
             self._table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.JOINED, waited_s=waited_s))
 
-    def lease_opened(self, handle: bytes, now_s: float) -> None:
-        self._prefill.lease_opened(handle, now_s)
+    def set_leased(self, handle: bytes, is_leased: bool) -> None:
+        self._prefill.set_leased(handle, is_leased)
 
-    def lease_lost(self, handle: bytes, now_s: float) -> None:
-        self._prefill.lease_lost(handle, now_s)
-
-    def released(self, handle: bytes, now_s: float) -> None:
-        self._prefill.released(handle, now_s)
+    def released(self, handle: bytes) -> None:
+        self._prefill.released(handle)
 
     # What others see
 
@@ -351,15 +318,9 @@ class DecodeScheduler:
 
     def load(self) -> SchedulerLoad:
         load = self._prefill.load()
-        return SchedulerLoad(
+        return load._replace(
             num_running=load.num_running + len(self._running),
             num_waiting=load.num_waiting + self._reservations.num_waiting + self._swapping.num_waiting,
-            num_parked=load.num_parked,
-            num_blocks_free=load.num_blocks_free,
-            num_blocks_cached=load.num_blocks_cached,
-            num_blocks_referenced=load.num_blocks_referenced,
-            num_waiting_tokens=load.num_waiting_tokens,
-            num_started_tokens=load.num_started_tokens,
             num_context_tokens=load.num_context_tokens + sum([sequence.num_computed for sequence in self._running]),
             num_preemptions=self._num_preemptions,
             num_swap_outs=self._swapping.num_swap_outs,

@@ -45,14 +45,6 @@ class SecondToken(NamedTuple):
     event: TokenEvent
 
 
-class FastForward(NamedTuple):
-    """Results of a fast-forward, except the events of its last turn."""
-
-    finished: list[Sequence]
-    """Sequences with their last token, for their scheduler to close."""
-    second_tokens: list[SecondToken]
-
-
 def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
     """Steady steps of ``running`` from here on, limited by the available blocks. None if the step in flight has rows
     of other sequences."""
@@ -97,8 +89,14 @@ def _num_rows(sequence: Sequence, num_steps: int) -> int:
     return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
 
 
-def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> FastForward:
-    """Take ``num_steps`` turns, at most `count_steady_steps`, and emit the first and last tokens they end with."""
+def fast_forward(
+    table: SequenceTable, running: Sized[Sequence], num_steps: int
+) -> tuple[list[Sequence], list[SecondToken]]:
+    """Take ``num_steps`` turns, at most `count_steady_steps`, and emit the first and last tokens they end with.
+
+    Returns the sequences that have their last token, for their scheduler to close, and second tokens, which are not
+    events.
+    """
     old_rows, step = _begin_last_step(table, num_steps)
     rows, sequences = ([], []) if step is None else (step.batch.rows, step.sequences)
     block_size = table.pool.block_size
@@ -142,7 +140,7 @@ def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int)
             table.register_written(sequence)
     if step is not None:
         table.commit(step)
-    return FastForward(finished, second_tokens)
+    return finished, second_tokens
 
 
 def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, num_steps: int, num_rows: int) -> bool:

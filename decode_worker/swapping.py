@@ -10,13 +10,14 @@ Owned by `pdserve.decode_worker.scheduler`, which chooses the sequences to preem
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
+from pdserve.engine.scheduling.table import PlannedStep, Room, SequenceTable
 from pdserve.model.cost.cost_model import CostModel
 
 
@@ -52,12 +53,6 @@ class _Swapped(NamedTuple):
     """Step that fills them."""
 
 
-class _Leaving(NamedTuple):
-    slots: list[int]
-    step_id: int
-    """Last step that touches them."""
-
-
 class Swapping:
     """Free list of slots, and the slots of each swapped sequence."""
 
@@ -66,7 +61,8 @@ class Swapping:
         self._space = space
         self._free = list(range(space.num_slots - 1, -1, -1))
         self._swapped: dict[int, _Swapped] = {}
-        self._leaving: list[_Leaving] = []
+        self._leaving: defaultdict[int, list[int]] = defaultdict(list)
+        """Slots to free, by the last step that touches them."""
         self._last_ended = -1
         self.num_swap_outs = 0
         self.num_swap_ins = 0
@@ -104,25 +100,18 @@ class Swapping:
         step.add_swap_out(sequence, slots)
         self.num_swap_outs += 1
 
-    def resume(self, step: PlannedStep, *, spare_blocks: int) -> int | None:
-        """Allocate blocks for the first sequence in line and decode it in ``step``, if it is expected to need at
-        most ``spare_blocks`` blocks before it ends. Returns the number of spare blocks taken; ``None`` if it keeps
-        waiting."""
+    def resume(self, step: PlannedStep, room: Room) -> bool:
+        """Allocate blocks for the first sequence in line and decode it in ``step``, if it fits ``room``; returns
+        whether it does."""
         sequence, slots, _ = self._swapped[min(self._swapped)]
-        if not sequence.is_idle:
-            return None
-        pool = self._table.pool
-        cached = pool.match_prefix(sequence.block_hashes((len(sequence.tokens) - 1) // sequence.block_size))
-        num_taken = sequence.num_blocks_expected() - len(cached) + pool.num_unreferenced(cached)
-        if num_taken > spare_blocks:
-            return None
-        pool.share(cached)
-        sequence.start_at(cached, pool.allocate(sequence.num_blocks_with_headroom() - len(cached)))
-        step.add_swap_in(sequence, slots, len(cached))
+        num_cacheable = (len(sequence.tokens) - 1) // sequence.block_size
+        if not sequence.is_idle or not self._table.start(sequence, room, num_cacheable):
+            return False
+        step.add_swap_in(sequence, slots, sequence.num_registered_blocks)
         del self._swapped[sequence.sequence_id]
         self._leave(slots, step.batch.step_id)
         self.num_swap_ins += 1
-        return num_taken
+        return True
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a swapped sequence. Its slots stay taken until the step that fills them has ended."""
@@ -136,15 +125,14 @@ class Swapping:
         self._last_ended = step_id
         for swapped in [swapped for swapped in self._swapped.values() if swapped.sequence.is_over]:
             self.drop(swapped.sequence)
-        leaving, self._leaving = self._leaving, []
-        for slots, last_step_id in leaving:
-            self._leave(slots, last_step_id)
+        for ended in [last_step_id for last_step_id in self._leaving if last_step_id <= step_id]:
+            self._free += self._leaving.pop(ended)
 
     def _leave(self, slots: list[int], step_id: int) -> None:
         if step_id <= self._last_ended:
             self._free += slots
         else:
-            self._leaving.append(_Leaving(slots, step_id))
+            self._leaving[step_id] += slots
 
     def check_integrity(self) -> None:
         """Recount the slots.
@@ -152,7 +140,7 @@ class Swapping:
         Raises:
             AssertionError: a slot is lost or taken twice.
         """
-        taken = [*(swapped.slots for swapped in self._swapped.values()), *(leaving.slots for leaving in self._leaving)]
+        taken = [*(swapped.slots for swapped in self._swapped.values()), *self._leaving.values()]
         assert sorted(chain(self._free, *taken)) == list(range(self._space.num_slots)), (
             "each slot is free or taken once"
         )

@@ -16,7 +16,7 @@ from pdserve.engine.worker.process import WorkerActor, main
 from pdserve.kv_transfer.block_pool import BlockPool
 
 
-def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> DecodeScheduler:
+def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> DecodeScheduler:
     """Build the scheduler. Raises ValueError if the configured role is prefill."""
     if config.role is WorkerRole.PREFILL:
         raise ValueError("a decode worker cannot serve role 'prefill': start pdserve.prefill_worker.worker")

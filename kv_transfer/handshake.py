@@ -7,12 +7,13 @@ field; the caller decides what fails.
 from __future__ import annotations
 
 import os
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from pdserve.contracts.kv_layout import KV_LAYOUT_VERSION, KvLayout
 from pdserve.proto.v1 import kv_pb2
 
-_SAME_FIELDS = ("model_hash", "dtype", "num_kv_heads", "num_layers", "block_size", "head_dim")
+_LAYOUT_FIELDS = [field.name for field in fields(KvLayout)]
 
 
 def host_id() -> str:
@@ -22,16 +23,7 @@ def host_id() -> str:
 
 
 def layout_message(layout: KvLayout) -> kv_pb2.Layout:
-    return kv_pb2.Layout(
-        version=KV_LAYOUT_VERSION,
-        model_hash=layout.model_hash,
-        dtype=layout.dtype,
-        num_blocks=layout.num_blocks,
-        num_kv_heads=layout.num_kv_heads,
-        num_layers=layout.num_layers,
-        block_size=layout.block_size,
-        head_dim=layout.head_dim,
-    )
+    return kv_pb2.Layout(version=KV_LAYOUT_VERSION, **asdict(layout))
 
 
 def check_layout(message: kv_pb2.Layout, ours: KvLayout) -> KvLayout:
@@ -42,22 +34,12 @@ def check_layout(message: kv_pb2.Layout, ours: KvLayout) -> KvLayout:
     """
     if message.version != KV_LAYOUT_VERSION:
         raise ValueError(f"KV layout version is {message.version} there and {KV_LAYOUT_VERSION} here")
-    for name in _SAME_FIELDS:
-        if getattr(message, name) != getattr(ours, name):
+    for name in _LAYOUT_FIELDS:
+        if name != "num_blocks" and getattr(message, name) != getattr(ours, name):
             raise ValueError(f"KV layout: {name} is {getattr(message, name)!r} there and {getattr(ours, name)!r} here")
     if message.num_blocks < 1:
         raise ValueError("KV layout: num_blocks is 0")
-    theirs = KvLayout(
-        num_blocks=message.num_blocks,
-        num_kv_heads=message.num_kv_heads,
-        num_layers=message.num_layers,
-        block_size=message.block_size,
-        head_dim=message.head_dim,
-        dtype=message.dtype,
-        model_hash=message.model_hash,
-    )
-    assert theirs.is_compatible(ours)
-    return theirs
+    return replace(ours, num_blocks=message.num_blocks)
 
 
 def check_heads(head_start: int, head_end: int, layout: KvLayout) -> None:
@@ -106,11 +88,11 @@ def choose_transport(ours: str, theirs: str, *, is_same_host: bool) -> str:
     Raises:
         ValueError: there is none.
     """
-    wanted = {ours, theirs} - {"auto"}
-    if not wanted <= {"memfd", "grpc"}:
-        raise ValueError(f"unknown KV transport among {sorted(wanted)}: use auto, memfd or grpc")
-    if len(wanted) > 1:
+    required = {ours, theirs} - {"auto"}
+    if not required <= {"memfd", "grpc"}:
+        raise ValueError(f"unknown KV transport among {sorted(required)}: use auto, memfd or grpc")
+    if len(required) > 1:
         raise ValueError(f"KV transport is {theirs} there and {ours} here: set kv_transfer.transport alike")
-    if "memfd" in wanted and not is_same_host:
+    if "memfd" in required and not is_same_host:
         raise ValueError("KV transport memfd needs both workers on one host: set kv_transfer.transport to auto or grpc")
-    return wanted.pop() if wanted else ("memfd" if is_same_host else "grpc")
+    return required.pop() if required else ("memfd" if is_same_host else "grpc")

@@ -1,7 +1,7 @@
 """Host staging of a GPU KV pool: copies blocks between the pool and a host file of the same layout.
 
 Transfer processes and peers map a worker's pool as a file (`pdserve.kv_transfer.pool_memory`). For a pool in GPU
-memory the file is a staging area: every block has its place in it, with valid bytes once it was granted to another
+memory the file is a staging area: every block has room in it, with valid bytes once it was granted to another
 worker or pulled from one. Called by `pdserve.engine.worker.staged_transfer`. Knows neither grants nor pulls.
 
 Copies and steps never wait for each other, because copied blocks are in no step:
@@ -53,10 +53,12 @@ class HostStaging:
             generations: generation of each block. The bytes do not change while it is the same, so a block shared by
                 many prompts is copied once.
         """
-        wanted = dict(zip(block_ids, generations, strict=True))
-        missing = [block for block, generation in wanted.items() if self._generations.get(block) != generation]
+        generation_by_block = dict(zip(block_ids, generations, strict=True))
+        missing = [
+            block for block, generation in generation_by_block.items() if self._generations.get(block) != generation
+        ]
         self._d2h.copy(self._pool, self._host, missing)
-        self._generations.update(wanted)
+        self._generations.update(generation_by_block)
 
     def copy_h2d(self, block_ids: Sequence[int]) -> None:
         """Copy blocks from the host to the pool; returns when they have arrived."""

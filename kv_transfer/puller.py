@@ -163,18 +163,10 @@ class Puller:
             return _failure(order.pull_id, error.stage, str(error))
 
     async def _fetch(self, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
+        """Pull the prompt. Retries while it is leased, because a source may need a moment to notice that the previous
+        stream is gone, and over gRPC if its pool cannot be mapped."""
         self._check_targets(order)
         transport = self._config.transport
-        try:
-            return await self._fetch_when_free(transport, order)
-        except _PoolUnreachableError as error:
-            if transport != "auto":
-                raise PullError("connect", f"KV transport memfd is impossible here: {error}") from error
-        return await self._fetch_when_free("grpc", order)
-
-    async def _fetch_when_free(self, transport: str, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
-        """Pull the prompt, retrying while it is leased: a source may need a moment to notice that the previous
-        stream is gone."""
         busy_until_s = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -183,6 +175,10 @@ class Puller:
                 if time.monotonic() > busy_until_s:
                     raise
                 await asyncio.sleep(BUSY_RETRY_S)
+            except _PoolUnreachableError as error:
+                if transport != "auto":
+                    raise PullError("connect", f"KV transport memfd is impossible here: {error}") from error
+                transport = "grpc"
 
     def _check_targets(self, order: transfer_pb2.StartPull) -> None:
         num_blocks = self._memory.layout.num_blocks
@@ -255,7 +251,7 @@ async def _receive_prompt(
         granted_at_s = time.monotonic()
         if ends_request(grant):
             break
-        blocks = _wanted_blocks(order, grant)
+        blocks = _missing_blocks(order, grant)
         await receiver.receive(blocks)
         num_received += len(blocks)
         num_granted += len(grant.block_ids)
@@ -283,7 +279,7 @@ async def _read_grant(stream: PullStream, num_granted: int, layout: KvLayout) ->
     return message.grant
 
 
-def _wanted_blocks(order: transfer_pb2.StartPull, grant: kv_pb2.Grant) -> list[GrantedBlock]:
+def _missing_blocks(order: transfer_pb2.StartPull, grant: kv_pb2.Grant) -> list[GrantedBlock]:
     """Blocks of a grant that are not cached here, each with its target."""
     num_cached = order.num_cached_blocks
     num_known = num_cached + len(order.block_ids)

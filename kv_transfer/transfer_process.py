@@ -33,64 +33,52 @@ POOL_SWEEP_INTERVAL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class _Process:
-    """Source, puller and their pipe to the engine."""
+async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket) -> None:
+    """Serve until the engine sends `Shutdown` or is gone."""
+    reader, writer = await asyncio.open_unix_connection(sock=pipe)
 
-    def __init__(self, config: TransferConfig, memory: PoolMemory, writer: asyncio.StreamWriter) -> None:
-        self._config = config
-        self._writer = writer
-        self._source = Source(config=config, memory=memory, send=self._send)
-        self._puller = Puller(config=config, memory=memory, send=self._send)
+    def send(message: transfer_pb2.TransferToEngine) -> None:
+        writer.write(encode_frame(message.SerializeToString()))
+        # An engine that has stopped reading counts as dead.
+        assert writer.transport.get_write_buffer_size() <= MAX_FRAME_BYTES
 
-    async def run(self, reader: asyncio.StreamReader) -> None:
-        """Serve until the engine sends `Shutdown` or is gone."""
-        server = grpc.aio.server(
-            interceptors=(TokenInterceptor(self._config.cluster_token),),
-            options=server_options(MAX_PULL_MESSAGE_BYTES),
-            maximum_concurrent_rpcs=MAX_CONCURRENT_PULLS,
-        )
-        kv_pb2_grpc.add_KvTransferServicer_to_server(self._source, server)
-        port = server.add_insecure_port(f"{self._config.host}:0")
-        await server.start()
-        self._send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=f"{self._config.host}:{port}")))
-        sweep = asyncio.ensure_future(self._drop_gone_pools())
-        while (frame := await read_frame(reader)) is not None:
-            message = transfer_pb2.EngineToTransfer.FromString(frame)
-            if message.HasField("shutdown"):
-                break
-            self._obey(message)
-        sweep.cancel()
-        await server.stop(None)
-
-    def _obey(self, message: transfer_pb2.EngineToTransfer) -> None:
+    source = Source(config=config, memory=memory, send=send)
+    puller = Puller(config=config, memory=memory, send=send)
+    server = grpc.aio.server(
+        interceptors=(TokenInterceptor(config.cluster_token),),
+        options=server_options(MAX_PULL_MESSAGE_BYTES),
+        maximum_concurrent_rpcs=MAX_CONCURRENT_PULLS,
+    )
+    kv_pb2_grpc.add_KvTransferServicer_to_server(source, server)
+    port = server.add_insecure_port(f"{config.host}:0")
+    await server.start()
+    send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=f"{config.host}:{port}")))
+    sweep = asyncio.ensure_future(_drop_gone_pools(puller))
+    while (frame := await read_frame(reader)) is not None:
+        message = transfer_pb2.EngineToTransfer.FromString(frame)
         match message.WhichOneof("body"):
             case "offer":
-                self._source.offer(message.offer.handle)
+                source.offer(message.offer.handle)
             case "grant":
-                self._source.grant(message.grant.handle, message.grant.grant)
+                source.grant(message.grant.handle, message.grant.grant)
             case "withdraw":
-                self._source.withdraw(message.withdraw.handle)
+                source.withdraw(message.withdraw.handle)
             case "start_pull":
-                self._puller.start(message.start_pull)
+                puller.start(message.start_pull)
             case "abort_pull":
-                self._puller.abort(message.abort_pull.pull_id)
+                puller.abort(message.abort_pull.pull_id)
+            case "shutdown":
+                break
             case unknown:
                 raise AssertionError(unknown)
-
-    def _send(self, message: transfer_pb2.TransferToEngine) -> None:
-        self._writer.write(encode_frame(message.SerializeToString()))
-        # An engine that has stopped reading counts as dead.
-        assert self._writer.transport.get_write_buffer_size() <= MAX_FRAME_BYTES
-
-    async def _drop_gone_pools(self) -> None:
-        while True:
-            await asyncio.sleep(POOL_SWEEP_INTERVAL_S)
-            self._puller.peer_pools.drop_gone()
+    sweep.cancel()
+    await server.stop(None)
 
 
-async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=pipe)
-    await _Process(config, memory, writer).run(reader)
+async def _drop_gone_pools(puller: Puller) -> None:
+    while True:
+        await asyncio.sleep(POOL_SWEEP_INTERVAL_S)
+        puller.peer_pools.drop_gone()
 
 
 def main() -> None:

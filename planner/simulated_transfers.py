@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent
-from pdserve.engine.worker.loop import LeaseOpened, PromptReleased, PullEnded, TransferReport
+from pdserve.engine.worker.loop import LeaseChanged, PromptReleased
 from pdserve.planner.event_queue import EventQueue
 from pdserve.planner.simulated_cluster import VirtualWorker
-
-_REPORT = TransferReport("simulated", 0.0, 0, "")
-"""Nobody reads metrics of a simulated pull."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class SimulatedTransfers:
         """``target`` has reserved its blocks, now."""
         handle = event.source.handle
         offer = self._offers.setdefault(handle, _Offer(source))
-        source.engine.receive(LeaseOpened(handle))
+        source.engine.receive(LeaseChanged(handle, True))
         offer.pull = _Pull(event.pull_id, target, self._queue.now_s, len(event.block_ids))
         self._carry(handle, offer)
 
@@ -90,5 +87,5 @@ class SimulatedTransfers:
         return max([cost.transfer_s(num_tokens, same_host=same_host) for cost in sides])
 
     def _pulled(self, source: VirtualWorker, target: VirtualWorker, handle: bytes, result: PullResult) -> None:
-        target.engine.receive(PullEnded(result, _REPORT))
+        target.engine.receive(result)
         source.engine.receive(PromptReleased(handle))

@@ -46,7 +46,7 @@ class Parking:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held by the prompts on offer."""
+        """Blocks of the prompts on offer."""
         sequences = [offer.sequence for offer in self._offers.values()]
         return sum([len(sequence.block_table) for sequence in sequences if not sequence.is_over])
 

@@ -6,8 +6,8 @@ budget of the steps. With its last chunk it moves to `pdserve.prefill_worker.par
 that also decodes, to `take_ready`.
 
 Alone it is the scheduler of a prefill worker. Inside `pdserve.decode_worker.scheduler`, on the same table and pool,
-it prefills locally and recomputes preempted sequences; the decode scheduler calls `enqueue`, `recompute`,
-`plan_chunks` and `take_ready`.
+it prefills locally and recomputes preempted sequences; the decode scheduler calls `enqueue`, `plan_chunks` and
+`take_ready`.
 
 Order: earliest due token 0 first, then order of arrival. A prompt without an objective is due `PATIENCE_S` after its
 arrival, which prevents starvation: requests that arrive later than that cannot overtake it. Smaller prompts never
@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
+from pdserve.contracts.events import RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
-from pdserve.engine.scheduling.interface import Event, PullResult
+from pdserve.engine.scheduling.interface import Event, FirstToken, PullResult
 from pdserve.engine.scheduling.queue import SequenceQueue
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.table import PlannedStep, RowResult, SequenceTable
+from pdserve.engine.scheduling.table import PlannedStep, Room, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.parking import Parking
 
@@ -70,7 +70,7 @@ class PrefillScheduler:
         self._waiting = SequenceQueue()
         self._admitted: list[Sequence] = []
         self._ready: list[Sequence] = []
-        self.is_held_up = False
+        self.is_blocked = False
         """Whether the first waiting prompt was due in the last plan and lacked blocks or a batch slot."""
 
     # Requests
@@ -92,12 +92,8 @@ class PrefillScheduler:
             self._end(sequence, RequestEventKind.CANCELLED)
 
     def enqueue(self, sequence: Sequence) -> None:
-        self._waiting.push(sequence, _wanted_s(sequence))
-
-    def recompute(self, sequence: Sequence) -> None:
-        """Queue a preempted sequence for blocks, ahead of all new ones and in order of arrival among preempted ones."""
-        assert sequence.state is RequestState.PREEMPTED
-        self._waiting.push(sequence, _wanted_s(sequence))
+        """Queue a sequence for blocks. Preempted ones go first, in order of arrival."""
+        self._waiting.push(sequence, _due_s(sequence))
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence in any state."""
@@ -121,41 +117,23 @@ class PrefillScheduler:
         if self.table.must_drain or self.is_idle:
             return None
         step = self.table.begin_step()
-        self.plan_chunks(
-            step,
-            max_tokens=self._max_batch_tokens,
-            max_admissions=self._max_batch_size - len(self._admitted),
-            spare_blocks=self._pool.num_available,
-            now_s=now_s,
-        )
+        room = Room(self._max_batch_size - len(self._admitted), self._pool.num_available)
+        self.plan_chunks(step, room, max_tokens=self._max_batch_tokens, now_s=now_s)
         return self.table.commit(step)
 
     def expire_parked(self, now_s: float) -> None:
         for sequence in self._parking.take_expired(now_s):
             self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
 
-    def plan_chunks(
-        self, step: PlannedStep, *, max_tokens: int, max_admissions: int, spare_blocks: int, now_s: float
-    ) -> None:
-        """Add chunks to a step in order of due time, and admit waiting prompts as the token budget allows.
-
-        Args:
-            max_tokens: maximum number of new tokens to add.
-            max_admissions: maximum number of prompts to admit.
-            spare_blocks: maximum total of blocks that admitted prompts are expected to need.
-        """
-        self.is_held_up = False
+    def plan_chunks(self, step: PlannedStep, room: Room, *, max_tokens: int, now_s: float) -> None:
+        """Add chunks of up to ``max_tokens`` new tokens to a step in order of due time, and admit waiting prompts as
+        budget and ``room`` allow."""
+        self.is_blocked = False
         index = 0
         while max_tokens > 0:
             head = self._waiting.first()
-            if head is not None and not self.is_held_up and self._goes_before(head, index):
-                cost = self._admission_cost(head, spare_blocks) if max_admissions > 0 else None
-                if cost is None:
-                    self.is_held_up = True
-                else:
-                    self._admit(head, index, now_s)
-                    spare_blocks -= cost
-                    max_admissions -= 1
+            if head is not None and not self.is_blocked and self._goes_before(head, index):
+                self.is_blocked = not self._try_admit(head, index, room, now_s)
             if index == len(self._admitted):
                 break
             sequence = self._admitted[index]
@@ -168,54 +146,28 @@ class PrefillScheduler:
     def _goes_before(self, head: Sequence, index: int) -> bool:
         return index == len(self._admitted) or _order(head) < _order(self._admitted[index])
 
-    def _admission_cost(self, sequence: Sequence, spare_blocks: int) -> int | None:
-        """Spare blocks that admitting the sequence takes; ``None`` if it cannot be admitted now."""
-        if not sequence.is_idle or (sequence.is_handoff and not self._may_park(sequence)):
-            return None
-        cached = self._match(sequence)
-        num_blocks = self._num_blocks_expected(sequence) - len(cached) + self._pool.num_unreferenced(cached)
-        return num_blocks if num_blocks <= spare_blocks else None
-
-    def _may_park(self, sequence: Sequence) -> bool:
-        """Whether the sequence may be parked. Parked and soon parked prompts hold at most half of the pool; a single
-        prompt may exceed that."""
-        num_held = self._parking.num_blocks + sum(len(s.block_table) for s in self._admitted if s.is_handoff)
-        return not num_held or 2 * (num_held + self._num_blocks_expected(sequence)) <= self._pool.num_blocks
-
-    def _num_blocks_expected(self, sequence: Sequence) -> int:
-        if sequence.is_handoff:
-            return self._pool.num_blocks_for(len(sequence.tokens))
-        return sequence.num_blocks_expected()
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of the sequence's prefix. At least the last token is recomputed, to sample after it, or the
-        whole prompt if its log probabilities are requested."""
-        if sequence.wants_prompt_logprobs:
-            return []
-        num_blocks = (len(sequence.tokens) - 1) // sequence.block_size
-        return self._pool.match_prefix(sequence.iter_block_hashes(num_blocks))
-
-    def _admit(self, sequence: Sequence, index: int, now_s: float) -> None:
-        """Move the first waiting prompt to index ``index`` of the admitted ones, with blocks for all of its tokens."""
+    def _try_admit(self, sequence: Sequence, index: int, room: Room, now_s: float) -> bool:
+        """Move the first waiting prompt to ``index`` of the admitted ones, with blocks for all of its tokens, if it
+        can be admitted now."""
+        if room.num_slots <= 0 or not sequence.is_idle or (sequence.is_handoff and not self._may_park(sequence)):
+            return False
+        # At least the last token is recomputed, to sample after it; the whole prompt if its logprobs are requested.
+        num_cacheable = 0 if sequence.wants_prompt_logprobs else (len(sequence.tokens) - 1) // sequence.block_size
+        if not self.table.start(sequence, room, num_cacheable):
+            return False
         self._waiting.discard(sequence)
         self._admitted.insert(index, sequence)
-        cached = self._match(sequence)
-        self._pool.share(cached)
-        if sequence.is_handoff:
-            num_blocks = self._pool.num_blocks_for(len(sequence.tokens))
-        else:
-            num_blocks = sequence.num_blocks_with_headroom()
-        sequence.start_at(cached, self._pool.allocate(num_blocks - len(cached)))
         if sequence.state is RequestState.QUEUED:
             sequence.state = RequestState.PREFILLING
-            self.table.events.append(
-                RequestEvent(
-                    key=sequence.key,
-                    kind=RequestEventKind.STARTED,
-                    num_cached_tokens=sequence.num_written,
-                    waited_s=now_s - sequence.arrived_s,
-                )
-            )
+            self.table.emit_started(sequence, now_s)
+        return True
+
+    def _may_park(self, sequence: Sequence) -> bool:
+        """Whether the sequence may be parked. Parked and soon parked prompts take at most half of the pool; a single
+        prompt may exceed that."""
+        num_taken = self._parking.num_blocks + sum(len(s.block_table) for s in self._admitted if s.is_handoff)
+        num_blocks = sequence.num_blocks_for(len(sequence.tokens))
+        return not num_taken or 2 * (num_taken + num_blocks) <= self._pool.num_blocks
 
     def _hand_over(self) -> None:
         """Move prompts whose last chunk is planned to the next stage."""
@@ -239,17 +191,16 @@ class PrefillScheduler:
     # Results
 
     def complete(self, output: StepOutput, now_s: float) -> None:
-        for result in self.table.complete(output):
-            self.take_result(result, now_s)
+        for sequence, token in self.table.complete(output):
+            self.take_result(sequence, token, now_s)
 
-    def take_result(self, result: RowResult, now_s: float) -> None:
+    def take_result(self, sequence: Sequence, token: FirstToken | None, now_s: float) -> None:
         """Grant the blocks a handoff has written and park it with token 0; close a finished sequence."""
-        sequence = result.sequence
-        if sequence.handle and result.first_token is not None:
-            self._parking.park(sequence, result.first_token, now_s)
+        if sequence.handle and token is not None:
+            self._parking.park(sequence, token, now_s)
         elif sequence.handle:
             self._parking.grant_written(sequence)
-        if result.is_finished:
+        if token is not None and token.finish:
             self._waiting.discard(sequence)
             self.table.close(sequence)
 
@@ -262,13 +213,10 @@ class PrefillScheduler:
     def pull_done(self, result: PullResult, now_s: float) -> None:
         raise AssertionError("a prefill worker starts no pull")
 
-    def lease_opened(self, handle: bytes, now_s: float) -> None:
-        self._parking.set_leased(handle, True)
+    def set_leased(self, handle: bytes, is_leased: bool) -> None:
+        self._parking.set_leased(handle, is_leased)
 
-    def lease_lost(self, handle: bytes, now_s: float) -> None:
-        self._parking.set_leased(handle, False)
-
-    def released(self, handle: bytes, now_s: float) -> None:
+    def released(self, handle: bytes) -> None:
         sequence = self._parking.take_released(handle)
         if sequence is not None:
             self.table.emit(sequence.key, RequestEventKind.RELEASED)
@@ -290,7 +238,7 @@ class PrefillScheduler:
         return self._waiting.first()
 
     def next_deadline_s(self) -> float | None:
-        first_s = min(self._parking.next_expiry_s(), _or_inf(self.table.next_deadline_s()))
+        first_s = min(self._parking.next_expiry_s(), self.table.next_deadline_s())
         return first_s if first_s < inf else None
 
     def take_events(self) -> list[Event]:
@@ -315,7 +263,7 @@ def deadline_message(sequence: Sequence) -> str:
     return f"deadline: {sequence.request.deadline_s:g} s have passed since the worker received the request"
 
 
-def _wanted_s(sequence: Sequence) -> float:
+def _due_s(sequence: Sequence) -> float:
     """Time at which token 0 is due. A preempted sequence is always late."""
     if sequence.state is RequestState.PREEMPTED:
         return -inf
@@ -323,8 +271,4 @@ def _wanted_s(sequence: Sequence) -> float:
 
 
 def _order(sequence: Sequence) -> tuple[float, int]:
-    return _wanted_s(sequence), sequence.sequence_id
-
-
-def _or_inf(instant_s: float | None) -> float:
-    return inf if instant_s is None else instant_s
+    return _due_s(sequence), sequence.sequence_id

@@ -15,7 +15,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 
 
-def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> PrefillScheduler:
+def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> PrefillScheduler:
     """Build the scheduler. Raises ValueError if the configured role is not prefill."""
     if config.role is not WorkerRole.PREFILL:
         role = config.role.value

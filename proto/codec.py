@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from math import isfinite
+from typing import cast
 
 from pdserve.contracts.events import (
     ClientEvent,
@@ -45,6 +47,9 @@ _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _KINDS = {kind.value: kind for kind in RequestEventKind}
 _REFUSALS = {code.value: code for code in RefusalCode}
 _LOAD_FIELDS = SchedulerLoad._fields
+_SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "logit_bias"]
+_REQUEST_FIELDS = [field.name for field in fields(GenerationRequest) if field.name not in ("sampling", "block_hashes")]
+"""Fields with the same name in the message. `block_hashes` is never on the wire."""
 
 
 class WireError(ValueError):
@@ -66,22 +71,9 @@ def _token_ids(ids: Sequence[int], vocab_size: int, field: str) -> tuple[int, ..
 
 def sampling_to_proto(sampling: SamplingParams) -> worker_pb2.SamplingParams:
     return worker_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
         bias_tokens=[token for token, _ in sampling.logit_bias],
         biases=[bias for _, bias in sampling.logit_bias],
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        num_logprobs=sampling.num_logprobs,
-        num_prompt_logprobs=sampling.num_prompt_logprobs,
+        **{name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
     )
 
 
@@ -100,23 +92,10 @@ def sampling_from_proto(message: worker_pb2.SamplingParams, limits: ModelLimits)
     if message.min_tokens:
         num_ends = len({*stop_token_ids, *limits.eos_token_ids})
         _check(num_ends < limits.vocab_size, "min_tokens: every token of the vocabulary is a stop token")
-    return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty or 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=_logit_bias(message, limits.vocab_size),
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=message.ignore_eos,
-        num_logprobs=message.num_logprobs,
-        num_prompt_logprobs=message.num_prompt_logprobs,
-    )
+    given = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
+    given["repetition_penalty"] = message.repetition_penalty or 1.0
+    given["stop_token_ids"] = stop_token_ids
+    return SamplingParams(logit_bias=_logit_bias(message, limits.vocab_size), **given)
 
 
 def _check_penalties(message: worker_pb2.SamplingParams) -> None:
@@ -141,16 +120,7 @@ def _logit_bias(message: worker_pb2.SamplingParams, vocab_size: int) -> tuple[tu
 
 def request_to_proto(request: GenerationRequest) -> worker_pb2.Request:
     return worker_pb2.Request(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        prompt_tokens=request.prompt_tokens,
-        emitted_tokens=request.emitted_tokens,
-        sampling=sampling_to_proto(request.sampling),
-        cache_salt=request.cache_salt,
-        deadline_s=request.deadline_s,
-        ttft_slo_s=request.ttft_slo_s,
-        handoff=request.handoff,
-        choice=request.choice,
+        sampling=sampling_to_proto(request.sampling), **{name: getattr(request, name) for name in _REQUEST_FIELDS}
     )
 
 
@@ -169,18 +139,10 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
     sampling = sampling_from_proto(message.sampling, limits)
     _check(num_emitted < sampling.max_tokens, "every one of max_tokens is already emitted")
     _check(message.choice < MAX_CHOICES, f"choice must be below {MAX_CHOICES}")
-    return GenerationRequest(
-        request_id=message.request_id,
-        attempt=message.attempt,
-        prompt_tokens=_token_ids(message.prompt_tokens, limits.vocab_size, "prompt_tokens"),
-        emitted_tokens=_token_ids(message.emitted_tokens, limits.vocab_size, "emitted_tokens"),
-        sampling=sampling,
-        cache_salt=message.cache_salt,
-        deadline_s=message.deadline_s,
-        ttft_slo_s=message.ttft_slo_s,
-        handoff=message.handoff,
-        choice=message.choice,
-    )
+    given = {name: getattr(message, name) for name in _REQUEST_FIELDS}
+    for name in ("prompt_tokens", "emitted_tokens"):
+        given[name] = _token_ids(given[name], limits.vocab_size, name)
+    return GenerationRequest(sampling=sampling, **given)
 
 
 def source_to_proto(source: KvSource) -> worker_pb2.KvSource:
@@ -208,10 +170,6 @@ def logprobs_from_proto(message: worker_pb2.Logprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, tuple(zip(message.top_tokens, message.top_logprobs, strict=True)))
 
 
-def finish_to_proto(reason: FinishReason) -> worker_pb2.FinishReason.ValueType:
-    return worker_pb2.FinishReason.ValueType(reason)
-
-
 def finish_from_proto(value: int) -> FinishReason:
     """Raises `WireError` for a reason that this version does not know."""
     reason = _FINISH_REASONS.get(value)  # once for every token: calling the enum takes three times as long
@@ -221,7 +179,7 @@ def finish_from_proto(value: int) -> FinishReason:
 
 
 def pack_frames(events: Iterable[ClientEvent]) -> dict[int, worker_pb2.StepFrame]:
-    """One frame for each session that the events are for, by session number; order within a session is kept."""
+    """One frame for each session that the events are for, by session id; order within a session is kept."""
     tokens: defaultdict[int, list[TokenEvent]] = defaultdict(list)
     frames: defaultdict[int, worker_pb2.StepFrame] = defaultdict(worker_pb2.StepFrame)
     for event in events:
@@ -243,7 +201,7 @@ def pack_tokens(events: list[TokenEvent]) -> worker_pb2.Tokens:
         attempt=[event.key.attempt for event in events],
         index=[event.index for event in events],
         token=[event.token for event in events],
-        finish=[finish_to_proto(event.finish) for event in events],
+        finish=cast(list[worker_pb2.FinishReason.ValueType], [event.finish for event in events]),
         logprobs=[logprobs_to_proto(logprobs) for _, logprobs in with_logprobs],
         logprobs_entry=[entry for entry, _ in with_logprobs],
     )

@@ -314,7 +314,7 @@ class World:
             self._end_pull(pull, "refused")
         elif not pull.is_open:
             pull.is_open = True
-            self._tell(offer.node, lambda: offer.node.scheduler.lease_opened(pull.order.source.handle, self.now_s))
+            self._tell(offer.node, lambda: offer.node.scheduler.set_leased(pull.order.source.handle, True))
         elif pull.num_grants < len(offer.grants):
             self._copy(pull, offer, offer.grants[pull.num_grants])
 
@@ -346,7 +346,7 @@ class World:
         del self._offers[grant.handle]
         self.counts["pulled"] += 1
         self.counts["ended at token 0"] += bool(grant.first_token and grant.first_token.finish)
-        self._tell(offer.node, lambda: offer.node.scheduler.released(grant.handle, self.now_s))
+        self._tell(offer.node, lambda: offer.node.scheduler.released(grant.handle))
         result = PullResult(pull_id=pull.order.pull_id, num_tokens=grant.num_tokens, first_token=grant.first_token)
         self._tell(pull.node, lambda: self._pull_done(pull, result))
 
@@ -363,7 +363,7 @@ class World:
         handle = pull.order.source.handle
         source = self._offers[handle].node if pull.is_open and handle in self._offers else None
         if source is not None:
-            self._tell(source, lambda: source.scheduler.lease_lost(handle, self.now_s))
+            self._tell(source, lambda: source.scheduler.set_leased(handle, False))
         self._tell(pull.node, lambda: self._pull_done(pull, PullResult(pull_id=pull.order.pull_id, failure=failure)))
 
     # Time

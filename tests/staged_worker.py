@@ -61,10 +61,10 @@ def staged_backend(config: WorkerConfig) -> Backend:
     return replace(backend, build_executor=build_executor)
 
 
-def build_scheduler(*, pool: BlockPool, backend: Backend, config: WorkerConfig) -> Scheduler:
+def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> Scheduler:
     if config.role is WorkerRole.PREFILL:
-        return prefill_worker.build_scheduler(pool=pool, backend=backend, config=config)
-    return decode_worker.build_scheduler(pool=pool, backend=backend, config=config)
+        return prefill_worker.build_scheduler(pool, backend, config)
+    return decode_worker.build_scheduler(pool, backend, config)
 
 
 if __name__ == "__main__":

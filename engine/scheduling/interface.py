@@ -14,13 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pdserve.contracts.events import (
-    ClientEvent,
-    RequestKey,
-    SchedulerLoad,
-)
+from pdserve.contracts.events import ClientEvent, RequestKey, SchedulerLoad
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource
 from pdserve.contracts.step import StepBatch, StepOutput
+
+REFUSED = "refused"
+"""Failure stage of a pull that the source refused."""
 
 
 class FirstToken(NamedTuple):
@@ -97,11 +96,14 @@ class PullResult(NamedTuple):
     pull_id: int
     failure: str = ""
     """Empty on success."""
-    is_refused: bool = False
-    """The source refused: no other worker could pull the prompt either."""
+    failure_stage: str = ""
+    """Empty on success. `REFUSED`: no other worker could pull the prompt either."""
     num_tokens: int = 0
     first_token: FirstToken | None = None
     """``None`` on failure."""
+    transport: str = ""
+    seconds: float = 0.0
+    num_bytes: int = 0
 
 
 class Scheduler(Protocol):
@@ -140,15 +142,12 @@ class Scheduler(Protocol):
         """Handle the end of a pull. Called exactly once per StartPullEvent."""
         ...
 
-    def lease_opened(self, handle: bytes, now_s: float) -> None:
-        """A decode worker is pulling the parked prompt, which does not time out meanwhile."""
+    def set_leased(self, handle: bytes, is_leased: bool) -> None:
+        """A decode worker began to pull the parked prompt, which does not time out meanwhile, or it left without
+        releasing the prompt, and another may come until the park timeout."""
         ...
 
-    def lease_lost(self, handle: bytes, now_s: float) -> None:
-        """The puller left without releasing the prompt. Another may come until the park timeout."""
-        ...
-
-    def released(self, handle: bytes, now_s: float) -> None:
+    def released(self, handle: bytes) -> None:
         """The puller has every block: demote the local ones to cached."""
         ...
 

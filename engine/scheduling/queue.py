@@ -6,6 +6,7 @@ Used by the schedulers for waiting prompts (by the time token 0 is due) and for 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from pdserve.engine.scheduling.sequence import Sequence
@@ -61,9 +62,10 @@ class SequenceQueue:
         entry = self._first_entry()
         return entry.sequence if entry is not None and entry.instant_s <= now_s else None
 
-    def first_instant_s(self) -> float | None:
+    def first_instant_s(self) -> float:
+        """Time of the first sequence; infinite if none is queued."""
         entry = self._first_entry()
-        return entry.instant_s if entry is not None else None
+        return entry.instant_s if entry is not None else inf
 
     def _first_entry(self) -> _Entry | None:
         while self._heap:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pdserve.contracts.events import (
     PromptLogprobsEvent,
@@ -31,14 +30,14 @@ from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.kv_transfer.block_pool import BlockPool
 
 
-class RowResult(NamedTuple):
-    """A completed row that its scheduler must process."""
+@dataclass(slots=True)
+class Room:
+    """Capacity for sequences that start to take blocks in a step."""
 
-    sequence: Sequence
-    is_finished: bool
-    """The sequence has its last token and must be closed."""
-    first_token: FirstToken | None = None
-    """Set for a handoff whose row sampled."""
+    num_slots: int
+    """Batch slots: number of sequences that may start."""
+    num_blocks: int
+    """Maximum total of blocks they are expected to need."""
 
 
 @dataclass(slots=True)
@@ -209,6 +208,14 @@ class SequenceTable:
     def emit(self, key: RequestKey, kind: RequestEventKind, message: str = "") -> None:
         self.events.append(RequestEvent(key=key, kind=kind, message=message))
 
+    def emit_started(self, sequence: Sequence, now_s: float) -> None:
+        waited_s = now_s - sequence.arrived_s
+        self.events.append(
+            RequestEvent(
+                sequence.key, RequestEventKind.STARTED, num_cached_tokens=sequence.num_written, waited_s=waited_s
+            )
+        )
+
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
@@ -225,10 +232,32 @@ class SequenceTable:
         """Return a request past its deadline, for its scheduler to end."""
         return self._deadlines.first_due(now_s)
 
-    def next_deadline_s(self) -> float | None:
+    def next_deadline_s(self) -> float:
+        """Infinite if no request is live."""
         return self._deadlines.first_instant_s()
 
     # Blocks
+
+    def start(self, sequence: Sequence, room: Room, num_cacheable: int) -> bool:
+        """Allocate a sequence's first blocks if those it is expected to need fit ``room``; returns whether they do.
+
+        Leading ones come from the prefix cache, which may hold up to ``num_cacheable`` of them. A prompt to hand off
+        needs blocks for itself only; one to decode here also starts with headroom.
+        """
+        pool = self.pool
+        cached = pool.match_prefix(sequence.iter_block_hashes(num_cacheable))
+        num_blocks = sequence.num_blocks_for(len(sequence.tokens))
+        num_expected = num_blocks if sequence.is_handoff else sequence.num_blocks_expected()
+        num_taken = num_expected - len(cached) + pool.num_unreferenced(cached)
+        if room.num_slots <= 0 or num_taken > room.num_blocks:
+            return False
+        if not sequence.is_handoff:
+            num_blocks = sequence.num_blocks_with_headroom()
+        pool.share(cached)
+        sequence.start_at(cached, pool.allocate(num_blocks - len(cached)))
+        room.num_slots -= 1
+        room.num_blocks -= num_taken
+        return True
 
     def retire(self, sequence: Sequence) -> None:
         """Free the sequence's blocks, now or once nothing in flight writes to them."""
@@ -285,13 +314,13 @@ class SequenceTable:
         self._steps.append(step)
         return step.batch
 
-    def complete(self, output: StepOutput) -> list[RowResult]:
-        """Process a step's results: mark KV as written, append and emit tokens. Returns the rows of finished
-        sequences and all rows of sequences with a handle."""
+    def complete(self, output: StepOutput) -> list[tuple[Sequence, FirstToken | None]]:
+        """Process a step's results: mark KV as written, append and emit tokens. Returns the sequences that finished
+        or have a handle, each with the token that it sampled."""
         step = self.take_step(output.step_id)
         self.must_drain = False
         caches_content = self.pool.caches_content
-        results = []
+        results: list[tuple[Sequence, FirstToken | None]] = []
         for index, (sequence, row, sampled) in enumerate(
             zip(step.sequences, step.batch.rows, output.sampled, strict=True)
         ):
@@ -311,9 +340,9 @@ class SequenceTable:
             if sampled is not None:
                 finish = self.take_token(sequence, sampled)
                 if finish or sequence.handle:
-                    results.append(RowResult(sequence, bool(finish), FirstToken(sampled.token, finish)))
+                    results.append((sequence, FirstToken(sampled.token, finish)))
             elif sequence.handle:
-                results.append(RowResult(sequence, False))
+                results.append((sequence, None))
             if sequence.is_retiring:
                 self.settle(sequence)
         for sequence in step.swapped_out:

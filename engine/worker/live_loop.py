@@ -14,11 +14,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from threading import Condition, Event
-from typing import NamedTuple, Protocol
 
-from pdserve.contracts.events import ClientEvent, SchedulerLoad
+from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.scheduling.interface import (
     AbortPullEvent,
@@ -32,21 +30,18 @@ from pdserve.engine.scheduling.interface import (
     WithdrawEvent,
 )
 from pdserve.engine.worker.loop import (
-    FinishedStep,
-    LeaseLost,
-    LeaseOpened,
+    LeaseChanged,
     Message,
     PromptReleased,
-    PullEnded,
+    ReportSink,
     StepLoop,
     StepReport,
     StepTimes,
-    TransferReport,
     Wait,
 )
-from pdserve.kv_transfer.block_pool import BlockPool, CacheEvents
-from pdserve.proto.codec import WireError, finish_from_proto, finish_to_proto, source_to_proto
-from pdserve.proto.v1 import kv_pb2
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.proto.codec import WireError, finish_from_proto, source_to_proto
+from pdserve.proto.v1 import kv_pb2, worker_pb2
 from pdserve.proto.v1.transfer_pb2 import (
     AbortPull,
     EngineToTransfer,
@@ -61,9 +56,6 @@ from pdserve.proto.v1.transfer_pb2 import (
 MAX_WAITING_MESSAGES = 8192
 """Messages waiting for the loop before new requests are refused."""
 
-REFUSED = "refused"
-"""Failure stage of a pull that the source refused."""
-
 PULSE_S = 0.5
 """Longest interval between turns of an idle loop, which keeps `LiveLoop.is_healthy` meaningful."""
 
@@ -77,82 +69,48 @@ STALL_FACTOR = 10.0
 _log = logging.getLogger(__name__)
 
 
-class PartDied(NamedTuple):
-    """A component that the worker cannot run without has died."""
-
-    part: str
-
-
-class StopLoop(NamedTuple):
-    """Leave the loop after the steps in flight."""
-
-
-LiveMessage = Message | PartDied | StopLoop
-
-
 class Inbox:
-    """Thread-safe queue that the loop empties at once."""
+    """Thread-safe queue that the loop empties at once, and the request to stop it."""
 
     def __init__(self) -> None:
-        self._messages: deque[LiveMessage] = deque()
+        self._messages: deque[Message] = deque()
         self._condition = Condition()
+        self._failure = ""
+        self._is_stopped = False
 
     @property
     def is_full(self) -> bool:
         """Whether to refuse new requests. All other messages are accepted, because they end work."""
         return len(self._messages) >= MAX_WAITING_MESSAGES
 
-    def put(self, message: LiveMessage) -> None:
+    def put(self, message: Message) -> None:
         with self._condition:
             self._messages.append(message)
             self._condition.notify()
 
-    def take_all(self, timeout_s: float) -> list[LiveMessage]:
-        """Return every waiting message in order; wait up to ``timeout_s`` for the first."""
+    def stop(self, failure: str = "") -> None:
+        """End the loop after the steps in flight, or at once with an error if something it needs has failed."""
         with self._condition:
-            if not self._messages and timeout_s > 0:
+            self._is_stopped = True
+            self._failure = self._failure or failure
+            self._condition.notify()
+
+    def take_all(self, timeout_s: float) -> list[Message] | None:
+        """Return every waiting message in order; wait up to ``timeout_s`` for the first. ``None`` once stopped.
+
+        Raises:
+            RuntimeError: the failure that `stop` reported.
+        """
+        with self._condition:
+            if not self._messages and not self._is_stopped and timeout_s > 0:
                 self._condition.wait(timeout_s)
+            if self._failure:
+                raise RuntimeError(self._failure)
+            if self._is_stopped:
+                return None
             messages = list(self._messages)
             self._messages.clear()
         return messages
-
-
-class TransferLink(Protocol):
-    """The engine's end of the pipe to its transfer process."""
-
-    @property
-    def address(self) -> str:
-        """``host:port`` where peers pull from."""
-        ...
-
-    def send(self, message: EngineToTransfer) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReport:
-    """One turn of the loop, for the routers."""
-
-    load: SchedulerLoad
-    events: list[ClientEvent] = field(default_factory=list)
-    transfers: list[TransferReport] = field(default_factory=list)
-    step: FinishedStep | None = None
-    cache: CacheEvents = field(default_factory=lambda: CacheEvents([], []))
-    prefill_correction: float = 1.0
-    decode_correction: float = 1.0
-    is_draining: bool = False
-
-    @property
-    def is_for_all(self) -> bool:
-        """Whether every session receives the report, not only sessions with an event in it."""
-        return bool(self.step or self.transfers or self.cache.stored or self.cache.evicted)
-
-
-class WorkerSink(Protocol):
-    """Receives reports for the routers on the loop's thread. Must return at once."""
-
-    def publish(self, report: WorkerReport) -> None: ...
 
 
 class LiveLoop:
@@ -165,25 +123,25 @@ class LiveLoop:
         pool: BlockPool,
         executor: Executor,
         inbox: Inbox,
-        sink: WorkerSink,
-        transfer: TransferLink,
+        sink: ReportSink,
+        send_order: Callable[[EngineToTransfer], None],
         times: StepTimes,
         emulated_pull_s: Callable[[int], float] | None = None,
     ) -> None:
         """
         Args:
-        pool: the scheduler's pool, read only for changes of its prefix cache.
-        emulated_pull_s: minimum duration of a pull of this many blocks, in seconds; ``None`` when nothing is
-            emulated.
+            pool: the scheduler's pool, read only for changes of its prefix cache.
+            send_order: sends a message to the transfer process.
+            emulated_pull_s: minimum duration of a pull of this many blocks, in seconds; ``None`` when nothing is
+                emulated.
         """
         self._loop = StepLoop(scheduler=scheduler, executor=executor, sink=self, times=times)
         self._pool = pool
         self._inbox = inbox
         self._sink = sink
-        self._transfer = transfer
+        self._send_order = send_order
         self._times = times
         self._emulated_pull_s = emulated_pull_s
-        self._is_stopping = False
         self._turned_s = time.monotonic()
         self.drained = Event()
         """Set once a drain was requested and no work is left."""
@@ -193,15 +151,15 @@ class LiveLoop:
         return time.monotonic() - self._turned_s < STALL_LIMIT_S + STALL_FACTOR * self._loop.expected_step_s
 
     def run(self) -> None:
-        """Turn until a `StopLoop` message.
+        """Turn until `Inbox.stop`.
 
         Raises:
-            RuntimeError: the transfer process or the service died, or the executor fails every step.
+            RuntimeError: `Inbox.stop` reported a failure, or the executor fails every step.
         """
         wait = Wait.MESSAGE
-        while not self._is_stopping:
-            for message in self._inbox.take_all(self._idle_s() if wait is Wait.MESSAGE else 0.0):
-                self._handle(message)
+        while (messages := self._inbox.take_all(self._idle_s() if wait is Wait.MESSAGE else 0.0)) is not None:
+            for message in messages:
+                self._loop.handle(message, time.monotonic())
             self._turned_s = time.monotonic()
             wait = self._loop.turn(self._turned_s)
             if wait is Wait.STEP:
@@ -217,33 +175,19 @@ class LiveLoop:
             min_duration_s = 0.0
             if isinstance(order, StartPullEvent) and self._emulated_pull_s is not None:
                 min_duration_s = self._emulated_pull_s(len(order.block_ids))
-            self._transfer.send(order_to_proto(order, min_duration_s))
-        self._sink.publish(
-            WorkerReport(
-                load=self._loop.scheduler.load(),
-                events=report.events,
-                transfers=report.transfers,
-                step=report.step,
-                cache=self._pool.take_cache_events(),
-                prefill_correction=self._times.prefill_correction,
-                decode_correction=self._times.decode_correction,
-                is_draining=self._loop.is_draining,
-            )
-        )
+            self._send_order(order_to_proto(order, min_duration_s))
+        report.load = self._loop.scheduler.load()
+        report.cache = self._pool.take_cache_events()
+        report.prefill_correction = self._times.prefill_correction
+        report.decode_correction = self._times.decode_correction
+        report.is_draining = self._loop.is_draining
+        self._sink.publish(report)
 
     def _idle_s(self) -> float:
         deadline_s = self._loop.next_deadline_s()
         if deadline_s is None:
             return PULSE_S
         return min(max(deadline_s - time.monotonic(), MIN_WAIT_S), PULSE_S)
-
-    def _handle(self, message: LiveMessage) -> None:
-        if isinstance(message, PartDied):
-            raise RuntimeError(f"{message.part} died")
-        if isinstance(message, StopLoop):
-            self._is_stopping = True
-        else:
-            self._loop.handle(message, time.monotonic())
 
     def _take_oldest(self) -> None:
         step = self._loop.oldest_step
@@ -262,12 +206,12 @@ class LiveLoop:
 def order_to_proto(order: TransferEvent, min_duration_s: float = 0.0) -> EngineToTransfer:
     """Convert an order. ``min_duration_s`` applies to a `StartPullEvent`: minimum duration of an emulated pull."""
     match order:
-        case OfferEvent():
-            return EngineToTransfer(offer=Offer(handle=order.handle))
-        case GrantEvent():
-            return EngineToTransfer(grant=OfferedGrant(handle=order.handle, grant=_grant_to_proto(order)))
-        case WithdrawEvent():
-            return EngineToTransfer(withdraw=Withdraw(handle=order.handle))
+        case OfferEvent(handle):
+            return EngineToTransfer(offer=Offer(handle=handle))
+        case GrantEvent(handle):
+            return EngineToTransfer(grant=OfferedGrant(handle=handle, grant=_grant_to_proto(order)))
+        case WithdrawEvent(handle):
+            return EngineToTransfer(withdraw=Withdraw(handle=handle))
         case StartPullEvent():
             start_pull = StartPull(
                 pull_id=order.pull_id,
@@ -278,51 +222,56 @@ def order_to_proto(order: TransferEvent, min_duration_s: float = 0.0) -> EngineT
                 min_duration_s=min_duration_s,
             )
             return EngineToTransfer(start_pull=start_pull)
-        case AbortPullEvent():
-            return EngineToTransfer(abort_pull=AbortPull(pull_id=order.pull_id))
+        case AbortPullEvent(pull_id):
+            return EngineToTransfer(abort_pull=AbortPull(pull_id=pull_id))
 
 
 def _grant_to_proto(event: GrantEvent) -> kv_pb2.Grant:
-    grant = kv_pb2.Grant(
+    first = event.first_token
+    return kv_pb2.Grant(
         first_index=event.first_index,
         block_ids=event.block_ids,
         generations=event.generations,
         final=event.final,
         num_tokens=event.num_tokens,
+        first_token=first
+        and kv_pb2.FirstToken(token=first.token, finish=worker_pb2.FinishReason.ValueType(first.finish)),
     )
-    if event.first_token is not None:
-        grant.first_token.token = event.first_token.token
-        grant.first_token.finish = finish_to_proto(event.first_token.finish)
-    return grant
 
 
 def message_from_proto(message: TransferToEngine, limits: ModelLimits) -> Message:
     """Convert a message. Raises ValueError if an engine does not accept it."""
     match message.WhichOneof("body"):
         case "lease_opened":
-            return LeaseOpened(message.lease_opened.handle)
+            return LeaseChanged(message.lease_opened.handle, True)
         case "lease_lost":
-            return LeaseLost(message.lease_lost.handle)
+            return LeaseChanged(message.lease_lost.handle, False)
         case "released":
             return PromptReleased(message.released.handle)
         case "pull_done":
-            done = message.pull_done
-            report = TransferReport(done.transport, done.seconds, done.bytes, done.failure_stage)
-            return PullEnded(_pull_result(done, limits), report)
+            return _pull_result(message.pull_done, limits)
         case other:
             raise ValueError(f"the transfer process sent an unexpected {other!r}")
 
 
 def _pull_result(done: PullDone, limits: ModelLimits) -> PullResult:
     """Convert the end of a pull. Values from the peer are validated: an impossible token is a failure."""
-    if done.failure_stage:
-        failure = f"{done.failure_stage}: {done.message}"
-        return PullResult(pull_id=done.pull_id, failure=failure, is_refused=done.failure_stage == REFUSED)
-    if done.first_token.token >= limits.vocab_size or done.num_tokens > limits.max_model_len:
-        return PullResult(pull_id=done.pull_id, failure="verify: the source's answer is outside the model's limits")
-    try:
-        finish = finish_from_proto(done.first_token.finish)
-    except WireError as error:
-        return PullResult(pull_id=done.pull_id, failure=f"verify: {error}")
-    first_token = FirstToken(done.first_token.token, finish) if done.HasField("first_token") else None
-    return PullResult(pull_id=done.pull_id, num_tokens=done.num_tokens, first_token=first_token)
+    stage, reason, finish = done.failure_stage, done.message, FinishReason.NONE
+    if not stage:
+        try:
+            finish = finish_from_proto(done.first_token.finish)
+            if done.first_token.token >= limits.vocab_size or done.num_tokens > limits.max_model_len:
+                raise WireError("the source's answer is outside the model's limits")
+        except WireError as error:
+            stage, reason = "verify", str(error)
+    has_token = not stage and done.HasField("first_token")
+    return PullResult(
+        pull_id=done.pull_id,
+        failure=f"{stage}: {reason}" if stage else "",
+        failure_stage=stage,
+        num_tokens=0 if stage else done.num_tokens,
+        first_token=FirstToken(done.first_token.token, finish) if has_token else None,
+        transport=done.transport,
+        seconds=done.seconds,
+        num_bytes=done.bytes,
+    )

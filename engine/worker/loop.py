@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -26,11 +27,13 @@ from pdserve.contracts.events import (
     RequestEvent,
     RequestEventKind,
     RequestKey,
+    SchedulerLoad,
     TokenEvent,
 )
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.contracts.step import Executor, StepBatch, StepHandle, StepOutput
 from pdserve.engine.scheduling.interface import PullResult, Scheduler, TransferEvent
+from pdserve.kv_transfer.block_pool import CacheEvents
 from pdserve.model.cost.cost_model import CostModel, OnlineCorrection
 
 MAX_LIVE_REQUESTS = 16384
@@ -38,6 +41,9 @@ MAX_LIVE_REQUESTS = 16384
 
 MAX_FAILED_STEPS_IN_A_ROW = 16
 """After this many consecutive failures the executor is considered broken and the loop raises."""
+
+_NO_LOAD = SchedulerLoad()
+_NO_CACHE_EVENTS = CacheEvents([], [])
 
 
 # Messages to the loop
@@ -71,16 +77,11 @@ class SessionEnded(NamedTuple):
     session: int
 
 
-class LeaseOpened(NamedTuple):
-    """A decode worker pulls a parked prompt."""
+class LeaseChanged(NamedTuple):
+    """A decode worker began to pull a parked prompt, or left without releasing it."""
 
     handle: bytes
-
-
-class LeaseLost(NamedTuple):
-    """The puller left without releasing the prompt."""
-
-    handle: bytes
+    is_leased: bool
 
 
 class PromptReleased(NamedTuple):
@@ -89,35 +90,12 @@ class PromptReleased(NamedTuple):
     handle: bytes
 
 
-class TransferReport(NamedTuple):
-    """End of a pull, for the routers' metrics."""
-
-    transport: str
-    seconds: float
-    num_bytes: int
-    failure_stage: str
-    """Empty on success."""
-
-
-class PullEnded(NamedTuple):
-    result: PullResult
-    report: TransferReport
-
-
 class StartDrain(NamedTuple):
     """Refuse new work and finish running requests."""
 
 
 Message = (
-    AddRequest
-    | PrepareRequest
-    | CancelRequest
-    | SessionEnded
-    | LeaseOpened
-    | LeaseLost
-    | PromptReleased
-    | PullEnded
-    | StartDrain
+    AddRequest | PrepareRequest | CancelRequest | SessionEnded | LeaseChanged | PromptReleased | PullResult | StartDrain
 )
 
 
@@ -174,12 +152,13 @@ class StepTimes:
 # Reports of the loop
 
 
-class FinishedStep(NamedTuple):
-    """A completed step, for the routers' metrics."""
+class Step(NamedTuple):
+    """A submitted step."""
 
-    duration_s: float
+    step_id: int
     num_new_tokens: int
     prediction: Prediction | None
+    handle: StepHandle
 
 
 @dataclass(slots=True)
@@ -190,13 +169,28 @@ class StepReport:
     """To the transfer process."""
     events: list[ClientEvent] = field(default_factory=list)
     """To the routers."""
-    transfers: list[TransferReport] = field(default_factory=list)
+    pulls: list[PullResult] = field(default_factory=list)
     """Pulls that ended."""
-    step: FinishedStep | None = None
+    step: Step | None = None
+    """Step that completed."""
+    step_s: float = 0.0
+    """Its duration in seconds."""
+
+    # Added by the live driver, for the routers.
+    load: SchedulerLoad = _NO_LOAD
+    cache: CacheEvents = _NO_CACHE_EVENTS
+    prefill_correction: float = 1.0
+    decode_correction: float = 1.0
+    is_draining: bool = False
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether every session receives the report, not only sessions with an event in it."""
+        return bool(self.step or self.pulls or self.cache.stored or self.cache.evicted)
 
 
 class ReportSink(Protocol):
-    """Receives the loop's reports on the driver's thread. Must return at once."""
+    """Receives reports on the driver's thread. Must return at once."""
 
     def publish(self, report: StepReport) -> None: ...
 
@@ -209,62 +203,6 @@ class Wait(Enum):
     """End of the oldest step in flight."""
     MESSAGE = "message"
     """A message, or the time `StepLoop.next_deadline_s`: the loop is idle."""
-
-
-class StepInFlight(NamedTuple):
-    step_id: int
-    num_new_tokens: int
-    prediction: Prediction | None
-    handle: StepHandle
-
-
-class _FailedSubmission:
-    """Handle of a step whose submission raised, so that it fails in step order."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def result(self) -> StepOutput:
-        raise self._error
-
-
-class Refusal(NamedTuple):
-    code: RefusalCode
-    message: str
-
-
-class _LiveRequests:
-    def __init__(self) -> None:
-        self._sessions: dict[int, set[RequestKey]] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def refusal(self, key: RequestKey) -> Refusal | None:
-        """Reason for refusing the key; ``None`` if it can be added."""
-        if key in self._sessions.get(key.session, ()):
-            return Refusal(RefusalCode.INVALID, "the worker already runs this attempt")
-        if self._count >= MAX_LIVE_REQUESTS:
-            return Refusal(RefusalCode.OVERLOADED, f"the worker holds {MAX_LIVE_REQUESTS} requests already")
-        return None
-
-    def add(self, key: RequestKey) -> None:
-        self._sessions.setdefault(key.session, set()).add(key)
-        self._count += 1
-
-    def discard(self, key: RequestKey) -> None:
-        """Forget a request that has ended. Unknown keys are ignored."""
-        keys = self._sessions.get(key.session)
-        if keys is None or key not in keys:
-            return
-        keys.remove(key)
-        self._count -= 1
-        if not keys:
-            del self._sessions[key.session]
-
-    def of_session(self, session: int) -> list[RequestKey]:
-        return sorted(self._sessions.get(session, ()))
 
 
 class StepLoop:
@@ -281,8 +219,8 @@ class StepLoop:
         self._executor = executor
         self._sink = sink
         self._times = times
-        self._live = _LiveRequests()
-        self._in_flight: deque[StepInFlight] = deque()
+        self._live: set[RequestKey] = set()
+        self._in_flight: deque[Step] = deque()
         self._report = StepReport()
         self._num_failed_in_a_row = 0
         self.is_draining = False
@@ -294,7 +232,7 @@ class StepLoop:
         return len(self._in_flight)
 
     @property
-    def oldest_step(self) -> StepInFlight:
+    def oldest_step(self) -> Step:
         """The step that must end first. There must be one."""
         return self._in_flight[0]
 
@@ -320,30 +258,31 @@ class StepLoop:
             case CancelRequest(key):
                 scheduler.cancel(key, now_s)
             case SessionEnded(session):
-                for key in self._live.of_session(session):
+                for key in sorted(key for key in self._live if key.session == session):
                     scheduler.cancel(key, now_s)
-            case LeaseOpened(handle):
-                scheduler.lease_opened(handle, now_s)
-            case LeaseLost(handle):
-                scheduler.lease_lost(handle, now_s)
+            case LeaseChanged(handle, is_leased):
+                scheduler.set_leased(handle, is_leased)
             case PromptReleased(handle):
-                scheduler.released(handle, now_s)
-            case PullEnded(result, report):
-                self._report.transfers.append(report)
-                scheduler.pull_done(result, now_s)
+                scheduler.released(handle)
+            case PullResult():
+                self._report.pulls.append(message)
+                scheduler.pull_done(message, now_s)
             case StartDrain():
                 self.is_draining = True
 
     def _accept(self, key: RequestKey) -> bool:
         """Whether to pass the request to the scheduler. A refusal emits an event."""
-        refusal = Refusal(RefusalCode.DRAINING, "draining") if self.is_draining else self._live.refusal(key)
-        if refusal is not None:
-            self._report.events.append(
-                RequestEvent(key, RequestEventKind.REJECTED, refusal.message, refusal=refusal.code)
-            )
-            return False
-        self._live.add(key)
-        return True
+        if self.is_draining:
+            code, reason = RefusalCode.DRAINING, "draining"
+        elif key in self._live:
+            code, reason = RefusalCode.INVALID, "the worker already runs this attempt"
+        elif len(self._live) >= MAX_LIVE_REQUESTS:
+            code, reason = RefusalCode.OVERLOADED, f"the worker holds {MAX_LIVE_REQUESTS} requests already"
+        else:
+            self._live.add(key)
+            return True
+        self._report.events.append(RequestEvent(key, RequestEventKind.REJECTED, reason, refusal=code))
+        return False
 
     def turn(self, now_s: float) -> Wait:
         """Plan and submit a step, if there is one. After `Wait.STEP` the driver must call `step_ended` or
@@ -369,7 +308,7 @@ class StepLoop:
         self.scheduler.complete(output, now_s)
         if self._times is not None and step.prediction is not None:
             self._times.observe(step.prediction, output.duration_s)
-        self._report.step = FinishedStep(output.duration_s, step.num_new_tokens, step.prediction)
+        self._report.step, self._report.step_s = step, output.duration_s
         self.flush()
 
     def step_failed(self, error: RuntimeError, now_s: float) -> None:
@@ -406,9 +345,10 @@ class StepLoop:
         handle: StepHandle
         try:
             handle = self._executor.submit(batch)
-        except RuntimeError as error:
-            handle = _FailedSubmission(error)
-        self._in_flight.append(StepInFlight(batch.step_id, batch.num_new_tokens, prediction, handle))
+        except RuntimeError as error:  # fails in step order
+            handle = failed = Future[StepOutput]()
+            failed.set_exception(error)
+        self._in_flight.append(Step(batch.step_id, batch.num_new_tokens, prediction, handle))
 
     def _collect(self, events: Iterable[ClientEvent | TransferEvent]) -> None:
         report = self._report
@@ -416,15 +356,13 @@ class StepLoop:
             if isinstance(event, TokenEvent):
                 if event.finish:
                     self._live.discard(event.key)
-                report.events.append(event)
             elif isinstance(event, RequestEvent):
                 if event.kind.is_terminal:
                     self._live.discard(event.key)
-                report.events.append(event)
-            elif isinstance(event, PromptLogprobsEvent):
-                report.events.append(event)
-            else:
+            elif not isinstance(event, PromptLogprobsEvent):
                 report.orders.append(event)
+                continue
+            report.events.append(event)
 
     def _publish(self) -> None:
         report, self._report = self._report, StepReport()

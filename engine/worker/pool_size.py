@@ -35,7 +35,12 @@ class PoolRoom(NamedTuple):
 
 def room_on_cpu(weight_bytes: int, available_bytes: int) -> PoolRoom:
     """Raise ValueError if the weights exceed the host's available memory."""
-    spare_bytes = memory_after_weights(weight_bytes, available_bytes)
+    spare_bytes = available_bytes - weight_bytes
+    if spare_bytes < 0:
+        raise ValueError(
+            f"the model's weights take {weight_bytes} bytes on this host and {available_bytes} are available: "
+            f"serve a smaller model, or this one in a 16-bit dtype or with quantization int8 or int4"
+        )
     return PoolRoom(spare_bytes, int(spare_bytes * AUTO_MEMORY_SHARE), spare_bytes)
 
 
@@ -100,16 +105,6 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
             f"tokens: raise {knob} to {num_needed} blocks ({num_needed * block_bytes} bytes), or lower max_model_len"
         )
     return num_blocks
-
-
-def memory_after_weights(weight_bytes: int, available_bytes: int) -> int:
-    """Available bytes minus the weights. Raises ValueError if the weights do not fit."""
-    if weight_bytes > available_bytes:
-        raise ValueError(
-            f"the model's weights take {weight_bytes} bytes on this host and {available_bytes} are available: "
-            f"serve a smaller model, or this one in a 16-bit dtype or with quantization int8 or int4"
-        )
-    return available_bytes - weight_bytes
 
 
 def check_pool_fits(pool_bytes: int, spare_bytes: int) -> None:

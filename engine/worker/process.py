@@ -78,7 +78,7 @@ def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | N
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
         die_with_parent()
-    signals = _StopSignals()
+    stop_signals = _catch_stop_signals()
     try:
         worker = EngineWorker(_read_config(arguments.config), scheduler_factory)
         endpoint = worker.start()
@@ -87,7 +87,7 @@ def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | N
         return 1
     sys.stdout.write(to_json(endpoint) + "\n")
     sys.stdout.flush()
-    signals.wait()
+    stop_signals.get()
     is_drained = worker.drain(arguments.drain_timeout_s)
     worker.stop()
     return 0 if is_drained else 1
@@ -108,21 +108,15 @@ def _read_config(argument: str) -> WorkerConfig:
     return from_json(WorkerConfig, sys.stdin.readline() if argument == "-" else argument, "the worker's configuration")
 
 
-class _StopSignals:
-    """SIGTERM and SIGINT: the first starts a drain, the second ends the process immediately."""
+def _catch_stop_signals() -> queue.SimpleQueue[int]:
+    """Queue the first SIGTERM or SIGINT; the second ends the process immediately."""
+    received: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put may interrupt its get
 
-    def __init__(self) -> None:
-        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put may interrupt its get
-        self._count = 0
-        signal.signal(signal.SIGTERM, self._receive)
-        signal.signal(signal.SIGINT, self._receive)
+    def receive(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, lambda number, frame: os._exit(1))
+        received.put(number)
 
-    def wait(self) -> None:
-        """Return after the first signal."""
-        self._received.get()
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
-        if self._count > 1:
-            os._exit(1)
-        self._received.put(number)
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, receive)
+    return received

@@ -14,21 +14,21 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import grpc
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey
+from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.worker.live_loop import Inbox, PartDied, WorkerReport
+from pdserve.engine.worker.live_loop import Inbox
 from pdserve.engine.worker.loop import (
     AddRequest,
     CancelRequest,
-    FinishedStep,
-    Message,
     PrepareRequest,
     SessionEnded,
     StartDrain,
+    Step,
+    StepReport,
 )
 from pdserve.engine.worker.sessions import Session, SessionTable
 from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
@@ -62,28 +62,29 @@ _RequestStream = AsyncIterator[worker_pb2.RouterMessage]
 _Context = grpc.aio.ServicerContext[worker_pb2.RouterMessage, bytes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceSettings:
-    host: str
-    cluster_token: str
-    session_grace_s: float
-    welcome: worker_pb2.Welcome
-    """First message on every session."""
-    limits: ModelLimits
-
-
 class WorkerService:
     """Serves `Worker.Session`. Any thread may call ``start``, ``publish`` and ``stop``."""
 
-    def __init__(self, settings: ServiceSettings, inbox: Inbox, *, is_healthy: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        limits: ModelLimits,
+        welcome: worker_pb2.Welcome,
+        inbox: Inbox,
+        *,
+        is_healthy: Callable[[], bool],
+    ) -> None:
         """
         Args:
+            welcome: first message on every session.
             is_healthy: whether the step loop turns; heartbeats stop when it does not.
         """
-        self._settings = settings
+        self._config = config
+        self._limits = limits
+        self._welcome = welcome
         self._inbox = inbox
         self._is_healthy = is_healthy
-        self._sessions = SessionTable(grace_s=settings.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
+        self._sessions = SessionTable(grace_s=config.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
         self._load = worker_pb2.Load()
         """Load in the last report, without its step."""
         self._cached_hashes: set[bytes] = set()
@@ -99,7 +100,7 @@ class WorkerService:
         self._thread.start()
         return address.result()
 
-    def publish(self, report: WorkerReport) -> None:
+    def publish(self, report: StepReport) -> None:
         """Send a report of the step loop; returns at once."""
         assert self._loop is not None, "start comes first"
         self._loop.call_soon_threadsafe(self._deliver, report)
@@ -123,23 +124,23 @@ class WorkerService:
     def _die(self) -> None:
         """Report the service as dead: a service that lost a frame or its event loop must not continue silently."""
         _log.exception("the gRPC service died")
-        self._inbox.put(PartDied("the gRPC service"))
+        self._inbox.stop("the gRPC service died")
 
     async def _serve(self, address: Future[str]) -> None:
         self._loop = asyncio.get_running_loop()
         # Apart from its tokens a request has a few short fields: four times the tokens' size is ample.
-        max_receive_bytes = max(4 * BYTES_PER_TOKEN_ON_WIRE * self._settings.limits.max_model_len, 1 << 20)
+        max_receive_bytes = max(4 * BYTES_PER_TOKEN_ON_WIRE * self._limits.max_model_len, 1 << 20)
         server = grpc.aio.server(
-            interceptors=[TokenInterceptor(self._settings.cluster_token)], options=server_options(max_receive_bytes)
+            interceptors=[TokenInterceptor(self._config.cluster_token)], options=server_options(max_receive_bytes)
         )
         handler = grpc.stream_stream_rpc_method_handler(
             self._session, request_deserializer=worker_pb2.RouterMessage.FromString
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Session": handler}),))
-        port = server.add_insecure_port(f"{self._settings.host}:0")
+        port = server.add_insecure_port(f"{self._config.host}:0")
         await server.start()
         heartbeat = asyncio.create_task(self._send_heartbeats())
-        address.set_result(f"{self._settings.host}:{port}")
+        address.set_result(f"{self._config.host}:{port}")
         await self._stop.wait()
         heartbeat.cancel()
         await server.stop(STOP_GRACE_S)
@@ -178,7 +179,7 @@ class WorkerService:
         if session is None:
             message = f"session epoch {hello.session_epoch} is not newer than this router's last"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
-        session.send(worker_pb2.WorkerMessage(welcome=self._settings.welcome))
+        session.send(worker_pb2.WorkerMessage(welcome=self._welcome))
         known = itertools.islice(self._cached_hashes, MAX_SNAPSHOT_HASHES)
         snapshot = worker_pb2.CacheEvents(cleared=True, stored=known)
         session.send_frame(worker_pb2.StepFrame(load=self._load, cache=snapshot))
@@ -197,7 +198,7 @@ class WorkerService:
             if body in ("submit", "prepare"):
                 self._read_request(session, message)
             elif body == "cancel":
-                key = RequestKey(session.number, message.cancel.request_id, message.cancel.attempt)
+                key = RequestKey(session.id, message.cancel.request_id, message.cancel.attempt)
                 self._inbox.put(CancelRequest(key))
             elif body == "drain":
                 self._inbox.put(StartDrain())
@@ -206,36 +207,33 @@ class WorkerService:
 
     def _read_request(self, session: Session, message: worker_pb2.RouterMessage) -> None:
         """Read a request. One that breaks a limit is refused with an event; the session continues."""
-        is_prepare = message.WhichOneof("body") == "prepare"
+        is_prepare = message.HasField("prepare")
         wire_request = message.prepare.request if is_prepare else message.submit.request
-        key = RequestKey(session.number, wire_request.request_id, wire_request.attempt)
+        key = RequestKey(session.id, wire_request.request_id, wire_request.attempt)
         if self._inbox.is_full:
             self._refuse(session, key, RefusalCode.OVERLOADED, "the worker is overloaded")
             return
-        command: Message
         try:
-            request = request_from_proto(wire_request, self._settings.limits)
-            if is_prepare:
-                command = PrepareRequest(key, request, source_from_proto(message.prepare.source), time.monotonic())
-            else:
-                command = AddRequest(key, request, time.monotonic())
+            request = request_from_proto(wire_request, self._limits)
+            source = source_from_proto(message.prepare.source) if is_prepare else None
         except WireError as error:
             self._refuse(session, key, RefusalCode.INVALID, str(error))
             return
-        self._inbox.put(command)
+        now_s = time.monotonic()
+        self._inbox.put(PrepareRequest(key, request, source, now_s) if source else AddRequest(key, request, now_s))
 
     def _refuse(self, session: Session, key: RequestKey, code: RefusalCode, message: str) -> None:
         refused = event_to_proto(RequestEvent(key, RequestEventKind.REJECTED, message, refusal=code))
         session.send_frame(worker_pb2.StepFrame(events=[refused], load=self._load))
 
-    def _deliver(self, report: WorkerReport) -> None:
+    def _deliver(self, report: StepReport) -> None:
         """Send a report, on the event loop."""
         try:
             self._queue_frames(report)
         except Exception:
             self._die()
 
-    def _queue_frames(self, report: WorkerReport) -> None:
+    def _queue_frames(self, report: StepReport) -> None:
         """Pack a report and queue it to the sessions it concerns."""
         self._load = _load_to_proto(report)
         self._cached_hashes.update(report.cache.stored)
@@ -243,20 +241,20 @@ class WorkerService:
         has_cache = bool(report.cache.stored or report.cache.evicted)
         frames = pack_frames(report.events)
         concerned = list(self._sessions.open) if report.is_for_all else list(frames)
-        for number in concerned:
-            session = self._sessions.open.get(number)
+        for session_id in concerned:
+            session = self._sessions.open.get(session_id)
             if session is None:
                 continue  # ended while the step ran: its requests are being cancelled
-            frame = frames.get(number) or worker_pb2.StepFrame()
+            frame = frames.get(session_id) or worker_pb2.StepFrame()
             frame.load.CopyFrom(self._load)
             if report.step is not None:
-                _add_step(frame.load, report.step)
-            for transfer in report.transfers:
+                _add_step(frame.load, report.step, report.step_s)
+            for pull in report.pulls:
                 frame.transfers.add(
-                    transport=transfer.transport,
-                    seconds=transfer.seconds,
-                    bytes=transfer.num_bytes,
-                    failure_stage=transfer.failure_stage,
+                    transport=pull.transport,
+                    seconds=pull.seconds,
+                    bytes=pull.num_bytes,
+                    failure_stage=pull.failure_stage,
                 )
             if has_cache:
                 frame.cache.stored.extend(report.cache.stored)
@@ -272,7 +270,7 @@ class WorkerService:
                     session.send_frame(worker_pb2.StepFrame(load=self._load))
 
 
-def _load_to_proto(report: WorkerReport) -> worker_pb2.Load:
+def _load_to_proto(report: StepReport) -> worker_pb2.Load:
     load = load_to_proto(report.load)
     load.draining = report.is_draining
     load.prefill_correction = report.prefill_correction
@@ -280,8 +278,8 @@ def _load_to_proto(report: WorkerReport) -> worker_pb2.Load:
     return load
 
 
-def _add_step(load: worker_pb2.Load, step: FinishedStep) -> None:
-    load.step_s = step.duration_s
+def _add_step(load: worker_pb2.Load, step: Step, step_s: float) -> None:
+    load.step_s = step_s
     load.step_tokens = step.num_new_tokens
     if step.prediction is not None:
         load.predicted_step_s = step.prediction.predicted_s

@@ -24,8 +24,8 @@ MAX_REMEMBERED_ROUTERS = 256
 class Session:
     """One stream of one router, from hello to end."""
 
-    def __init__(self, session: int, router_id: str, epoch: int) -> None:
-        self.number = session
+    def __init__(self, session_id: int, router_id: str, epoch: int) -> None:
+        self.id = session_id
         """Local id of the session, as in `RequestKey.session`."""
         self.router_id = router_id
         self.epoch = epoch
@@ -36,6 +36,10 @@ class Session:
         self._queued_bytes = 0
         self._changed = asyncio.Event()
         self.closed = asyncio.Event()
+        self.has_ended = False
+        """Its requests are being cancelled."""
+        self.grace: asyncio.TimerHandle | None = None
+        """Ends the session some time after its stream broke."""
 
     def send(self, message: worker_pb2.WorkerMessage) -> None:
         """Queue a message. If the queue is full the router has stalled, and the session is closed instead."""
@@ -70,62 +74,46 @@ class Session:
         return data
 
 
-class _RouterSlot:
-    """One router: its newest epoch, its session, and the grace timer of a broken session."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-        self.session: Session | None = None
-        self.grace: asyncio.TimerHandle | None = None
-
-
 class SessionTable:
     """All sessions of a worker. ``on_end`` receives the id of a session whose requests must be cancelled."""
 
     def __init__(self, *, grace_s: float, on_end: Callable[[int], None]) -> None:
         self._grace_s = grace_s
         self._on_end = on_end
-        self._slots: dict[str, _RouterSlot] = {}
-        self._numbers = itertools.count(1)
+        self._newest: dict[str, Session] = {}
+        """Last session of each router."""
+        self._ids = itertools.count(1)
         self.open: dict[int, Session] = {}
         """Sessions with an open stream, by id."""
 
     def enter(self, router_id: str, epoch: int) -> Session | None:
         """Open a session and end the router's older one at once; ``None`` if the epoch is not newer than the last."""
-        slot = self._slots.setdefault(router_id, _RouterSlot())
-        if epoch <= slot.epoch:
-            return None
-        if slot.session is not None:
-            slot.session.close("the router opened a newer session")
-            self._end(slot)
-        slot.epoch = epoch
-        slot.session = Session(next(self._numbers), router_id, epoch)
-        self.open[slot.session.number] = slot.session
-        self._forget_old_routers()
-        return slot.session
+        last = self._newest.get(router_id)
+        if last is not None:
+            if epoch <= last.epoch:
+                return None
+            last.close("the router opened a newer session")
+            self._end(last)
+        session = self._newest[router_id] = Session(next(self._ids), router_id, epoch)
+        self.open[session.id] = session
+        gone = [router_id for router_id, session in self._newest.items() if session.has_ended]
+        for router_id in gone[: max(len(self._newest) - MAX_REMEMBERED_ROUTERS, 0)]:
+            del self._newest[router_id]
+        return session
 
     def leave(self, session: Session) -> None:
         """Handle the end of a stream. Its requests live on for the grace time, or end now if this side closed it."""
-        self.open.pop(session.number, None)
+        self.open.pop(session.id, None)
         session.closed.set()
-        slot = self._slots.get(session.router_id)
-        if slot is None or slot.session is not session:
-            return
         if session.close_reason:
-            self._end(slot)
-        else:
-            slot.grace = asyncio.get_running_loop().call_later(self._grace_s, self._end, slot)
+            self._end(session)
+        elif not session.has_ended:
+            session.grace = asyncio.get_running_loop().call_later(self._grace_s, self._end, session)
 
-    def _end(self, slot: _RouterSlot) -> None:
-        if slot.grace is not None:
-            slot.grace.cancel()
-            slot.grace = None
-        assert slot.session is not None
-        self.open.pop(slot.session.number, None)
-        self._on_end(slot.session.number)
-        slot.session = None
-
-    def _forget_old_routers(self) -> None:
-        gone = [router_id for router_id, slot in self._slots.items() if slot.session is None]
-        for router_id in gone[: max(len(self._slots) - MAX_REMEMBERED_ROUTERS, 0)]:
-            del self._slots[router_id]
+    def _end(self, session: Session) -> None:
+        if session.grace is not None:
+            session.grace.cancel()
+        self.open.pop(session.id, None)
+        if not session.has_ended:
+            session.has_ended = True
+            self._on_end(session.id)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pdserve.engine.worker.live_loop import TransferLink
+from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
 
 if TYPE_CHECKING:  # it imports torch
@@ -31,18 +31,18 @@ _log = logging.getLogger(__name__)
 
 
 class StagedTransfer:
-    """Implements `pdserve.engine.worker.live_loop.TransferLink`."""
+    """The transfer process as the step loop uses it: `send`, `address` and `close`."""
 
     def __init__(
         self,
         staging: HostStaging,
-        start: Callable[[Callable[[TransferToEngine], None]], TransferLink],
+        start: Callable[..., TransferProcess],
         on_message: Callable[[TransferToEngine], None],
         on_failure: Callable[[], None],
     ) -> None:
         """
         Args:
-            start: starts the transfer process, given the receiver of its messages.
+            start: starts the transfer process, given ``on_message``, the receiver of its messages.
             on_message: receives every message of the process, on a thread of this object; must only enqueue.
             on_failure: called on such a thread when a copy failed; later orders are lost.
         """
@@ -53,7 +53,7 @@ class StagedTransfer:
         self._messages = ThreadPoolExecutor(1, "kv-h2d")
         self._targets: dict[int, Sequence[int]] = {}
         """Target blocks of each pull in flight."""
-        self._process = start(self._receive)
+        self._process = start(on_message=self._receive)
 
     @property
     def address(self) -> str:

@@ -13,19 +13,19 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.backend import Backend, choose_backend
-from pdserve.engine.worker.live_loop import Inbox, LiveLoop, PartDied, StopLoop, TransferLink, message_from_proto
+from pdserve.engine.worker.live_loop import Inbox, LiveLoop, message_from_proto
 from pdserve.engine.worker.loop import StartDrain, StepTimes
-from pdserve.engine.worker.service import ServiceSettings, WorkerService
+from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
@@ -41,10 +41,8 @@ STOP_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class SchedulerFactory(Protocol):
-    """Builds the scheduler of a phase over a worker's pool."""
-
-    def __call__(self, *, pool: BlockPool, backend: Backend, config: WorkerConfig) -> Scheduler: ...
+SchedulerFactory = Callable[[BlockPool, Backend, WorkerConfig], Scheduler]
+"""Builds the scheduler of a phase over a worker's pool."""
 
 
 def end_process() -> None:
@@ -56,11 +54,7 @@ def end_process() -> None:
 class EngineWorker:
     """A worker inside this process. Any thread may call its methods."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        scheduler_factory: SchedulerFactory,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, scheduler_factory: SchedulerFactory) -> None:
         self._config = config
         self._scheduler_factory = scheduler_factory
         self._inbox = Inbox()
@@ -96,7 +90,7 @@ class EngineWorker:
 
     def stop(self) -> None:
         """Stop the loop, the service and the transfer process; running requests are dropped."""
-        self._inbox.put(StopLoop())
+        self._inbox.stop()
         self._thread.join(STOP_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -136,15 +130,19 @@ class EngineWorker:
         generations = cast(MutableSequence[int], memory.generations)
         pool = BlockPool(backend.layout.num_blocks, config.block_size, generations)
         service = WorkerService(
-            self._service_settings(backend, transfer.address), self._inbox, is_healthy=self.is_healthy
+            config,
+            backend.limits,
+            self._welcome(backend, transfer.address),
+            self._inbox,
+            is_healthy=self.is_healthy,
         )
         loop = LiveLoop(
-            scheduler=self._scheduler_factory(pool=pool, backend=backend, config=config),
+            scheduler=self._scheduler_factory(pool, backend, config),
             pool=pool,
             executor=executor,
             inbox=self._inbox,
             sink=service,
-            transfer=transfer,
+            send_order=transfer.send,
             times=StepTimes(backend.cost),
             emulated_pull_s=backend.emulated_pull_s,
         )
@@ -152,7 +150,9 @@ class EngineWorker:
         stack.callback(service.stop)
         return loop, address
 
-    def _start_transfer(self, memory: PoolMemory, staging: HostStaging | None, limits: ModelLimits) -> TransferLink:
+    def _start_transfer(
+        self, memory: PoolMemory, staging: HostStaging | None, limits: ModelLimits
+    ) -> TransferProcess | StagedTransfer:
         config = self._config
 
         def on_message(message: TransferToEngine) -> None:
@@ -166,39 +166,30 @@ class EngineWorker:
             cluster_token=config.cluster_token,
             transport=config.transport,
             cpu_cores=config.transfer_cpu_cores,
-            on_death=lambda: self._inbox.put(PartDied("the transfer process")),
+            on_death=lambda: self._inbox.stop("the transfer process died"),
         )
         if staging is None:
             return start(on_message=on_message)
         return StagedTransfer(
-            staging,
-            lambda on_message: start(on_message=on_message),
-            on_message,
-            on_failure=lambda: self._inbox.put(PartDied("host staging of the KV pool")),
+            staging, start, on_message, on_failure=lambda: self._inbox.stop("host staging of the KV pool died")
         )
 
-    def _service_settings(self, backend: Backend, kv_address: str) -> ServiceSettings:
-        config, layout = self._config, backend.layout
-        return ServiceSettings(
-            host=config.host,
-            cluster_token=config.cluster_token,
-            session_grace_s=config.session_grace_s,
-            welcome=worker_pb2.Welcome(
-                worker_id=config.worker_id,
-                worker_epoch=self._epoch,
-                role=config.role.value,
-                kv_address=kv_address,
-                model_hash=layout.model_hash,
-                max_model_len=backend.limits.max_model_len,
-                block_size=config.block_size,
-                num_blocks=layout.num_blocks,
-                max_batch_tokens=config.max_batch_tokens,
-                max_batch_size=config.max_batch_size,
-                hardware=backend.cost.hardware.name,
-                tensor_parallel=config.tensor_parallel,
-                dtype=config.precision.dtype,
-                kv_dtype=config.precision.kv_dtype,
-                quantization=config.precision.quantization,
-            ),
-            limits=backend.limits,
+    def _welcome(self, backend: Backend, kv_address: str) -> worker_pb2.Welcome:
+        config = self._config
+        return worker_pb2.Welcome(
+            worker_id=config.worker_id,
+            worker_epoch=self._epoch,
+            role=config.role.value,
+            kv_address=kv_address,
+            model_hash=backend.layout.model_hash,
+            max_model_len=backend.limits.max_model_len,
+            block_size=config.block_size,
+            num_blocks=backend.layout.num_blocks,
+            max_batch_tokens=config.max_batch_tokens,
+            max_batch_size=config.max_batch_size,
+            hardware=backend.cost.hardware.name,
+            tensor_parallel=config.tensor_parallel,
+            dtype=config.precision.dtype,
+            kv_dtype=config.precision.kv_dtype,
+            quantization=config.precision.quantization,
         )

@@ -53,25 +53,3 @@ def test_auto_is_the_models_dtype() -> None:
 
 def test_blocks_for_tokens_round_up() -> None:
     assert [LAYOUT.num_blocks_for(n) for n in (0, 1, 7, 8, 9, 16, 17)] == [0, 1, 1, 1, 2, 2, 3]
-
-
-def test_pools_of_two_sizes_are_compatible() -> None:
-    assert LAYOUT.is_compatible(replace(LAYOUT, num_blocks=1000))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(LAYOUT, num_kv_heads=2),
-        replace(LAYOUT, num_layers=2),
-        replace(LAYOUT, block_size=16),
-        replace(LAYOUT, head_dim=8),
-        replace(LAYOUT, dtype="float16"),
-        replace(LAYOUT, dtype="int8"),
-        replace(LAYOUT, dtype="float8_e4m3fn"),
-        replace(LAYOUT, model_hash="other"),
-    ],
-)
-def test_pools_that_differ_otherwise_are_not_compatible(other: KvLayout) -> None:
-    assert not LAYOUT.is_compatible(other)
-    assert not other.is_compatible(LAYOUT)

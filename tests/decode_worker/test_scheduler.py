@@ -207,7 +207,10 @@ def test_a_request_that_ended_with_its_first_token_is_released() -> None:
 def test_a_failed_pull_tells_a_refusal_of_the_source_from_a_broken_link(is_refused: bool) -> None:
     scheduler = a_scheduler(BlockPool(64, BLOCK_SIZE))
     [pull] = start_pulls(scheduler, a_request(0, 10))
-    scheduler.pull_done(PullResult(pull_id=pull.pull_id, failure="whatever it says", is_refused=is_refused), 0.0)
+    scheduler.pull_done(
+        PullResult(pull_id=pull.pull_id, failure="whatever it says", failure_stage="refused" if is_refused else "copy"),
+        0.0,
+    )
     [event] = scheduler.take_events()
     assert isinstance(event, RequestEvent)
     assert event.refusal is (RefusalCode.SOURCE if is_refused else RefusalCode.NONE)
@@ -403,9 +406,9 @@ def test_a_handoff_is_served_here_too() -> None:
     events = scheduler.take_events()
     [offer] = only(events, OfferEvent)
     assert scheduler.plan(0.0) is None, "it is parked, not decoded"
-    scheduler.lease_opened(offer.handle, 0.0)
-    scheduler.lease_lost(offer.handle, 0.0)
-    scheduler.released(offer.handle, 0.0)
+    scheduler.set_leased(offer.handle, True)
+    scheduler.set_leased(offer.handle, False)
+    scheduler.released(offer.handle)
     assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
 
 

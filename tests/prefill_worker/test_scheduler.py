@@ -185,7 +185,7 @@ def test_a_prompt_without_objective_is_not_starved() -> None:
         batch = step(scheduler, now_s)
         answer(scheduler, batch, now_s=now_s)
         for grant in only(scheduler.take_events(), GrantEvent):
-            scheduler.released(grant.handle, now_s)
+            scheduler.released(grant.handle)
         if batch.rows[0].sequence_id == 0:
             break
     assert now_s <= PATIENCE_S + 1
@@ -245,17 +245,17 @@ def test_release_demotes_the_blocks_to_cached() -> None:
     scheduler = a_scheduler(pool)
     handle = park(scheduler, a_request(0, 10))
     assert pool.num_referenced == 3
-    scheduler.released(handle, 1.0)
+    scheduler.released(handle)
     assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
     assert (pool.num_referenced, pool.num_cached) == (0, 2)
-    scheduler.released(handle, 1.0)
+    scheduler.released(handle)
     scheduler.cancel(RequestKey(0, 0, 0), 1.0)
     assert scheduler.take_events() == []
 
 
 def test_a_cached_prefix_is_not_computed_again_and_is_granted_first() -> None:
     scheduler = a_scheduler()
-    scheduler.released(park(scheduler, a_request(0, 8)), 0.0)
+    scheduler.released(park(scheduler, a_request(0, 8)))
     scheduler.take_events()
     add(scheduler, a_request(0, 8, max_tokens=9))
     batch = step(scheduler)
@@ -277,7 +277,7 @@ def test_a_further_choice_computes_only_the_last_block_of_a_prompt_parked_or_rel
     first = a_request(0, num_tokens)
     handle = park(scheduler, first)
     if is_released:
-        scheduler.released(handle, 0.0)
+        scheduler.released(handle)
         scheduler.take_events()
     num_full = (num_tokens - 1) // BLOCK_SIZE
     add(scheduler, replace(first, request_id=1, choice=1))
@@ -354,10 +354,10 @@ def test_a_parked_prompt_that_nobody_pulls_expires() -> None:
 def test_a_lease_holds_a_prompt_until_it_is_lost() -> None:
     scheduler = a_scheduler()
     handle = park(scheduler, a_request(0, 6))
-    scheduler.lease_opened(handle, 1.0)
+    scheduler.set_leased(handle, True)
     assert scheduler.plan(2 * PARK_TIMEOUT_S) is None
     assert scheduler.take_events() == []
-    scheduler.lease_lost(handle, 2 * PARK_TIMEOUT_S)
+    scheduler.set_leased(handle, False)
     assert scheduler.plan(2 * PARK_TIMEOUT_S) is None
     assert kinds(scheduler.take_events()) == [RequestEventKind.KV_UNAVAILABLE]
 
@@ -365,10 +365,10 @@ def test_a_lease_holds_a_prompt_until_it_is_lost() -> None:
 def test_another_puller_may_come_within_the_park_time() -> None:
     scheduler = a_scheduler()
     handle = park(scheduler, a_request(0, 6))
-    scheduler.lease_opened(handle, 1.0)
-    scheduler.lease_lost(handle, 2.0)
-    scheduler.lease_opened(handle, 3.0)
-    scheduler.released(handle, 4.0)
+    scheduler.set_leased(handle, True)
+    scheduler.set_leased(handle, False)
+    scheduler.set_leased(handle, True)
+    scheduler.released(handle)
     assert kinds(scheduler.take_events()) == [RequestEventKind.RELEASED]
 
 
@@ -377,7 +377,7 @@ def test_parked_prompts_hold_at_most_half_of_the_pool() -> None:
     handles = [park(scheduler, a_request(0, 8)), park(scheduler, a_request(1, 8))]
     add(scheduler, a_request(2, 4))
     assert scheduler.plan(0.0) is None
-    scheduler.released(handles[0], 0.0)
+    scheduler.released(handles[0])
     assert chunks(step(scheduler)) == [(2, 0, 4)]
 
 
@@ -386,7 +386,7 @@ def test_a_prompt_larger_than_half_of_the_pool_runs_when_nothing_is_parked() -> 
     handle = park(scheduler, a_request(0, 4))
     add(scheduler, a_request(1, 30))
     assert scheduler.plan(0.0) is None
-    scheduler.released(handle, 0.0)
+    scheduler.released(handle)
     assert chunks(step(scheduler)) == [(1, 0, 30)]
 
 
@@ -395,7 +395,7 @@ def test_a_prompt_that_lacks_blocks_is_not_overtaken() -> None:
     handle = park(scheduler, a_request(0, 12))
     add(scheduler, a_request(1, 20), a_request(2, 4))
     assert scheduler.plan(0.0) is None
-    scheduler.released(handle, 0.0)
+    scheduler.released(handle)
     assert [row.sequence_id for row in step(scheduler).rows] == [1]
 
 

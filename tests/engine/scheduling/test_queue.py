@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import inf
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +27,7 @@ def numbered(sequence_id: int) -> Sequence:
 
 def test_an_empty_queue_has_no_first() -> None:
     queue = SequenceQueue()
-    assert (queue.first(), queue.first_instant_s(), len(queue)) == (None, None, 0)
+    assert (queue.first(), queue.first_instant_s(), len(queue)) == (None, inf, 0)
 
 
 def test_equal_instants_keep_the_order_of_arrival() -> None:
@@ -52,7 +54,7 @@ def test_first_is_the_least_of_those_present(actions: list[tuple[int, float | No
         assert {sequence.sequence_id for sequence in sequences if sequence in queue} == present.keys()
         first = min(present, key=lambda i: (present[i], i), default=None)
         assert queue.first() is (None if first is None else sequences[first])
-        assert queue.first_instant_s() == (None if first is None else present[first])
+        assert queue.first_instant_s() == (inf if first is None else present[first])
 
 
 def test_tokens_are_counted_as_they_were_pushed() -> None:

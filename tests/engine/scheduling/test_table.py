@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from pdserve.contracts.events import RequestEvent, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepOutput
+from pdserve.engine.scheduling.interface import FirstToken
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -75,7 +78,7 @@ def test_finished_rows_are_reported_and_emitted() -> None:
     sequence = open_with_blocks(table)
     step = commit_chunk(table, sequence, 6)
     [result] = table.complete(output_of(step, 2))
-    assert (result.sequence, result.is_finished) == (sequence, True)
+    assert result == (sequence, FirstToken(2, FinishReason.STOP))
     table.close(sequence)
     assert table.pool.num_referenced == 0
     assert table.get(sequence.key) is None
@@ -143,7 +146,7 @@ def test_results_must_come_in_order() -> None:
 
 def test_what_is_past_its_deadline_is_named_until_it_is_closed() -> None:
     table = a_table()
-    assert (table.next_deadline_s(), table.past_deadline(1e9)) == (None, None)
+    assert (table.next_deadline_s(), table.past_deadline(1e9)) == (inf, None)
     sequence = open_with_blocks(table)
     deadline_s = sequence.request.deadline_s
     assert table.next_deadline_s() == deadline_s

@@ -91,13 +91,13 @@ def test_quantised_weights_leave_more_memory_and_are_another_model(
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: held_bytes(config) + 10**6)
     layouts = [choose_backend(one).layout for one in (config, quantised)]
     assert layouts[1].num_blocks == int((10**6 + saved_bytes) * AUTO_MEMORY_SHARE) // layouts[1].block_bytes
-    assert not layouts[0].is_compatible(layouts[1])
+    assert layouts[0].model_hash != layouts[1].model_hash
 
 
 def test_int8_kv_of_another_dtype_is_of_another_model(config: WorkerConfig) -> None:
     config = with_precision(config, kv_dtype="int8")
     layouts = [choose_backend(with_precision(config, dtype=dtype)).layout for dtype in ("float32", "bfloat16")]
-    assert not layouts[0].is_compatible(layouts[1])
+    assert layouts[0].model_hash != layouts[1].model_hash
 
 
 def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:

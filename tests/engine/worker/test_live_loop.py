@@ -24,6 +24,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.engine.scheduling.interface import (
+    REFUSED,
     AbortPullEvent,
     Event,
     FirstToken,
@@ -33,15 +34,15 @@ from pdserve.engine.scheduling.interface import (
     StartPullEvent,
     WithdrawEvent,
 )
-from pdserve.engine.worker.live_loop import Inbox, LiveLoop, PartDied, StopLoop, WorkerReport, message_from_proto
+from pdserve.engine.worker.live_loop import Inbox, LiveLoop, message_from_proto
 from pdserve.engine.worker.loop import (
     MAX_FAILED_STEPS_IN_A_ROW,
     AddRequest,
     CancelRequest,
     PrepareRequest,
-    PullEnded,
     SessionEnded,
     StartDrain,
+    StepReport,
     StepTimes,
 )
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -118,13 +119,10 @@ class CountingScheduler:
     def pull_done(self, result: PullResult, now_s: float) -> None:
         self.calls.append(result)
 
-    def lease_opened(self, handle: bytes, now_s: float) -> None:
-        self.calls.append(("opened", handle))
+    def set_leased(self, handle: bytes, is_leased: bool) -> None:
+        self.calls.append(("opened" if is_leased else "lost", handle))
 
-    def lease_lost(self, handle: bytes, now_s: float) -> None:
-        self.calls.append(("lost", handle))
-
-    def released(self, handle: bytes, now_s: float) -> None:
+    def released(self, handle: bytes) -> None:
         self.calls.append(("released", handle))
 
     def next_deadline_s(self) -> float | None:
@@ -179,21 +177,6 @@ class FakeHandle:
         return self._executor.take(self._output)
 
 
-class RecordingLink:
-    """The transfer process's end of the link, as a list."""
-
-    address = "127.0.0.1:1"
-
-    def __init__(self) -> None:
-        self.sent: list[transfer_pb2.EngineToTransfer] = []
-
-    def send(self, message: transfer_pb2.EngineToTransfer) -> None:
-        self.sent.append(message)
-
-    def close(self) -> None:
-        pass
-
-
 class Rig:
     """A loop with its collaborators. Doubles as the sink."""
 
@@ -202,8 +185,8 @@ class Rig:
         self.pool = BlockPool(8, 16)
         self.executor = FakeExecutor(pipeline_depth)
         self.inbox = Inbox()
-        self.link = RecordingLink()
-        self.reports: list[WorkerReport] = []
+        self.orders: list[transfer_pb2.EngineToTransfer] = []
+        self.reports: list[StepReport] = []
         self.failure: RuntimeError | None = None
         self.loop = LiveLoop(
             scheduler=self.scheduler,
@@ -211,12 +194,12 @@ class Rig:
             executor=self.executor,
             inbox=self.inbox,
             sink=self,
-            transfer=self.link,
+            send_order=self.orders.append,
             times=StepTimes(COST),
             emulated_pull_s=lambda num_blocks: num_blocks * 0.5,
         )
 
-    def publish(self, report: WorkerReport) -> None:
+    def publish(self, report: StepReport) -> None:
         self.reports.append(report)
 
     @property
@@ -236,7 +219,7 @@ class Rig:
         try:
             yield
         finally:
-            self.inbox.put(StopLoop())
+            self.inbox.stop()
             thread.join(30)
             assert not thread.is_alive()
 
@@ -263,7 +246,7 @@ def test_requests_run_to_their_end_with_the_executor_s_depth_in_flight(depth: in
     assert rig.tokens == [(key, step) for step in range(1, 6)]
     assert rig.scheduler.max_planned == rig.executor.max_waiting == depth
     steps = [report.step for report in rig.reports if report.step]
-    assert [(step.duration_s, step.num_new_tokens) for step in steps] == [(0.25, 1)] * 5
+    assert [(report.step_s, report.step.num_new_tokens) for report in rig.reports if report.step] == [(0.25, 1)] * 5
     assert not any(step.prediction is None or step.prediction.has_prefill for step in steps)
 
 
@@ -316,7 +299,7 @@ def test_an_executor_that_always_fails_ends_the_loop() -> None:
 def test_the_death_of_a_part_ends_the_loop() -> None:
     rig = Rig()
     with rig.running():
-        rig.inbox.put(PartDied("the transfer process"))
+        rig.inbox.stop("the transfer process died")
         wait_until(lambda: rig.failure is not None, "the end of the loop")
     assert "transfer process died" in str(rig.failure)
 
@@ -382,8 +365,8 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
         AbortPullEvent(4),
     ]
     with rig.running():
-        wait_until(lambda: len(rig.link.sent) == 5, "five orders")
-    offer, grant, withdraw, start, abort = rig.link.sent
+        wait_until(lambda: len(rig.orders) == 5, "five orders")
+    offer, grant, withdraw, start, abort = rig.orders
     assert offer.offer.handle == grant.grant.handle == withdraw.withdraw.handle == b"h" * 16
     assert list(grant.grant.grant.block_ids) == [7, 8]
     assert list(grant.grant.grant.generations) == [1, 2**63]
@@ -414,12 +397,18 @@ def test_words_of_the_transfer_process_reach_the_scheduler_and_the_routers() -> 
         wait_until(lambda: len(rig.scheduler.calls) == 6, "six calls")
     *leases, good, bad, failed = rig.scheduler.calls
     assert leases == [("opened", b"a"), ("lost", b"b"), ("released", b"c")]
-    assert good == PullResult(pull_id=4, num_tokens=40, first_token=FirstToken(12, FinishReason.LENGTH))
+    assert good == PullResult(
+        pull_id=4,
+        num_tokens=40,
+        first_token=FirstToken(12, FinishReason.LENGTH),
+        transport="memfd",
+        seconds=0.5,
+        num_bytes=99,
+    )
     assert isinstance(bad, PullResult)
     assert "limits" in bad.failure
-    assert failed == PullResult(pull_id=6, failure="copy: stale")
-    reports = [transfer for report in rig.reports for transfer in report.transfers]
-    assert (reports[0].transport, reports[0].num_bytes, reports[0].seconds) == ("memfd", 99, 0.5)
+    assert failed == PullResult(pull_id=6, failure="copy: stale", failure_stage="copy")
+    assert [pull for report in rig.reports for pull in report.pulls] == [good, bad, failed]
 
 
 def test_requests_reach_the_scheduler_with_the_instant_of_their_receipt() -> None:
@@ -472,6 +461,6 @@ def test_changes_of_the_prefix_cache_are_reported_once() -> None:
 def test_a_refusal_of_the_source_is_a_stage_not_a_word(stage: str) -> None:
     done = transfer_pb2.PullDone(pull_id=3, failure_stage=stage, message="refused: says the message")
     ended = message_from_proto(transfer_pb2.TransferToEngine(pull_done=done), LIMITS)
-    assert isinstance(ended, PullEnded)
-    assert ended.result.failure
-    assert ended.result.is_refused is (stage == "refused")
+    assert isinstance(ended, PullResult)
+    assert ended.failure
+    assert (ended.failure_stage == REFUSED) is (stage == "refused")

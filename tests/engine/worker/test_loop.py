@@ -144,7 +144,7 @@ def test_reports_leave_before_the_submission_and_with_the_end_of_a_step() -> Non
     assert [report.orders for report in rig.take_reports()] == [[OfferEvent(b"i")]], "orders alone do not wait either"
     assert [type(event) for event in ended.events] == [TokenEvent]
     assert ended.step is not None
-    assert (ended.step.duration_s, ended.step.num_new_tokens) == (0.25, 1)
+    assert (ended.step_s, ended.step.num_new_tokens) == (0.25, 1)
 
 
 def test_what_a_plan_without_a_step_decided_does_not_wait_for_the_step_in_flight() -> None:

@@ -8,25 +8,29 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 
 import grpc
 import pytest
 
 from pdserve.contracts.events import ClientEvent, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
-from pdserve.contracts.step import ModelLimits
-from pdserve.engine.worker.live_loop import Inbox, LiveMessage, PartDied, WorkerReport
+from pdserve.contracts.step import ModelLimits, StepOutput
+from pdserve.engine.scheduling.interface import PullResult
+from pdserve.engine.worker.live_loop import Inbox
 from pdserve.engine.worker.loop import (
     AddRequest,
     CancelRequest,
-    FinishedStep,
+    Message,
     Prediction,
     PrepareRequest,
     SessionEnded,
     StartDrain,
-    TransferReport,
+    Step,
+    StepReport,
 )
-from pdserve.engine.worker.service import ServiceSettings, WorkerService
+from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.sessions import Session
 from pdserve.kv_transfer.block_pool import CacheEvents
 from pdserve.proto.codec import request_to_proto
@@ -35,6 +39,7 @@ from tests.workers import RouterClient, wait_until
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=512)
 GRACE_S = 0.3
+NO_HANDLE: Future[StepOutput] = Future()
 
 
 class LoopSide:
@@ -43,20 +48,19 @@ class LoopSide:
     def __init__(self) -> None:
         self.inbox = Inbox()
         self.is_healthy = True
-        settings = ServiceSettings(
-            host="127.0.0.1",
+        config = WorkerConfig(
+            worker_id="decode-0",
+            role=WorkerRole.DECODE,
+            model_path="",
             cluster_token="secret",
             session_grace_s=GRACE_S,
-            welcome=worker_pb2.Welcome(
-                worker_id="decode-0", worker_epoch=7, max_model_len=256, kv_address="127.0.0.1:1"
-            ),
-            limits=LIMITS,
         )
-        self.service = WorkerService(settings, self.inbox, is_healthy=lambda: self.is_healthy)
+        welcome = worker_pb2.Welcome(worker_id="decode-0", worker_epoch=7, max_model_len=256, kv_address="127.0.0.1:1")
+        self.service = WorkerService(config, LIMITS, welcome, self.inbox, is_healthy=lambda: self.is_healthy)
         self.address = self.service.start()
-        self.received: list[LiveMessage] = []
+        self.received: list[Message] = []
 
-    def next_message(self) -> LiveMessage:
+    def next_message(self) -> Message:
         wait_until(lambda: self._pull(), "a message in the inbox")
         return self.received.pop(0)
 
@@ -66,11 +70,12 @@ class LoopSide:
         return message.key
 
     def publish(self, *events: ClientEvent, step_s: float = 0.0) -> None:
-        step = FinishedStep(step_s, 1, None) if step_s else None
-        self.service.publish(WorkerReport(load=SchedulerLoad(num_running=3), step=step, events=list(events)))
+        step = Step(1, 1, None, NO_HANDLE) if step_s else None
+        load = SchedulerLoad(num_running=3)
+        self.service.publish(StepReport(load=load, step=step, step_s=step_s, events=list(events)))
 
     def _pull(self) -> bool:
-        self.received += self.inbox.take_all(0.01)
+        self.received += self.inbox.take_all(0.01) or []
         return bool(self.received)
 
 
@@ -138,10 +143,11 @@ def test_events_reach_only_their_session_and_steps_reach_all(loop_side: LoopSide
 def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side: LoopSide) -> None:
     with RouterClient(loop_side.address, token="secret") as router:
         router.wait_for(lambda: bool(router.frames), "the first frame")
-        report = WorkerReport(
+        report = StepReport(
             load=SchedulerLoad(num_waiting=4),
-            transfers=[TransferReport("memfd", 0.5, 99, "copy")],
-            step=FinishedStep(0.25, 7, Prediction(True, 0.125, True)),
+            pulls=[PullResult(pull_id=1, transport="memfd", seconds=0.5, num_bytes=99, failure_stage="copy")],
+            step=Step(1, 7, Prediction(True, 0.125, True), NO_HANDLE),
+            step_s=0.25,
             prefill_correction=1.5,
             decode_correction=0.75,
             is_draining=True,
@@ -248,11 +254,11 @@ def test_a_stalled_router_loses_its_session_and_delays_no_other(loop_side: LoopS
         router.submit(a_request(2))
         key = loop_side.next_key()
         batch = [a_token(stalled_key)] * 4000
-        ended: list[LiveMessage] = []
+        ended: list[Message] = []
         for index in range(2000):
             loop_side.publish(*batch, a_token(key, index))
             router.wait_for_tokens(2, index + 1)
-            ended += loop_side.inbox.take_all(0)
+            ended += loop_side.inbox.take_all(0) or []
             if ended:
                 break
         assert ended == [SessionEnded(stalled_key.session)]
@@ -283,7 +289,8 @@ def test_a_report_that_cannot_be_packed_is_the_end(loop_side: LoopSide) -> None:
     with RouterClient(loop_side.address, token="secret") as router:
         router.submit(a_request(1))
         loop_side.publish(TokenEvent(loop_side.next_key(), 0, 0, -1, None, FinishReason.NONE))
-        assert loop_side.next_message() == PartDied("the gRPC service")
+        with pytest.raises(RuntimeError, match="gRPC service died"):
+            loop_side.next_message()
 
 
 def test_stop_ends_the_thread() -> None:
@@ -304,8 +311,8 @@ def test_a_bad_cluster_token_is_refused(loop_side: LoopSide, token: str) -> None
 def test_a_late_session_is_told_of_the_whole_prefix_cache(loop_side: LoopSide) -> None:
     with RouterClient(loop_side.address, token="secret") as early:
         early.wait_for(lambda: bool(early.frames), "the first frame")
-        loop_side.service.publish(WorkerReport(load=SchedulerLoad(), cache=CacheEvents([b"a", b"b"], [])))
-        loop_side.service.publish(WorkerReport(load=SchedulerLoad(), cache=CacheEvents([b"c"], [b"a"])))
+        loop_side.service.publish(StepReport(load=SchedulerLoad(), cache=CacheEvents([b"a", b"b"], [])))
+        loop_side.service.publish(StepReport(load=SchedulerLoad(), cache=CacheEvents([b"c"], [b"a"])))
         early.wait_for(lambda: any(b"c" in frame.cache.stored for frame in early.frames), "the cache events")
         with RouterClient(loop_side.address, token="secret") as late:
             late.wait_for(lambda: bool(late.frames), "the first frame")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from pdserve.engine.worker.live_loop import TransferLink
 from pdserve.engine.worker.staged_transfer import StagedTransfer
+from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.workers import wait_until
 
@@ -36,9 +36,9 @@ class Rig:
             cast("HostStaging", self), self._start, self._tell, lambda: self.failures.append("copy")
         )
 
-    def _start(self, on_message: Callable[[transfer_pb2.TransferToEngine], None]) -> TransferLink:
+    def _start(self, on_message: Callable[[transfer_pb2.TransferToEngine], None]) -> TransferProcess:
         self.say = on_message
-        return self
+        return cast(TransferProcess, self)
 
     def _tell(self, message: transfer_pb2.TransferToEngine) -> None:
         self.log.append(message.WhichOneof("body"))
