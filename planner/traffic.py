@@ -91,7 +91,9 @@ class Traffic:
             words += f"; {statistics.cacheable_share * 100:.0f} % of prompt tokens could come from a cache"
         notes = self.notes
         if str(sample.clamped):
-            notes += (f"To fit {self.max_model_len} tokens: {sample.clamped}, of {sample.num_requests} requests.",)
+            notes += (
+                f"Shortened to {self.max_model_len} tokens: {sample.clamped}, of {sample.num_requests} requests.",
+            )
         return words, notes
 
     def _arrivals(self) -> str:

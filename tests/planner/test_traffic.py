@@ -72,7 +72,7 @@ def test_words_tell_lengths_arrivals_and_caches(tmp_path: Path) -> None:
 
 def test_what_the_model_cuts_off_is_told() -> None:
     _, notes = named_traffic("chat", max_model_len=1000).described()
-    assert notes[0].startswith("To fit 1000 tokens: ")
+    assert notes[0].startswith("Shortened to 1000 tokens: ")
     assert " prompts shortened" in notes[0]
 
 

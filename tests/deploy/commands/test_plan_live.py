@@ -195,7 +195,7 @@ def test_a_model_that_is_elsewhere_is_asked_for(capsys: pytest.CaptureFixture[st
     [
         (COLOCATED, 0, "no request came while the router was watched: watch it for longer"),
         ([status_of("gone", "mixed", up=False)], 40, "no worker of the cluster is up"),
-        ([{"up": True}], 40, "this is no status of a pdserve router"),
+        ([{"up": True}], 40, "this is not the status of a pdserve router"),
         ([status_of("p", "prefill")], 40, "no decode worker is up"),
     ],
 )
