@@ -77,7 +77,7 @@ class Attainment:
     """Counted requests that met both objectives. If the run was stopped early (``is_partial``), an upper bound. With
     ``is_finite`` of `measure`, as papers do it, the smaller of the shares below."""
     interval: Interval
-    """Of ``share``, from the means of consecutive batches of requests."""
+    """Confidence interval of ``share``, from the means of consecutive batches of requests."""
     ttft_share: float
     """Counted requests that met the TTFT objective, whatever their TPOT."""
     tpot_share: float

@@ -70,7 +70,7 @@ class Conversations:
     """Random conversations. Each turn's prompt is the whole conversation so far plus a new message."""
 
     lengths: Lengths
-    """Of a message and its answer. A first turn without a system prompt has its message as its prompt."""
+    """Lengths of a message and its answer. A first turn without a system prompt has its message as its prompt."""
     system_prompts: SystemPrompts | None = None
     turns: Turns = Turns()
 

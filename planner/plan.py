@@ -44,7 +44,7 @@ class Supply:
     num_nodes: int = 1
     devices_per_node: int = 8
     dollars_per_hour: float | None = None
-    """Of one device; ``None`` uses the catalogue's price, if it has one."""
+    """Per device; ``None`` uses the catalogue's price, if it has one."""
 
     @property
     def price(self) -> float | None:

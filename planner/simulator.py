@@ -58,9 +58,9 @@ class Overheads:
     answer_s: float = 1.1e-3
     """From a token's arrival at the router to the client."""
     pull_s: float = 1e-3
-    """Of a pull, apart from the bytes: opening, verifying, notifying both engines."""
+    """Fixed part of a pull: opening, verifying, notifying both engines."""
     turn_s: float = 1e-3
-    """Of a step loop between two steps, unless the second was submitted before the first ended."""
+    """Turn of a step loop between two steps, unless the second was submitted before the first ended."""
 
 
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)

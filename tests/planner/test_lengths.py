@@ -103,7 +103,7 @@ def test_empirical_lengths_keep_their_pairs() -> None:
         (lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=0.5), "mean_output_tokens is 0.5"),
         (
             lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=5, output_variation=-1),
-            "variation must be 0",
+            "must be 0",
         ),
         (lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=5, correlation=2), "correlation of 2"),
         (lambda: EmpiricalLengths(np.array([1]), np.array([1, 2])), "1 prompt and 2 output"),
