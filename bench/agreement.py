@@ -1,4 +1,4 @@
-"""Error of the simulator against a measurement of the same requests: attainment and percentiles, side by side.
+"""Error of the simulator against a measurement of the same requests: attainment and percentiles.
 
 Pure; used by the benchmarks that compare `pdserve.planner.simulator` with real and emulated clusters.
 """
@@ -16,24 +16,24 @@ from pdserve.planner.simulation import FloatArray, RequestTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What counts as agreement."""
+    """Tolerances of agreement."""
 
     attainment_points: float = 2.0
     """Percentage points of joint attainment."""
     relative: float = 0.05
-    """Of each percentile."""
+    """Relative error of each percentile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one run; all requests count, and one that did not end has met nothing."""
+    """Figures of one run; counts all requests, and an unfinished one has met no objective."""
 
     attainment: float
     """Share of the requests that met both objectives."""
     ttft_p50_s: float
     ttft_p90_s: float
     tpot_p50_s: float
-    """Of answers of two tokens and more, as the next."""
+    """Answers of two tokens or more, as for the next field."""
     tpot_p90_s: float
 
     @classmethod
@@ -62,18 +62,18 @@ class Agreement:
 
     @property
     def attainment_points(self) -> float:
-        """Percentage points by which the simulator is above the measurement."""
+        """Percentage points of the simulator above the measurement."""
         return 100 * (self.simulated.attainment - self.measured.attainment)
 
     @property
     def relative_errors(self) -> dict[str, float]:
-        """By percentile; above 0 where the simulator is slower than the measurement."""
+        """By percentile; above 0 if the simulator is slower than the measurement."""
         return {name: getattr(self.simulated, name) / getattr(self.measured, name) - 1 for name in PERCENTILES}
 
     def failures(self, limits: Limits, *, attainment_only: bool = False) -> list[str]:
-        """Where they do not agree, a line each."""
+        """A line for each figure that disagrees."""
         found = []
-        # Not "more than": what was never measured, NaN, agrees with nothing.
+        # Not "more than": NaN, a missing measurement, agrees with nothing.
         if not abs(self.attainment_points) <= limits.attainment_points + 1e-9:
             found.append(f"attainment is {self.attainment_points:+.1f} points off")
         for name, error in self.relative_errors.items():
@@ -99,13 +99,13 @@ class ComparedLoad:
     share_of_saturation: float
     agreement: Agreement
     failures: list[str]
-    """Where the two do not agree."""
+    """Disagreements."""
     invalid: list[str]
-    """Why the measurement does not count."""
+    """Reasons why the measurement does not count."""
 
 
 def joined(runs: Sequence[RequestTimes]) -> RequestTimes:
-    """The requests of all runs, for figures of all of them: each run has a clock of its own."""
+    """The requests of all runs, for joint figures; each run keeps a clock of its own."""
     names = [field.name for field in fields(RequestTimes)]
     return RequestTimes(**{name: np.concatenate([getattr(run, name) for run in runs]) for name in names})
 

@@ -29,10 +29,10 @@ def saturation(
     slo: SloConfig,
     corrections: Mapping[WorkerRole, Sequence[StepCorrections]] | None = None,
 ) -> float:
-    """Requests per second that a closed loop with more requests than places completes, once it is under way.
+    """Completed requests per second of a closed loop with more requests than batch slots, after its start.
 
     Args:
-        corrections: of workers whose steps do not take as long as predicted; see `simulate`.
+        corrections: for workers whose steps deviate from the prediction; see `simulate`.
     """
     concurrency = 2 * sum(pool.replicas * pool.max_batch_size for pool in layout.pools if pool is not layout.prefill)
     requests = workload.draw(4 * concurrency, max_model_len=model.max_model_len).at_rate(1.0)
@@ -47,13 +47,13 @@ def saturation(
 def overheads_between(
     measured: RequestTimes, simulated: RequestTimes, is_undisturbed: npt.NDArray[np.bool_] | None = None
 ) -> Overheads:
-    """What explains the difference of requests that met few others, the second simulated without overheads.
+    """Overheads that explain the difference between ``measured`` and ``simulated``, which ran without overheads.
 
-    The client sees sums only. Of what TTFT has too much, a sixth each is taken for a message to the router and for the
-    answer's way to the client, as in the defaults of `Overheads`.
+    The requests should have met few others. The client sees only sums: a sixth each of the excess TTFT is attributed to
+    a message to the router and to the answer's way to the client, as in the defaults of `Overheads`.
 
     Args:
-        is_undisturbed: requests whose TTFT tells it; ``None`` takes all.
+        is_undisturbed: requests whose TTFT is used; ``None`` uses all.
     """
     late_s = measured.ttft_s - simulated.ttft_s
     ttft_s = float(np.median(late_s if is_undisturbed is None else late_s[is_undisturbed]))
@@ -66,21 +66,21 @@ def overheads_between(
 
 
 def pipelined_overheads(measured: RequestTimes, simulated: Callable[[Overheads], RequestTimes]) -> Overheads:
-    """The same of a cluster whose workers plan a step while the one before runs, with the turn between two steps.
+    """Overheads of a cluster whose workers plan a step while the previous one runs, with the turn between two steps.
 
-    There decode steps follow each other without one, so that TPOT does not tell it. But a prompt that came while the
-    only step in flight ran is heard of when that has ended: it is later than others by a turn.
+    There decode steps follow each other without a turn, so TPOT does not reveal it. But a prompt that arrives while the
+    only step in flight runs is received when that step ends: it is later than others by a turn.
 
     Args:
-        simulated: of the requests that were measured.
+        simulated: simulates the measured requests with given overheads.
 
     Raises:
-        ValueError: none of them waited, or all.
+        ValueError: none of the prompts waited for a step, or all did.
     """
     bare = simulated(NO_OVERHEADS)
     has_waited = bare.started_s > bare.arrived_s
     if has_waited.all() or not has_waited.any():
-        raise ValueError("to tell a turn some prompts must wait for a step, and others not: choose another rate")
+        raise ValueError("a turn shows only if some prompts wait for a step and others do not: choose another rate")
     overheads = overheads_between(measured, bare, ~has_waited)
 
     def late_s(turn_s: float) -> float:
@@ -91,9 +91,9 @@ def pipelined_overheads(measured: RequestTimes, simulated: Callable[[Overheads],
 
 
 def found_turn(late_s: Callable[[float], float]) -> float:
-    """Seconds between two steps with which they follow each other as they did, so that ``late_s`` of them is 0.
+    """Seconds between two steps for which ``late_s`` is 0.
 
-    A turn makes requests later by more than itself, because they stay longer, meet more others and wait for several.
+    A turn delays requests by more than itself, because they stay longer, meet more others and wait for several turns.
     """
     low_s, high_s = 0.0, late_s(0.0)
     if high_s <= 0:

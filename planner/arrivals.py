@@ -1,6 +1,6 @@
 """Arrival patterns: drawn once at one arrival per second, then scaled to any rate.
 
-Used by `pdserve.planner.workload`. Knows nothing of what arrives. At twice the rate, a pattern has the same arrivals in
+Used by `pdserve.planner.workload`. Knows nothing of requests. At twice the rate, a pattern has the same arrivals in
 half the time, so that rates are compared on the same random draw.
 """
 
@@ -14,27 +14,27 @@ import numpy as np
 from pdserve.planner.simulation import FloatArray
 
 _STREAM = 1
-"""Keeps these random numbers apart from those of lengths, which come from the same seed."""
+"""Separates these random numbers from those of lengths, which use the same seed."""
 
 
 class Arrivals(Protocol):
     """An arrival process."""
 
     def unit_times(self, num_arrivals: int, seed: int) -> FloatArray:
-        """Instants in ascending order, one a second on average."""
+        """Ascending instants, one per second on average."""
         ...
 
     def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
-        """Where those instants lie, in seconds, at another rate."""
+        """Those instants, in seconds, at another rate."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RandomGaps:
-    """Gaps of a gamma distribution, each drawn for itself. A Poisson process, unless told otherwise."""
+    """Independent gaps from a gamma distribution; a Poisson process by default."""
 
     coefficient_of_variation: float = 1.0
-    """Of the gaps: 0 for equal ones, 1 for Poisson, more for bursts."""
+    """Standard deviation of the gaps over their mean: 0 for equal ones, 1 for Poisson, more for bursts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.coefficient_of_variation < np.inf:
@@ -58,28 +58,28 @@ POISSON = RandomGaps()
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The instants of a trace. A stretch of it is as recorded at its own rate, `stretch_per_s`, and in the same pattern
-    at others: traces have quiet and busy hours, and who asks for a rate gets it in either."""
+    """The instants of a trace. A section keeps its recorded times at its own rate, `stretch_per_s`, and its pattern at
+    other rates: traces have quiet and busy hours, and a requested rate applies to either."""
 
     recorded_s: FloatArray
-    """In ascending order."""
+    """Ascending."""
 
     def __post_init__(self) -> None:
         if len(self.recorded_s) < 2 or self.recorded_s[-1] <= self.recorded_s[0]:
-            raise ValueError("the trace has no times to replay: name an arrival process")
+            raise ValueError("the trace has no times to replay: choose an arrival process")
 
     @property
     def requests_per_s(self) -> float:
-        """Of the whole trace."""
+        """Mean of the whole trace."""
         return float((len(self.recorded_s) - 1) / (self.recorded_s[-1] - self.recorded_s[0]))
 
     def stretch_per_s(self, num_arrivals: int, seed: int) -> float:
-        """Requests per second of what `unit_times` returns, as recorded; of the whole trace if all come at once."""
+        """Recorded requests per second of the section that `unit_times` returns; of the whole trace if all coincide."""
         span_s = float(self._stretch(num_arrivals, seed)[-1])
         return (num_arrivals - 1) / span_s if span_s > 0 else self.requests_per_s
 
     def unit_times(self, num_arrivals: int, seed: int) -> FloatArray:
-        """A stretch of the trace, from the row that `first_row` names; time starts with its first arrival."""
+        """A section of the trace from row `first_row`; time starts at its first arrival."""
         return self._stretch(num_arrivals, seed) * self.stretch_per_s(num_arrivals, seed)
 
     def _stretch(self, num_arrivals: int, seed: int) -> FloatArray:
@@ -92,10 +92,10 @@ class Recorded:
 
 
 def first_row(num_rows: int, num_wanted: int, seed: int) -> int:
-    """Where a stretch of a trace begins: at its start for seed 0, anywhere it fits for others.
+    """First row of a section of a trace: the start for seed 0, any row with enough rows after it for other seeds.
 
     Raises:
-        ValueError: the trace is shorter than that.
+        ValueError: the trace is too short.
     """
     if num_wanted > num_rows:
         raise ValueError(

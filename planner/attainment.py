@@ -1,7 +1,7 @@
-"""Judges one simulated run against an SLO: attainment, its confidence, and latencies.
+"""Evaluates simulated runs against an SLO: attainment, its confidence, and latencies.
 
 `pdserve.planner.goodput` calls it at each rate, `pdserve simulate` once. Excludes requests that arrive before the
-cluster reaches its steady state (`warm_up_s`). Works on any `Simulation`-shaped record; runs nothing itself.
+cluster reaches its steady state (`warm_up_s`). Accepts any record shaped like `Simulation`; runs nothing itself.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.simulation import FloatArray, RequestTimes, Simulation
 
 WARM_UP_RESIDENCES = 10
-"""Mean times in the cluster after which it has forgotten that it began empty; see `warm_up_s`."""
+"""Mean residence times until the effect of the empty start is gone; see `warm_up_s`."""
 MAX_WARM_UP_SHARE = 0.4
-"""Of a run's arrivals, by time."""
+"""Limit on the warm-up, as a share of the time that a run's arrivals take."""
 NUM_BATCHES = 10
-"""Into which each run is cut for the confidence interval."""
+"""Batches per run for the confidence interval."""
 _STUDENT_T = ((49, 2.010), (29, 2.045), (19, 2.093), (9, 2.262), (4, 2.776), (0, 12.71))
-"""Degrees of freedom, and the quantile at 97.5 % of Student's t with so many or a little more."""
+"""(Degrees of freedom, 97.5 % quantile of Student's t) for at least that many degrees."""
 _NORMAL_Z = 1.96
 
 BoolArray = npt.NDArray[np.bool_]
 
 
 class Interval(NamedTuple):
-    """Of a figure, where it lies with 95 % confidence."""
+    """95 % confidence interval of a figure."""
 
     low: float
     high: float
@@ -40,70 +40,71 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A latency's distribution: seconds at each whole percentile. What never ended counts as infinite."""
+    """A latency's distribution: seconds at each whole percentile. Unfinished requests count as infinite."""
 
     quantile_s: tuple[float, ...]
-    """101 values, of percentiles 0 to 100; empty where nothing was measured."""
+    """101 values, for percentiles 0 to 100; empty if nothing was measured."""
 
     def percentile(self, percent: int) -> float:
-        """Seconds that ``percent`` of 100 stay within; NaN where nothing was measured."""
+        """Latency at ``percent`` of 100 in seconds; NaN if nothing was measured."""
         return self.quantile_s[percent] if self.quantile_s else float("nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUse:
-    """How the workers of one role were used, on average, from the first arrival to the last."""
+    """Mean utilisation of the workers of one role, from the first arrival to the end."""
 
     role: WorkerRole
     busy_share: float
-    """Of the time, in which a step ran. A decode worker is busy with one sequence as with a hundred: see the batch."""
+    """Share of the time with a step running. A decode worker is equally busy with one sequence or a hundred: see the
+    batch size."""
     mean_batch_size: float
-    """Sequences that decode, per step."""
+    """Decoding sequences per step."""
     kv_share: float
-    """Of the KV blocks, those that sequences held: one that several share counts once."""
+    """Share of KV blocks held by sequences; a shared block counts once."""
     num_preemptions: int
     network_share: float = 0.0
-    """Of its pulls, those that crossed the network."""
+    """Pulls that crossed the network, as a share of all pulls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attainment:
-    """What a placement made of a workload at one rate."""
+    """Result of a placement under a workload at one rate."""
 
     rate: float
-    """Requests per second that were offered."""
+    """Offered requests per second."""
     share: float
-    """Of the counted requests, those that met both objectives. Of a run that was stopped early (``is_partial``), the
-    most that could have been. Judged as papers do (``is_finite`` of `measure`), the lesser of the shares below."""
+    """Counted requests that met both objectives. If the run was stopped early (``is_partial``), an upper bound. With
+    ``is_finite`` of `measure`, as papers do it, the smaller of the shares below."""
     interval: Interval
-    """Of ``share``, from the means of consecutive batches of requests."""
+    """Confidence interval of ``share``, from the means of consecutive batches of requests."""
     ttft_share: float
-    """Of the counted requests, those that met the objective for TTFT, whatever their TPOT."""
+    """Counted requests that met the TTFT objective, whatever their TPOT."""
     tpot_share: float
-    """The same of TPOT."""
+    """Counted requests that met the TPOT objective, whatever their TTFT."""
     ttft: Distribution
     tpot: Distribution
-    """Of answers of two tokens and more."""
+    """Answers of two tokens or more."""
     itl: Distribution
-    """Gaps between tokens; those of the warm-up are in it."""
+    """Gaps between tokens, including the warm-up's."""
     num_requests: int
     num_counted: int
     """Requests that arrived after the warm-up."""
     num_rejected: int
     warm_up_s: float
-    """Length of the warm-up of each run."""
+    """Warm-up of each run."""
     mean_residence_s: float
-    """From arrival to last token."""
+    """Mean time from arrival to last token."""
     output_tokens_per_s: float
-    """Of the answers that ended, all workers together, from the first arrival to the end."""
+    """Tokens of finished answers over all workers, from the first arrival to the end."""
     pools: tuple[PoolUse, ...]
     num_runs: int = 1
-    """That it is made of, equally long ones of different seeds."""
+    """Runs of equal length with different seeds."""
     is_partial: bool = False
 
     @property
     def network_share(self) -> float:
-        """Of all pulls, those that crossed the network."""
+        """Pulls that crossed the network, as a share of all pulls."""
         return max(pool.network_share for pool in self.pools)
 
     def meets(self, target: float) -> bool:
@@ -112,15 +113,15 @@ class Attainment:
 
     @property
     def binding_slo(self) -> str:
-        """``ttft`` or ``tpot``: the objective that more requests missed; TTFT if as many."""
+        """``ttft`` or ``tpot``: the objective that more requests missed; TTFT on a tie."""
         return "tpot" if self.tpot_share < self.ttft_share else "ttft"
 
 
 def warm_up_s(arrived_s: FloatArray, mean_residence_s: float) -> float:
-    """How much of a run's beginning is not counted: ten mean residence times, or 40 % of the arrivals if that is less.
+    """Seconds at the start of a run that are not counted: ten mean residence times, at most 40 % of the arrivals' time.
 
-    A cluster starts empty, and fills to its steady state within a few mean residence times where there is one. Where
-    there is none, latencies grow as long as the run lasts, and a fixed share keeps the run's end.
+    A cluster starts empty and, if it has a steady state, reaches it within a few mean residence times. If it has none,
+    latencies grow as long as the run lasts, and the limit keeps the run's end.
     """
     span_s = float(arrived_s[-1] - arrived_s[0]) if len(arrived_s) else 0.0
     return min(WARM_UP_RESIDENCES * mean_residence_s, MAX_WARM_UP_SHARE * span_s)
@@ -134,12 +135,12 @@ def measure(
     num_offered: int = 0,
     is_finite: bool = False,
 ) -> Attainment:
-    """Judge runs of one layout at one rate, which differ in their seeds.
+    """Evaluate runs of one layout at one rate that differ in their seeds.
 
     Args:
-        rate: requests per second that were offered.
-        num_offered: requests of each run, if it may have been stopped early.
-        is_finite: count every request, and hold each objective's own share against the target, not both jointly.
+        rate: offered requests per second.
+        num_offered: requests of each run; required if a run was stopped early.
+        is_finite: count every request, and compare each objective's own share with the target, not the joint share.
     """
     assert runs
     judged = [_Judged.of(run, slo, is_finite=is_finite) for run in runs]
@@ -151,7 +152,7 @@ def measure(
         share = min(ttft_share, tpot_share)
         interval = min(_interval([each.met_ttft for each in judged]), _interval([each.met_tpot for each in judged]))
     if is_partial:
-        assert num_offered, "of a run that was stopped, it must be known how many were still to come"
+        assert num_offered, "a stopped run needs the number of offered requests"
         share = 1 - sum(each.num_missed for each in judged) / (num_offered * len(runs))
         interval = Interval(0.0, share)
     return Attainment(
@@ -176,18 +177,18 @@ def measure(
 
 
 class _Judged(NamedTuple):
-    """The requests of one run that count."""
+    """The counted requests of one run."""
 
     met: BoolArray
     met_ttft: BoolArray
     met_tpot: BoolArray
     ttft_s: FloatArray
     tpot_s: FloatArray
-    """Of answers of two tokens and more."""
+    """Answers of two tokens or more."""
     num_answered: int
-    """Tokens of all answers that ended, those of the warm-up too."""
+    """Tokens of all finished answers, including the warm-up's."""
     num_missed: int
-    """Of all requests, those that were seen to miss an objective."""
+    """Requests known to have missed an objective, including the warm-up's."""
     warm_up_s: float
     mean_residence_s: float
 
@@ -215,13 +216,13 @@ class _Judged(NamedTuple):
 
 
 def _span_s(run: Simulation) -> float:
-    """From the first arrival to the end; not quite 0 of a run of nothing."""
+    """From the first arrival to the end; slightly above 0 for an empty run."""
     arrived_s = run.times.arrived_s
     return max(run.ended_s - float(arrived_s[0]), 1e-9) if len(arrived_s) else 1e-9
 
 
 def _or_never(latency_s: FloatArray) -> FloatArray:
-    """With infinity for what never came."""
+    """Replace NaN, a missing event, by infinity."""
     return np.where(np.isnan(latency_s), inf, latency_s)
 
 
@@ -237,8 +238,9 @@ def _mean(values: Iterable[BoolArray | FloatArray]) -> float:
 
 
 def _interval(met: Sequence[BoolArray]) -> Interval:
-    """From the means of batches of consecutive requests, which hardly depend on each other (Law, "Simulation Modeling
-    and Analysis", section 9.5.3); never narrower than Wilson's for independent requests, which all may have met."""
+    """Confidence interval from the means of batches of consecutive requests, which hardly depend on each other (Law,
+    "Simulation Modeling and Analysis", section 9.5.3); never narrower than Wilson's for independent requests, which
+    does not collapse if all of them met the objectives."""
     share, num_counted = _mean(met), sum(len(each) for each in met)
     if not num_counted:
         return Interval(0.0, 1.0)
@@ -256,12 +258,12 @@ def _interval(met: Sequence[BoolArray]) -> Interval:
 def _distribution(latency_s: FloatArray) -> Distribution:
     if not len(latency_s):
         return Distribution(())
-    # The higher of two neighbours, because between a number and infinity there is no middle.
+    # The higher of two neighbours: a number and infinity have no middle.
     return Distribution(tuple(np.percentile(latency_s, np.arange(101), method="higher").tolist()))
 
 
 def _weighted_distribution(runs: Sequence[Simulation]) -> Distribution:
-    """Of the gaps between tokens, which a simulation gives as lengths and numbers."""
+    """Distribution of the gaps between tokens, from a simulation's lengths and counts."""
     gap_s = np.concatenate([run.gap_s for run in runs])
     if not len(gap_s):
         return Distribution(())

@@ -1,20 +1,20 @@
 """Closed-form bounds of a layout, without simulation: memory, maximum rate, and an estimate of its goodput.
 
-`pdserve.planner.search` uses them to drop layouts that cannot win and to rank the others before it simulates them.
-Calls the cost model only. All figures describe a steady state with a demand's mean lengths (`pdserve.planner.demand`).
+`pdserve.planner.search` uses them to drop layouts that cannot win and to rank the others before it simulates any.
+Calls the cost model only. All figures describe a steady state at a demand's mean lengths (`pdserve.planner.demand`).
 
 - Memory: the weights, plus the KV of one sequence of ``max_model_len``.
-- Reach: the share of prompts whose TTFT meets the objective on an idle cluster, and the share of answers whose steps do
-  when they decode alone. If either is too low, no rate meets the SLO.
+- Feasibility: the share of prompts that meet the TTFT objective on an idle cluster, and the share of answers that meet
+  the TPOT objective when they decode alone. If either is too low, no rate meets the SLO.
 - Prefill: a worker computes at most the prompts that fill every step's token budget.
 - Decode and mixed workers: a step of ``b`` decode rows and ``n`` prompt tokens takes ``s(n, b)``, so a worker decodes
-  ``b / (s g)`` requests of ``g`` gaps per second and prefills ``n / (s L)`` prompts of ``L`` tokens. The batch and KV
-  limit ``b`` (Little's law), the token budget limits ``n + b``, and the TPOT objective limits ``s``, unless answers of
-  one token, which have no TPOT, suffice for the target. Decode workers also prefill if the router finds it useful, so
-  the same bound holds for both. ``s`` is convex, except that efficiency grows with size, so steps that vary around
-  their means do no better than uniform steps.
-- Link: KV that is prefilled elsewhere and not in a prefix cache must cross the link, one pull at a time per worker, at
-  the speed of the slower side, within a host or over the network (`pdserve.planner.links`).
+  ``b / (s g)`` requests of ``g`` gaps per second and prefills ``n / (s L)`` prompts of ``L`` tokens. The batch limit
+  and KV limit ``b`` (Little's law), the token budget limits ``n + b``, and the TPOT objective limits ``s``, unless
+  one-token answers, which have no TPOT, already reach the target. The router may let decode workers prefill, so the
+  same bound holds for both. ``s`` is convex, except that efficiency grows with size; steps that vary around their
+  means therefore do no better than uniform steps.
+- Link: KV that is prefilled elsewhere and misses the prefix cache must cross the link, one pull at a time per worker,
+  at the speed of the slower side, within a host or over the network (`pdserve.planner.links`).
 
 The rate cannot exceed ``min(decoded, prefilled)`` at the best ``(n, b)``. Sources: Little, "A proof for the queuing
 formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and Kingman's exponential tail of it (1961).
@@ -43,23 +43,23 @@ from pdserve.planner.simulation import FloatArray, IntArray
 from pdserve.planner.simulator import Overheads
 
 _MAX_SAMPLE = 200
-"""Requests of the demand whose times are worked out one by one."""
+"""Requests of the demand that are timed one by one."""
 _NUM_PACKED_STEPS = 8
-"""Full steps from which a prefill worker's highest rate is taken."""
+"""Full steps that are averaged for a prefill worker's maximum rate."""
 _BATCH_GROWTH, _CHUNK_GROWTH = 1.2, 1.6
-"""From one number of decode rows, or of prompt tokens, to the next, among those that are tried."""
+"""Ratio between neighbouring numbers of decode rows, and of prompt tokens, in the grid of steps."""
 _STEADY_SHARE = 0.9
-"""Of a limit on the mean, what is planned for in an estimate: steps and arrivals vary."""
+"""Share of a mean limit that an estimate uses: steps and arrivals vary."""
 _LEAST_SHARE = 0.05
-"""Of the bound, what is estimated at least: a simulation has to begin somewhere."""
+"""Lowest estimate, as a share of the bound: a simulation needs a rate to start from."""
 _SPARE_SHARE = 0.6
-"""Of the objectives, what the mean request takes where nine of ten are to meet them."""
+"""Share of the objectives that a mean request takes if nine of ten requests meet them."""
 _ALMOST_ALL = 0.9999
-"""For all requests, where a normal distribution stands for what varies: of it, there is no bound."""
+"""Stands for "all requests" where a normal distribution, which has no maximum, models the variation."""
 
 
 class Resource(Enum):
-    """What runs out first when the rate rises."""
+    """The resource that limits the rate."""
 
     PREFILL_COMPUTE = "prefill compute"
     DECODE_BANDWIDTH = "decode memory bandwidth"
@@ -70,59 +70,59 @@ class Resource(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of one layout."""
+    """Bounds of one layout."""
 
     rate: float
-    """No rate above it can be served within the SLO."""
+    """Upper bound: no higher rate meets the SLO."""
     estimate: float
     """Estimated goodput."""
     resource: Resource
-    """What sets the bound."""
+    """The resource that sets the bound."""
     is_feasible: bool = True
-    """False: not even an idle cluster would meet the SLO for enough requests."""
+    """False: even an idle cluster misses the SLO for too many requests."""
 
 
 class _Mix(NamedTuple):
-    """Kinds of steps that a worker may run all the time, and what comes of each; arrays of one entry per kind."""
+    """Steps that a worker could run continuously, with their rates; arrays of one entry per kind of step."""
 
     step_s: FloatArray
     decoded_per_s: FloatArray
-    """Requests that a worker decodes."""
+    """Requests decoded per worker."""
     prefilled_per_s: FloatArray
-    """Prompts that it computes beside them."""
+    """Prompts prefilled per worker in the same steps."""
     batch_size: FloatArray
     decode_s: FloatArray
-    """Of a step of the decode rows alone."""
+    """Duration of a step with the decode rows alone."""
     beside_s: FloatArray
-    """By how much they lengthen a step with prompt tokens."""
+    """Time that the decode rows add to a step with prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerFigures:
-    """Of one worker of a pool."""
+    """Figures of one worker of a pool."""
 
     cost: CostModel
     num_kv_blocks: int
     max_concurrency: int
-    """Sequences of the demand's mean length whose KV fits, as far as the batch limit lets them decode together."""
+    """Sequences of the demand's mean length that decode together, within KV and the batch limit."""
     is_kv_limited: bool
-    """The KV limits them, not the batch."""
+    """KV sets ``max_concurrency``, not the batch limit."""
     idle_ttft_s: FloatArray
-    """Of a sample of prompts, on an idle worker."""
+    """Sampled prompts on an idle worker."""
     prefilled_per_s: float
-    """Prompts, if it does nothing else and every step is full."""
+    """Prompts, if the worker only prefills and every step is full."""
     mix: _Mix
     idle_tpot_s: FloatArray
-    """Of a sample of answers that decode alone; 0 of those of one token."""
+    """Sampled answers that decode alone; 0 for one-token answers."""
 
 
 def mean_wait_s(rate: FloatArray | float, service_s: FloatArray) -> FloatArray:
-    """Mean time in the queue of one server with Poisson arrivals, which takes its customers in order (Pollaczek and
-    Khinchine); infinite where it cannot keep up.
+    """Mean time in the queue of one FIFO server with Poisson arrivals (Pollaczek and Khinchine); infinite if it is
+    overloaded.
 
     Args:
-        rate: arrivals per second, of one server or of as many as ``service_s`` has rows.
-        service_s: a sample of service times. Of one value: M/D/1.
+        rate: arrivals per second, of one server or of one per row of ``service_s``.
+        service_s: sampled service times; a single value is M/D/1.
     """
     idle_share = np.maximum(1 - rate * service_s.mean(axis=-1), 0.0)
     with np.errstate(divide="ignore"):
@@ -131,13 +131,13 @@ def mean_wait_s(rate: FloatArray | float, service_s: FloatArray) -> FloatArray:
 
 
 def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
-    """Whether a worker holds the weights and, in each of its lanes, the KV of one sequence of ``max_model_len``."""
+    """Whether a worker holds the weights and, in each micro-batch, the KV of one sequence of ``max_model_len``."""
     num_blocks = pool.kv_blocks(model, cost)
     return num_blocks // pool.pipeline_parallel >= ceil((model.max_model_len + 1) / model.block_size)
 
 
 class BoundTable:
-    """Bounds of a model's layouts under one demand; what is the same of several layouts is worked out once."""
+    """Bounds of a model's layouts under one demand; caches what several layouts share."""
 
     def __init__(self, model: PlannedModel, demand: Demand, slo: SloConfig, overheads: Overheads | None = None) -> None:
         self._model = model
@@ -149,10 +149,10 @@ class BoundTable:
         self._queued: dict[Pool, float] = {}
 
     def figures(self, pool: Pool) -> WorkerFigures:
-        """Of a worker of ``pool``.
+        """Figures of one worker of ``pool``.
 
         Raises:
-            ValueError: the model does not divide so.
+            ValueError: the model does not divide by the pool's degrees.
         """
         key = replace(pool, replicas=1)
         if key not in self._figures:
@@ -161,7 +161,7 @@ class BoundTable:
 
     @property
     def residence_s(self) -> float:
-        """Time of a mean request in a cluster that meets the objectives with a little to spare."""
+        """Mean time of a request in a cluster that meets the objectives with some slack."""
         return (self._slo.ttft_seconds + self._demand.mean_gaps * self._slo.tpot_seconds) * _SPARE_SHARE
 
     def idle_ttft_s(self, layout: Layout, percent: float) -> float:
@@ -170,7 +170,7 @@ class BoundTable:
         return float(np.percentile(np.min(samples, axis=0), percent))
 
     def idle_ttft_miss_share(self, layout: Layout) -> float:
-        """Of the prompts, those that miss the objective for TTFT on an idle cluster."""
+        """Share of prompts that miss the TTFT objective on an idle cluster."""
         samples = [self.figures(pool).idle_ttft_s for pool in layout.pools]
         return float((np.min(samples, axis=0) > self._slo.ttft_seconds).mean())
 
@@ -179,7 +179,7 @@ class BoundTable:
         return float(np.percentile(self.figures(layout.decode_pool).idle_tpot_s, percent))
 
     def bounds(self, layout: Layout) -> Bounds:
-        """Of a layout whose workers all fit (`fits`)."""
+        """Bounds of a layout whose workers all fit (`fits`)."""
         slo = self._slo
         decode = self.figures(layout.decode_pool)
         mix, replicas = decode.mix, layout.decode_pool.replicas
@@ -198,7 +198,7 @@ class BoundTable:
         ttft_reach = float((idle_ttft_s <= slo.ttft_seconds).mean())
         tpot_reach = float((decode.idle_tpot_s <= slo.tpot_seconds).mean())
         if is_within.any() and judged_share > 0:
-            # Whoever misses the objective, or has no TPOT, may have been decoded in steps of any length.
+            # Requests that miss the objective or have no TPOT may be decoded in steps of any length.
             allowed = is_within.astype(np.float64)
             rate = min(rate, float((rates * allowed).max()) / judged_share)
         served_share = self._demand.served_share
@@ -213,15 +213,15 @@ class BoundTable:
 
     @property
     def _judged_share(self) -> float:
-        """Of the requests, those that at least must be answered in short steps to meet the target; if any, above 0."""
+        """Minimum share of requests that must decode in short steps to meet the target; above 0 if there are any."""
         return self._slo.attainment - self._demand.one_token_share
 
     def _is_within(self, step_s: FloatArray) -> BoolArray:
-        """Of steps, those that answers may be decoded in all the time."""
+        """Steps that answers may decode in continuously."""
         return (step_s <= self._slo.tpot_seconds) | (self._judged_share <= 0)
 
     def _estimate(self, layout: Layout) -> float:
-        """Goodput, with room for what varies: queues of prompts, and more sequences at times than on average."""
+        """Goodput with room for variation: queues of prompts, and more sequences at times than on average."""
         decode_pool = layout.decode_pool
         mix = self.figures(decode_pool).mix
         prefilled = decode_pool.replicas * mix.prefilled_per_s
@@ -240,8 +240,8 @@ class BoundTable:
         return _STEADY_SHARE * float(np.minimum(decoded, prefilled).max())
 
     def _stalls_s(self, pool: Pool) -> FloatArray:
-        """By kind of step: how much longer than the mean the TPOT is that is to be met, of answers beside which more
-        prompts arrive than on average. Their number has Poisson's variance, and each stalls an answer for a step."""
+        """Seconds per token, for each kind of step, by which the TPOT at the target exceeds the mean: more prompts than
+        average arrive during some answers, in Poisson numbers, and each stalls the answer for a step."""
         mix, demand = self.figures(pool).mix, self._demand
         chunk = min(round(demand.mean_new_tokens), pool.max_batch_tokens)
         stall_s = self.figures(pool).cost.prefill_s(chunk, 0)
@@ -254,11 +254,11 @@ class BoundTable:
         return longer_s
 
     def _queued_rates(self, pool: Pool, mix: _Mix | None = None) -> FloatArray:
-        """Highest rates at which enough prompts, with their time in the queue, meet the objective for TTFT.
+        """Highest rates at which enough prompts, queueing included, meet the TTFT objective.
 
         Args:
-            mix: kinds of steps that they are computed in, of a worker that decodes, too: one rate for each. What
-                decodes lengthens a prompt's steps, and on a busy worker a step is under way when it comes.
+            mix: kinds of steps of a worker that also decodes; returns one rate for each. Decode rows lengthen a
+                prompt's steps, and on a busy worker a step is in flight when the prompt arrives.
         """
         figures, slo = self.figures(pool), self._slo
         decoding = np.zeros((1, 2)) if mix is None else np.stack([mix.decode_s, mix.beside_s], axis=1)
@@ -270,7 +270,7 @@ class BoundTable:
         for _ in range(10):
             utilisation = (low + high) / 2
             wait_s = mean_wait_s(utilisation / mean_s, service_s)
-            # Who has to wait, of several workers' prompts, and for how long (Sakasegawa, 1977, for the former).
+            # Share of prompts that wait with several workers (Sakasegawa, 1977), and for how long.
             share_waiting = utilisation ** (sqrt(2 * (pool.replicas + 1)) - 1)
             tail_s = wait_s / utilisation / pool.replicas
             spare_s = slo.ttft_seconds - service_s - (utilisation * decode_s)[:, None]
@@ -282,7 +282,7 @@ class BoundTable:
         return rates
 
     def _local_share(self, pool: Pool) -> float:
-        """Of the prompts' tokens, those in prompts that a decode worker may compute without harm to its steps."""
+        """Share of prompt tokens in prompts that a decode worker may prefill without harm to its steps."""
         is_short = self.figures(pool).idle_ttft_s <= self._slo.tpot_seconds
         tokens = self._sample(self._demand.num_new_tokens)
         return float(tokens[is_short].sum() / tokens.sum())
@@ -327,7 +327,7 @@ class BoundTable:
         return values[:_MAX_SAMPLE]
 
     def _sampled_prompts(self) -> list[tuple[int, int]]:
-        """(new, cached) tokens of some prompts."""
+        """(new, cached) tokens of sampled prompts."""
         demand = self._demand
         new, cached = self._sample(demand.num_new_tokens), self._sample(demand.num_cached_tokens)
         return list(zip(new.tolist(), cached.tolist(), strict=True))
@@ -339,7 +339,7 @@ class BoundTable:
         return np.where(outputs == 1, 0.0, [cost.decode_s(1, context) for context in contexts.tolist()])
 
     def _packed_per_s(self, pool: Pool, cost: CostModel) -> float:
-        """Prompts per second of one lane that always finds enough of them to fill its steps."""
+        """Prompts per second of one micro-batch that always finds enough prompts to fill its steps."""
         prompts = itertools.cycle(self._sampled_prompts())
         total_s, num_new, num_cached = 0.0, 0, 0
         for _ in range(_NUM_PACKED_STEPS):
@@ -387,11 +387,11 @@ def _idle_prefill_s(pool: Pool, cost: CostModel, num_new: int, num_cached: int) 
 def _mixed_step_s(
     cost: CostModel, num_prompt: int, prompt: int, num_cached: int, batch: int, context_tokens: int
 ) -> float:
-    """Seconds of a step with ``num_prompt`` tokens of prompts of ``prompt`` tokens each, beside a decode batch."""
+    """Seconds of a step with ``num_prompt`` tokens of prompts of ``prompt`` tokens each, and a decode batch."""
     if not num_prompt:
         return cost.decode_s(batch, context_tokens)
     if num_prompt <= prompt:
-        # Somewhere within a prompt: its middle.
+        # The chunk lies somewhere within a prompt: take its middle.
         num_before = num_cached + (prompt - num_prompt) // 2
         return cost.mixed_s(num_prompt, num_before, batch, context_tokens)
     num_whole, num_rest = divmod(num_prompt, prompt)
@@ -401,7 +401,7 @@ def _mixed_step_s(
 
 
 def _sizes(largest: int, growth: float) -> list[int]:
-    """From 1 to ``largest``, each so many times the one before."""
+    """Geometric sizes from 1 to ``largest``, by the factor ``growth``."""
     sizes: list[int] = []
     size = float(largest)
     while size >= 1:
@@ -412,7 +412,7 @@ def _sizes(largest: int, growth: float) -> list[int]:
 
 
 def _resource(decode: WorkerFigures, decoded: FloatArray, prefilled: FloatArray, *, is_link_limited: bool) -> Resource:
-    """Of the rates of both phases, by kind of step: more of which would raise the lesser of the two."""
+    """The resource that would raise the lesser of both phases' rates, over all kinds of steps."""
     if np.minimum(decoded, 1.1 * prefilled).max() > np.minimum(1.1 * decoded, prefilled).max():
         return Resource.LINK if is_link_limited else Resource.PREFILL_COMPUTE
     best = int(np.minimum(decoded, prefilled).argmax())

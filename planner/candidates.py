@@ -19,7 +19,7 @@ from pdserve.planner.wording import dollars, share
 from pdserve.planner.wording import rate as rate_words
 
 _FULL_SHARE = 0.9
-"""Of KV blocks in use on average, at which they are what runs out."""
+"""Mean share of KV blocks in use from which KV memory is the limiting resource."""
 
 
 def assemble(
@@ -64,7 +64,7 @@ def assemble(
 
 
 def _resource(layout: Layout, bounds: Bounds, seen: Attainment | None) -> Resource:
-    """What runs out at the goodput: told by the objective that is missed more, or by the bound."""
+    """The limiting resource at the goodput, from the objective that more requests miss, or from the bound."""
     if seen is None:
         return bounds.resource
     use = next(use for use in seen.pools if use.role is not WorkerRole.PREFILL)
@@ -82,8 +82,8 @@ def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share:
         return f"Estimated, not simulated: {resource.value} would run out first."
     if is_capped:
         return (
-            f"At {rate_words(seen.rate)}, the most that its steps can sustain, {share(seen.share)} still meet both "
-            f"objectives: longer simulations may show less; {resource.value} runs out first."
+            f"At {rate_words(seen.rate)}, the most that its steps can sustain, {share(seen.share)} of requests still "
+            f"meet both objectives; longer simulations may show fewer. {resource.value} runs out first."
         )
     objective = seen.binding_slo.upper()
     text = (
@@ -91,7 +91,7 @@ def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share:
         f"{share(seen.tpot_share)} TPOT; {resource.value} runs out first."
     )
     if seen.binding_slo == "ttft" and idle_miss_share:
-        text += f" On an idle cluster {share(idle_miss_share)} of the prompts would miss TTFT too: they are long."
+        text += f" Even on an idle cluster, {share(idle_miss_share)} of the prompts miss TTFT: they are too long."
     return text
 
 
@@ -111,7 +111,7 @@ def _losing_words(
             f"{share(1 - seen.ttft_share)}, TPOT by {share(1 - seen.tpot_share)}."
         )
         if goodput is not None and goodput.is_capped and goodput.rate < seen.rate:
-            text += f" It could not go on so: its steps sustain {rate_words(goodput.rate)}."
+            text += f" It cannot sustain that rate: its steps sustain {rate_words(goodput.rate)}."
         if goodput is not None and _overlaps(question, winner, goodput):
             text += " Its confidence interval overlaps the winner's."
         return text
@@ -122,7 +122,7 @@ def _losing_words(
 
 
 def _cost_words(question: Question, winner: Candidate, layout: Layout, dollars_per_hour: float | None) -> Iterator[str]:
-    """Of a layout that serves the rate that was asked: what more than the winner it takes."""
+    """Extra cost over the winner, for a layout that serves the required rate."""
     if question.objective is Objective.LEAST_COST:
         if dollars_per_hour != winner.dollars_per_hour:
             yield f"It costs {dollars(dollars_per_hour)} an hour, the winner {dollars(winner.dollars_per_hour)}."
@@ -135,7 +135,7 @@ def _devices(layout: Layout) -> str:
 
 
 def _overlaps(question: Question, winner: Candidate, goodput: Goodput) -> bool:
-    """Whether confidence intervals do, of goodput, or of goodput per device where that is what counts."""
+    """Whether the confidence intervals overlap, of goodput or, for that objective, of goodput per device."""
     assert winner.goodput is not None
     size = winner.goodput.num_devices / goodput.num_devices if question.objective is Objective.RATE_PER_DEVICE else 1.0
     its, other = winner.goodput.interval, goodput.interval
@@ -165,7 +165,7 @@ def _figures(
 
 
 def verdict_of(question: Question, candidates: Sequence[Candidate]) -> Verdict:
-    """Disaggregated or colocated: the best of both kinds among those that were simulated longest, by the objective.
+    """Disaggregated or colocated: compares the best of either kind among the longest simulations, by the objective.
 
     Args:
         candidates: in order of rank.
@@ -189,23 +189,23 @@ def verdict_of(question: Question, candidates: Sequence[Candidate]) -> Verdict:
 
 
 def _best_of(candidates: Sequence[Candidate], *, is_colocated: bool) -> Iterator[Candidate]:
-    """Those of a kind that were simulated and serve anything, finalists first."""
+    """Simulated candidates of a kind with a goodput above 0, finalists first."""
     of_kind = [each for each in candidates if each.layout.is_colocated is is_colocated and each.goodput and each.rate]
     return iter(sorted(of_kind, key=lambda each: not each.is_final))
 
 
 class _Comparison(NamedTuple):
-    """How two candidates are compared."""
+    """Measure by which two candidates are compared."""
 
     merit: Callable[[Candidate], float]
-    """The more, the better."""
+    """Higher is better."""
     is_by_cost: bool
-    """By devices or dollars: both serve the rate that was asked."""
+    """By devices or dollars: both serve the required rate."""
     is_clear: bool
 
 
 def _compared(question: Question, first: Candidate, second: Candidate) -> _Comparison:
-    """By what the objective ranks by; by goodput where one of them does not serve the rate, or both cost the same."""
+    """Compare by the objective; by goodput if one of them does not serve the rate, or if both cost the same."""
     objective = question.objective
     cheaper, dearer = sorted((first, second), key=lambda each: _cost(question, each))
     is_served = objective.has_rate and min(first.rate, second.rate) >= question.rate
@@ -221,7 +221,7 @@ def _compared(question: Question, first: Candidate, second: Candidate) -> _Compa
 
 
 def _cost(question: Question, candidate: Candidate) -> float:
-    """Devices, or dollars an hour."""
+    """Devices, or dollars per hour."""
     if question.objective is not Objective.LEAST_COST:
         return candidate.layout.num_devices
     assert candidate.dollars_per_hour is not None, "the search asks for prices"

@@ -16,61 +16,61 @@ from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulation import FloatArray, IntArray
 
 _STREAM = 2
-"""Keeps these random numbers apart from those of arrivals, which come from the same seed."""
+"""Separates these random numbers from those of arrivals, which use the same seed."""
 
 
 class Contents(Protocol):
     """A source of conversations."""
 
     def draw(self, num_requests: int, seed: int) -> list[SimulatedRequest]:
-        """Conversations that have ``num_requests`` turns together, each by its first turn, which arrives at 0."""
+        """Conversations of ``num_requests`` turns in total, each as its first turn with arrival time 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SystemPrompts:
-    """Beginnings that many prompts share."""
+    """Prefixes that many prompts share."""
 
     num_prompts: int
     num_tokens: int
-    """Of each."""
+    """Per system prompt."""
     zipf_exponent: float = 1.0
-    """The k-th most popular is used in proportion to ``k ** -zipf_exponent``; 0 for all alike."""
+    """The k-th most popular is used in proportion to ``k ** -zipf_exponent``; 0 for a uniform choice."""
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1 or self.num_tokens < 1:
-            raise ValueError("there is at least one system prompt, of at least one token: leave them out for none")
+            raise ValueError("system prompts need at least one prompt of at least one token: omit them for none")
         if not 0 <= self.zipf_exponent < np.inf:
             raise ValueError(f"a Zipf exponent of {self.zipf_exponent} is not possible: use 0 or more")
 
     def draw(self, num_conversations: int, random: np.random.Generator) -> IntArray:
-        """Which one each conversation begins with."""
+        """Index of each conversation's system prompt."""
         weights = np.arange(1, self.num_prompts + 1, dtype=np.float64) ** -self.zipf_exponent
         return random.choice(self.num_prompts, num_conversations, p=weights / weights.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How conversations go on."""
+    """Continuation of conversations."""
 
     mean_turns: float = 1.0
-    """After each turn a conversation goes on with the same probability: a geometric distribution."""
+    """Conversations continue after each turn with constant probability: a geometric distribution."""
     mean_think_s: float = 0.0
     """From an answer's last token to the next message: exponentially distributed."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean_turns < np.inf:
-            raise ValueError(f"{self.mean_turns} turns on average are not possible: a conversation has one at least")
+            raise ValueError(f"{self.mean_turns} mean turns are not possible: a conversation has at least one")
         if not 0 <= self.mean_think_s < np.inf:
-            raise ValueError(f"a think time of {self.mean_think_s} s is not possible")
+            raise ValueError(f"a think time of {self.mean_think_s} s is not possible: use 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """Drawn at random. Each turn's prompt is all that was said before, and a new message."""
+    """Random conversations. Each turn's prompt is the whole conversation so far plus a new message."""
 
     lengths: Lengths
-    """Of a message and its answer. A prompt is as long as its message if it is a first turn without a system prompt."""
+    """Lengths of a message and its answer. A first turn without a system prompt has its message as its prompt."""
     system_prompts: SystemPrompts | None = None
     turns: Turns = Turns()
 
@@ -91,7 +91,7 @@ class Conversations:
 
 
 def _draw_begins(mean_turns: float, num_requests: int, random: np.random.Generator) -> IntArray:
-    """The rows at which conversations begin; the last one may be cut short."""
+    """First rows of conversations; the last conversation may be cut short."""
     if mean_turns == 1:
         return np.arange(num_requests)
     ends = np.cumsum(random.geometric(1 / mean_turns, num_requests))
@@ -99,7 +99,7 @@ def _draw_begins(mean_turns: float, num_requests: int, random: np.random.Generat
 
 
 def _segments(prompts: SystemPrompts, messages: IntArray, random: np.random.Generator) -> list[tuple[Segment, ...]]:
-    """Of first turns: a system prompt, and a message that nobody else sent."""
+    """Segments of first turns: a system prompt, and a private message."""
     shared = [Segment(kind, prompts.num_tokens) for kind in range(prompts.num_prompts)]
     kinds = prompts.draw(len(messages), random).tolist()
     return [
@@ -112,19 +112,19 @@ class Columns(NamedTuple):
     """Turns of conversations, one conversation after the other."""
 
     begins: IntArray
-    """The row of each conversation's first turn."""
+    """Row of each conversation's first turn."""
     num_prompt_tokens: IntArray
-    """Of each row, with all that was said before."""
+    """Per row, including all earlier turns."""
     num_output_tokens: IntArray
     think_s: FloatArray
-    """Before each turn; of no meaning for first ones."""
+    """Before each turn; meaningless for first turns."""
 
 
 def link_turns(columns: Columns, segments: Sequence[tuple[Segment, ...]] = ()) -> list[SimulatedRequest]:
-    """The conversations.
+    """Link rows into conversations.
 
     Args:
-        segments: of each conversation's first turn, or nothing.
+        segments: of each conversation's first turn, or empty.
     """
     prompts = columns.num_prompt_tokens.tolist()
     answers = columns.num_output_tokens.tolist()

@@ -1,12 +1,12 @@
 """Fits a device's efficiencies to measured steps, and reports the error on held-out steps.
 
 `pdserve profile` calls `fit_hardware` with measurements of `pdserve.model.cost.profiling`. The fit varies figures of
-`pdserve.model.cost.hardware.Hardware` and predicts with `pdserve.model.cost.cost_model.CostModel` itself, so it cannot
-drift from the model that uses it. Some steps of each kind are held out; their errors go into the file.
+`pdserve.model.cost.hardware.Hardware` and predicts with `pdserve.model.cost.cost_model.CostModel` itself, so the two
+cannot drift apart. Some steps of each kind are held out; their errors go into the file.
 
 Minimises the squares of log(predicted / measured) with the method of Levenberg and Marquardt (Marquardt, 1963) over
-logarithms of the figures, which keeps them positive. A weak pull towards the catalogue's figures decides where the
-steps do not. Steps of a model with fewer layers separate the overhead per step from the overhead per layer.
+logarithms of the figures, which keeps them positive. A weak pull towards the catalogue's figures decides what the steps
+leave open. Steps of a model with fewer layers separate the overhead per step from the overhead per layer.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from pdserve.model.cost.step_grid import Step, StepKind
 from pdserve.planner.layout import PlannedModel
 
 HELD_OUT_EVERY = 4
-"""One step of so many of each kind is held out; never the smallest or the largest, which would be extrapolated."""
+"""One in this many steps of each kind is held out; never the smallest or the largest, which would be extrapolated."""
 
 _COMPUTE_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 _ATTENTION_COUNTS = (2, 16, 128, 1024, 8192)
 _SHARES = ("memory_efficiency", "decode_attention_efficiency")
 _OVERHEADS = ("step_overhead_s", "layer_overhead_s", "row_overhead_s")
 _FIRST_SHARES = (0.8, 0.3)
-"""A fit begins with the catalogue's shares, each of these at most, and the best end counts: where reading weights takes
-longer than computing, nothing is learned from a share of the arithmetic that is a little higher or lower."""
+"""Caps on the catalogue's shares at the start of each fit; the best fit counts. Where reading weights takes longer than
+computing, the gradient of a slightly different share of the arithmetic is zero."""
 _LEAST_OVERHEAD_S = 1e-6
-"""Where a fit begins whose catalogue entry says 0, which has no logarithm."""
+"""Starting overhead if the catalogue has 0, which has no logarithm."""
 _PULL = 0.03
-"""A figure that is off the catalogue by a factor of e counts as an error of 3 % of one step."""
+"""Weight of the pull: a figure off the catalogue by a factor of e counts as an error of 3 % of one step."""
 _HEADROOM = 1.25
 _NUM_DIGITS = 4
 _CURVE_MARGIN = 1e-3
-"""By which curves stay below the steepest that is allowed, so that rounding passes nothing."""
+"""Distance of fitted curves below the steepest allowed one, so that rounding never exceeds it."""
 _MAX_ITERATIONS = 60
 
 FloatArray = npt.NDArray[np.float64]
 
 
 class TimedStep(NamedTuple):
-    """A step, how long it took, and how many layers the model had."""
+    """A measured step, its duration, and the model's number of layers."""
 
     step: Step
     seconds: float
@@ -57,7 +57,7 @@ class TimedStep(NamedTuple):
 
 
 class FittedStep(NamedTuple):
-    """A measured step beside its prediction."""
+    """A measured step and its prediction."""
 
     step: Step
     seconds: float
@@ -67,12 +67,12 @@ class FittedStep(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to what was measured; above 0 where the prediction is too long."""
+        """Relative to the measurement; above 0 if the prediction is too long."""
         return self.predicted_s / self.seconds - 1
 
 
 class ErrorSummary(NamedTuple):
-    """Sizes of relative errors of several steps."""
+    """Sizes of the relative errors of several steps."""
 
     num_steps: int
     median: float
@@ -81,13 +81,13 @@ class ErrorSummary(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostFit:
-    """A device whose figures predict what was measured."""
+    """A device fitted to measurements."""
 
     hardware: Hardware
     steps: list[FittedStep]
 
     def errors(self, kind: StepKind, *, held_out: bool = True) -> ErrorSummary:
-        """Of the steps of a kind, either those that the fit has not seen or those that it has."""
+        """Errors of one kind of step, either held out or fitted."""
         return _summary([step for step in self.steps if step.step.kind is kind and step.is_held_out is held_out])
 
 
@@ -95,10 +95,10 @@ def fit_hardware(base: Hardware, model: PlannedModel, steps: Sequence[TimedStep]
     """Fit the efficiencies and overheads of ``base`` to ``steps`` of ``model`` on one device.
 
     Args:
-        base: peaks, and what to believe where the steps say nothing.
-        steps: a dozen at least.
-        date: of the measurement, as in 2026-11-21.
-        source: what ran on what; becomes part of the sources of what is fitted.
+        base: peaks, and the defaults for anything that the steps leave open.
+        steps: a dozen or more.
+        date: of the measurement, such as 2026-11-21.
+        source: what was run on which machine; becomes part of the source of each fitted figure.
     """
     assert len(steps) >= 2 * HELD_OUT_EVERY
     held_out = _held_out(steps, model.shape.num_layers)
@@ -124,7 +124,7 @@ def fit_hardware(base: Hardware, model: PlannedModel, steps: Sequence[TimedStep]
 
 
 def _held_out(steps: Sequence[TimedStep], num_layers: int) -> set[int]:
-    """Indices of the steps of the whole model that the fit must not see: spread evenly over each kind."""
+    """Indices of the whole model's steps that the fit must not see, spread evenly over each kind."""
     found: set[int] = set()
     for kind in StepKind:
         of_kind = [
@@ -147,7 +147,7 @@ def _predict(hardware: Hardware, model: PlannedModel, steps: Sequence[TimedStep]
 
 
 def _with_headroom(base: Hardware, model: PlannedModel, steps: Sequence[TimedStep]) -> Hardware:
-    """``base`` with peaks above what was reached: shares of a peak end at 1, and a CPU may beat the catalogue's."""
+    """``base`` with peaks above the measured rates: shares of a peak end at 1, and a CPU may beat the catalogue's."""
     num_layers = model.shape.num_layers
     cost = _cost(base, model, num_layers)
     whole = [timed for timed in steps if timed.num_layers == num_layers]
@@ -165,7 +165,7 @@ def _with_headroom(base: Hardware, model: PlannedModel, steps: Sequence[TimedSte
 
 
 class _Figures:
-    """The figures that are varied, as one array of logarithms."""
+    """The varied figures as one array of logarithms."""
 
     def __init__(self, base: Hardware, max_tokens: int) -> None:
         self._base = base
@@ -178,11 +178,11 @@ class _Figures:
         self._shares, self._overheads = shares, overheads
 
     def start(self, most: float) -> FloatArray:
-        """What the catalogue says, with shares of ``most`` at most."""
+        """The catalogue's figures, with shares capped at ``most``."""
         return np.log([*(min(share, most) for share in self._shares), *self._overheads])
 
     def hardware(self, logs: FloatArray) -> Hardware:
-        """The device with these figures, each brought into its range."""
+        """The device with these figures, each clipped to its range."""
         values = [exp(value) for value in logs]
         num_compute, num_attention = len(self._compute_counts), len(self._attention_counts)
         compute, attention = values[:num_compute], values[num_compute : num_compute + num_attention]
@@ -200,7 +200,7 @@ class _Figures:
 
 
 def _rounded(device: Hardware) -> Hardware:
-    """With as many digits as somebody who reads the file has use for."""
+    """The device with its figures rounded to readable digits."""
 
     def figure(name: str) -> float:
         return _digits(getattr(device, name))
@@ -228,7 +228,7 @@ def _digits(value: float) -> float:
 
 
 def _curve(counts: Sequence[int], shares: Sequence[float]) -> Curve:
-    """A curve through ``shares``, lowered where more work would take less time (see `Curve`) or a peak be passed."""
+    """A curve through ``shares``, lowered where more work would take less time (see `Curve`) or exceed a peak."""
     points: list[tuple[int, float]] = []
     for count, share in zip(counts, shares, strict=True):
         most = 1.0
@@ -240,7 +240,7 @@ def _curve(counts: Sequence[int], shares: Sequence[float]) -> Curve:
 
 
 def _minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) -> FloatArray:
-    """Where the sum of squares of ``residuals`` is least, near ``start``."""
+    """Local minimum of the sum of squares of ``residuals``, near ``start``."""
     values, found = start, residuals(start)
     damping = 1e-2
     for _ in range(_MAX_ITERATIONS):
@@ -262,7 +262,7 @@ def _minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) 
 
 
 def _slopes(residuals: Callable[[FloatArray], FloatArray], values: FloatArray, found: FloatArray) -> FloatArray:
-    """``[residuals, values]``: by how much each residual changes with each value."""
+    """``[residuals, values]``: derivative of each residual by each value."""
     by = 1e-4
     columns = [(residuals(values + by * unit) - found) / by for unit in np.eye(len(values))]
     return np.stack(columns, axis=1)
@@ -271,7 +271,7 @@ def _slopes(residuals: Callable[[FloatArray], FloatArray], values: FloatArray, f
 def _with_provenance(
     fitted: Hardware, model: PlannedModel, steps: Sequence[FittedStep], date: str, source: str
 ) -> Hardware:
-    """``fitted`` with where its figures come from and how far they reach."""
+    """``fitted`` with the sources and the measured range of its figures."""
     held_out = {kind: [step for step in steps if step.step.kind is kind and step.is_held_out] for kind in StepKind}
     rows = [row for fitted_step in steps for row in fitted_step.step.rows]
     num_decoding = [sum(row.num_new == 1 for row in fitted_step.step.rows) for fitted_step in steps]

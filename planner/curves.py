@@ -1,7 +1,7 @@
 """Attainment of a plan's leading candidates at rates around their goodput, for the curves of its report.
 
-The search tries few rates and stops most of them early; a curve needs rates that run to their end. These runs are as
-long as those that found the goodput, because shorter ones overstate it, and reuse their results as points.
+The search tries few rates and stops most of them early; a curve needs runs that reach their end. These runs are as
+long as the ones that found the goodput, because shorter ones overstate it, and reuse their results as points.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SHARES_OF_GOODPUT = (0.5, 0.8, 0.92, 1.1, 1.3)
 def attainment_curves(
     question: Question, candidates: Sequence[Candidate], workload: Workload, *, num_processes: int
 ) -> list[list[Attainment]]:
-    """What each candidate makes of rates from well below its goodput to well above, in order of rate.
+    """Attainment of each candidate from well below its goodput to well above, in order of rate.
 
     Args:
-        candidates: that were simulated. Each is run once at each rate, beside what is known of its goodput.
+        candidates: simulated ones. Each runs once per rate, in addition to the existing results near its goodput.
     """
     trials = [_trial(question, candidate) for candidate in candidates]
     jobs = [
@@ -40,9 +40,9 @@ def attainment_curves(
 
 
 def _judged_by(candidate: Candidate) -> list[Attainment]:
-    """What the search saw with the most seeds, between which the goodput lies; one or more."""
+    """Results with the most seeds, which enclose the goodput; at least one."""
     goodput = candidate.goodput
-    assert goodput is not None, "it was simulated"
+    assert goodput is not None, "only simulated candidates have curves"
     at_rate = goodput.at_rate
     if at_rate is None:
         return [goodput.points[0]]

@@ -17,22 +17,22 @@ from pdserve.planner.simulation import IntArray
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Lengths of N requests, every turn of a conversation counted as one; those too long to be served are left out."""
+    """Lengths of N requests, counting every turn of a conversation; excludes requests that are too long."""
 
     num_new_tokens: IntArray
-    """Of each prompt, tokens that not even an endless prefix cache would hold; at least 1."""
+    """Per prompt, tokens that even an unlimited prefix cache misses; at least 1."""
     num_cached_tokens: IntArray
-    """The others."""
+    """The remaining prompt tokens."""
     num_output_tokens: IntArray
     served_share: float
-    """Of all requests, those that are not too long."""
+    """Share of requests that are not too long."""
 
     @classmethod
     def of(cls, requests: Sequence[SimulatedRequest], *, block_size: int, max_model_len: int) -> Demand:
-        """Of a workload's ``requests``; whole blocks of ``block_size`` tokens are shared.
+        """Demand of ``requests``; whole blocks of ``block_size`` tokens are shared.
 
         Raises:
-            ValueError: all of them are longer than ``max_model_len``.
+            ValueError: all requests are longer than ``max_model_len``.
         """
         turns = list(_in_turns(requests))
         rows = [row for row in turns if row[0].num_prompt_tokens + row[0].num_output_tokens <= max_model_len]
@@ -60,17 +60,17 @@ class Demand:
 
     @cached_property
     def mean_gaps(self) -> float:
-        """Tokens of an answer that are decoded: all but the first."""
+        """Decoded tokens per answer: all but the first."""
         return float((self.num_output_tokens - 1).mean())
 
     @cached_property
     def one_token_share(self) -> float:
-        """Of the answers, those of one token, which have no TPOT."""
+        """Share of one-token answers, which have no TPOT."""
         return float((self.num_output_tokens == 1).mean())
 
     @cached_property
     def mean_decode_context(self) -> float:
-        """Tokens in the cache before a decode row, over all such rows."""
+        """Mean tokens in the cache before a decode row, over all such rows."""
         num_gaps = self.num_output_tokens - 1
         if not num_gaps.any():
             return self.mean_prompt_tokens
@@ -79,7 +79,7 @@ class Demand:
 
 
 def _in_turns(requests: Sequence[SimulatedRequest]) -> Iterator[tuple[SimulatedRequest, int]]:
-    """Each request and its follow-ups, with the tokens of its prompt that came before in this order."""
+    """Each request and its follow-ups, with the number of its prompt tokens that came earlier in this order."""
     seen: set[tuple[int, ...]] = set()
     for request in requests:
         num_before = 0

@@ -1,6 +1,6 @@
 """Converts between layouts and deployment files: to serve what the search found, and to simulate what is served.
 
-`pdserve up` reads the file; comments hold the planner's predictions. Writes text and builds layouts; never touches a
+`pdserve up` reads the file; its comments hold the planner's predictions. Writes text and builds layouts; accesses no
 file.
 """
 
@@ -30,19 +30,19 @@ _PLANNED_KEYS = (
     "max_batch_tokens",
     "max_batch_size",
 )
-"""Of a pool; the others keep their defaults."""
+"""Keys of a pool; the others keep their defaults."""
 NOT_SERVED_YET = (
     "pdserve up takes tensor_parallel above 1 only with --emulate today, and pipeline_parallel above 1 not at all; "
     "pdserve simulate reads this file"
 )
-"""What to tell of a file with such workers."""
+"""Note for a file with such workers."""
 
 
 def deployment_text(plan: Plan, candidate: Candidate, model_path: str) -> str:
     """A deployment file for ``candidate``.
 
     Args:
-        model_path: as the file's reader finds it: absolute, or relative to the file's folder.
+        model_path: absolute, or relative to the folder of the deployment file.
     """
     config = deployment_of(candidate.layout, plan.question.model, plan.question.slo, model_path)
     comments = "".join(f"# {line}\n" for line in _predictions(plan, candidate))
@@ -69,29 +69,29 @@ def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_pat
 
 
 def has_parallel_workers(layout: Layout) -> bool:
-    """Whether some worker takes several devices, which the engine does not do yet."""
+    """Whether a worker takes several devices, which the engine does not support yet."""
     return any(pool.devices_per_worker > 1 for pool in layout.pools)
 
 
 class DevicePool(NamedTuple):
-    """What a deployment file does not say of one of its pools."""
+    """Properties of a pool that a deployment file does not record."""
 
     hardware: Hardware
     kv_bytes: int = 0
-    """Of each worker's KV pool; 0 takes what fits."""
+    """KV pool of each worker; 0 uses the free memory."""
 
 
 def layout_of(
     config: DeploymentConfig, model: PlannedModel, pools: Mapping[WorkerRole, DevicePool], *, devices_per_host: int = 0
 ) -> Layout:
-    """The layout that a deployment describes, on the hardware that is named beside it.
+    """The layout that a deployment describes, on the given hardware.
 
     Args:
-        devices_per_host: of which the deployment says nothing; each kind of device has hosts of its own. 0: all are on
-            one host if they are no more than it usually has, else on hosts of so many.
+        devices_per_host: not part of a deployment; each kind of device has hosts of its own. 0 uses one host if the
+            devices are no more than it usually has, otherwise hosts of the usual size.
 
     Raises:
-        ValueError: the model does not divide as the deployment says, or a host has too few devices for a worker.
+        ValueError: the model does not divide by the degrees, or a host has too few devices for a worker.
     """
     found: dict[str, Pool] = {}
     for role in WorkerRole:
@@ -102,7 +102,7 @@ def layout_of(
     usual = min(pool.hardware.devices_per_host for pool in layout.pools)
     if not devices_per_host and layout.num_devices <= usual:
         return layout
-    # A larger group has a host of its own: the cost model knows what it takes over the network.
+    # A larger group has a host of its own: the cost model covers its network traffic.
     size = devices_per_host or max(usual, *(pool.tensor_parallel for pool in layout.pools))
     kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
     return placed(

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 
 class EventQueue:
-    """Calls to be made at instants of the simulation."""
+    """Pending calls at instants of the simulation."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -18,12 +18,12 @@ class EventQueue:
         self._num_entered = 0
 
     def at(self, instant_s: float, call: Callable[[], None]) -> None:
-        """Make ``call`` at ``instant_s``, or now if that has passed."""
+        """Call ``call`` at ``instant_s``, or now if that has passed."""
         self._num_entered += 1
         heappush(self._entries, (instant_s, self._num_entered, call))
 
     def run(self) -> None:
-        """Make calls until none is left, or `stop` is called."""
+        """Make calls until none is left or `stop` is called."""
         entries = self._entries
         while entries:
             instant_s, _, call = heappop(entries)
@@ -32,6 +32,6 @@ class EventQueue:
             call()
 
     def stop(self) -> None:
-        """Drop all calls, and those that the call in progress goes on to enter."""
+        """Drop all calls, including those that the current call adds later."""
         self._entries.clear()
-        self._entries = []  # `run` looks at the list that is empty now
+        self._entries = []  # `run` sees the empty list

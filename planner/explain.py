@@ -15,17 +15,17 @@ from pdserve.model.weights.bytes import weight_bytes
 from pdserve.planner.layout import PlannedModel, Pool
 
 MEMORY_FRACTION = 0.9
-"""Of a device's memory, as `CostModel.max_kv_blocks` takes it."""
+"""Share of a device's memory that `CostModel.max_kv_blocks` uses."""
 
 
 class Explanation(NamedTuple):
-    """One line."""
+    """One line of the explanation."""
 
     name: str
     formula: str
-    """In words."""
+    """The formula in words."""
     numbers: str
-    """The same with numbers: Python would compute ``result`` from it, but for rounding."""
+    """The formula with numbers; evaluating it in Python gives ``result``, up to rounding."""
     result: float
     unit: str
 
@@ -38,15 +38,15 @@ def explain(
     context_tokens: int = 1024,
     batch_size: int = 32,
 ) -> list[Explanation]:
-    """How the memory and the times of one worker of ``pool`` come about.
+    """Derive the memory and the times of one worker of ``pool``.
 
     Args:
-        prompt_tokens: of the prompt that is prefilled in one step, and of which the KV is transferred.
-        context_tokens: of each sequence that decodes.
+        prompt_tokens: length of a prompt that is prefilled in one step, and whose KV is transferred.
+        context_tokens: context of each decoding sequence.
         batch_size: sequences that decode together.
 
     Raises:
-        ValueError: the model does not divide so, or the hardware has no figure for its dtype.
+        ValueError: the model does not divide by the pool's degrees, or the hardware has no figure for its dtype.
     """
     numbers = _Numbers(model, pool, pool.cost(model))
     return [
@@ -65,7 +65,7 @@ def explain(
 
 
 class _Numbers:
-    """The lines of one model on one pool."""
+    """Produces the lines for one model on one pool."""
 
     def __init__(self, model: PlannedModel, pool: Pool, cost: CostModel) -> None:
         self._model, self._pool, self._cost = model, pool, cost
@@ -146,11 +146,11 @@ class _Numbers:
         )
 
     def ridge(self) -> Explanation:
-        """Tokens of a step from which on arithmetic takes longer than reading the weights."""
+        """Tokens per step above which arithmetic takes longer than reading the weights."""
         hardware = self._hardware
         peak = hardware.peak(self._model.precision.dtype)
         tokens = 1.0
-        for _ in range(100):  # the share grows slower than the tokens, so that this settles
+        for _ in range(100):  # converges, because the share grows slower than the tokens
             share = hardware.compute_efficiency.at(tokens)
             tokens = self._bytes_each * peak * share / (2 * hardware.bandwidth)
         return Explanation(
@@ -174,7 +174,7 @@ class _Numbers:
             )
 
     def step(self, phase: str, rows: list[tuple[int, int]], what: str) -> Iterator[Explanation]:
-        """Lines of one step, its parts first."""
+        """The parts of one step, then the step."""
         parts = self._cost.parts(rows)
         num_tokens = sum(num_new for num_new, _ in rows)
         yield Explanation(
@@ -196,7 +196,7 @@ class _Numbers:
             yield self._all_reduce(phase, parts)
 
     def transfer(self, num_tokens: int, *, same_host: bool) -> Explanation:
-        """By the links within a host, or by the network."""
+        """Over the links within a host, or over the network."""
         hardware = self._hardware
         bandwidth = hardware.link_bandwidth if same_host else hardware.network_bandwidth
         return Explanation(
@@ -220,7 +220,7 @@ class _Numbers:
             )
 
     def _layers(self, num_tokens: int) -> str:
-        """Seconds of all linear layers, as arithmetic."""
+        """Seconds of all linear layers, as an expression."""
         shape = self._shape
         products = [self._product(num_tokens, shape.common_layer_parameters)]
         if shape.num_experts:
@@ -248,5 +248,5 @@ class _Numbers:
 
 
 def _short(number: float) -> str:
-    """A number in few digits; whole ones in full, as far as bytes of a device go."""
+    """A number in few digits; integers in full, up to the bytes of a device."""
     return str(int(number)) if number == int(number) and abs(number) < 1e12 else f"{number:.6g}"

@@ -12,10 +12,10 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 
 
 def extrapolations(model: PlannedModel, layout: Layout, max_context_tokens: int) -> list[str]:
-    """A line for each thing in which a worker of ``layout`` may do what its device was not measured with.
+    """A line for each respect in which a worker of ``layout`` may exceed its device's measurements.
 
     Args:
-        max_context_tokens: of the longest sequence, prompt and answer.
+        max_context_tokens: of the longest sequence, prompt plus answer.
     """
     found: dict[str, None] = {}
     for pool in layout.pools:
@@ -27,9 +27,7 @@ def extrapolations(model: PlannedModel, layout: Layout, max_context_tokens: int)
 def _beyond(measured: Measured, model: PlannedModel, pool: Pool, max_context_tokens: int) -> Iterator[str]:
     name = pool.hardware.name
     if measured.model != model.held_name:
-        yield (
-            f"{name} was measured with {measured.model} and predicts {model.held_name}; run pdserve profile with that"
-        )
+        yield (f"{name} was measured with {measured.model} and predicts {model.held_name}; profile that model")
     limits = (
         ("new tokens a step", pool.max_batch_tokens, measured.step_tokens[1]),
         ("sequences decoding together", pool.max_batch_size, measured.batch_size[1]),
@@ -37,6 +35,6 @@ def _beyond(measured: Measured, model: PlannedModel, pool: Pool, max_context_tok
     )
     for what, most, measured_most in limits:
         if most > measured_most:
-            yield f"{name} was measured up to {measured_most} {what}, and there may be {most}: extrapolated"
+            yield f"{name} was measured up to {measured_most} {what}, but up to {most} may occur: extrapolated"
     if pool.devices_per_worker > 1:
-        yield f"{name} was measured alone; what {pool.devices_per_worker} of them take together is estimated"
+        yield f"{name} was measured as a single device; the communication of {pool.devices_per_worker} is estimated"

@@ -1,6 +1,6 @@
 """Picks the best finalist of one kind, colocated or disaggregated.
 
-While the choice is open, the best finalist so far and those about as good get as many simulations as their goodput
+While the choice is open, the best finalist so far and the ones about as good get as many simulations as their goodput
 needs. Used by `pdserve.planner.search`, which runs both kinds in parallel.
 """
 
@@ -19,9 +19,9 @@ class FinalRound:
     def __init__(self, ranking: Ranking, entries: Sequence[Entry], tolerance: float, done: Callable[[], None]) -> None:
         """
         Args:
-            entries: of one kind, each with a search that is content with little.
+            entries: of one kind, each with a rough search.
             tolerance: of goodputs, as a share.
-            done: hears of every simulation.
+            done: called after every simulation.
         """
         self._ranking = ranking
         self._tolerance = tolerance
@@ -42,7 +42,7 @@ class FinalRound:
                 search.settle()
 
     def _leaders(self) -> list[Entry]:
-        """The best, and those that are as good but for half of the tolerance of a goodput."""
+        """The best, and all within half of a goodput's tolerance of it."""
         key, ranked = self._ranking.key, self._ranking.ranked(self._searches)
         best = key(ranked[0], ranked[0].rate)
         return [entry for entry in ranked if key(entry, entry.rate * (1 + self._tolerance / 2)) <= best]
@@ -57,7 +57,7 @@ class FinalRound:
 
 
 def start_rate(guess: float, shared_rates: Sequence[float], tolerance: float) -> float:
-    """Where a finalist begins whose goodput may be ``guess``: where others do, if that is no further from it than
-    ``tolerance``, so that differences are the layouts' own."""
+    """Start rate of a finalist with an expected goodput of ``guess``: a rate of other finalists if one lies within
+    ``tolerance``, so that differences come from the layouts."""
     nearest = min(shared_rates, key=lambda rate: abs(guess / rate - 1))
     return nearest if abs(guess / nearest - 1) <= tolerance else guess

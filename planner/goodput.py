@@ -1,9 +1,9 @@
 """Goodput of one layout: the highest rate at which enough requests meet both objectives, by simulation.
 
-Defines a trial (`Trial`), its runs (`Run`, executed by a `Runner`) and the result (`Goodput`). A `RateSearch` is a task
-of several runs that only requests them; `pdserve.planner.process_pool` executes the runs of many in parallel.
-`pdserve.planner.goodput_search` decides where to look. All rates, and all layouts with the same workload and seeds, see
-the same requests in the same pattern, only closer together (common random numbers), so that differences come from the
+Defines a trial (`Trial`), its runs (`Run`, executed by a `Runner`) and the result (`Goodput`). A `RateSearch` only
+requests runs, through `ask` and `tell`; `pdserve.planner.process_pool` executes the runs of many searches in parallel.
+`pdserve.planner.goodput_search` chooses the rates. All rates, and all layouts with the same workload and seeds, see the
+same requests in the same pattern, only scaled in time (common random numbers), so that differences come from the
 layouts alone.
 """
 
@@ -23,24 +23,24 @@ from pdserve.planner.simulator import Overheads, simulate
 from pdserve.planner.workload import Clamped
 
 _HOPELESS = 2.0
-"""Times as many missed requests as the target allows, at which a run is given up."""
+"""Missed requests at which a run is stopped, as a multiple of the number that the target allows."""
 
 
 class DrawnRequests(Protocol):
-    """Requests whose rate is still open."""
+    """Requests without a rate yet."""
 
     @property
     def clamped(self) -> Clamped:
-        """What did not fit into the model's length."""
+        """Requests shortened to the model's length."""
         ...
 
     def at_rate(self, requests_per_s: float) -> Sequence[SimulatedRequest]:
-        """The requests, in order of arrival, so many a second."""
+        """The requests in order of arrival, at this rate."""
         ...
 
 
 class Workload(Protocol):
-    """Where requests come from: `pdserve.planner.workload`."""
+    """Source of requests: `pdserve.planner.workload`."""
 
     def draw(self, num_requests: int, seed: int, *, max_model_len: int) -> DrawnRequests:
         """``num_requests`` requests, shortened to ``max_model_len`` tokens; equal arguments draw equal ones."""
@@ -49,15 +49,15 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is the same at every rate."""
+    """Parameters common to all rates."""
 
     model: PlannedModel
     layout: Layout
     slo: SloConfig
     num_requests: int = 1500
-    """Of each run."""
+    """Per run."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """One run each, of the rates that matter."""
+    """One run each, at the rates that matter."""
     is_finite: bool = False
     """See `pdserve.planner.attainment.measure`."""
     overheads: Overheads = field(default_factory=Overheads)
@@ -65,25 +65,25 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """The highest rate that met the target, and all that was tried to find it."""
+    """The highest rate that met the target, and all points on the way to it."""
 
     rate: float
-    """Requests per second of the whole layout, at which attainment falls to the target; 0 where none met it."""
+    """Requests per second of the whole layout at which attainment falls to the target; 0 if none met it."""
     interval: Interval
-    """Where it lies with 95 % confidence, for the requests that were simulated."""
+    """95 % confidence interval for the simulated requests."""
     target: float
-    """Attainment that was asked."""
+    """Required attainment."""
     num_devices: int
     points: tuple[Attainment, ...]
-    """Every rate that was simulated, in order; those stopped early are upper bounds (`Attainment.is_partial`)."""
+    """Every simulated rate, in order; runs stopped early are upper bounds (`Attainment.is_partial`)."""
     num_requests: int
-    """Simulated, in all runs together."""
+    """Simulated requests over all runs."""
     is_capped: bool = False
-    """The highest rate that may be tried met the target: the goodput is at least so high."""
+    """The highest allowed rate met the target: the goodput is at least that high."""
 
     @property
     def at_rate(self) -> Attainment | None:
-        """What was seen at the goodput: with the most seeds, at the nearest rate that was simulated to the end."""
+        """Result at the goodput: the nearest rate simulated to the end, with the most seeds."""
         return min(
             (point for point in self.points if self.rate and not point.is_partial),
             key=lambda point: (-point.num_requests, abs(point.rate - self.rate)),
@@ -91,7 +91,7 @@ class Goodput:
         )
 
     def nearest(self, rate: float) -> Attainment | None:
-        """What was seen at the rate nearest to ``rate`` of those that were simulated to the end."""
+        """Result at the nearest rate to ``rate`` that was simulated to the end."""
         whole = (point for point in self.points if not point.is_partial)
         return min(whole, key=lambda point: abs(point.rate - rate), default=None)
 
@@ -101,17 +101,17 @@ class Goodput:
 
 
 class Run(NamedTuple):
-    """One simulation that is asked for."""
+    """One requested simulation."""
 
     trial: Trial
     rate: float
     seed: int
     is_whole: bool
-    """Run all of it, whatever comes out; else stop as soon as clearly too many requests missed."""
+    """Run to the end in any case; otherwise stop once clearly too many requests have missed."""
 
 
 class Runner:
-    """Carries out runs on one workload. What was drawn of it, and the costs that were worked out, serve all runs."""
+    """Executes runs on one workload; caches draws and cost models."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -119,10 +119,10 @@ class Runner:
         self._costs: dict[tuple[PlannedModel, Pool], CostModel] = {}
 
     def carry_out(self, run: Run) -> Simulation:
-        """Simulate it.
+        """Simulate ``run``.
 
         Raises:
-            ValueError: the layout cannot be run (`pdserve.planner.simulator.simulate`).
+            ValueError: the layout cannot run (`pdserve.planner.simulator.simulate`).
         """
         trial = run.trial
         num_seats = sum(pool.replicas * pool.pipeline_parallel * pool.max_batch_size for pool in trial.layout.pools)
@@ -132,7 +132,7 @@ class Runner:
             self._draw(trial, run.seed).at_rate(run.rate),
             slo=trial.slo,
             overheads=trial.overheads,
-            # Placements are compared, not admission: a queue of any length that still meets the SLO is welcome.
+            # Placements are compared, not admission: accept a queue of any length.
             max_in_flight=max(1024, 2 * num_seats),
             max_missed=None if run.is_whole else _max_missed(trial),
             cost_of=lambda pool: self._cost(trial.model, pool),
@@ -152,19 +152,19 @@ class Runner:
 
 
 def _max_missed(trial: Trial) -> int:
-    """Missed requests of a run that are so many more than the target allows that they tell no more of the goodput."""
+    """Misses so far above the target that the rest of the run adds no information on the goodput."""
     return int(_HOPELESS * (1 - trial.slo.attainment) * trial.num_requests) + 1
 
 
 class RateSearch(Protocol):
-    """What takes several runs to find out."""
+    """A result that takes several runs."""
 
     def ask(self) -> list[Run]:
-        """Runs that it needs now, in any order or side by side; none once all is known."""
+        """Runs needed next, in any order or in parallel; none once the result is known."""
         ...
 
     def tell(self, run: Run, simulation: Simulation) -> None:
-        """What came of one of them."""
+        """Receive the result of one run."""
         ...
 
     @property
@@ -174,10 +174,10 @@ class RateSearch(Protocol):
 
 
 def run_search(search: RateSearch, runner: Runner) -> None:
-    """Carry out all its runs, one after another.
+    """Execute all runs of ``search``, one after another.
 
     Raises:
-        ValueError: the layout cannot be run.
+        ValueError: the layout cannot run.
     """
     while runs := search.ask():
         for run in runs:
@@ -185,7 +185,7 @@ def run_search(search: RateSearch, runner: Runner) -> None:
 
 
 class OneRate:
-    """Finds what attainment a trial has at one rate; a `RateSearch`."""
+    """Finds a trial's attainment at one rate; a `RateSearch`."""
 
     def __init__(self, trial: Trial, rate: float) -> None:
         self._trial = trial
@@ -203,12 +203,12 @@ class OneRate:
         return sum(len(simulation.times.arrived_s) for simulation in self._seen.values())
 
     def attainment(self) -> Attainment:
-        """Once nothing is wanted any more."""
+        """The result; call once `ask` returns nothing."""
         return measured(self._trial, self._rate, [self._seen[seed] for seed in self._trial.seeds])
 
 
 def measured(trial: Trial, rate: float, runs: Sequence[Simulation]) -> Attainment:
-    """What runs of a trial at one rate came to, in order of their seeds."""
+    """Attainment over a trial's runs at one rate, in order of their seeds."""
     return measure(
         runs,
         trial.slo,
@@ -221,9 +221,9 @@ def measured(trial: Trial, rate: float, runs: Sequence[Simulation]) -> Attainmen
 def slowed(trial: Trial, time_factor: float) -> Trial:
     """The same trial on a clock that runs ``time_factor`` times as fast.
 
-    Where all steps and transfers take ``time_factor`` times as long, everything is as before with a unit of time so
-    much longer: objectives and overheads are shorter in it, and a rate in it is so many times what it is in seconds.
-    The goodput of the slowed cluster is that of this trial divided by ``time_factor``.
+    If all steps and transfers take ``time_factor`` times as long, the run is unchanged in a time unit that is longer by
+    the same factor: in that unit, objectives and overheads are shorter, and rates higher by the factor. The goodput of
+    the slowed cluster is this trial's goodput divided by ``time_factor``.
     """
     slo, overheads = trial.slo, trial.overheads
     return replace(

@@ -1,9 +1,9 @@
 """Searches for the goodput of one layout.
 
 Near the target, the share of requests that miss grows roughly as a power of the rate. `GoodputSearch` fits that power
-to the results so far and tries the rate at which it crosses the target, until the crossing is near a tried rate: the
-crossing is the goodput. The first seed finds the rate; the other seeds are spent near it. A hopeless rate stops as soon
-as too many requests missed.
+to the results so far and tries the rate at which the curve crosses the target, until the crossing is near a tried rate:
+the crossing is the goodput. The first seed finds the rate; the other seeds are spent near it. A run at a hopeless rate
+stops as soon as too many requests have missed.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pdserve.planner.goodput import Goodput, Run, Trial, measured
 from pdserve.planner.simulation import Simulation
 
 _POWER, _POWER_BEYOND = 4.0, 8.0
-"""Of the rate, as which missed requests grow where only one rate is known: one that meets the target, or one that is
-beyond the goodput, where they grow faster. What is seen near it is from 2 to 8."""
+"""Default exponents of missed requests over rate, if only one rate is known: for a rate that meets the target, and for
+one beyond the goodput, where misses grow faster. Exponents observed near it are 2 to 8."""
 _POWER_OF_STOPPED = 3.0
-"""The same of a run that was stopped early: of the requests under way, most would have missed, too."""
+"""The same for a run that was stopped early: most requests in flight would have missed too."""
 _LEAST_POWER, _MOST_POWER = 1.0, 12.0
-"""Between which the power is kept that two rates tell."""
+"""Range of the exponent between two rates."""
 _POWER_IN_DOUBT = 0.6
-"""Of the power that two rates tell, what it may be: with it intervals on known curves hold the goodput."""
+"""Factor on the exponent for confidence intervals; with it, intervals on known curves contain the goodput."""
 _LONGEST_STEP = 1.3
-"""Upwards, from the first rate that is tried; it grows with each further one."""
+"""Largest step upwards from the first rate; grows with each further rate."""
 _MOST_OF_WAY = 0.85
-"""To a rate that is beyond the goodput, that the next one may lie on."""
+"""Largest part of the way to a rate beyond the goodput."""
 _SIDE_STEP = 0.9
-"""From a rate to one on the other side of the goodput."""
+"""Step from a rate to one on the other side of the goodput."""
 _WIDEST_BRACKET = 1.3
-"""Between a rate that meets the target and one that does not: farther apart, a curve may do anything between them."""
+"""Widest ratio of a failing to a passing rate; within a wider one, a curve may take any shape."""
 _MAX_RATES = 10
-"""That a search tries."""
+"""Rates per search."""
 
 
 class GoodputSearch:
@@ -49,15 +49,14 @@ class GoodputSearch:
         is_rough: bool = False,
         is_bracketed: bool = True,
     ) -> None:
-        """The search.
-
+        """
         Args:
             start_rate: a guess.
-            tolerance: how far from a rate that was simulated the goodput may lie, as a share.
-            max_rate: the highest to try.
-            is_rough: be content with one run that was not stopped early and saw some requests miss, until `settle`.
-            is_bracketed: want a rate on either side of the goodput, which tells how surely it lies there; else be
-                content with one that meets the target.
+            tolerance: largest distance of the goodput from a simulated rate, as a share.
+            max_rate: the highest rate to try.
+            is_rough: until `settle`, stop after one run that ran to its end and in which some requests missed.
+            is_bracketed: simulate a rate on either side of the goodput, which gives its confidence; otherwise one rate
+                that meets the target is enough.
         """
         assert start_rate > 0
         self.trial = trial
@@ -70,16 +69,16 @@ class GoodputSearch:
         """Share of requests that may miss."""
         self._runs: dict[float, dict[int, Simulation]] = {}
         self._points: dict[float, Attainment] = {}
-        """What all runs at a rate came to."""
+        """Result of all runs at each rate."""
         self._missed: dict[float, float] = {}
-        """Share of requests that missed in the first seed's run, by which rates are compared."""
+        """Share of requests that missed in the first seed's run, used to compare rates."""
 
     @property
     def is_settled(self) -> bool:
         return not self._is_rough
 
     def settle(self) -> None:
-        """Ask for all that the trial and the tolerance ask for."""
+        """Continue to the full precision of the trial and the tolerance."""
         self._is_rough = False
 
     def ask(self) -> list[Run]:
@@ -91,7 +90,7 @@ class GoodputSearch:
             return []
         near = self._nearest()
         if near is None:
-            # All were stopped or passed. Ever longer steps: runs that are far too fast stop at about the same share.
+            # All were stopped or passed. Take growing steps: runs far beyond the goodput stop at about the same share.
             power = _POWER_OF_STOPPED / max(1, len(self._points) - 1)
             return self._asked(self._crossing(self._points[min(self._points)], power), first)
         if not self._is_near(near):
@@ -120,20 +119,20 @@ class GoodputSearch:
         return [Run(self.trial, rate, seed, is_whole) for seed in seeds if seed not in known]
 
     def _missed_share(self, point: Attainment, num_runs: int) -> float:
-        """Above 0. Where a run was stopped, of those that came until then, the least that it can be."""
+        """Above 0. For a stopped run, the minimum share among the requests that arrived until then."""
         come_share = point.num_requests / (self.trial.num_requests * num_runs) if point.is_partial else 1.0
         return max((1 - point.share) / come_share, self._least_missed(point))
 
     def _least_missed(self, point: Attainment) -> float:
-        """In place of none, of which no power can be told: always far less than are allowed."""
+        """Stands in for 0 misses, which have no exponent; always well below the allowed share."""
         return min(0.5 / max(point.num_counted, 1), 0.25 * self._allowed)
 
     def _rates_met(self) -> list[float]:
         return [point.rate for point in self._points.values() if point.meets(self.trial.slo.attainment)]
 
     def _other_side(self, near: Attainment) -> float:
-        """Where to look for the other end, if the goodput is not known to lie between two rates that are not far from
-        each other: first next to ``near``, then in the middle. Else a rate that was tried."""
+        """Next rate for the other end, if the goodput is not yet between two close rates: first next to ``near``, then
+        in the middle. Otherwise a rate that was tried."""
         met, step = self._rates_met(), min(_SIDE_STEP, 1 - self._tolerance)
         if not met:
             return min(self._points) * step
@@ -149,12 +148,11 @@ class GoodputSearch:
         return lowest * step if near.rate == lowest else sqrt(highest * lowest)
 
     def _capped(self, rate: float) -> float:
-        """What is as good as the highest rate is the highest rate."""
+        """``max_rate`` if ``rate`` is within the tolerance of it."""
         return rate if rate * (1 + self._tolerance) < self._max_rate else self._max_rate
 
     def _nearest(self) -> Attainment | None:
-        """Of the rates that were simulated to the end and not passed since, with the most seeds, the one nearest to the
-        goodput."""
+        """The point nearest to the goodput, of the complete and not passed ones with the most seeds."""
         return min(
             [point for point in self._points.values() if not point.is_partial and not self._is_passed(point)],
             key=lambda point: (-len(self._runs[point.rate]), abs(log(self._crossing(point) / point.rate))),
@@ -162,7 +160,7 @@ class GoodputSearch:
         )
 
     def _is_passed(self, point: Attainment) -> bool:
-        """Whether another rate that was tried, with as many seeds or in vain, lies between it and the goodput."""
+        """Whether another tried rate lies between it and the goodput, with as many seeds or stopped early."""
         num_seeds, ends = len(self._runs[point.rate]), sorted((point.rate, self._crossing(point)))
         return any(
             ends[0] <= other.rate <= ends[1] and (other.is_partial or len(self._runs[other.rate]) >= num_seeds)
@@ -174,17 +172,17 @@ class GoodputSearch:
         return len(self._runs[point.rate]) == len(self.trial.seeds)
 
     def _is_near(self, point: Attainment) -> bool:
-        """Whether the goodput lies within the tolerance; as long as seeds are lacking, they may move it as much."""
+        """Whether the goodput lies within the tolerance, which is twice as wide while seeds are missing."""
         rate = self._crossing(point)
-        if self._is_rough:  # What nearly all requests meet tells too little.
+        if self._is_rough:  # A rate that nearly all requests meet gives too little information.
             return rate < point.rate * _LONGEST_STEP
         tolerance = self._tolerance * (1 if self._is_complete(point) else 2)
         is_within = abs(log(rate / point.rate)) <= log(1 + tolerance) + 1e-9
         return is_within and (rate < self._max_rate or point.rate == self._max_rate)
 
     def _crossing(self, point: Attainment, power: float | None = None) -> float:
-        """The rate, ``max_rate`` at most, at which as many requests miss as may, told from one rate; on this side of
-        rates that were seen to be beyond it."""
+        """The rate, ``max_rate`` at most, at which the allowed share of requests misses, extrapolated from one point;
+        stays on this side of rates known to be beyond it."""
         missed, target = self._missed_share(point, len(self._runs[point.rate])), self.trial.slo.attainment
         is_up = missed < self._allowed
         if power is None:
@@ -193,20 +191,20 @@ class GoodputSearch:
         beyond = [each for each in self._points.values() if each.meets(target) is not is_up]
         if is_up:
             limits = [self._inside(point, each) for each in beyond if each.rate > point.rate]
-            # Of few that miss, hardly anything is told; ever longer steps, if it has to be.
+            # Few misses give little information: step further each time, if necessary.
             return min([rate, self._max_rate, point.rate * _LONGEST_STEP ** len(self._points), *limits])
         return max([rate, *(self._inside(point, each) for each in beyond if each.rate < point.rate)])
 
     def _inside(self, point: Attainment, beyond: Attainment) -> float:
-        """Most of the way from one to the other, in logarithm; half of it where a run that was stopped tells little, or
-        where that is near enough to both."""
+        """Most of the way from one point to the other, in logarithm; half of it if the other run was stopped or if half
+        is close enough to both."""
         distance = log(beyond.rate / point.rate)
         is_half = beyond.is_partial or abs(distance) <= 2 * log(1 + self._tolerance)
         return point.rate * exp(distance * (0.5 if is_half else _MOST_OF_WAY))
 
     def _power(self, rate: float, default: float, *, is_up: bool) -> float:
-        """Of the rate, as which missed requests grow: from ``rate`` to the next one that was tried above it, or below
-        it, or where there is none, on the other side."""
+        """Exponent of missed requests over rate: from ``rate`` to the next tried rate above it (or below it), or to the
+        one on the other side if there is none."""
         above = [each for each in self._missed if each > rate]
         below = [each for each in self._missed if each < rate]
         if not above and not below:
@@ -217,14 +215,14 @@ class GoodputSearch:
         return min(max(power, _LEAST_POWER), _MOST_POWER)
 
     def _missed_alike(self, *rates: float) -> list[float]:
-        """Shares of requests that missed at each rate, in runs of the same seeds: of all, or else of the first."""
+        """Share of missed requests at each rate, from runs of equal seeds: all seeds if possible, else the first."""
         points = [self._points[rate] for rate in rates]
         if all(self._is_complete(point) for point in points):
             return [self._missed_share(point, len(self.trial.seeds)) for point in points]
         return [self._missed[rate] for rate in rates]
 
     def goodput(self) -> Goodput:
-        """Once nothing is wanted any more."""
+        """The result; call once `ask` returns nothing."""
         near, rates = self._nearest(), sorted(self._points)
         rate, interval = 0.0, Interval(0.0, rates[0])
         if near is not None and (self._is_rough or self._rates_met()):
@@ -241,14 +239,14 @@ class GoodputSearch:
         )
 
     def _interval(self, near: Attainment, rate: float) -> Interval:
-        """Rates at which the bounds of attainment cross the target, on curves whose power errs to the safe side, as far
-        as nothing surer was seen. A curve may be so steep that a bound crosses the target next to ``near``."""
+        """Rates at which the bounds of attainment cross the target, with conservative exponents, narrowed by the
+        simulated rates. A curve may be so steep that a bound crosses the target next to ``near``."""
         target, ends = self.trial.slo.attainment, []
         for share, is_upper in zip(near.interval, (False, True), strict=True):
             missed = max(1 - share, self._least_missed(near))
             is_up = missed < self._allowed
             power = inf
-            if is_up is is_upper:  # outwards: the less the power, the further
+            if is_up is is_upper:  # outwards: a smaller exponent reaches further
                 told = self._power(near.rate, _LEAST_POWER, is_up=is_up)
                 power = min(max(_POWER_IN_DOUBT * told, _LEAST_POWER), _POWER)
             ends.append(near.rate * exp(log(self._allowed / missed) / power))

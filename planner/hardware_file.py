@@ -2,7 +2,7 @@
 
     devices:
       my-l40s:                      # any name; a name of the catalogue changes that device
-        base: l40s                  # source of omitted figures; a device of the catalogue or one above
+        my-l40s:                      # any name; the name of a catalogue device changes that device
         price_per_hour_usd: 1.2
         link_bandwidth: 28e9
       this-machine:
@@ -17,7 +17,7 @@
         sources: {compute_efficiency: pdserve profile}
 
 The keys are ``base``, ``num_cores`` and the fields of `pdserve.model.cost.hardware.Hardware`, which documents their
-units. Without a base, every field that has no default is required. A figure without a source cites the file's name.
+units. Without a base, every field without a default is required. A figure without a source cites the file's name.
 
 The command line and the search read the file and pass its devices to `pdserve.model.cost.hardware.hardware` as
 ``added``.
@@ -58,10 +58,10 @@ class _File:
 
 
 def read_hardware_file(path: Path) -> dict[str, Hardware]:
-    """The devices of the file at ``path``, by name in small letters; an alias counts as what it stands for.
+    """Devices of the file at ``path``, by lower-case name; an alias counts as the device that it stands for.
 
     Raises:
-        ConfigError: the file cannot be read, or does not describe devices; it names the line and the key.
+        ConfigError: the file cannot be read or does not describe devices; the message names the line and the key.
     """
     file = read_yaml(path)
     if file.value is None:
@@ -79,7 +79,7 @@ def read_hardware_file(path: Path) -> dict[str, Hardware]:
 
 
 def write_hardware_file(path: Path, devices: Iterable[Hardware]) -> None:
-    """Write ``devices`` so that `read_hardware_file` gives the same again."""
+    """Write ``devices`` so that `read_hardware_file` returns the same again."""
     document = {"devices": {device.name: _plain(device) for device in devices}}
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
     path.write_text(
@@ -97,7 +97,7 @@ def _plain(device: Hardware) -> dict[str, object]:
 def _read_device(
     name: str, key: str, values: Mapping[str, Any], above: Mapping[str, Hardware], file_name: str
 ) -> Hardware:
-    """The device called ``name``; ``key`` is where ``values`` stand in the file."""
+    """The device called ``name``; ``key`` is the position of ``values`` in the file."""
     if "name" in values:
         raise ConfigError(f"unknown key 'name' in {key}; the name is {name}, the key above", f"{key}.name")
     curves = {field: _read_curve(values[field], f"{key}.{field}") for field in _CURVES if field in values}
@@ -132,7 +132,7 @@ def _read_curve(value: object, key: str) -> Curve:
 
 
 def _base(name: str, key: str, read: Mapping[str, Any], above: Mapping[str, Hardware]) -> Hardware | None:
-    """The base of a device, or the device of the catalogue that it changes."""
+    """The base of a device, or the catalogue device that it changes."""
     base_name = read.get("base", name)
     if "num_cores" in read and base_name.lower() != "cpu":
         raise ConfigError(f"{key}.num_cores is of base: cpu; leave it out for other devices", f"{key}.num_cores")

@@ -1,4 +1,4 @@
-"""Places the workers of a layout on hosts, which decides if KV moves over links within a host or over the network.
+"""Places a layout's workers on hosts, which decides whether KV moves over links within a host or over the network.
 
 `pdserve.planner.layouts` uses it for the search and `pdserve.planner.deployment_file` for simulation; a running cluster
 reports its hosts (`pdserve.planner.running`). Nothing starts workers on several hosts yet: the placement assumes what
@@ -28,14 +28,14 @@ from pdserve.planner.plan import Supply
 from pdserve.planner.wording import ROLE_NAMES, share
 
 ONE_HOST_TODAY = "pdserve up starts workers on one host today."
-"""What to tell of a layout of several."""
+"""Note for a layout on several hosts."""
 
 
 def placed(layout: Layout, fleet: Iterable[Supply]) -> Layout:
-    """``layout`` with its workers on hosts of ``fleet``, which has room for them.
+    """``layout`` with its workers placed on hosts of ``fleet``.
 
     Raises:
-        ValueError: it has not.
+        ValueError: the workers do not fit.
     """
     hosts: dict[WorkerRole, tuple[Hosts, ...]] = {}
     num_taken = 0
@@ -59,14 +59,14 @@ def placed(layout: Layout, fleet: Iterable[Supply]) -> Layout:
 
 
 def host_words(layout: Layout) -> str:
-    """What is on which hosts: ``4 hosts, by devices: 2 with 8 prefill, 2 with 4 prefill and 4 decode``."""
+    """The workers of each host: ``4 hosts, by devices: 2 with 8 prefill, 2 with 4 prefill and 4 decode``."""
     kinds = Counter(_devices_by_host(layout).values())
     told = ", ".join(f"{count} with {what}" for what, count in kinds.items())
     return f"{layout.num_hosts} host{'s' * (layout.num_hosts > 1)}, by devices: {told}"
 
 
 def host_sentence(layout: Layout, seen: Attainment | None) -> str:
-    """The same, with how many of the pulls were seen to go from host to host."""
+    """`host_words` as a sentence, with the share of pulls that crossed the network."""
     crossing = ""
     if seen is not None and layout.spans_hosts:
         crossing = f"; {share(seen.network_share)} of the pulls cross the network"
@@ -74,7 +74,7 @@ def host_sentence(layout: Layout, seen: Attainment | None) -> str:
 
 
 class _Kind(NamedTuple):
-    """Workers that are alike."""
+    """Identical workers."""
 
     role: WorkerRole
     replicas: int
@@ -83,19 +83,19 @@ class _Kind(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Devices of each."""
+        """Devices per worker."""
         return self.tensor_parallel * self.pipeline_parallel
 
 
 class _Found(NamedTuple):
     num_hosts: int
     workers: tuple[tuple[Hosts, ...], ...]
-    """Of each kind."""
+    """Per kind."""
 
 
 @cache
 def _on_fewest(kinds: tuple[_Kind, ...], most_hosts: int, devices_per_host: int, first: int) -> _Found | None:
-    """On as few hosts as there is room on, numbered from ``first``."""
+    """Place on as few hosts as possible, numbered from ``first``."""
     num_devices = sum(kind.replicas * kind.size for kind in kinds)
     largest_first = sorted(kinds, key=lambda kind: (kind.size, kind.tensor_parallel), reverse=True)
     for num_hosts in range(-(-num_devices // devices_per_host), most_hosts + 1):
@@ -108,15 +108,15 @@ def _on_fewest(kinds: tuple[_Kind, ...], most_hosts: int, devices_per_host: int,
 
 
 def _place(kind: _Kind, free: dict[int, int], *, is_spread: bool) -> tuple[Hosts, ...]:
-    """Hosts of as many of the workers as there is room for.
+    """Hosts of as many of the workers as fit.
 
     Args:
-        free: devices by host; less by those that are taken.
-        is_spread: whether each takes the emptiest host, as far as one has room for all of it.
+        free: free devices by host; reduced by the devices taken.
+        is_spread: each worker takes the emptiest host, while one has room for all of it.
     """
     placed_workers: list[Hosts] = []
     if is_spread:
-        # Places in the order in which their hosts become the emptiest, each with the room that is left by then.
+        # Slots in the order in which their hosts become the emptiest, each with the room left by then.
         places = [(n * kind.size - room, host) for host, room in free.items() for n in range(room // kind.size)]
         placed_workers = [(host,) for _, host in sorted(places)[: kind.replicas]]
         for (host,) in placed_workers:
@@ -134,7 +134,7 @@ def _place(kind: _Kind, free: dict[int, int], *, is_spread: bool) -> tuple[Hosts
 
 
 def _devices_by_host(layout: Layout) -> dict[int, str]:
-    """What of each role a host has, by the host's number."""
+    """Devices of each role, by host number."""
     words: dict[int, list[str]] = {}
     hosts = layout.worker_hosts
     for pool in layout.pools:
@@ -148,5 +148,5 @@ def _devices_by_host(layout: Layout) -> dict[int, str]:
 
 
 def _devices_on_each(pool: Pool, worker: Hosts) -> int:
-    """Devices that an entry of a worker's hosts stands for: those of a stage, or of all of it."""
+    """Devices behind one entry of a worker's hosts: those of a stage, or of the whole worker."""
     return pool.devices_per_worker // len(worker)

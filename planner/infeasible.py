@@ -21,13 +21,13 @@ def slo_infeasible(question: Question, bound_table: BoundTable, layouts: Sequenc
     ttft_s = min(bound_table.idle_ttft_s(layout, percent) for layout in layouts)
     tpot_s = min(bound_table.idle_tpot_s(layout, percent) for layout in layouts)
     return InfeasibleSloError(
-        f"not even an idle cluster meets {_slo_words(question)}: the best here are {seconds(ttft_s)} and "
+        f"even an idle cluster does not meet {_slo_words(question)}: the best possible here is {seconds(ttft_s)} and "
         f"{seconds(tpot_s)}; loosen the SLO, shorten the prompts, or plan for faster devices"
     )
 
 
 def nothing_met(question: Question, simulated: Sequence[Entry]) -> InfeasibleSloError:
-    """None of the simulated layouts met the SLO at any rate that was tried."""
+    """No simulated layout met the SLO at any tried rate."""
     seen = [(entry, point) for entry in simulated if entry.goodput for point in entry.goodput.points]
     entry, point = max(seen, key=lambda each: each[1].share)
     best = f"at most {share(point.share)}" if point.is_partial else share(point.share)
@@ -38,11 +38,11 @@ def nothing_met(question: Question, simulated: Sequence[Entry]) -> InfeasibleSlo
 
 
 def too_slow(question: Question, finalists: Sequence[Entry]) -> InfeasibleRateError:
-    """The fleet does not serve the rate that was asked."""
+    """The fleet does not serve the required rate."""
     best = max(finalists, key=lambda entry: entry.rate)
     return InfeasibleRateError(
-        f"the fleet serves {rate_words(best.rate)} within the SLO at most, by {best.layout}, not the "
-        f"{rate_words(question.rate)} that were asked: add devices, or loosen the SLO"
+        f"the fleet serves at most {rate_words(best.rate)} within the SLO, with {best.layout}, not the required "
+        f"{rate_words(question.rate)}: add devices, or loosen the SLO"
     )
 
 

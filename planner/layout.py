@@ -1,7 +1,7 @@
 """Layout of a placement: its workers, their hardware, parallelism and limits.
 
-The search varies layouts, the simulator runs them, and deployment files are written from them. Holds values and counts;
-decides nothing.
+The search varies layouts, the simulator runs them, and deployment files are written from them. Holds values and
+counts; decides nothing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ BFLOAT16 = Precision(dtype="bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """The model that is to be served, and how it is held."""
+    """The model to serve, and its precision and limits."""
 
     shape: ModelShape
     name: str = ""
-    """As its folder or config.json is called."""
+    """Name of its folder or config.json."""
     precision: Precision = BFLOAT16
     block_size: int = 16
     max_model_len: int = 8192
 
     @property
     def held_name(self) -> str:
-        """Its name and what is held of it, such as ``Llama-3.1-8B bfloat16 int8``."""
+        """Name and precision, such as ``Llama-3.1-8B bfloat16 int8``."""
         precision = self.precision
         quantization = f" {precision.quantization}" if precision.quantization != "none" else ""
         return f"{self.name} {precision.dtype}{quantization}"
@@ -44,13 +44,13 @@ class Pool:
     role: WorkerRole
     replicas: int
     hardware: Hardware
-    """Of one device; a worker has ``tensor_parallel * pipeline_parallel`` of them."""
+    """One device; a worker has ``tensor_parallel * pipeline_parallel`` of them."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     num_kv_blocks: int = 0
-    """Of each worker; 0 takes what the cost model says fits beside the weights."""
+    """Per worker; 0 uses the free memory, by the cost model."""
 
     @property
     def devices_per_worker(self) -> int:
@@ -61,10 +61,10 @@ class Pool:
         return self.replicas * self.devices_per_worker
 
     def cost(self, model: PlannedModel) -> CostModel:
-        """Predicts one worker of the pool.
+        """Cost model of one worker.
 
         Raises:
-            ValueError: the model does not divide so, or the hardware has no figure for its dtype.
+            ValueError: the model does not divide by the degrees, or the hardware has no figure for its dtype.
         """
         return CostModel(
             model.shape,
@@ -75,33 +75,33 @@ class Pool:
         )
 
     def kv_blocks(self, model: PlannedModel, cost: CostModel) -> int:
-        """KV blocks of each worker: as many as it was given, or as fit beside the rest; 0 where the rest does not."""
+        """KV blocks of each worker: ``num_kv_blocks``, or as many as fit; 0 if the weights do not fit."""
         return self.num_kv_blocks or cost.max_kv_blocks(
             model.block_size, max_batch_tokens=self.max_batch_tokens, max_batch_size=self.max_batch_size
         )
 
 
 Hosts = tuple[int, ...]
-"""Of one worker, by number: the host it is on, or where it is on several, that of each stage of its pipeline.
+"""Hosts of one worker by number: a single host, or one per stage of its pipeline.
 
-Between workers whose hosts are equal, KV stays within a host: of the latter, each layer's does.
+Between workers with equal hosts, KV stays within a host; with several, each layer's KV does.
 """
 _ONE_HOST: Hosts = (0,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Either a prefill and a decode pool, or one of mixed workers: colocated serving."""
+    """Either a prefill and a decode pool, or one pool of mixed workers (colocated serving)."""
 
     prefill: Pool | None = None
     decode: Pool | None = None
     mixed: Pool | None = None
     hosts: tuple[tuple[Hosts, ...], ...] = ()
-    """Of each worker of each of `pools`, in their order; empty: all are on one."""
+    """Per worker of each pool, in the order of `pools`; empty: all on one host."""
 
     def __post_init__(self) -> None:
-        assert (self.prefill is None) == (self.decode is None), "prefill and decode workers need each other"
-        assert self.prefill is not None or self.mixed is not None, "a layout has workers"
+        assert (self.prefill is None) == (self.decode is None), "prefill and decode pools come together"
+        assert self.prefill is not None or self.mixed is not None, "a layout needs workers"
         if self.hosts:
             assert [len(workers) for workers in self.hosts] == [pool.replicas for pool in self.pools]
 
@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def decode_pool(self) -> Pool:
-        """The workers that decode: of their own, or mixed ones."""
+        """The pool that decodes: decode or mixed workers."""
         pool = self.decode or self.mixed
         assert pool is not None
         return pool
@@ -122,7 +122,7 @@ class Layout:
 
     @property
     def worker_hosts(self) -> dict[WorkerRole, tuple[Hosts, ...]]:
-        """Of each worker of each role that there is."""
+        """Hosts of each worker, by role."""
         hosts = self.hosts or [(_ONE_HOST,) * pool.replicas for pool in self.pools]
         return {pool.role: workers for pool, workers in zip(self.pools, hosts, strict=True)}
 
@@ -132,7 +132,7 @@ class Layout:
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether KV may have to go from one host to another."""
+        """Whether KV may cross from one host to another."""
         return self.num_hosts > 1 and not self.is_colocated
 
     @property

@@ -1,4 +1,4 @@
-"""Enumerates the layouts that a question allows: degrees, replicas, kinds of devices and limits that fit on the hosts.
+"""Enumerates the layouts that a question allows: degrees, replicas, devices and limits that fit on the hosts.
 
 Used by `pdserve.planner.search`. Judges memory only.
 """
@@ -19,26 +19,26 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.plan import FitsNowhereError, Objective, Question, Space, Supply
 
 _MAX_REMEDY_DEGREE = 64
-"""Of either kind, when the smallest layout is looked for that would hold the model."""
+"""Highest degree of either kind to try for the smallest layout that holds the model."""
 
 
 class Enumeration(NamedTuple):
     """All layouts of a question."""
 
     layouts: list[Layout]
-    """Those whose workers hold the model."""
+    """Layouts whose workers hold the model."""
     num_without_memory: int
-    """Others of the same kinds whose workers do not."""
+    """Number of layouts of the same kinds whose workers do not."""
 
 
 def enumerate_layouts(question: Question) -> Enumeration:
     """Every layout that the question allows.
 
-    Where as much as possible is asked of the fleet, only layouts to which no further worker could be added.
+    If the objective is to get the most out of the fleet, only layouts to which no worker can be added.
 
     Raises:
         FitsNowhereError: none of them holds the model.
-        ValueError: there are none, because a device does not read the model's KV.
+        ValueError: there are none, because a device does not support the model's KV dtype.
     """
     layouts, num_without_memory = [], 0
     for layout, holds in _all(question):
@@ -54,7 +54,7 @@ def enumerate_layouts(question: Question) -> Enumeration:
 
 
 def dollars_per_hour(layout: Layout, fleet: Iterable[Supply]) -> float | None:
-    """What the layout's devices cost; ``None`` where a price is not known."""
+    """Price of the layout's devices; ``None`` if a price is unknown."""
     prices = {supply.hardware.name: supply.price for supply in fleet}
     total = 0.0
     for pool in layout.pools:
@@ -66,7 +66,7 @@ def dollars_per_hour(layout: Layout, fleet: Iterable[Supply]) -> float | None:
 
 
 class _Worker(NamedTuple):
-    """One kind of worker; a pool of one."""
+    """One kind of worker, as a pool of one."""
 
     pool: Pool
     supply: Supply
@@ -93,7 +93,7 @@ def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
 
 
 _DECODE_BATCH_TOKENS = 2048
-"""Budget of a decode worker's steps, for prompts that it computes itself."""
+"""Token budget of a decode worker's steps, for prompts that it prefills itself."""
 
 
 def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> list[_Worker]:
@@ -121,7 +121,7 @@ def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> li
 
 
 def _holds(pool: Pool, model: PlannedModel) -> bool | None:
-    """Whether a worker has memory for the model; ``None`` if the model does not divide so."""
+    """Whether a worker has memory for the model; ``None`` if the model does not divide by its degrees."""
     try:
         cost = pool.cost(model)
     except ValueError:
@@ -130,14 +130,14 @@ def _holds(pool: Pool, model: PlannedModel) -> bool | None:
 
 
 def _degrees(devices_per_node: int) -> list[int]:
-    """Degrees of tensor parallelism: those that fill a host, and powers of two, which need not: of three devices, two
-    may prefill together and one decode."""
+    """Degrees of tensor parallelism: divisors of a host's size, and powers of two, which need not divide it: of three
+    devices, two may prefill together and one decode."""
     divisors = {degree for degree in range(1, devices_per_node + 1) if devices_per_node % degree == 0}
     return sorted(divisors | {2**power for power in range(devices_per_node.bit_length())})
 
 
 def _replicas(workers: tuple[_Worker, ...], space: Space, *, wants_all: bool) -> Iterator[tuple[int, ...]]:
-    """Numbers of workers of each pool that hosts have room for."""
+    """Numbers of workers of each pool that fit on the hosts."""
     first, *others = workers
     for count in range(1, _most((), first, space) + 1):
         if not others:
@@ -152,7 +152,7 @@ def _replicas(workers: tuple[_Worker, ...], space: Space, *, wants_all: bool) ->
 
 
 def _most(placed: tuple[tuple[_Worker, int], ...], worker: _Worker, space: Space) -> int:
-    """The most replicas of ``worker`` beside what is placed already."""
+    """Maximum replicas of ``worker`` next to those already placed."""
     pool, supply = worker.pool, worker.supply
     groups: list[int] = []
     for other, count in placed:
@@ -165,8 +165,8 @@ def _most(placed: tuple[tuple[_Worker, int], ...], worker: _Worker, space: Space
 
 @cache
 def _room(num_nodes: int, devices_per_node: int, groups: tuple[int, ...], tensor_parallel: int) -> int:
-    """Groups of ``tensor_parallel`` devices of one host each that find room beside ``groups``, the largest placed
-    first, each on the first host that has room for it."""
+    """Number of groups of ``tensor_parallel`` devices of one host each that fit next to ``groups``, with the largest
+    placed first, each on the first host with room."""
     free = [devices_per_node] * num_nodes
     for group in sorted(groups, reverse=True):
         host = next((host for host, num_free in enumerate(free) if num_free >= group), None)
@@ -192,7 +192,7 @@ def _remedy(question: Question) -> str:
 
 
 def smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool | None:
-    """The worker of the fewest devices that holds the model, of as little pipelining as possible."""
+    """The worker with the fewest devices that holds the model, with as little pipelining as possible."""
     degrees = [2**power for power in range(_MAX_REMEDY_DEGREE.bit_length())]
     pairs = sorted(product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
     for tensor, pipeline in pairs:

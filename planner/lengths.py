@@ -16,7 +16,7 @@ from pdserve.planner.simulation import FloatArray, IntArray
 
 
 class LengthPairs(NamedTuple):
-    """Of N requests, at least 1 each."""
+    """Lengths of N requests, at least 1 each."""
 
     num_prompt_tokens: IntArray
     num_output_tokens: IntArray
@@ -30,7 +30,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedLengths:
-    """The same for every request."""
+    """Equal lengths for every request."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -55,12 +55,12 @@ class LogNormalLengths:
     """Standard deviation over mean."""
     output_variation: float = 1.0
     correlation: float = 0.0
-    """Of the logarithms."""
+    """Correlation of the logarithms."""
 
     def __post_init__(self) -> None:
         _check_positive(mean_prompt_tokens=self.mean_prompt_tokens, mean_output_tokens=self.mean_output_tokens)
         if self.prompt_variation < 0 or self.output_variation < 0:
-            raise ValueError("a coefficient of variation is 0 or more")
+            raise ValueError("a coefficient of variation must be 0 or more")
         _check_correlation(self.correlation)
 
     def draw(self, num_requests: int, random: np.random.Generator) -> LengthPairs:
@@ -73,29 +73,29 @@ class LogNormalLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantileLengths:
-    """Lengths between known quantiles, joined by straight lines: what a report of percentiles tells of a distribution.
+    """Lengths from known quantiles, interpolated linearly, as a report of percentiles gives them.
 
-    The two are coupled as the ranks of a bivariate normal distribution are (a Gaussian copula).
+    Both lengths are coupled like the ranks of a bivariate normal distribution (a Gaussian copula).
     """
 
     shares: tuple[float, ...]
     """Ascending from 0 to 1."""
     num_prompt_tokens: tuple[float, ...]
-    """The quantile of each share."""
+    """Quantile for each share."""
     num_output_tokens: tuple[float, ...]
     correlation: float = 0.0
     max_total_tokens: int = 0
-    """Of prompt and answer: answers that go beyond it are drawn again; 0 for no such limit."""
+    """Limit on prompt plus answer: longer answers are drawn again; 0 for no limit."""
 
     def __post_init__(self) -> None:
-        assert self.shares[0] == 0, "quantiles begin with the least"
-        assert self.shares[-1] == 1, "quantiles end with the most"
+        assert self.shares[0] == 0, "quantiles start at share 0"
+        assert self.shares[-1] == 1, "quantiles end at share 1"
         for row in (self.shares, self.num_prompt_tokens, self.num_output_tokens):
             assert len(row) == len(self.shares), "every share has a quantile"
             assert list(row) == sorted(row), "quantiles ascend"
         _check_correlation(self.correlation)
         fits = self.num_prompt_tokens[-1] + self.num_output_tokens[0] <= self.max_total_tokens
-        assert fits or not self.max_total_tokens, "some answer fits to every prompt"
+        assert fits or not self.max_total_tokens, "every prompt leaves room for some answer"
 
     def draw(self, num_requests: int, random: np.random.Generator) -> LengthPairs:
         first, second = _correlated_normals(self.correlation, num_requests, random)
@@ -114,7 +114,7 @@ class QuantileLengths:
 
 @dataclass(frozen=True, slots=True)
 class EmpiricalLengths:
-    """Pairs drawn from those seen, with replacement: whatever ties an answer's length to its prompt's is kept."""
+    """Pairs drawn from recorded ones with replacement, which keeps the dependence of answers on prompts."""
 
     num_prompt_tokens: IntArray
     num_output_tokens: IntArray
@@ -122,8 +122,8 @@ class EmpiricalLengths:
     def __post_init__(self) -> None:
         if not len(self.num_prompt_tokens) or len(self.num_prompt_tokens) != len(self.num_output_tokens):
             raise ValueError(
-                f"{len(self.num_prompt_tokens)} prompt and {len(self.num_output_tokens)} output lengths are no pairs: "
-                "give as many of one as of the other, and at least one"
+                f"{len(self.num_prompt_tokens)} prompt and {len(self.num_output_tokens)} output lengths are not pairs: "
+                "give equal numbers of both, at least one"
             )
         _check_positive(num_prompt_tokens=min(self.num_prompt_tokens), num_output_tokens=min(self.num_output_tokens))
 
@@ -135,12 +135,12 @@ class EmpiricalLengths:
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if not 1 <= value < np.inf:
-            raise ValueError(f"{name} is {value}: a request has at least one token to read and one to answer")
+            raise ValueError(f"{name} is {value}: a request has at least one prompt token and one answer token")
 
 
 def _check_correlation(correlation: float) -> None:
     if not -1 <= correlation <= 1:
-        raise ValueError(f"a correlation of {correlation} is not possible: it is from -1 to 1")
+        raise ValueError(f"a correlation of {correlation} is not possible: use a number from -1 to 1")
 
 
 def _correlated_normals(

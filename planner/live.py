@@ -1,7 +1,7 @@
 """Observes the traffic of a running cluster as the difference between two scrapes of the router's metrics.
 
 The search can then plan for a workload that resembles it. Parses text only; the caller fetches it. Prompt and answer
-lengths are drawn independently, because histograms do not record which belong together.
+lengths are drawn independently, because histograms do not record their pairs.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class LiveError(ValueError):
-    """The metrics do not tell what is needed; the text names the remedy."""
+    """The metrics are insufficient; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthHistogram:
-    """How long prompts, or answers, were."""
+    """Distribution of prompt or answer lengths."""
 
     bounds: tuple[float, ...]
     """Upper bounds of the buckets, the last one finite."""
     counts: tuple[float, ...]
-    """Of each bucket alone; what was beyond the last bound counts to it."""
+    """Per bucket, not cumulative; the last one includes lengths beyond its bound."""
     mean: float
 
     def draw(self, num_lengths: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Lengths with these shares of buckets, log-uniform within each, scaled to the mean; at least 1."""
+        """Lengths with these bucket shares, log-uniform within a bucket, scaled to the mean; at least 1."""
         bounds = np.array((0.0, *self.bounds))
         shares = np.array(self.counts) / sum(self.counts)
         buckets = random.choice(len(shares), num_lengths, p=shares)
@@ -49,18 +49,18 @@ class LengthHistogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedTraffic:
-    """What happened between two scrapes."""
+    """Traffic between two scrapes."""
 
     seconds: float
     num_requests: int
     prompt_tokens: LengthHistogram
     output_tokens: LengthHistogram
     cached_share: float
-    """Of prompt tokens, found in a prefix cache."""
+    """Share of prompt tokens found in a prefix cache."""
     attainment: float
-    """Of finished requests, those that met both objectives; NaN where none finished."""
+    """Finished requests that met both objectives; NaN if none finished."""
     num_workers: Mapping[WorkerRole, int]
-    """That are up."""
+    """Workers that are up."""
 
     @property
     def requests_per_s(self) -> float:
@@ -71,7 +71,7 @@ def observe(before: str, after: str, seconds: float) -> ObservedTraffic:
     """The traffic between two scrapes of the router's `/metrics`, ``seconds`` apart.
 
     Raises:
-        LiveError: the texts are not pdserve's metrics, the router restarted in between, or nothing was asked of it.
+        LiveError: the texts are not pdserve's metrics, the router restarted in between, or it received no requests.
     """
     old, new = _parse(before), _parse(after)
     prompts = _lengths(old, new, metrics.REQUEST_PROMPT_TOKENS)
@@ -119,17 +119,17 @@ def _parse(text: str) -> Samples:
 
 def _grown(old: Samples, new: Samples, name: str) -> float:
     if (name, ()) not in new:
-        raise LiveError(f"the metrics have no {name}: name the admin address of a pdserve router")
+        raise LiveError(f"the metrics have no {name}: give the admin address of a pdserve router")
     grown = new[name, ()] - old.get((name, ()), 0.0)
     if grown < 0:
-        raise LiveError("the router restarted while it was watched: ask again")
+        raise LiveError("the router restarted during the observation: try again")
     return grown
 
 
 def _lengths(old: Samples, new: Samples, metric: Metric) -> LengthHistogram:
     num_seen = _grown(old, new, f"{metric.name}_count")
     if not num_seen:
-        raise LiveError("no request came while the router was watched: watch it for longer, or under load")
+        raise LiveError("the router received no requests during the observation: observe for longer, or under load")
     cumulative = [0.0]
     for bound in (*metric.buckets, float("inf")):
         key = (f"{metric.name}_bucket", (("le", "+Inf" if bound == float("inf") else str(float(bound))),))

@@ -22,7 +22,7 @@ def plan_json(plan: Plan, traffic: str) -> Json:
     """The whole plan.
 
     Args:
-        traffic: what was asked of the cluster, in words.
+        traffic: description of the traffic.
     """
     question, verdict = plan.question, plan.verdict
     return {
@@ -57,7 +57,7 @@ def plan_json(plan: Plan, traffic: str) -> Json:
 
 
 def model_json(model: PlannedModel) -> Json:
-    """What is served, and how it is held."""
+    """The model and its precision."""
     return {
         "name": model.name,
         "num_parameters": model.shape.num_parameters,
@@ -68,14 +68,14 @@ def model_json(model: PlannedModel) -> Json:
 
 
 def layout_json(layout: Layout) -> Json:
-    """The pools of a layout by role, with the hosts of each worker, and all its devices together."""
+    """The pools of a layout by role, with each worker's hosts, and the total number of devices."""
     hosts = layout.worker_hosts
     pools = {pool.role.value: {**_pool(pool), "hosts": hosts[pool.role]} for pool in layout.pools}
     return {"text": str(layout), "num_devices": layout.num_devices, "num_hosts": layout.num_hosts, **pools}
 
 
 def attainment_json(point: Attainment) -> Json:
-    """What a placement made of one rate."""
+    """Result of a placement at one rate."""
     return {
         "rate": _finite(point.rate),
         "share": point.share,

@@ -11,14 +11,14 @@ from pdserve.planner.explain import Explanation
 from pdserve.planner.plan import Candidate, Plan, PoolFigures
 
 _SHORT = "(short)"
-"""Marks what only a short simulation tells."""
+"""Marks results of short simulations."""
 
 
 class Column(NamedTuple):
     heading: str
     is_number: bool = True
     is_detail: bool = False
-    """Left out where there is little room."""
+    """Omitted if there is little room."""
 
 
 CANDIDATE_COLUMNS = (
@@ -33,7 +33,7 @@ CANDIDATE_COLUMNS = (
     Column("tokens/s", is_detail=True),
     Column("binds", is_number=False, is_detail=True),
 )
-"""Goodput in requests within the SLO; money and tokens are those of answers, at the goodput."""
+"""Goodput is in requests within the SLO; money and tokens count answers, at the goodput."""
 
 POOL_COLUMNS = (
     Column("phase", is_number=False),
@@ -46,7 +46,7 @@ POOL_COLUMNS = (
     Column("busy"),
     Column("KV used"),
 )
-"""Of each worker; at once, sequences of the workload's mean length at most, and of ``max_model_len``."""
+"""Per worker; "at once" counts sequences of the workload's mean length, and of ``max_model_len``."""
 
 
 def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
@@ -68,8 +68,8 @@ def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
 
 
 def layout_words(plan: Plan, candidate: Candidate) -> str:
-    """The layout, with the chunk budget of colocated workers, the GPUs where the fleet has several kinds, and how many
-    hosts there are that KV moves between."""
+    """The layout, with the chunk budget of colocated workers, the GPUs if the fleet has several kinds, and the number
+    of hosts that KV moves between."""
     pools = list(candidate.layout.pools)
     chunk = f", chunk {candidate.layout.mixed.max_batch_tokens}" if candidate.layout.mixed is not None else ""
     kinds = " and ".join(dict.fromkeys(pool.hardware.name for pool in pools))
@@ -79,7 +79,7 @@ def layout_words(plan: Plan, candidate: Candidate) -> str:
 
 
 def binds(candidate: Candidate) -> str:
-    """The objective that is missed first, if one was seen to be, and what runs out."""
+    """The objective that is missed first, if known, and the limiting resource."""
     goodput = candidate.goodput
     at_rate = goodput.at_rate if goodput is not None and not goodput.is_capped else None
     slo = f"{at_rate.binding_slo.upper()}: " if at_rate is not None else ""
@@ -126,7 +126,7 @@ def fleet_words(plan: Plan) -> str:
 
 
 def slo_words(plan: Plan) -> str:
-    """What was asked of every layout."""
+    """The question's SLO in words."""
     slo = plan.question.slo
     return (
         f"{wording.share(slo.attainment)} of requests within TTFT {wording.seconds(slo.ttft_seconds)} and TPOT "
@@ -135,7 +135,7 @@ def slo_words(plan: Plan) -> str:
 
 
 def findings(plan: Plan) -> Iterator[str]:
-    """Sentences on the first in rank and those behind it: what binds, what lost, saturation, what 10 % would change."""
+    """Sentences on the winner and the losers: binding objective, reasons, saturation, effect of 10 % on step times."""
     best = plan.best
     yield from best.reasons
     if best.saturation_rate is not None and best.saturation_margin is not None:
@@ -147,8 +147,8 @@ def findings(plan: Plan) -> Iterator[str]:
         percent = round(abs(each.time_factor - 1) * 100)
         change = each.rate / best.rate - 1 if best.rate else 0.0
         yield (
-            f"Were every step and transfer {percent} % {'slower' if each.time_factor > 1 else 'faster'}, the goodput "
-            f"would be {wording.rate(each.rate)} ({change:+.0%})."
+            f"If every step and transfer were {percent} % {'slower' if each.time_factor > 1 else 'faster'}, the "
+            f"goodput would be {wording.rate(each.rate)} ({change:+.0%})."
         )
     for rank, candidate in enumerate(plan.candidates[1:3], start=2):
         for reason in candidate.reasons:
@@ -165,13 +165,13 @@ def result_words(explanation: Explanation) -> str:
 
 
 def screening_words(plan: Plan) -> str:
-    """What was looked at, in a sentence."""
+    """Number of layouts by outcome, in a sentence."""
     it = plan.screening
     left_out = (
         (it.num_without_memory, "do not fit"),
         (it.num_infeasible, "miss the SLO even when idle"),
-        (it.num_bounded, "cannot reach what another one does"),
-        (it.num_estimated, "were estimated only"),
+        (it.num_bounded, "cannot reach the goodput of another"),
+        (it.num_estimated, "were only estimated"),
     )
     told = ", ".join(f"{count} {why}" for count, why in left_out if count)
     is_short = any(candidate.goodput is not None and not candidate.is_final for candidate in plan.candidates)

@@ -15,8 +15,8 @@ from pdserve.model.config.shape import ModelShape, positive_int
 from pdserve.planner.layout import BFLOAT16, PlannedModel
 
 MAX_DEFAULT_LENGTH = 8192
-"""Tokens of a sequence, unless told otherwise: many models could take far more than their users ask for, and every
-layout must hold one such sequence."""
+"""Default limit on the tokens of a sequence: many models support far more than their users need, and every layout must
+hold one such sequence."""
 
 
 def read_planned_model(
@@ -26,10 +26,10 @@ def read_planned_model(
     block_size: int = 16,
     max_model_len: int = 0,
 ) -> PlannedModel:
-    """The model at ``path``, held as told.
+    """The model at ``path``, in ``precision``.
 
     Args:
-        max_model_len: 0 takes the model's own limit, or `MAX_DEFAULT_LENGTH` if that is less.
+        max_model_len: 0 uses the model's own limit, or `MAX_DEFAULT_LENGTH` if that is less.
 
     Raises:
         ValueError: there is no such file, or no known decoder of known precision in it.
@@ -74,7 +74,7 @@ def _check_is_planned(values: Mapping[str, object], precision: Precision) -> Non
 
 
 def _name(file: Path) -> str:
-    """What people call it: the folder of a config.json, or the file's own name."""
+    """Display name: the folder of a config.json, or the file's own name."""
     resolved = file.resolve()
     return resolved.parent.name if resolved.name == "config.json" else resolved.stem
 
@@ -87,5 +87,5 @@ def _read_object(file: Path) -> Mapping[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(values, Mapping):
-        raise ValueError(f"{file} holds no JSON object; give --model a Hugging Face config.json")
+        raise ValueError(f"{file} is not a JSON object; give --model a Hugging Face config.json")
     return values

@@ -117,7 +117,7 @@ PRESETS = {workload.name: workload for workload in _PRESETS}
 def preset(name: str) -> Workload:
     """The workload of that name.
 
-    Tokens are those of prompts and answers.
+    Tokens are prompt and answer means.
 
     ===================  =============  ==============  ==========  =====================
     name                 mean tokens    of its source   cacheable   TTFT / TPOT
@@ -132,7 +132,7 @@ def preset(name: str) -> Workload:
     ===================  =============  ==============  ==========  =====================
 
     Raises:
-        ValueError: there is none; the nearest names are in the message.
+        ValueError: there is no such preset; the message suggests the nearest names.
     """
     workload = PRESETS.get(name)
     if workload is None:

@@ -1,7 +1,7 @@
 """Pool of simulation processes for the search.
 
-Takes and returns plain values, in order, so the number of processes changes only the time. Ctrl-C, any error, or the
-end of the parent process ends them all.
+Takes and returns plain values, in order, so the number of processes affects only the time. Ctrl-C, any error, or the
+end of the parent process ends all of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.simulation import Simulation
 
 _GC_THRESHOLD = 100_000
-"""New objects in a process of the pool, after which it looks for cycles."""
+"""New objects between searches for cycles in a process of the pool."""
 
 
 class GoodputJob(NamedTuple):
-    """A `GoodputSearch`."""
+    """Arguments of a `GoodputSearch`."""
 
     trial: Trial
     start_rate: float
@@ -42,7 +42,7 @@ class AttainJob(NamedTuple):
 
 
 class ProcessPool:
-    """Simulates one workload; a context manager."""
+    """Simulates one workload in parallel; a context manager."""
 
     def __init__(self, workload: Workload, num_processes: int) -> None:
         """``num_processes`` 1 simulates in this process."""
@@ -55,7 +55,7 @@ class ProcessPool:
                 num_processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(workload,)
             )
             for _ in range(num_processes):
-                self._executor.submit(os.getpid)  # Each process begins with a call, and takes a second to.
+                self._executor.submit(os.getpid)  # Start the processes now: each starts at a call and takes a second.
 
     def __enter__(self) -> Self:
         return self
@@ -71,10 +71,10 @@ class ProcessPool:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def run(self, searches: Sequence[RateSearch], done: Callable[[int], None]) -> None:
-        """Carry out all their runs, of each as soon as it wants them; ``done`` hears how many are over.
+        """Execute all runs of ``searches``, each as soon as it is requested; ``done`` receives the number ended.
 
         Raises:
-            ValueError: a layout cannot be run.
+            ValueError: a layout cannot run.
         """
         if self._executor is None:
             for num_done, search in enumerate(searches, 1):
@@ -99,38 +99,38 @@ class ProcessPool:
                     idle.append(search)
 
     def goodputs(self, jobs: Sequence[GoodputJob], done: Callable[[int], None]) -> list[Goodput]:
-        """Of each job, in order.
+        """Goodput of each job, in order.
 
         Raises:
-            ValueError: a layout cannot be run.
+            ValueError: a layout cannot run.
         """
         searches = [GoodputSearch(*job) for job in jobs]
         self.run(searches, done)
         return [search.goodput() for search in searches]
 
     def attainments(self, jobs: Sequence[AttainJob], done: Callable[[int], None]) -> list[Attainment]:
-        """The same of single rates."""
+        """Attainment of each job, in order; raises like `goodputs`."""
         rates = [OneRate(*job) for job in jobs]
         self.run(rates, done)
         return [each.attainment() for each in rates]
 
 
 _runner_of_process: list[Runner] = []
-"""In a process of the pool, what carries out its runs."""
+"""The runner of this process, if it belongs to a pool."""
 
 
 def _begin(workload: Workload) -> None:
-    # Ctrl-C goes to all processes of a terminal: these end without a word, and the first one tells what happened.
+    # Ctrl-C reaches all processes of a terminal: these end silently, and the parent reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # What a simulation lets go of is freed by counting references, all but a few cycles.
+    # Reference counting frees almost everything that a simulation releases.
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
     _runner_of_process.append(Runner(workload))
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot say so, and a process that waits for work would wait for ever."""
+    """A killed parent cannot notify its children, which would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])

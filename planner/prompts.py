@@ -20,22 +20,22 @@ _STRIDE = 2654435761
 
 
 class Prompt(NamedTuple):
-    """What is sent to workers."""
+    """A prompt as workers receive it."""
 
     tokens: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
-    """Of its full blocks, or names of those that no other prompt can have; empty in a workload that shares nothing."""
+    """Hashes of full blocks, or unique names for private blocks; empty if the workload shares no prefixes."""
 
 
 NO_PROMPT = Prompt((), ())
 
 
 class _Written(NamedTuple):
-    """What a segment adds to what stands before it."""
+    """Tokens and hashes that a segment adds to the prompt before it."""
 
     tokens: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
-    """Of the blocks that it completes."""
+    """Hashes of the blocks that the segment completes."""
 
 
 class PromptTable:
@@ -44,23 +44,23 @@ class PromptTable:
     def __init__(self, requests: Iterable[SimulatedRequest], block_size: int) -> None:
         """
         Args:
-            requests: all first turns that are going to be written.
+            requests: all first turns to be written.
         """
         turns = [turn for request in requests for turn in request.turns()]
         self.is_sharing = any(turn.segments or turn.follow_up is not None for turn in turns)
-        """Whether some prompt could begin like another."""
+        """Whether some prompts may share a prefix."""
         uses = Counter([segment.content for turn in turns for segment in turn.segments])
         self._shared = {content for content, num_uses in uses.items() if num_uses > 1}
         self._block_size = block_size
         self._num_private = 0
         self._written: dict[tuple[bytes, tuple[int, ...], Segment], _Written] = {}
-        """By the hash of the block before, the tokens after it, and the segment: shared ones are written once."""
+        """By hash of the previous block, tokens after it, and segment: shared segments are written once."""
 
     def write(self, request: SimulatedRequest, before: Prompt | None = None) -> Prompt:
         """The prompt of ``request``.
 
         Args:
-            before: of a follow-up, the prompt of the turn before with its answer.
+            before: for a follow-up, the previous turn's prompt with its answer.
         """
         if not self.is_sharing:
             return Prompt((0,) * request.num_prompt_tokens, ())
@@ -76,7 +76,7 @@ class PromptTable:
         return prompt
 
     def answered(self, prompt: Prompt, num_output_tokens: int) -> Prompt:
-        """The prompt with its answer, for the next turn."""
+        """The prompt plus its answer, for the next turn."""
         return self._extend(prompt, (0,) * num_output_tokens)
 
     def _append(self, prompt: Prompt, segment: Segment) -> Prompt:
@@ -91,7 +91,7 @@ class PromptTable:
         return Prompt(prompt.tokens + written.tokens, prompt.block_hashes + written.block_hashes)
 
     def _append_private(self, prompt: Prompt, segment: Segment) -> Prompt:
-        """No other prompt has these tokens, so that the blocks which they complete need a name and no hash."""
+        """No other prompt has these tokens, so their blocks get names instead of hashes."""
         tokens = prompt.tokens + (_first_token(segment),) * segment.num_tokens
         news = range(len(prompt.block_hashes), len(tokens) // self._block_size)
         names = [(segment.content << 64 | index).to_bytes(BLOCK_HASH_BYTES, "big") for index in news]
@@ -101,11 +101,11 @@ class PromptTable:
         return Prompt(prompt.tokens + tokens, prompt.block_hashes + self._new_hashes(prompt, tokens))
 
     def _rest(self, prompt: Prompt) -> tuple[int, ...]:
-        """Tokens behind the last full block."""
+        """Tokens after the last full block."""
         return prompt.tokens[len(prompt.block_hashes) * self._block_size :]
 
     def _new_hashes(self, prompt: Prompt, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
-        """Of the blocks that ``tokens`` complete."""
+        """Hashes of the blocks that ``tokens`` complete."""
         block_size = self._block_size
         pending = self._rest(prompt) + tokens
         parent = prompt.block_hashes[-1] if prompt.block_hashes else root_hash(b"")

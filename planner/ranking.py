@@ -1,4 +1,4 @@
-"""Orders layouts by the results known so far.
+"""Orders layouts by the results so far.
 
 Used by `pdserve.planner.search`. Compares; simulates nothing.
 """
@@ -17,17 +17,17 @@ from pdserve.planner.plan import Objective, Question
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What is known of one layout so far."""
+    """Results of one layout so far."""
 
     layout: Layout
     bounds: Bounds
     dollars_per_hour: float | None
     screened: Goodput | None = None
-    """Of short runs."""
+    """From short runs."""
     final: Goodput | None = None
-    """Of long ones."""
+    """From long runs."""
     search: GoodputSearch | None = None
-    """The latest of both."""
+    """The latest search."""
 
     @property
     def goodput(self) -> Goodput | None:
@@ -35,12 +35,12 @@ class Entry:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its latest search has all the simulations that it wants."""
+        """Whether its latest search asks for no more runs."""
         return self.search is not None and self.search.is_settled
 
     @property
     def rate(self) -> float:
-        """As well as it is known."""
+        """Goodput if simulated, otherwise the estimate."""
         return self.bounds.estimate if self.goodput is None else self.goodput.rate
 
 
@@ -51,16 +51,16 @@ class Ranking:
         self._question = question
 
     def serves(self, rate: float) -> bool:
-        """Whether a goodput of ``rate`` is what was asked."""
+        """Whether a goodput of ``rate`` answers the question."""
         return not self._question.objective.has_rate or rate >= self._question.rate
 
     def ranked(self, entries: Iterable[Entry], optimism: float = 1.0) -> list[Entry]:
-        """The best first, were their rates ``optimism`` times what is known."""
+        """Best first, with all rates scaled by ``optimism``."""
         return sorted(entries, key=lambda entry: self.key(entry, entry.rate * optimism))
 
     def within_reach(self, ranked: Sequence[Entry], optimism: float) -> list[Entry]:
-        """Those that may be as good as the best of their kind, were their rates ``optimism`` times what is known; where
-        a rate is asked for all of them, as the best may turn out not to serve it."""
+        """Layouts that may be as good as the best of their kind if their rates were ``optimism`` times higher. If a
+        rate is required, all of them, because the best may turn out not to serve it."""
         if self._question.objective.has_rate:
             return list(ranked)
         best = best_of_kinds(ranked)
@@ -71,7 +71,7 @@ class Ranking:
         ]
 
     def key(self, entry: Entry, rate: float) -> tuple[float, ...]:
-        """The less, the better the entry were at a goodput of ``rate``."""
+        """Sort key at a goodput of ``rate``; lower is better."""
         num_devices, objective = entry.layout.num_devices, self._question.objective
         if objective is Objective.RATE:
             return (-rate, num_devices)
@@ -86,7 +86,7 @@ class Ranking:
 
 
 def best_of_kinds(ranked: Iterable[Entry]) -> dict[bool, Entry]:
-    """The first that is colocated (``True``) and the first that is not, as far as there are any."""
+    """The first colocated (``True``) and the first disaggregated entry, if there are any."""
     best: dict[bool, Entry] = {}
     for entry in ranked:
         best.setdefault(entry.layout.is_colocated, entry)
@@ -94,7 +94,7 @@ def best_of_kinds(ranked: Iterable[Entry]) -> dict[bool, Entry]:
 
 
 def of_both_kinds(ranked: Sequence[Entry], count: int) -> list[Entry]:
-    """The first ``count``, half of either kind, colocated or not, as far as there are so many."""
+    """The first ``count`` entries, half colocated and half disaggregated if there are enough of each."""
     num_each = max(1, count // 2)
     kinds = [[entry for entry in ranked if entry.layout.is_colocated is kind] for kind in (False, True)]
     assured = [entry for kind in kinds for entry in kind[:num_each]]

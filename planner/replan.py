@@ -1,7 +1,7 @@
 """Decides whether to change a running cluster's placement: the gain, its confidence, and the cost of the change.
 
-Compares a plan for the observed traffic with the running placement, both simulated. Proposes only what is better beyond
-doubt and by more than a threshold (hysteresis), so that noise never triggers a rebuild. Changes nothing.
+Compares a plan for the observed traffic with the running placement, both simulated. Proposes a change only if its gain
+is statistically clear and above a threshold (hysteresis), so that noise never triggers a rebuild. Changes nothing.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from pdserve.planner.process_pool import AttainJob, GoodputJob, ProcessPool
 from pdserve.planner.running import RunningWorker
 
 DEFAULT_HYSTERESIS = 0.1
-"""Gain in goodput below which a change is not proposed."""
+"""Minimum gain in goodput for a proposal."""
 _HIGHEST = 4.0
-"""Times what the best layout can serve: no other layout of the same devices is looked at beyond."""
+"""Highest rate to try for the running layout, as a multiple of the best layout's goodput."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The placement that runs, simulated under the observed traffic."""
+    """The running placement, simulated under the observed traffic."""
 
     layout: Layout
     goodput: Goodput
     at_observed: Attainment
-    """What it makes of the observed rate."""
+    """Its result at the observed rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What it takes to go from one placement to another."""
+    """Cost of going from one placement to another."""
 
     num_kept: int
-    """Workers that both placements have."""
+    """Workers in both placements."""
     num_stopped: int
     num_started: int
     load_s: float
-    """Until the new workers hold their weights, at the least: all devices read theirs from host memory at once."""
+    """Minimum time until the new workers have their weights, if all devices load from host memory in parallel."""
     num_requests: float
-    """Under way on the workers that stop: each is computed again elsewhere."""
+    """In flight on the stopped workers; each is recomputed elsewhere."""
     num_cached_tokens: float
-    """In the pools of workers that stop, whose KV is lost."""
+    """KV tokens in the pools of stopped workers, which are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The comparison, and the advice."""
+    """The comparison and its advice."""
 
     running: Running
     best: Candidate
     at_observed: Attainment
-    """What the best makes of the observed rate."""
+    """The best candidate's result at the observed rate."""
     gain: float
-    """Its goodput over that of the running placement, less 1; infinite where that meets the SLO at no rate."""
+    """Its goodput relative to the running placement's, minus 1; infinite if the latter never meets the SLO."""
     is_clear: bool
-    """Their confidence intervals do not overlap."""
+    """The confidence intervals do not overlap."""
     hysteresis: float
     change: Change
 
@@ -84,12 +84,12 @@ def propose(
     hysteresis: float = DEFAULT_HYSTERESIS,
     num_processes: int = 1,
 ) -> Proposal:
-    """Simulate what runs as the plan's best was simulated, and both at the observed rate; then weigh them.
+    """Simulate the running layout like the plan's best, and both at the observed rate; then compare them.
 
     Args:
-        plan: for the observed traffic, on the devices that the running layout has.
-        layout: that runs.
-        num_processes: that simulate side by side.
+        plan: for the observed traffic, on the running layout's devices.
+        layout: the running layout.
+        num_processes: parallel simulations.
 
     Raises:
         ValueError: the running layout cannot be simulated.
@@ -103,7 +103,7 @@ def propose(
             model=question.model,
             layout=each,
             slo=question.slo,
-            # As long as the search simulated the best: shorter runs show more goodput.
+            # As long as the search's run of the best layout: shorter runs overstate goodput.
             num_requests=best.goodput.at_rate.num_requests // len(effort.seeds),
             seeds=effort.seeds,
         )
@@ -118,7 +118,7 @@ def propose(
 
 
 def _unheard(num_done: int) -> None:
-    """Nobody watches: there is little to wait for."""
+    """Ignore progress: the runs are short."""
 
 
 def compare(
@@ -130,7 +130,7 @@ def compare(
     workers: Sequence[RunningWorker],
     hysteresis: float = DEFAULT_HYSTERESIS,
 ) -> Proposal:
-    """Weigh the best candidate of a plan against what runs; ``best`` was simulated."""
+    """Compare the best candidate of a plan, which was simulated, with the running placement."""
     assert best.goodput is not None
     old, new = running.goodput, best.goodput
     gain = new.rate / old.rate - 1 if old.rate else float("inf") if new.rate else 0.0
@@ -146,7 +146,7 @@ def compare(
 
 
 def change_between(old: Layout, new: Layout, model: PlannedModel, workers: Sequence[RunningWorker]) -> Change:
-    """Workers that differ in role, device, degree or limits are started anew."""
+    """Workers that differ in role, device, degree or limits are restarted."""
     old_pools, new_pools = ({pool.role: pool for pool in layout.pools} for layout in (old, new))
     num_kept = num_stopped = num_started = 0
     load_s = num_requests = num_cached_tokens = 0.0
@@ -175,7 +175,7 @@ def change_between(old: Layout, new: Layout, model: PlannedModel, workers: Seque
 
 
 def _is_alike(before: Pool, after: Pool) -> bool:
-    """Whether a worker of one pool can stay in the other. A KV pool of another size does not matter."""
+    """Whether a worker of one pool can stay in the other; the size of its KV pool does not matter."""
     return dataclasses.replace(before, replicas=1, num_kv_blocks=0) == dataclasses.replace(
         after, replicas=1, num_kv_blocks=0
     )
@@ -186,7 +186,7 @@ def _load_s(pool: Pool, model: PlannedModel) -> float:
 
 
 def sentences(proposal: Proposal) -> Iterator[str]:
-    """The comparison and the advice, in words."""
+    """The comparison and the advice as sentences."""
     running, best, change = proposal.running, proposal.best, proposal.change
     observed = wording.rate(running.at_observed.rate)
     yield (
@@ -199,13 +199,13 @@ def sentences(proposal: Proposal) -> Iterator[str]:
         f"{wording.share(proposal.at_observed.share)}.{_where(best.layout, proposal.at_observed)}"
     )
     if not change.num_started and not change.num_stopped:
-        elsewhere = ", but for the hosts that its workers are on" if running.layout.spans_hosts else ""
-        yield f"Keep the placement: it is the best that was found{elsewhere}."
+        elsewhere = ", apart from the hosts of its workers" if running.layout.spans_hosts else ""
+        yield f"Keep the placement: it is the best one found{elsewhere}."
         return
     yield (
-        f"The change would stop {change.num_stopped} workers, start {change.num_started} and keep {change.num_kept}; "
-        f"loading weights takes {wording.seconds(change.load_s)} or more; about {change.num_requests:.0f} requests "
-        f"under way would be computed again, and KV of about {change.num_cached_tokens:,.0f} tokens lost."
+        f"The change would stop {change.num_stopped} workers, start {change.num_started} and keep {change.num_kept}. "
+        f"Loading weights takes at least {wording.seconds(change.load_s)}; about {change.num_requests:.0f} requests in "
+        f"flight would be recomputed, and KV of about {change.num_cached_tokens:,.0f} tokens would be lost."
     )
     yield _advice(proposal)
 
@@ -215,12 +215,12 @@ def _where(layout: Layout, seen: Attainment) -> str:
 
 
 def _advice(proposal: Proposal) -> str:
-    gain = f"{proposal.gain:+.0%} goodput" if proposal.gain != float("inf") else "a goodput where there is none now"
+    gain = f"{proposal.gain:+.0%} goodput" if proposal.gain != float("inf") else "a goodput, where there is none now"
     if proposal.is_proposed:
         return f"Change the placement: {gain}, beyond the confidence intervals."
     if not proposal.is_clear:
         return f"Keep the placement: {gain} is within the confidence intervals."
-    return f"Keep the placement: {gain} is below the {wording.share(proposal.hysteresis)} that a change must gain."
+    return f"Keep the placement: {gain} is below the minimum gain of {wording.share(proposal.hysteresis)}."
 
 
 def _with_interval(goodput: Goodput | None) -> str:
@@ -232,7 +232,7 @@ def _with_interval(goodput: Goodput | None) -> str:
 
 
 def proposal_json(proposal: Proposal, plan: Plan) -> Json:
-    """The same for programs, with the plan that it comes from."""
+    """The proposal as JSON, with its plan."""
     running = proposal.running
     return {
         "is_proposed": proposal.is_proposed,

@@ -29,12 +29,12 @@ from pdserve.planner.report_charts import Figure, contenders, figures
 from pdserve.planner.report_style import STYLE
 
 MAX_ROWS = 20
-"""Of the ranked table."""
+"""Limit of the ranked table."""
 _DEFINITIONS = (
-    "Goodput is the rate of requests at which the target share of them meets both objectives, in steady state: the "
-    "warm-up is not counted. TTFT is from arrival to the first token; TPOT is the mean time per token after it, the "
-    "handoff between phases included. Figures are predictions of a simulation that runs the cluster's own router "
-    "policy and schedulers; how long steps and transfers take is a model's estimate."
+    "Goodput is the request rate at which the target share of requests meets both objectives, in steady state; the "
+    "warm-up is not counted. TTFT runs from arrival to the first token; TPOT is the mean time per further token, "
+    "including the handoff between phases. Figures are predictions of a simulation that runs the cluster's own router "
+    "policy and schedulers; the times of steps and transfers come from a cost model."
 )
 
 
@@ -42,7 +42,7 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
     """The page.
 
     Args:
-        traffic: what was asked of the cluster, in words.
+        traffic: description of the traffic.
         curves: see `pdserve.planner.report_charts.contenders`.
     """
     title = f"{plan.question.model.name or 'Model'} on {fleet_words(plan)}"
@@ -56,9 +56,9 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
             _table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank + 1) for rank in range(_num_rows(plan)))),
             "<h2>Why</h2>",
             _list(findings(plan)),
-            "<h2>What each worker of the winner holds</h2>",
+            "<h2>Memory of each worker of the winner</h2>",
             _table(POOL_COLUMNS, pool_cells(plan.best), marks_first=False),
-            f"<h2>In pictures</h2><div class=cards>{''.join(cards)}</div>",
+            f"<h2>Charts</h2><div class=cards>{''.join(cards)}</div>",
             "<h2>Where the numbers come from</h2>",
             *(_explanation(plan, pool) for pool in plan.best.layout.pools),
             "<h2>How this was found</h2>",
@@ -113,7 +113,7 @@ def _list(sentences: Iterable[str]) -> str:
 
 
 def _explanation(plan: Plan, pool: Pool) -> str:
-    """Folded until it is asked for."""
+    """The cost model's arithmetic, collapsed."""
     lines = explain(
         plan.question.model,
         pool,

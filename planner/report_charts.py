@@ -1,4 +1,4 @@
-"""Charts of a plan's report: selects the series that each one draws.
+"""Charts of a plan's report: selects the series of each chart.
 
 Used by `pdserve.planner.report`; `pdserve.planner.svg` draws them.
 """
@@ -14,31 +14,31 @@ from pdserve.planner.plan import Candidate, Plan
 from pdserve.planner.svg import Axis, Bar, Point, Rule, Series, bars, chart
 
 JOINT, TTFT, TPOT = 0, 1, 2
-"""Colours of the shares that met both objectives, and one."""
+"""Colours of the joint share and of each objective's share."""
 
 
 class Figure(NamedTuple):
     title: str
     svg: str
     legend: tuple[tuple[int, str], ...]
-    """Colours and what they stand for."""
+    """Colours with their meanings."""
     note: str = ""
 
 
 class Contender(NamedTuple):
-    """A candidate that is drawn, under a name of its own."""
+    """A candidate in the charts, with its label."""
 
     name: str
     candidate: Candidate
     curve: tuple[Attainment, ...]
-    """What was seen of it, in order of rate."""
+    """Its results in order of rate."""
 
 
 def contenders(plan: Plan, curves: Sequence[Sequence[Attainment]] = ()) -> list[Contender]:
-    """The winner, the runner-up and the best of the kind that neither of them is, as far as they were simulated.
+    """The winner, the runner-up, and the best of the kind that neither of them is, if they were simulated.
 
     Args:
-        curves: rates simulated for the report, of each; by default those at which the search looked.
+        curves: rates simulated for the report, per contender; by default the rates that the search tried.
     """
     others = (plan.verdict.best_colocated, plan.verdict.best_disaggregated)
     chosen: list[tuple[str, Candidate]] = [("Winner", plan.best)]
@@ -90,7 +90,7 @@ def _attainment(plan: Plan, contender: Contender, highest: float) -> Figure:
     )
     series = []
     for label, color, share_of in shares:
-        # A run that was stopped early tells of both objectives how many at most met them, and nothing of each.
+        # A stopped run gives an upper bound on the joint share, and nothing on each objective.
         told = [point for point in contender.curve if color == JOINT or not point.is_partial]
         points = [_seen(point, share_of(point), label) for point in told]
         series.append(Series(label=label, points=points, color=color, is_dashed=color != JOINT))
@@ -110,7 +110,7 @@ def _attainment(plan: Plan, contender: Contender, highest: float) -> Figure:
 
 
 def _confidence(candidate: Candidate) -> str:
-    """How far the mark of the goodput may be from where a curve meets the target."""
+    """Confidence interval of the goodput's mark."""
     if candidate.goodput is None or candidate.goodput.is_capped:
         return ""
     low, high = candidate.goodput.interval
@@ -118,10 +118,10 @@ def _confidence(candidate: Candidate) -> str:
 
 
 def _origin(curve: Sequence[Attainment]) -> str:
-    """What a curve was made from."""
+    """Number of requests behind a curve's points."""
     low, high = min(point.num_requests for point in curve), max(point.num_requests for point in curve)
     count = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-    stopped = "; hollow where they were stopped, of at most so many" if any(each.is_partial for each in curve) else ""
+    stopped = "; hollow points stopped early: upper bounds" if any(each.is_partial for each in curve) else ""
     return f"of {count} requests at each rate{stopped}"
 
 
@@ -144,7 +144,7 @@ def _latencies(
         points = [Point(latency_s * 1e3, percent / 100) for percent, latency_s in enumerate(quantiles)]
         series.append(Series(label=contender.name, points=points, color=color, has_dots=False))
         legend.append((color, contender.name))
-    # What lies far beyond the objective is of no interest, and would hide what is near it.
+    # Clip the axis: values far beyond the objective would hide the ones near it.
     p99_ms = [each.points[99].x for each in series if len(each.points) > 99 and each.points[99].x < float("inf")]
     high = min(max([*p99_ms, slo_s * 1.3e3]), slo_s * 4e3)
     svg = chart(

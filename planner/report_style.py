@@ -50,4 +50,4 @@ svg .hollow{fill:var(--card)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px;color:var(--soft);margin-top:6px}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:3px;background:var(--c);margin-right:6px}
 """
-"""Colours are variables, so that one sheet is light and dark."""
+"""Colours are variables, so that one sheet serves light and dark."""

@@ -1,6 +1,6 @@
 """Record of one request in a simulation, and the arrays of all records.
 
-Written by `pdserve.planner.simulator`; kept until the end, so it holds no prompt.
+Written by `pdserve.planner.simulator`; kept until the end of the run, so it holds no prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Instants in seconds of the simulation; NaN until then."""
+    """Instants in seconds of the simulation; NaN before the event."""
 
     arrived_s: float
     num_prompt_tokens: int

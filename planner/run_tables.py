@@ -21,11 +21,11 @@ _PERCENTILES = (50, 90, 95, 99)
 
 
 def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[str, ...]) -> None:
-    """All of it.
+    """Print the whole report of a run.
 
     Args:
-        traffic: what was asked of the cluster, in words.
-        notes: what the reader should know of it.
+        traffic: description of the traffic.
+        notes: notes for the reader.
     """
     for line in _introduction(result, traffic):
         console.print(escape(line), highlight=False, soft_wrap=True)
@@ -40,13 +40,11 @@ def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[st
         console.print(escape(note), highlight=False, soft_wrap=True)
     at = result.attainment
     told = f"{at.num_requests:,} requests simulated in {wording.seconds(result.elapsed_s)}"
-    console.print(
-        f"{told}; {at.num_requests - at.num_counted:,} of them are the warm-up.", style="dim", highlight=False
-    )
+    console.print(f"{told}; {at.num_requests - at.num_counted:,} of them are warm-up.", style="dim", highlight=False)
 
 
 def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
-    """The same for programs; what is over time has one value per sample."""
+    """The report as JSON; time series have one value per sample."""
     run = result.run
     return {
         "model": model_json(run.model),

@@ -1,6 +1,7 @@
 """The planner's view of a running cluster: its workers from the router's status, its traffic as a workload.
 
-Parses data that others fetch. Used by `pdserve plan --live`, with `pdserve.planner.live` and `pdserve.planner.replan`.
+Parses data that the caller fetched. Used by `pdserve plan --live`, with `pdserve.planner.live` and
+`pdserve.planner.replan`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pdserve.planner.traffic import Traffic
 from pdserve.planner.workload import Workload
 
 _MIN_CACHED_SHARE = 0.01
-"""Of prompt tokens: below it, traffic counts as sharing nothing, which is far quicker to simulate."""
+"""Share of prompt tokens below which the traffic is treated as sharing nothing, which simulates much faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +46,28 @@ class RunningWorker:
     max_batch_tokens: int
     max_batch_size: int
     num_requests: int
-    """That it computes, holds or has waiting."""
+    """Running, parked and waiting."""
     num_cached_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCluster:
-    """What a router says of the cluster that it serves with."""
+    """The cluster behind a router, from its status."""
 
     workers: tuple[RunningWorker, ...]
-    """That are up: one or more."""
+    """Workers that are up; at least one."""
     model: ModelConfig
-    """As the workers hold it; its path is one of the router's host."""
+    """As loaded by the workers; its path is on the router's host."""
     slo: SloConfig
     devices: Mapping[WorkerRole, Hardware]
-    """That the workers of each role are predicted with."""
+    """Predicted device of each role's workers."""
 
 
 def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
-    """What is in the router's `/status`.
+    """Parse the router's `/status`.
 
     Raises:
-        LiveError: it is of something else, no worker is up, or they do not hold the model alike.
+        LiveError: it is not a router's status, no worker is up, or their models differ.
     """
     try:
         workers = tuple(_worker(each) for each in status["workers"] if each["up"])
@@ -74,9 +75,9 @@ def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
         devices = read_value(dict[WorkerRole, Hardware], status["devices"], "the status", "devices")
         path, name = str(status["model"]["path"]), str(status["model"]["name"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise LiveError("this is no status of a pdserve router of this version; name its admin address") from error
+        raise LiveError("this is not the status of a pdserve router of this version; give its admin address") from error
     if not workers:
-        raise LiveError("no worker of the cluster is up; wait until pdserve status says that it is ready")
+        raise LiveError("no worker of the cluster is up; wait until pdserve status reports that it is ready")
     return RunningCluster(workers=workers, model=_held(path, name, workers), slo=slo, devices=devices)
 
 
@@ -89,7 +90,7 @@ def _held(path: str, name: str, workers: Sequence[RunningWorker]) -> ModelConfig
                 for held, size in ways
             )
         )
-        raise LiveError(f"the workers do not hold the model alike: {words}; a placement holds it in one way")
+        raise LiveError(f"the workers differ in precision or block size: {words}; a placement has one of each")
     ((precision, block_size),) = ways
     return ModelConfig(
         path=path,
@@ -120,25 +121,25 @@ def _worker(status: Mapping[str, Any]) -> RunningWorker:
 
 
 def running_layout(workers: Sequence[RunningWorker], device: Callable[[RunningWorker], Hardware]) -> Layout:
-    """How the workers are placed.
+    """The placement of the workers.
 
     Args:
-        device: what a worker's ranks are.
+        device: maps a worker to the hardware of its ranks.
 
     Raises:
-        LiveError: one phase has no workers, or those of one role are not alike.
+        LiveError: a phase has no workers, or the workers of one role differ.
         ValueError: unknown hardware.
     """
     pools = {role: _pool(role, [each for each in workers if each.role is role], device) for role in WorkerRole}
     prefill, decode, mixed = pools[WorkerRole.PREFILL], pools[WorkerRole.DECODE], pools[WorkerRole.MIXED]
     if (prefill is None) != (decode is None):
         absent = "prefill" if prefill is None else "decode"
-        raise LiveError(f"no {absent} worker is up; wait until pdserve status says that the cluster is ready")
+        raise LiveError(f"no {absent} worker is up; wait until pdserve status reports that the cluster is ready")
     return Layout(prefill=prefill, decode=decode, mixed=mixed, hosts=_hosts(workers))
 
 
 def _hosts(workers: Sequence[RunningWorker]) -> tuple[tuple[Hosts, ...], ...]:
-    """As `Layout.hosts`, numbered as they come; each worker is where its address is."""
+    """`Layout.hosts` of the workers, numbered in order of appearance; a worker's address names its host."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(each.host for each in workers))}
     if len(numbers) == 1:
         return ()
@@ -153,9 +154,7 @@ def _pool(
         return None
     kinds = {(each.hardware, each.tensor_parallel, each.max_batch_tokens, each.max_batch_size) for each in workers}
     if len(kinds) > 1:
-        raise LiveError(
-            f"the {role.value} workers are not alike: {sorted(kinds)}; a placement has one kind of each role"
-        )
+        raise LiveError(f"the {role.value} workers differ: {sorted(kinds)}; a placement has one kind per role")
     first = workers[0]
     return Pool(
         role=role,
@@ -169,7 +168,7 @@ def _pool(
 
 
 def supplies(layout: Layout, workers: Sequence[RunningWorker]) -> tuple[Supply, ...]:
-    """The devices that the layout takes, on the hosts that they are on: what a new one may take, too."""
+    """The layout's devices on their hosts, which a new layout may use too."""
     kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
     counts: dict[str, Counter[str]] = {name: Counter() for name in kinds}
     for pool in layout.pools:
@@ -181,9 +180,9 @@ def supplies(layout: Layout, workers: Sequence[RunningWorker]) -> tuple[Supply, 
 
 
 def _supply(hardware: Hardware, host_sizes: Sequence[int], widest: int) -> Supply:
-    # The search knows hosts that are alike only. Others are taken in parts that are alike, though KV between two parts
-    # of a host need not cross the network: what is found is no better than it would be. Where no part would hold the
-    # widest worker that runs, they are taken for one host.
+    # The search supports uniform hosts only. Split others into equal parts, although KV between two parts of a host
+    # need not cross the network: the result is a lower bound. If no part would hold the widest running worker,
+    # treat them as one host.
     devices_per_node = gcd(*host_sizes)
     if devices_per_node < widest:
         devices_per_node = sum(host_sizes)
@@ -197,10 +196,10 @@ def _supply(hardware: Hardware, host_sizes: Sequence[int], widest: int) -> Suppl
 
 @dataclass(frozen=True, slots=True)
 class ObservedContents:
-    """Requests as long as those observed: `pdserve.planner.conversations.Contents`.
+    """Requests with the observed lengths: `pdserve.planner.conversations.Contents`.
 
-    What the cluster found in its prefix caches becomes one beginning that all prompts share, in proportion to their
-    length: metrics do not tell who shared what.
+    Prefix-cache hits become one prefix that all prompts share, in proportion to their length: metrics do not record
+    who shared what.
     """
 
     observed: ObservedTraffic

@@ -18,7 +18,7 @@ class Sampler:
         self._rows: dict[WorkerRole, list[tuple[float, int, int, float]]] = {}
 
     def sample(self, now_s: float, loads: Iterable[tuple[WorkerRole, SchedulerLoad]]) -> None:
-        """Take the loads of all workers at one instant."""
+        """Record the loads of all workers at one instant."""
         by_role: dict[WorkerRole, list[SchedulerLoad]] = {}
         for role, load in loads:
             by_role.setdefault(role, []).append(load)

@@ -6,12 +6,12 @@ successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same reques
 1. Closed-form bounds and estimates of every layout. Each phase's worker is evaluated once, and the demand of each phase
    sets the ratio of prefill to decode workers, as in DistServe's algorithm 1 (OSDI 2024, section 4.1), but with queues,
    the link, and the prompts that decode workers compute.
-2. Screening: short simulations of the best estimates of both kinds of layout; the first correct the other estimates.
-   One simulation each suffices to choose finalists; if the question asks for a rate, layouts within reach of the best
-   get as many as their goodput needs.
-3. Finalists within reach of the best: one long simulation each, at the same rates where possible, then as many as their
-   goodput needs, with several seeds, for the best of either kind. Finally the sensitivity: the losers at the winner's
-   rate, the rate of saturation, and the effect of faster or slower steps.
+2. Screening: short simulations of the best estimates of both kinds of layout; the first ones correct the remaining
+   estimates. One simulation each suffices to choose finalists; if the question asks for a rate, layouts close to the
+   best get as many as their goodput needs.
+3. Finalists: one long simulation each, at the same rates where possible; then, for the best of either kind, as many as
+   their goodput needs, with several seeds. Last, the sensitivity: the losers at the winner's rate, the saturation
+   rate, and the effect of faster or slower steps.
 
 The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
 """
@@ -42,36 +42,36 @@ from pdserve.planner.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
 from pdserve.planner.sensitivity import SensitivityAnalysis
 
 Progress = Callable[[float, str], None]
-"""Hears how far the search is, from 0 to 1, and what it does."""
+"""Receives the progress of the search: a fraction from 0 to 1, and the current activity."""
 
 _NUM_SAMPLED = 1000
-"""Requests from which the demand is told."""
+"""Requests drawn to measure the demand."""
 _SCREEN_TOLERANCE = 0.15
 _LONG_RUN = 0.85
-"""What is left of a short run's goodput in a long one, as a first guess: queues have more time to grow."""
+"""First guess of a long run's goodput relative to a short run's: queues have more time to grow."""
 _SCREEN_RESIDENCES, _FINAL_RESIDENCES = 2.5, 4.0
-"""Times that a request stays in the cluster, that a run lasts at least: else most of it would be its beginning ..."""
+"""Minimum length of a run, in mean residence times of a request: a shorter run would be mostly warm-up ..."""
 _MOST_LONGER = 3
-"""... but so many times as many requests as the least."""
+"""... up to this multiple of the configured number of requests."""
 _OPTIMISM = 1.2
-"""By how much an estimate may be too low."""
+"""Factor by which an estimate may be too low."""
 _SCREEN_OPTIMISM = 1.25
-"""By how much the goodput of a short run may be too low, beside that of another."""
+"""Factor by which one short run's goodput may be too low relative to another's."""
 
 
 def find_plan(
     question: Question, workload: Workload, *, num_processes: int = 0, progress: Progress | None = None
 ) -> Plan:
-    """Rank what the question allows.
+    """Rank the layouts that the question allows.
 
     Args:
-        num_processes: that simulate side by side; 0 takes one for each core that this process may use, 1 stays here.
+        num_processes: parallel simulations; 0 uses one per core available to this process, 1 stays in this process.
 
     Raises:
         FitsNowhereError: no layout holds the model.
         InfeasibleSloError: no layout meets the objectives at any rate.
-        InfeasibleRateError: no layout serves the rate that was asked.
-        ValueError: all requests are too long for the model, or the least cost is asked without a price.
+        InfeasibleRateError: no layout serves the required rate.
+        ValueError: every request exceeds the model's length, or the least cost is asked for without a price.
     """
     started_s = time.perf_counter()
     tell = progress or (lambda fraction, text: None)
@@ -88,7 +88,7 @@ def find_plan(
         search.screen()
         search.finish()
         candidates = search.candidates()
-    notes = (f"To fit {model.max_model_len} tokens: {drawn.clamped}.",) if str(drawn.clamped) else ()
+    notes = (f"Shortened to {model.max_model_len} tokens: {drawn.clamped}.",) if str(drawn.clamped) else ()
     return Plan(
         question=question,
         candidates=candidates,
@@ -105,26 +105,26 @@ def _check_prices(question: Question) -> None:
     for supply in question.fleet:
         if question.objective is Objective.LEAST_COST and supply.price is None:
             raise ValueError(
-                f"no price of {supply.hardware.name} is known: name its dollars an hour, or ask for the fewest devices"
+                f"{supply.hardware.name} has no known price: give its dollars per hour, or ask for the fewest devices"
             )
 
 
 def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     notes = []
     if len(question.fleet) > 1 and question.space.may_colocate:
-        notes.append("Of several kinds of devices, a colocated layout takes one: the others stay idle.")
+        notes.append("A colocated layout uses one kind of device; the other kinds stay idle.")
     if any(candidate.layout.spans_hosts for candidate in candidates):
         notes.append(
-            "Where a layout does not fit one host, both phases are taken to be spread over as few hosts as it fits; KV "
-            f"crosses the network between workers on different ones. {ONE_HOST_TODAY}"
+            "A layout that does not fit one host is assumed to spread both phases over as few hosts as possible; KV "
+            f"crosses the network between workers on different hosts. {ONE_HOST_TODAY}"
         )
     if candidates[0].dollars_per_hour is None:
-        notes.append("Without a price of each kind of device nothing is said of cost.")
+        notes.append("No cost is shown, because some devices have no known price.")
     return tuple(notes)
 
 
 class _Search:
-    """One search under way."""
+    """One search in progress."""
 
     def __init__(self, question: Question, bound_table: BoundTable, pool: ProcessPool, tell: Progress) -> None:
         self._question = question
@@ -134,16 +134,16 @@ class _Search:
         self._progress = tell
         self._told = 0.0
         self._entries: list[Entry] = []
-        """In order of enumeration, those that an idle cluster serves within the SLO."""
+        """Feasible layouts in order of enumeration."""
         self._num_infeasible = 0
         self._num_requests = 0
         self._num_in_flight = 0.0
-        """Of the best estimate, by Little's law."""
+        """In-flight requests of the best estimate, by Little's law."""
 
     # The three rounds
 
     def weigh(self, enumeration: Enumeration) -> None:
-        """Bounds and estimates of all layouts."""
+        """Compute bounds and estimates of all layouts."""
         self._tell(0.02, f"weighing {len(enumeration.layouts)} layouts")
         fleet = self._question.fleet
         for layout in enumeration.layouts:
@@ -157,10 +157,10 @@ class _Search:
         self._num_in_flight = best.rate * self._bound_table.residence_s
 
     def screen(self) -> None:
-        """Short simulations of the best estimates, until one does what was asked.
+        """Simulate the best estimates briefly, until one answers the question.
 
-        Half of them go first and tell how far estimates of either kind of layout are off; then the best of what
-        is left, as far as it may still win.
+        Half of them go first and calibrate the estimates of either kind of layout; then the best of the remaining ones
+        that may still win.
         """
         num_first = max(2, self._question.effort.num_screened // 2)
         num_more = self._question.effort.num_screened - num_first
@@ -176,7 +176,7 @@ class _Search:
             raise nothing_met(self._question, self._simulated())
 
     def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
-        """Roughly: whoever is far behind the best need not be known any better."""
+        """Roughly: a layout far behind the best needs no precise goodput."""
         for entry in entries:
             entry.search = GoodputSearch(
                 self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE, entry.bounds.rate, is_rough=True
@@ -186,7 +186,7 @@ class _Search:
         self._correct_estimates(entries)
 
     def _settle_screened(self) -> None:
-        """Where a rate is asked for, those that may be as good as the best of their kind."""
+        """If the question asks for a rate, settle the layouts that may be as good as the best of their kind."""
         if not self._question.objective.has_rate:
             return
         while unsettled := [entry for entry in self._within_reach_of_screened() if not entry.is_settled]:
@@ -201,8 +201,8 @@ class _Search:
         return self._ranking.within_reach(self._ranking.ranked(screened), _SCREEN_OPTIMISM)
 
     def _correct_estimates(self, screened: Sequence[Entry]) -> None:
-        """Scale the estimates of either kind by what was seen of it, those of pipelines by what was seen of pipelines,
-        if anything was: their bubbles make estimates too high."""
+        """Scale the estimates of either kind by its simulated ratios. Pipelines have ratios of their own once one was
+        simulated: their bubbles make estimates too high."""
         ratios: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
         for entry in screened:
             if entry.rate:
@@ -215,8 +215,8 @@ class _Search:
                 entry.bounds = replace(entry.bounds, estimate=min(entry.bounds.rate, estimate))
 
     def _contenders(self) -> list[Entry]:
-        """Those that were not simulated and may be better than all of their kind that were, the best first: the verdict
-        needs the best of both kinds."""
+        """Unsimulated layouts that may beat all simulated ones of their kind, best first: the verdict needs the best of
+        both kinds."""
         key = self._ranking.key
         best = best_of_kinds(self._ranking.ranked(self._simulated()))
         rest = [entry for entry in self._entries if entry.goodput is None and self._ranking.serves(entry.bounds.rate)]
@@ -229,7 +229,7 @@ class _Search:
         ]
 
     def finish(self) -> None:
-        """Long simulations of the best that were screened, until one does what was asked."""
+        """Simulate the best screened layouts at length, until one answers the question."""
         rest = [entry for entry in self._simulated() if entry.rate]
         while rest and not self._is_served(self._finalists()):
             reach = self._ranking.within_reach(self._ranking.ranked(rest), _SCREEN_OPTIMISM)
@@ -245,7 +245,7 @@ class _Search:
             raise too_slow(self._question, finalists)
 
     def _screened_further(self) -> list[Entry]:
-        """More of those that may do what is asked, where nothing that was screened did."""
+        """Screen more layouts that may answer the question, if no screened one did."""
         unseen = [entry for entry in self._entries if entry.goodput is None]
         hopeful = [entry for entry in unseen if self._ranking.serves(min(entry.rate * _OPTIMISM, entry.bounds.rate))]
         further = of_both_kinds(self._ranking.ranked(hopeful), self._question.effort.num_screened // 2)
@@ -255,7 +255,7 @@ class _Search:
         return [entry for entry in further if entry.rate]
 
     def _simulate_at_length(self, entries: Sequence[Entry]) -> None:
-        """With the first seed, and what comes out best of either kind with all of them."""
+        """With the first seed; then the best of either kind with all seeds."""
         rates = [_LONG_RUN * entry.rate for entry in best_of_kinds(entries).values()]
         if self._question.objective.has_rate:
             rates = [self._question.rate]
@@ -278,7 +278,7 @@ class _Search:
         self._run_searches([FinalRound(self._ranking, kind, tolerance, done) for kind in kinds if kind])
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """All layouts in order of rank, with what is to be said of them."""
+        """All layouts in order of rank, with their reasons."""
         finalists = self._ranking.ranked(self._finalists())
         screened = self._ranking.ranked([entry for entry in self._simulated() if not entry.final])
         estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
@@ -318,17 +318,17 @@ class _Search:
         return tuple(assembled)
 
     def notes(self) -> tuple[str, ...]:
-        """On how far the simulations can be trusted."""
+        """Limits of the simulations' accuracy."""
         num_residences = self._most_requests(self._question.effort.final_requests) / self._num_in_flight
         if self._question.effort.is_finite or num_residences >= _FINAL_RESIDENCES:
             return ()
         return (
-            f"Simulations last about {num_residences:.1f} times as long as a request, which is short: with so many in "
-            "flight goodputs may be a little high. Ask for more requests.",
+            f"Simulations last only about {num_residences:.1f} times as long as a request, so goodput may be slightly "
+            "overestimated. Simulate more requests.",
         )
 
     def screening(self, num_without_memory: int) -> Screening:
-        """What became of the layouts."""
+        """Number of layouts by outcome."""
         simulated = self._simulated()
         best = self._ranking.ranked(simulated)[0]
         others = [entry for entry in self._entries if entry.goodput is None]
@@ -348,7 +348,7 @@ class _Search:
     # Helpers
 
     def _tell(self, fraction: float, text: str) -> None:
-        """A round that is repeated begins where the last one was."""
+        """Report progress; a repeated round continues from the last fraction."""
         self._told = max(self._told, fraction)
         self._progress(self._told, text)
 
@@ -370,7 +370,7 @@ class _Search:
         )
 
     def _most_requests(self, num_requests: int) -> int:
-        """Of a simulation that has at least so many."""
+        """Maximum length of a simulation whose minimum is ``num_requests``."""
         most = self._question.effort.most_requests
         return _MOST_LONGER * num_requests if most is None else min(most, _MOST_LONGER * num_requests)
 
@@ -379,7 +379,7 @@ class _Search:
         return self._question.effort.seeds[:1]
 
     def _goodputs(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
-        """Of each, as far as its search wants to go on."""
+        """Run each entry's search until it asks for no more."""
         searches = [entry.search for entry in entries if entry.search is not None]
         self._run_searches(searches, self._done(low, high, len(searches), what))
         return [search.goodput() for search in searches]
@@ -404,10 +404,10 @@ class _Search:
         return [entry for entry in self._entries if entry.final]
 
     def _is_served(self, entries: Sequence[Entry]) -> bool:
-        """Whether one of them does what was asked."""
+        """Whether one of them answers the question."""
         return any(entry.rate and self._ranking.serves(entry.rate) for entry in entries)
 
 
 def _family(entry: Entry) -> tuple[bool, bool]:
-    """Whether it is colocated, and whether it decodes in a pipeline."""
+    """Whether the layout is colocated, and whether it decodes in a pipeline."""
     return entry.layout.is_colocated, entry.layout.decode_pool.pipeline_parallel > 1

@@ -18,24 +18,24 @@ from pdserve.planner.ranking import Entry
 
 _TIME_FACTORS = (0.9, 1.1)
 _TOLERANCE = 0.1
-"""Of goodputs of which only ratios are taken."""
+"""Tolerance of goodputs that are only used in ratios."""
 _SATURATION = 1.25
-"""Times the goodput: a guess of where attainment falls to half of its target."""
+"""Start rate for saturation, as a multiple of the goodput."""
 
 
 class SensitivityAnalysis:
-    """At one winner. Cliff and sensitivity are short runs' ratios to one that is as short."""
+    """Analyses one winner. Saturation and sensitivity are ratios of equally short runs."""
 
     def __init__(
         self, winner: Entry, losers: Sequence[Entry], rate: float, *, tolerance: float, short: Trial, long: Trial
     ) -> None:
         """
         Args:
-            losers: finalists, too.
-            rate: at which they are looked at.
-            tolerance: of their goodputs, as a share; a rate as near as that, at which one was seen, will do.
+            losers: the other finalists.
+            rate: at which the losers are simulated.
+            tolerance: of goodputs, as a share; an existing result at a rate this near is reused.
             short: trial of the winner, for ratios.
-            long: trial of one seed, of whichever layout.
+            long: trial with one seed, of any layout.
         """
         assert winner.screened is not None
         self._winner = winner
@@ -53,26 +53,26 @@ class SensitivityAnalysis:
         halved = replace(short, slo=replace(short.slo, attainment=short.slo.attainment / 2))
         self._as_predicted = search(short, short_rate)
         self._saturation = search(halved, short_rate * _SATURATION)
-        # Their rates are on their own clock: see `slowed`.
+        # Their rates are on a clock of their own: see `slowed`.
         self._slowed = [search(slowed(short, factor), short_rate / sqrt(factor)) for factor in _TIME_FACTORS]
 
     @property
     def searches(self) -> list[RateSearch]:
-        """To be followed before anything else is asked."""
+        """Searches to run before reading any result."""
         return [*self._at_rate, self._saturation, self._as_predicted, *self._slowed]
 
     def losers_at_rate(self) -> list[Attainment]:
-        """In order."""
+        """In order of the losers."""
         simulated = iter(self._at_rate)
         return [next(simulated).attainment() if seen is None else seen for seen in self._known]
 
     def saturation_rate(self) -> float | None:
-        """At which the winner's attainment falls to half of its target; ``None`` where its short runs met none."""
+        """Rate at which the winner's attainment falls to half of its target; ``None`` if its short runs met none."""
         scale = self._scale()
         return None if scale is None else max(self._winner.rate, scale * self._saturation.goodput().rate)
 
     def sensitivity(self) -> tuple[Sensitivity, ...]:
-        """What the winner would do, were its steps faster or slower; nothing where its short runs met no objective."""
+        """Winner's goodput with faster or slower steps; empty if its short runs met no objective."""
         scale = self._scale()
         if scale is None:
             return ()
@@ -82,13 +82,13 @@ class SensitivityAnalysis:
         )
 
     def _scale(self) -> float | None:
-        """From short runs to long ones."""
+        """Factor from short runs to long ones."""
         rate = self._as_predicted.goodput().rate
         return self._winner.rate / rate if rate else None
 
 
 def _seen_near(entry: Entry, rate: float, tolerance: float) -> Attainment | None:
-    """What a finalist made of about ``rate``."""
+    """Result of a finalist near ``rate``."""
     assert entry.final is not None
     seen = entry.final.nearest(rate)
     return seen if seen is not None and abs(seen.rate / rate - 1) <= tolerance else None

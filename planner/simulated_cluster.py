@@ -52,7 +52,7 @@ class VirtualWorker(Worker):
     ) -> None:
         """
         Args:
-            host: name of the worker's host, or of all its hosts.
+            host: name of the worker's host, or one name for all its hosts.
         """
         super().__init__(engine.worker_id, engine.role, host=host)
         self.kv_address = engine.worker_id
@@ -68,7 +68,7 @@ class VirtualWorker(Worker):
         self._block_pool = block_pool
         self._queue = queue
         self._num_turns_seen = -1
-        """Turns of the engine when `load` was taken: nothing changes between two."""
+        """The engine's turn at the last `load`: the load changes only at turns."""
 
     def submit(self, request: GenerationRequest) -> None:
         self.engine.receive(AddRequest(_key(request), request, self._queue.now_s))
@@ -93,7 +93,7 @@ class VirtualWorker(Worker):
         return snapshot
 
     def use(self) -> WorkerUse:
-        """Totals of the simulation so far."""
+        """Totals so far."""
         engine = self.engine
         return WorkerUse(
             worker_id=self.worker_id,
@@ -118,7 +118,7 @@ class ClusterBuilder:
     layout: Layout
     costs: Mapping[WorkerRole, CostModel]
     is_sharing: bool
-    """Whether prompts may begin alike, so that blocks must be known by content."""
+    """Whether prompts may share prefixes, so that blocks must be identified by content."""
     turn_s: float
     corrections: Mapping[WorkerRole, Sequence[StepCorrections]]
     queue: EventQueue
@@ -210,11 +210,11 @@ def _key(request: GenerationRequest) -> RequestKey:
 
 
 def _host_name(hosts: Hosts) -> str:
-    """The same for workers whose hosts are."""
+    """Equal for equal hosts."""
     return "+".join(map(str, hosts))
 
 
 def _handles() -> Callable[[], bytes]:
-    """Distinct handles, in an order that is always the same."""
+    """Distinct handles in a deterministic order."""
     numbers = count(1)
     return lambda: next(numbers).to_bytes(16, "big")

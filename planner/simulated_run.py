@@ -1,4 +1,4 @@
-"""Simulates one placement under one kind of traffic once, and judges the run.
+"""Simulates one placement under one kind of traffic once, and evaluates the run.
 
 Called by `pdserve simulate` and by the comparison of a proposal with a running cluster. The search uses
 `pdserve.planner.goodput` instead, which does the same at many rates.
@@ -17,14 +17,14 @@ from pdserve.planner.simulator import simulate
 from pdserve.planner.traffic import Traffic
 
 _NUM_SAMPLES = 200
-"""Of queues and KV pools, over an open loop's arrivals."""
+"""Samples of queues and KV pools over an open loop's arrivals."""
 _CLOSED_LOOP_SAMPLES_S = 1.0
-"""Between samples of a closed loop, whose length is not known before."""
+"""Interval between samples of a closed loop, whose length is not known in advance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is to be simulated."""
+    """Arguments of one simulation."""
 
     model: PlannedModel
     layout: Layout
@@ -34,38 +34,38 @@ class Run:
     rate: float = 0.0
     """Requests per second; 0 in a closed loop."""
     concurrency: int = 0
-    """Requests under way at any time, in a closed loop."""
+    """Requests in flight in a closed loop."""
     max_in_flight: int = 1024
-    """That the router takes at once."""
+    """Limit at the router."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came out."""
+    """Result of one simulation."""
 
     run: Run
     attainment: Attainment
-    """Its rate is the one that was offered, or in a closed loop the one that came about."""
+    """Its rate is the offered one or, in a closed loop, the achieved one."""
     simulation: Simulation
     elapsed_s: float = field(compare=False)
 
     @property
     def requests_per_s(self) -> float:
-        """That ended, from the first arrival to the end."""
+        """Finished requests per second, from the first arrival to the end."""
         times = self.simulation.times
         span_s = self.simulation.ended_s - float(times.arrived_s[0])
         return float((~times.is_rejected).sum()) / span_s if span_s > 0 else 0.0
 
 
 def carry_out(run: Run) -> RunResult:
-    """Simulate it.
+    """Simulate ``run``.
 
     Raises:
-        ValueError: the model does not fit, or does not divide as the layout says; or there are no such requests.
+        ValueError: the model does not fit or divide by the layout's degrees, or the traffic has too few requests.
     """
     began_s = time.perf_counter()
-    # In a closed loop arrival times mean nothing.
+    # A closed loop ignores arrival times.
     requests = run.traffic.draw(run.num_requests, run.seed).at_rate(run.rate or 1.0)
     span_s = requests[-1].arrived_s - requests[0].arrived_s
     simulation = simulate(

@@ -18,7 +18,7 @@ from pdserve.planner.simulated_cluster import VirtualWorker
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """A decode worker's wish."""
+    """A pull requested by a decode worker."""
 
     pull_id: int
     worker: VirtualWorker
@@ -28,11 +28,11 @@ class _Pull:
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """A parked prompt that is not pulled yet: who holds it, and which of grant and pull came first."""
+    """A parked prompt that is not pulled yet, with its holder and the first of grant and pull to arrive."""
 
     worker: VirtualWorker
     grant: GrantEvent | None = None
-    """The last one."""
+    """The final grant."""
     pull: _Pull | None = None
 
 
@@ -42,7 +42,7 @@ class SimulatedTransfers:
     def __init__(self, queue: EventQueue, *, block_size: int, pull_s: float) -> None:
         """
         Args:
-            pull_s: seconds of a pull beside those of its bytes.
+            pull_s: seconds per pull in addition to its bytes.
         """
         self._queue = queue
         self._block_size = block_size
@@ -50,7 +50,7 @@ class SimulatedTransfers:
         self._offers: dict[bytes, _Offer] = {}
 
     def start_pull(self, source: VirtualWorker, target: VirtualWorker, event: StartPullEvent) -> None:
-        """``target`` has reserved its blocks, now."""
+        """``target`` reserved its blocks now."""
         handle = event.source.handle
         offer = self._offers.setdefault(handle, _Offer(source))
         source.engine.receive(LeaseChanged(handle, True))
@@ -58,13 +58,13 @@ class SimulatedTransfers:
         self._carry(handle, offer)
 
     def granted_whole(self, source: VirtualWorker, event: GrantEvent) -> None:
-        """The last of a prompt's blocks is written, now."""
+        """``source`` wrote the last block of a prompt now."""
         offer = self._offers.setdefault(event.handle, _Offer(source))
         offer.grant = event
         self._carry(event.handle, offer)
 
     def _carry(self, handle: bytes, offer: _Offer) -> None:
-        """Once both are there, all that is to be pulled is known."""
+        """Start the transfer once both grant and pull are known."""
         pull, grant = offer.pull, offer.grant
         if pull is None or grant is None:
             return
@@ -81,7 +81,7 @@ class SimulatedTransfers:
         self._queue.at(ends_s + self._pull_s, partial(self._pulled, offer.worker, pull.worker, handle, result))
 
     def _transfer_s(self, source: VirtualWorker, pull: _Pull, num_blocks: int) -> float:
-        """By the link between the two, as the slower of both says: the one of fewer ranks, or of slower links."""
+        """Over the link between both workers, by the slower estimate: fewer ranks, or slower links."""
         num_tokens = num_blocks * self._block_size
         sides, same_host = (source.engine.cost, pull.worker.engine.cost), source.host == pull.worker.host
         return max([cost.transfer_s(num_tokens, same_host=same_host) for cost in sides])

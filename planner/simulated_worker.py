@@ -1,12 +1,12 @@
 """One worker under the virtual clock: the live step loop over its phase's scheduler.
 
-Drives `pdserve.engine.worker.loop` as its thread does, with an executor that computes nothing and takes as long as the
-cost model predicts. At pipeline depth 2, the loop plans and submits step N + 1 while step N runs, and receives messages
-that arrive meanwhile when step N ends, in time for step N + 2. At depth 1, or if there was nothing to plan yet, one
-turn of the loop separates two steps.
+Drives `pdserve.engine.worker.loop` as its thread does, with an executor that computes nothing and takes the time that
+the cost model predicts. At pipeline depth 2, the loop plans and submits step N + 1 while step N runs; messages that
+arrive meanwhile are received when step N ends, in time for step N + 2. At depth 1, or if there was nothing to plan yet,
+one turn of the loop separates two steps.
 
-Most steps of a decode worker change only lengths (`DecodeScheduler.steady_steps`) and are not planned: the worker looks
-ahead to the last turn of such a *run*, or to the first one that receives a new message, and advances there at once
+Most steps of a decode worker change only lengths (`DecodeScheduler.steady_steps`) and are not planned. The worker finds
+the last turn of such a *run*, or the first one that receives a new message, and fast-forwards to it
 (`DecodeScheduler.fast_forward`).
 """
 
@@ -33,13 +33,13 @@ _TOKEN_0 = SampledToken(0, None)
 
 
 class StepCorrections(NamedTuple):
-    """Times as long as predicted that steps take: see `pdserve.engine.worker.loop.StepTimes`."""
+    """Ratio of actual to predicted step time: see `pdserve.engine.worker.loop.StepTimes`."""
 
     prefill: float = 1.0
-    """Those with rows of several new tokens."""
+    """Steps with rows of several new tokens."""
     decode: float = 1.0
     from_s: float = 0.0
-    """Since when, on the simulation's clock."""
+    """Start of validity, on the simulation's clock."""
 
 
 AS_PREDICTED = StepCorrections()
@@ -55,7 +55,7 @@ class WorkerSink(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """A step on its way."""
+    """A step in flight."""
 
     batch: StepBatch
     num_prefilled: int
@@ -69,22 +69,22 @@ class _Step:
 
 
 class _Run(NamedTuple):
-    """Turns that each end with a step of one batch, of which each is a little longer than the one before."""
+    """Consecutive turns that each end with a step of the same batch; each step is slightly longer than the last."""
 
     batch_size: int
     num_ahead: int
     """Turns that end with steps planned before the run: 1 with a step in flight, else 0."""
     ahead_ends_s: float
-    """When the step in flight ends."""
+    """End of the step in flight."""
     begins_s: float
-    """When the first planned step begins."""
+    """Start of the first planned step."""
     first_s: float
     """Length of the first planned step."""
     growth_s: float
-    """By how much each step is longer than the one before."""
+    """Growth of the step time per step."""
 
     def end_s(self, num_turns: int) -> float:
-        """When the turn ends."""
+        """End of turn ``num_turns``."""
         num_steps = num_turns - self.num_ahead
         if num_steps <= 0:
             return self.ahead_ends_s
@@ -98,7 +98,7 @@ class _Run(NamedTuple):
             half_growth_s = self.growth_s / 2
             linear_s = self.first_s - half_growth_s
             num_steps = ceil(2 * waited_s / (linear_s + sqrt(linear_s * linear_s + 4 * half_growth_s * waited_s)))
-        # The root is exact but for rounding.
+        # The root is exact up to rounding.
         num_turns = max(1, num_steps + self.num_ahead - 1)
         while self.end_s(num_turns) < instant_s:
             num_turns += 1
@@ -106,14 +106,14 @@ class _Run(NamedTuple):
 
 
 class Stage:
-    """The first stage of a pipeline: its micro-batches take turns."""
+    """The first stage of a pipeline; its micro-batches take turns."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self._free_at_s = 0.0
 
     def enter(self, from_s: float, step_s: float) -> float:
-        """When a step that could begin at ``from_s`` does."""
+        """Start of a step that is ready at ``from_s``."""
         if self._num_stages == 1:
             return from_s
         begins_s = max(from_s, self._free_at_s)
@@ -122,7 +122,7 @@ class Stage:
 
 
 class SimulatedWorker:
-    """A worker, or one micro-batch of a pipeline-parallel one: its step loop, and the executor of that loop."""
+    """A worker, or one micro-batch of a pipeline-parallel one: its step loop and that loop's executor."""
 
     def __init__(
         self,
@@ -141,10 +141,10 @@ class SimulatedWorker:
     ) -> None:
         """
         Args:
-            pipeline_depth: of the executor: 1 or 2.
-            turn_s: seconds that the loop itself takes between two steps, unless the second was submitted before the
-                first had ended.
-            corrections: at least one, in order; the first holds from the beginning.
+            pipeline_depth: the executor's, 1 or 2.
+            turn_s: seconds that the loop takes between two steps, unless the second was submitted before the first
+                ended.
+            corrections: one or more, in order of time; the first applies from the start.
         """
         self.worker_id = worker_id
         self.role = role
@@ -152,26 +152,26 @@ class SimulatedWorker:
         self.cost = cost
         assert all(one.from_s <= next_one.from_s for one, next_one in pairwise(corrections)), "corrections in order"
         self.corrections = corrections[0]
-        """As of the last turn, which the policy goes by."""
+        """As of the last turn; the policy uses it."""
         self.busy_s = 0.0
         self.held_block_s = 0.0
-        """Seconds that KV blocks were referenced, summed over the blocks: one that is shared counts once."""
+        """Referenced KV blocks times seconds; a shared block counts once."""
         self.num_turns = 0
-        """Between two turns nothing changes in the scheduler."""
+        """The scheduler changes only at turns."""
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.gaps_us: dict[int, int] = {}
-        """Lengths of decode steps in microseconds, and how many tokens were decoded in steps that long."""
+        """Decoded tokens by length of their step in microseconds."""
         self._decoding = scheduler if isinstance(scheduler, DecodeScheduler) else None
-        """The scheduler, if it decodes."""
+        """The scheduler, if it is a decode scheduler."""
         self._block_pool = block_pool
         self._held_until_s = 0.0
-        """Up to when `held_block_s` counts."""
+        """End of the time that `held_block_s` covers."""
         self._block_size = block_pool.block_size
         self._stage = stage
         self._num_ahead = pipeline_depth - 1
-        """Steps that are planned while one runs."""
+        """Steps planned while one runs."""
         self._turn_s = turn_s
         self._next_corrections = deque(corrections[1:])
         self._queue = queue
@@ -182,14 +182,14 @@ class SimulatedWorker:
         self._steps: deque[_Step] = deque()
         """Steps in flight."""
         self._free_at_s = 0.0
-        """When the last step that was submitted ends, and the loop has turned after it if none is in flight."""
+        """End of the last submitted step, plus the loop's turn if no step is in flight."""
         self._run: _Run | None = None
         self._run_length = 0
         self._num_turns_due = 0
         self._is_idle = True
 
     def receive(self, message: Message) -> None:
-        """Put ``message`` into the inbox, now."""
+        """Put ``message`` into the inbox now."""
         self._inbox.append(message)
         now_s = self._queue.now_s
         if self._is_idle:
@@ -198,11 +198,11 @@ class SimulatedWorker:
             self._cut_run_after(now_s)
 
     def load(self) -> SchedulerLoad:
-        """As of now."""
+        """Load as of now."""
         return self._scheduler.load()
 
     def num_run_tokens(self) -> int:
-        """Context tokens that the run in progress has added and the scheduler has not been told of yet."""
+        """Context tokens added by the current run that the scheduler does not yet know of."""
         if self._run is None:
             return 0
         return min(self._run.first_turn(self._queue.now_s), self._run_length) * self._run.batch_size
@@ -210,7 +210,7 @@ class SimulatedWorker:
     # The loop
 
     def _turn_at(self, instant_s: float) -> None:
-        """The next turn is at ``instant_s``, whatever was due before."""
+        """Schedule the next turn at ``instant_s``; replaces any earlier one."""
         self._is_idle = False
         self._num_turns_due += 1
         number = self._num_turns_due
@@ -247,21 +247,21 @@ class SimulatedWorker:
                 self._rest()
 
     def _rest(self) -> None:
-        """Nothing can run: wait for a message, or for something to expire."""
+        """Nothing can run: wait for a message or for a deadline."""
         deadline_s = self._loop.next_deadline_s()
         if deadline_s is not None:
             self._turn_at(deadline_s)
         self._is_idle = True
 
     def publish(self, report: StepReport) -> None:
-        """Send what the loop reports."""
+        """Send the loop's report."""
         if report.events or report.orders:
             self._sink.received(self, report, self._queue.now_s)
 
-    # Steps that were planned
+    # Planned steps
 
     def submit(self, batch: StepBatch) -> _Step:
-        """Start a step, when the one before has ended."""
+        """Start a step once the previous one ends."""
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
         chunks, num_decoded, num_context_tokens = [], 0, 0
         for row in batch.rows:
@@ -284,10 +284,10 @@ class SimulatedWorker:
         return step
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Hold nothing, so release nothing."""
 
     def _corrected_s(self, predicted_s: float, from_s: float, *, has_prefill: bool) -> float:
-        """How long a step lasts from ``from_s`` on; what is left of it when corrections change goes by the new ones."""
+        """Corrected duration of a step that starts at ``from_s``; a new correction applies to the rest of the step."""
         correction = self.corrections.prefill if has_prefill else self.corrections.decode
         step_s = predicted_s * correction
         for corrections in self._next_corrections:
@@ -299,10 +299,10 @@ class SimulatedWorker:
             correction = next_correction
         return step_s
 
-    # Steps that were not
+    # Steady runs, whose steps are not planned
 
     def _try_run(self, now_s: float) -> bool:
-        """Begin a run if what comes next is one."""
+        """Begin a run if the coming steps are steady."""
         if self._decoding is None or len(self._steps) != self._num_ahead:
             return False
         steady = self._decoding.steady_steps(now_s)
@@ -313,7 +313,7 @@ class SimulatedWorker:
         first_s, growth_s = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
         first_s, growth_s = first_s * correction, growth_s * correction
         begins_s = max(now_s, self._free_at_s)
-        if not self._num_ahead:  # A turn comes before every step; before the first it is over.
+        if not self._num_ahead:  # A turn precedes every step; the first one's is already over.
             begins_s = self._stage.enter(begins_s, first_s)
             first_s += self._turn_s
             begins_s -= self._turn_s
@@ -328,7 +328,7 @@ class SimulatedWorker:
         return True
 
     def _cut_run_after(self, instant_s: float) -> None:
-        """End the run with the turn that hears of what happens at ``instant_s``, if it is longer."""
+        """Shorten the run to the turn that observes ``instant_s``, if it is longer."""
         assert self._run is not None
         if instant_s >= self._run.end_s(self._run_length):
             return
@@ -349,7 +349,7 @@ class SimulatedWorker:
             self._count(duration_s, num_steps, num_decoded)
             if not run.num_ahead:
                 self.busy_s -= num_steps * self._turn_s
-            self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # that the run took one by one
+            self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # blocks allocated in the run
             self._free_at_s = run.end_s(num_turns)
         in_flight, second_tokens = self._decoding.fast_forward(num_turns)
         for turn, event in second_tokens:

@@ -18,15 +18,15 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """Instants of N requests; NaN where one never got there."""
+    """Instants of N requests; NaN for events that never happened."""
 
     arrived_s: FloatArray
     started_s: FloatArray
-    """Its prompt's first chunk was planned."""
+    """The first chunk of the prompt was planned."""
     first_token_s: FloatArray
     """Token 0 reached the client."""
     second_token_s: FloatArray
-    """Token 1: what lies between is the handoff stall. NaN for an answer of one token."""
+    """Token 1 reached the client; the gap before it is the handoff stall. NaN for a one-token answer."""
     last_token_s: FloatArray
     num_prompt_tokens: IntArray
     num_cached_tokens: IntArray
@@ -40,7 +40,7 @@ class RequestTimes:
 
     @property
     def tpot_s(self) -> FloatArray:
-        """(last token - token 0) / (tokens - 1); 0 for an answer of one token, which is judged on TTFT alone."""
+        """(last token - token 0) / (tokens - 1); 0 for a one-token answer, which is judged on TTFT alone."""
         num_gaps = np.maximum(self.num_output_tokens - 1, 1)
         tpot_s: FloatArray = (self.last_token_s - self.first_token_s) / num_gaps
         return tpot_s
@@ -48,28 +48,28 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerUse:
-    """How one worker spent the simulation."""
+    """Totals of one worker over the simulation."""
 
     worker_id: str
     role: WorkerRole
     busy_s: float
-    """In steps."""
+    """Time in steps."""
     held_block_s: float
-    """Seconds that KV blocks were referenced, summed over the blocks."""
+    """Referenced KV blocks times seconds."""
     num_steps: int
     num_prefill_tokens: int
     num_decode_tokens: int
     num_preemptions: int
     num_kv_blocks: int
     num_pulls: int
-    """Of prompts' KV, from others."""
+    """Pulls of prompts' KV from other workers."""
     num_network_pulls: int
-    """Those from another host."""
+    """Pulls from another host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Samples at equal distances of time, of a pool's workers together."""
+    """Samples of a pool at equal intervals, summed over its workers."""
 
     role: WorkerRole
     sampled_s: FloatArray
@@ -77,22 +77,22 @@ class Timeline:
     """Requests that hold no blocks yet."""
     num_running: IntArray
     kv_share: FloatArray
-    """Of the blocks, those that are referenced."""
+    """Share of referenced blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """The outcome of one run."""
+    """Result of one run."""
 
     times: RequestTimes
     workers: list[WorkerUse]
     timelines: list[Timeline] = field(default_factory=list)
-    """Empty unless asked for."""
+    """Empty by default."""
     gap_s: FloatArray
-    """Lengths of gaps between tokens of answers (ITL), each distinct kind once ..."""
+    """Distinct lengths of gaps between tokens of answers (ITL) ..."""
     gap_weights: FloatArray
-    """... and how many gaps were so long."""
+    """... and the number of gaps of each length."""
     ended_s: float
-    """When the last event happened."""
+    """Time of the last event."""
     was_stopped: bool = False
-    """Too many objectives were missed: not all requests came, and not all of those that did have ended."""
+    """Too many requests missed an objective: some did not arrive, and some are unfinished."""

@@ -4,8 +4,8 @@ The search, the CLI and the benchmarks call `simulate`. Real: the router's dispa
 step loops and schedulers, block pools, reservations and prefix caches. Modelled: the time of steps and transfers
 (`pdserve.model.cost.cost_model`) and the few delays of `Overheads`. The same arguments give bit-identical results.
 
-Commands of the dispatcher reach a worker at once, as its delays are part of the request's arrival; events of a worker
-reach the dispatcher one message later. Tokens between token 1 and the last are counted, not delivered.
+Commands of the dispatcher reach a worker at once, because the request's arrival already includes their delay; events of
+a worker reach the dispatcher one message later. Tokens between token 1 and the last are counted, not delivered.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from pdserve.router.requests.request import GenerationError, Request, RequestSpe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Seconds of what the cost model does not know of.
+    """Delays that the cost model does not cover, in seconds.
 
-    The defaults are of clusters on one host of four cores: the middle of what `pdserve.bench.simulator_vs_cpu` found,
-    and `pdserve.bench.simulator_vs_emulation`, whose figures are times its time scale. What is least certain is a turn,
-    from 0.3 to 1.7 ms, and a pull, from 0.2 to 4.5 ms.
+    The defaults describe clusters on one host of four cores: the middle of the results of
+    `pdserve.bench.simulator_vs_cpu` and `pdserve.bench.simulator_vs_emulation` (whose figures are multiplied by its
+    time scale). The least certain are a turn, from 0.3 to 1.7 ms, and a pull, from 0.2 to 4.5 ms.
     """
 
     arrival_s: float = 4.5e-3
-    """From a request's arrival to the worker's inbox: reading it, tokenising, routing."""
+    """From a request's arrival to the worker's inbox: parsing, tokenizing, routing."""
     message_s: float = 1.1e-3
-    """From a worker to the router, or back."""
+    """One way between worker and router."""
     answer_s: float = 1.1e-3
     """From a token's arrival at the router to the client."""
     pull_s: float = 1e-3
-    """Of a pull, beside the bytes: opening it, verifying, telling both engines."""
+    """Fixed part of a pull: opening, verifying, notifying both engines."""
     turn_s: float = 1e-3
-    """Of a step loop between two steps, unless it submitted the second before the first had ended."""
+    """Turn of a step loop between two steps, unless the second was submitted before the first ended."""
 
 
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)
@@ -84,20 +84,20 @@ def simulate(
 
     Args:
         requests: in order of arrival.
-        slo: objectives; the policy and the prefill queue go by them.
-        overheads: ``None`` takes the defaults.
-        concurrency: not 0: a closed loop. Arrival times are ignored; so many requests are under way at any time, and
-            each that ends is followed at once by the next one.
-        max_in_flight: requests that the router takes at once; more are rejected.
-        max_missed: stop as soon as so many requests have missed an objective, for a search that needs no more; the
-            times of those under way are NaN then. ``None`` runs to the end.
-        sample_every_s: not 0: fill `Simulation.timelines` at such distances.
-        cost_of: predicts a pool's workers; by default `Pool.cost`.
-        corrections: of workers whose steps take longer or less long than that, which the policy knows; of each role
-            that is named at least one, in order of their times.
+        slo: objectives of the policy and the prefill queue.
+        overheads: ``None`` uses the defaults.
+        concurrency: above 0, a closed loop: arrival times are ignored, this many requests are in flight, and each
+            finished request starts the next one.
+        max_in_flight: limit on requests in flight at the router; further ones are rejected.
+        max_missed: stop once this many requests have missed an objective, for a search that needs no more; requests
+            still in flight have NaN times. ``None`` runs to the end.
+        sample_every_s: above 0, the interval of `Simulation.timelines`.
+        cost_of: cost model of a pool's workers; `Pool.cost` by default.
+        corrections: per role, factors on the predicted step times, which the policy knows; at least one per role
+            given, in order of time.
 
     Raises:
-        ValueError: the model does not fit, or does not divide as the layout says.
+        ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
     bounds = _Bounds(concurrency, max_in_flight, max_missed)
     run = _Run(model, layout, requests, slo, overheads or Overheads(), bounds, cost_of, corrections or {})
@@ -107,7 +107,7 @@ def simulate(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A simulation makes millions of small objects and no cycles among them: looking for some takes a sixth of it."""
+    """A simulation makes millions of small objects and no cycles: searching for cycles would take a sixth of it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -118,7 +118,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class _Request(Request):
-    """A simulated request as the dispatcher sees it."""
+    """A simulated request, as the dispatcher sees it."""
 
     def __init__(self, run: _Run, simulated: SimulatedRequest, prompt: Prompt, record: RequestRecord) -> None:
         super().__init__(
@@ -181,7 +181,7 @@ class _Run:
         self._num_missed = 0
         self._ended_s = 0.0
         self._delivered_s = 0.0
-        """Arrival of the events that the dispatcher handles now."""
+        """Arrival of the events that the dispatcher is handling."""
         predict = cost_of or (lambda pool: pool.cost(model))
         costs = {pool.role: predict(pool) for pool in layout.pools}
         self._workers = ClusterBuilder(
@@ -207,7 +207,7 @@ class _Run:
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = bounds.concurrency > 0
         self._num_expected = 0
-        """Arrivals, of follow-ups too, that the event queue holds."""
+        """Arrivals in the event queue, follow-ups included."""
         for _ in range(bounds.concurrency or 1):
             self._expect_next()
 
@@ -217,7 +217,7 @@ class _Run:
 
     @property
     def is_sharing(self) -> bool:
-        """Whether some prompt could begin like another."""
+        """Whether some prompts may share a prefix."""
         return self._prompts.is_sharing
 
     def simulate(self, sample_every_s: float) -> Simulation:
@@ -280,7 +280,7 @@ class _Run:
     # Progress of requests
 
     def token_received(self, record: RequestRecord, token: TokenEvent) -> None:
-        """Note when tokens 0, 1 and the last one reach the client."""
+        """Record when tokens 0, 1 and the last reach the client."""
         seen_s = self._delivered_s + self._overheads.answer_s
         if token.index == 0:
             record.first_token_s = seen_s
@@ -292,7 +292,7 @@ class _Run:
             record.last_token_s = seen_s
 
     def ended(self, request: _Request) -> None:
-        """Finished, failed, or refused at the start. A follow-up comes after a finished request only."""
+        """The request finished, failed or was rejected; only a finished request has a follow-up."""
         record, simulated = request.record, request.simulated
         record.is_rejected = request.outcome is not Outcome.FINISHED
         if (record.is_rejected or self._missed_tpot(record)) and not self._missed_ttft(record):

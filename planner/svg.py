@@ -1,7 +1,7 @@
 """Small charts as inline SVG: lines, points and bars, in colours from a style sheet.
 
-Used by `pdserve.planner.report`. Every mark has a class (``s0``, ``s1``, ...) in place of a colour, so that a page can
-be light or dark, and points have titles that browsers show as tooltips. Knows nothing of plans.
+Used by `pdserve.planner.report`. Every mark has a class (``s0``, ``s1``, ...) instead of a colour, so that a page can
+be light or dark; browsers show the titles of points as tooltips. Knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Point(NamedTuple):
     x: float
     y: float
     title: str = ""
-    """Shown when the pointer is over it."""
+    """Tooltip."""
     is_hollow: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Points of one colour, joined by a line or not."""
+    """Points of one colour, optionally joined by a line."""
 
     label: str
     points: Sequence[Point]
     color: int
-    """Number of its class."""
+    """Number of the CSS class."""
     is_dashed: bool = False
     has_line: bool = True
     has_dots: bool = True
@@ -46,7 +46,7 @@ class Axis:
     format: Format
     low: float = 0.0
     high: float | None = None
-    """``None`` takes the largest value that is drawn."""
+    """``None`` uses the largest value in the chart."""
 
 
 class Rule(NamedTuple):
@@ -65,7 +65,7 @@ class Bar(NamedTuple):
 
 
 def chart(x: Axis, y: Axis, series: Sequence[Series], rules: Sequence[Rule] = ()) -> str:
-    """Lines and points over two axes; values that are not finite are left out."""
+    """Lines and points over two axes; skips values that are not finite."""
     frame = _Frame.around(x, y, series, rules)
     parts = [_grid(frame, x, y)]
     parts += [_rule(frame, rule) for rule in rules]
@@ -74,7 +74,7 @@ def chart(x: Axis, y: Axis, series: Sequence[Series], rules: Sequence[Rule] = ()
 
 
 def bars(rows: Sequence[Bar], high: float = 1.0) -> str:
-    """Horizontal bars from 0 to ``high``, one under the other, with their texts."""
+    """Horizontal bars from 0 to ``high``, one below the other, with their texts."""
     row_height, left, right = 30, 190, 64
     parts = []
     for row, bar in enumerate(rows):
@@ -91,7 +91,7 @@ def bars(rows: Sequence[Bar], high: float = 1.0) -> str:
 
 
 class _Frame(NamedTuple):
-    """Which values are where."""
+    """Maps values to positions."""
 
     x_low: float
     x_high: float

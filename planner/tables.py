@@ -25,11 +25,11 @@ from pdserve.planner.plan_rows import (
 )
 
 _GAP = 2
-"""Between columns."""
+"""Spaces between columns."""
 
 
 def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
-    """Write all that a reader of a terminal needs, the verdict last."""
+    """Print the whole plan, the verdict last."""
     _print_heading(console, f"{plan.question.model.held_name} on {fleet_words(plan)}: {slo_words(plan)}")
     ranks = range(1, min(num_rows, len(plan.candidates)) + 1)
     console.print(_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks), console.width))
@@ -43,7 +43,7 @@ def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
 
 
 def print_explanations(title: str, explanations: Iterable[Explanation], console: Console) -> None:
-    """Results with the formulas and the numbers that give them."""
+    """Results with their formulas and numbers."""
     console.print(escape(title), style="bold", highlight=False, soft_wrap=True)
     for each in explanations:
         console.print()
@@ -58,7 +58,7 @@ def _print_heading(console: Console, text: str) -> None:
 
 
 def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> Table:
-    """Without details where they would not fit on a line."""
+    """Drops detail columns if they do not fit on a line."""
     cells = list(rows)
     widths = [max(map(len, (column.heading, *texts))) for column, *texts in zip(columns, *cells, strict=True)]
     is_wide = sum(widths) + _GAP * (len(widths) - 1) <= width

@@ -20,51 +20,51 @@ from pdserve.planner.requests import Segment, SimulatedRequest
 from pdserve.planner.simulation import FloatArray, IntArray
 
 MAX_TOKENS = 10_000_000
-"""Of one prompt or answer: more is a mistake in the file."""
+"""Per prompt or answer: more is a mistake in the file."""
 
 _STREAM = 3
-"""Of random numbers for think times."""
+"""Random stream of think times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """N requests in order of arrival, or of conversations where the file has no times."""
+    """N requests in order of arrival, or of conversations if the file has no times."""
 
     name: str
     arrived_s: FloatArray | None
-    """From the first; None if the file has no times."""
+    """Relative to the first; ``None`` if the file has no times."""
     num_prompt_tokens: IntArray
     num_output_tokens: IntArray
     segments: list[tuple[Segment, ...]]
-    """Of each, what of the prompt others may share; empty if the file does not tell."""
+    """Shareable segments of each prompt; empty if the file does not record them."""
     turns: IntArray
-    """Of each, how many turns of its conversation went before."""
+    """Number of earlier turns in each request's conversation."""
     num_malformed: int = 0
-    """Lines skipped, which only lenient reading does."""
+    """Skipped lines; only lenient reading skips any."""
     num_empty: int = 0
-    """Requests left out because they have no prompt or no answer, as failed ones have."""
+    """Requests left out because they have no prompt or no answer, as failed ones do."""
     notes: tuple[str, ...] = ()
-    """What whoever uses the trace should be told, in words."""
+    """Notes for the user."""
 
     @property
     def num_requests(self) -> int:
         return len(self.num_prompt_tokens)
 
     def lengths(self) -> EmpiricalLengths:
-        """Its pairs of lengths, to be drawn in any number, without times and without what they share."""
+        """Its pairs of lengths, for draws of any size, without times and shared prefixes."""
         return EmpiricalLengths(self.num_prompt_tokens, self.num_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class TracePrompts:
-    """A stretch of a trace, in its order: `pdserve.planner.conversations.Contents`.
+    """A section of a trace, in order: `pdserve.planner.conversations.Contents`.
 
-    Seed 0 begins at the trace's start, others anywhere; with `pdserve.planner.arrivals.Recorded`, at the same row.
+    Seed 0 begins at the trace's start, others anywhere; `pdserve.planner.arrivals.Recorded` begins at the same row.
     """
 
     trace: Trace
     mean_think_s: float = 0.0
-    """Before follow-up turns, exponentially distributed."""
+    """Mean of the exponentially distributed times before follow-up turns."""
 
     def draw(self, num_requests: int, seed: int) -> list[SimulatedRequest]:
         """Raises:
@@ -81,7 +81,7 @@ class TracePrompts:
 
 
 class TraceRow(NamedTuple):
-    """One request as a reader found it."""
+    """One request from a reader."""
 
     arrived_s: float
     num_prompt_tokens: int
@@ -91,7 +91,7 @@ class TraceRow(NamedTuple):
 
 
 class TraceBuilder:
-    """Collects rows and counts what is left out."""
+    """Collects rows, and counts the ones left out."""
 
     def __init__(self, path: Path, *, lenient: bool) -> None:
         self._path = path
@@ -106,7 +106,7 @@ class TraceBuilder:
         self._first_malformed = ""
 
     def add(self, row: TraceRow) -> None:
-        """Take a request in, unless its prompt or answer is empty."""
+        """Add a request, unless its prompt or answer is empty."""
         if not row.num_prompt_tokens or not row.num_output_tokens:
             self._num_empty += 1
             return
@@ -115,7 +115,7 @@ class TraceBuilder:
         self._num_output_tokens.append(row.num_output_tokens)
         self._turns.append(row.turn)
         if row.segments or self._segments:
-            # Those before it had none.
+            # Earlier rows had no segments.
             self._segments.extend([()] * (len(self._turns) - 1 - len(self._segments)))
             self._segments.append(row.segments)
 
@@ -124,7 +124,7 @@ class TraceBuilder:
         self._num_empty += 1
 
     def refuse(self, line: int, problem: object) -> None:
-        """Line ``line`` cannot be read.
+        """Skip line ``line``, which cannot be read.
 
         Raises:
             ValueError: reading is not lenient.

@@ -31,8 +31,8 @@ _MAX_CONTENT = 2**31 - 1
 def read_mooncake(path: Path, *, lenient: bool = False) -> Trace:
     """JSON lines of ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
 
-    A hash id names 512 tokens and all that went before them: prompts with the same first ids share these blocks. The
-    last block of a prompt may be partly filled, or have no id.
+    A hash id names a block of 512 tokens and all tokens before it: prompts with the same first ids share these blocks.
+    A prompt's last block may be partly filled, or have no id.
 
     Source: kvcache-ai/Mooncake, FAST25-release/README.md.
 
@@ -43,7 +43,7 @@ def read_mooncake(path: Path, *, lenient: bool = False) -> Trace:
 
 
 class _MooncakeLines:
-    """Knows the blocks that earlier lines named."""
+    """Tracks the blocks that earlier lines named."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Segment] = {}
@@ -97,7 +97,7 @@ def read_azure(path: Path, *, lenient: bool = False) -> Trace:
         try:
             time = datetime.fromisoformat(text)
         except ValueError:
-            raise ValueError(f"TIMESTAMP is {text!r}, and not such as 2023-11-16 18:15:46.6805900") from None
+            raise ValueError(f"TIMESTAMP is {text!r}, expected a time such as 2023-11-16 18:15:46.6805900") from None
         arrived_s = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
         return TraceRow(arrived_s, _count(record, "ContextTokens"), _count(record, "GeneratedTokens"))
 
@@ -105,10 +105,10 @@ def read_azure(path: Path, *, lenient: bool = False) -> Trace:
 
 
 def read_burstgpt(path: Path, *, lenient: bool = False) -> Trace:
-    """CSV with the columns Timestamp (s), Request tokens, Response tokens, and others that are not used.
+    """CSV with the columns Timestamp (s), Request tokens, Response tokens, and others that are ignored.
 
-    Failed requests, of 0 response tokens, are left out and counted. Session ids of newer files are not used: the trace
-    does not tell how much of a prompt is its session's history.
+    Failed requests, with 0 response tokens, are left out and counted. Session ids of newer files are ignored: the trace
+    does not record how much of a prompt is its session's history.
 
     Source: HPMLL/BurstGPT, README.md.
 
@@ -125,7 +125,7 @@ def read_burstgpt(path: Path, *, lenient: bool = False) -> Trace:
 
 
 def read_plain(path: Path, *, lenient: bool = False) -> Trace:
-    """Our own: ``arrived_s``, ``prompt_tokens`` and ``output_tokens`` as JSON lines or as the columns of a CSV file.
+    """pdserve's own: ``arrived_s``, ``prompt_tokens`` and ``output_tokens`` as JSON lines or as columns of a CSV file.
 
     Raises:
         ValueError: a line is malformed, or there is no request.
@@ -154,7 +154,7 @@ def _read(
 
 
 def _opened(path: Path) -> Any:
-    # What is not UTF-8 is no number either, and is told with its line.
+    # Invalid UTF-8 is not a number either, and is reported with its line.
     return path.open(encoding="utf-8-sig", errors="replace", newline="")
 
 
@@ -197,29 +197,29 @@ def _csv_records(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, Rec
 
 
 def _number(record: Record, name: str) -> float:
-    """A finite number, from JSON or from a cell."""
+    """A finite number, from JSON or from a CSV cell."""
     value = _value(record, name)
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} is {_shown(value)}, and not a number") from None
+        raise ValueError(f"{name} is {_shown(value)}, not a number") from None
     if not isfinite(number):
-        raise ValueError(f"{name} is {_shown(value)}, and not a number")
+        raise ValueError(f"{name} is {_shown(value)}, not a number")
     return number
 
 
 def _count(record: Record, name: str) -> int:
-    """A whole number of tokens, from JSON or from a cell."""
+    """A whole number of tokens, from JSON or from a CSV cell."""
     number = _number(record, name)
     if number != int(number) or not 0 <= number <= MAX_TOKENS:
-        raise ValueError(f"{name} is {_shown(record[name])}, and not a whole number from 0 to {MAX_TOKENS}")
+        raise ValueError(f"{name} is {_shown(record[name])}, not a whole number from 0 to {MAX_TOKENS}")
     return int(number)
 
 
 def _value(record: Record, name: str) -> Any:
     value = record.get(name)
     if value is None or isinstance(value, bool):
-        raise ValueError(f"{name} is missing" if value is None else f"{name} is {value}, and not a number")
+        raise ValueError(f"{name} is missing" if value is None else f"{name} is {value}, not a number")
     return value
 
 

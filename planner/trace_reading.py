@@ -28,7 +28,7 @@ _MAX_FIRST_LINE_CHARACTERS = 1 << 22
 
 
 class TraceFormat(Enum):
-    """What a trace file can be."""
+    """Supported trace formats."""
 
     MOONCAKE = "mooncake"
     AZURE = "azure"
@@ -49,7 +49,7 @@ def recognise(path: Path) -> TraceFormat:
     """The format of a file, from its first line.
 
     Raises:
-        ValueError: none that is known.
+        ValueError: the format is unknown.
         OSError: the file cannot be read.
     """
     with path.open(encoding="utf-8-sig", errors="replace") as file:
@@ -68,7 +68,7 @@ def recognise(path: Path) -> TraceFormat:
 
 
 def _names(line: str) -> set[str]:
-    """Of the fields of a JSON object or the columns of a CSV header."""
+    """Names of the fields of a JSON object or of the columns of a CSV header."""
     if not line.startswith("{"):
         return {name.strip() for name in next(csv.reader([line]), [])}
     try:
@@ -84,15 +84,15 @@ def read_trace(
     num_tokens: Callable[[str], int] | None = None,
     multi_turn: bool = False,
 ) -> Trace:
-    """The trace in a file of any known format.
+    """The trace in a file of any supported format.
 
     Args:
         lenient: skip lines that cannot be read, and count them.
-        num_tokens: counts the tokens of a text, for files that have text; by default estimated from its characters.
-        multi_turn: keep the later turns of conversations, where the file has them.
+        num_tokens: counts the tokens of a text, for files with texts; estimated from its characters by default.
+        multi_turn: keep the later turns of conversations, if the file has them.
 
     Raises:
-        ValueError: the format is not known, a line is malformed (its file and number are named), or there is nothing.
+        ValueError: the format is unknown, a line is malformed (the message names file and line), or no request is left.
         OSError: the file cannot be read.
     """
     match recognise(path):

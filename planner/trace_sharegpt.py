@@ -13,7 +13,7 @@ from typing import IO, Any
 from pdserve.planner.trace import Trace, TraceBuilder, TraceRow
 
 CHARACTERS_PER_TOKEN = 4
-"""Of English text, roughly: help.openai.com, "What are tokens and how to count them?"."""
+"""Rough ratio for English text: help.openai.com, "What are tokens and how to count them?"."""
 
 MAX_CONVERSATION_CHARACTERS = 1 << 26
 _CHUNK_CHARACTERS = 1 << 20
@@ -22,7 +22,7 @@ _USER_NAMES = frozenset({"human", "user"})
 _MODEL_NAMES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
 
 Exchange = tuple[int, int]
-"""Tokens of a message and of its answer."""
+"""Tokens of a message and its answer."""
 
 
 def read_sharegpt(
@@ -34,14 +34,14 @@ def read_sharegpt(
 ) -> Trace:
     """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, ...]``, without times.
 
-    A system message counts to the user's message after it. What the model says before the user is left out, and
-    messages of one side that follow each other are one. Conversations without an answer are left out and counted.
+    A system message counts towards the next user message. Leading model messages are dropped, and consecutive messages
+    of one side are merged. Conversations without an answer are left out and counted.
 
     Args:
-        num_tokens: counts the tokens of a text; by default its characters over 4, and the trace's notes say so.
-        multi_turn: every answer is a request, whose prompt is all that went before; otherwise the first one alone.
-        lenient: skip conversations that are not of this form, and count them. A file that is not JSON is always an
-            error.
+        num_tokens: counts the tokens of a text; by default characters / 4, which the trace's notes mention.
+        multi_turn: make every answer a request whose prompt is the whole conversation before it; otherwise only the
+            first one.
+        lenient: skip and count conversations that are malformed. A file that is not JSON is always an error.
 
     Raises:
         ValueError: a conversation is malformed, or there is none.
@@ -82,13 +82,13 @@ def _exchanges(conversation: object, num_tokens: Callable[[str], int]) -> list[E
         (num_tokens(message), num_tokens(answer))
         for (_, message), (_, answer) in zip(said[::2], said[1::2], strict=False)
     ]
-    # An empty message or answer ends what can be replayed.
+    # An empty message or answer ends the part that can be replayed.
     num_usable = next((row for row, pair in enumerate(exchanges) if not all(pair)), len(exchanges))
     return exchanges[:num_usable]
 
 
 def _message(message: object) -> tuple[bool, str]:
-    """Whether the model said it, and what."""
+    """Whether the model wrote the message, and its text."""
     if not isinstance(message, dict) or not isinstance(message.get("value"), str):
         raise ValueError('a message has no text "value"')
     name = message.get("from")
@@ -96,7 +96,7 @@ def _message(message: object) -> tuple[bool, str]:
         return True, message["value"]
     if name in _USER_NAMES or name == "system":
         return False, message["value"]
-    raise ValueError(f"a message is from {str(name)[:40]!r}, who is neither the user nor the model")
+    raise ValueError(f"a message is from {str(name)[:40]!r}, which is neither the user nor the model")
 
 
 def _estimated_tokens(text: str) -> int:
@@ -104,10 +104,10 @@ def _estimated_tokens(text: str) -> int:
 
 
 def _elements(path: Path, file: IO[str]) -> Iterator[tuple[int, Any]]:
-    """Elements of the array in ``file``, each with the line on which it begins.
+    """Elements of the array in ``file``, each with its first line.
 
     Raises:
-        ValueError: it is not a JSON array.
+        ValueError: the file is not a JSON array.
     """
     decoder = json.JSONDecoder()
     text, line, separator = file.read(_CHUNK_CHARACTERS), 1, "["
@@ -117,7 +117,7 @@ def _elements(path: Path, file: IO[str]) -> Iterator[tuple[int, Any]]:
             text = file.read(_CHUNK_CHARACTERS)
             if text:
                 continue
-            raise ValueError(f"{path}:{line}: the file ends before its array does: is it whole?")
+            raise ValueError(f"{path}:{line}: the file ends before its array does: it may be truncated")
         if separator:
             if text[0] == "]" and separator == ",":
                 return

@@ -1,7 +1,7 @@
 """Builds the traffic of the command line from a preset, a trace file or fixed lengths, fitted to a model.
 
-Also describes it in words. Passes the draws of `pdserve.planner.workload` through unchanged, except for lengths that
-the model's limit truncates.
+Also describes it in words. Passes draws of `pdserve.planner.workload` through unchanged, except that it truncates
+lengths to the model's limit.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ class Traffic:
     workload: Workload
     max_model_len: int
     trace: Trace | None = None
-    """Where its requests are from, if they are recorded ones."""
+    """Source of recorded requests, if any."""
     notes: tuple[str, ...] = ()
-    """What its reader left out, say."""
+    """Notes from the reader, such as skipped lines."""
 
     def draw(self, num_requests: int, seed: int) -> WorkloadSample:
-        """So many requests, none longer than the model takes."""
+        """``num_requests`` requests, none longer than the model's limit."""
         return self.workload.draw(num_requests, seed, max_model_len=self.max_model_len)
 
     @property
     def usual_slo(self) -> SloConfig:
-        """Of its kind, where there is a usual one."""
+        """Usual objectives of this kind of traffic, if there are any."""
         return self.workload.slo or SloConfig()
 
     def recorded_rate(self, num_requests: int, seed: int) -> float | None:
-        """Requests per second at which a draw arrives as recorded; ``None`` where no times were."""
+        """Recorded requests per second of a draw; ``None`` if no times were recorded."""
         return self.workload.recorded_requests_per_s(num_requests, seed)
 
     @property
     def max_requests(self) -> int | None:
-        """How many there are; ``None`` where any number can be drawn."""
+        """Number of recorded requests; ``None`` if any number can be drawn."""
         return None if self.trace is None else self.trace.num_requests
 
     def at_most(self, num_requests: int) -> int:
-        """``num_requests``, or all that there are."""
+        """``num_requests``, or the number of recorded ones if that is less."""
         return num_requests if self.max_requests is None else min(num_requests, self.max_requests)
 
     def bursty(self, variation: float) -> Traffic:
-        """The same requests, with random gaps of this coefficient of variation between them.
+        """The same requests with random gaps of this coefficient of variation.
 
         Raises:
-            ValueError: no such variation.
+            ValueError: the variation is negative.
         """
         return dataclasses.replace(self, workload=dataclasses.replace(self.workload, arrivals=RandomGaps(variation)))
 
     def with_at_least(self, num_requests: int) -> Traffic:
-        """Itself, or of a trace with fewer requests, any number with lengths like those recorded.
+        """This traffic or, if it is a trace with fewer requests, draws from the trace's lengths.
 
-        These arrive at random and share nothing: a short trace cannot tell more.
+        The draws have random arrivals and share no prefixes: a short trace does not determine more.
         """
         if self.trace is None or self.trace.num_requests >= num_requests:
             return self
@@ -80,7 +80,7 @@ class Traffic:
         return dataclasses.replace(self, workload=workload, trace=None, notes=(*self.notes, note))
 
     def described(self) -> tuple[str, tuple[str, ...]]:
-        """What it is, in words, and what a reader should know of it."""
+        """A description, and notes for the reader."""
         sample = self.draw(self.at_most(_NUM_LOOKED_AT), seed=0)
         statistics = sample.statistics()
         words = (
@@ -88,10 +88,12 @@ class Traffic:
             f"{statistics.mean_output_tokens:,.0f} on average, {self._arrivals()}"
         )
         if statistics.cacheable_share >= 0.005:
-            words += f"; {statistics.cacheable_share * 100:.0f} % of prompt tokens could come from a cache"
+            words += f"; up to {statistics.cacheable_share * 100:.0f} % of prompt tokens could come from a cache"
         notes = self.notes
         if str(sample.clamped):
-            notes += (f"To fit {self.max_model_len} tokens: {sample.clamped}, of {sample.num_requests} requests.",)
+            notes += (
+                f"Shortened to {self.max_model_len} tokens: {sample.clamped}, of {sample.num_requests} requests.",
+            )
         return words, notes
 
     def _arrivals(self) -> str:
@@ -105,13 +107,13 @@ class Traffic:
 
 
 def named_traffic(name: str, *, max_model_len: int, lenient: bool = False) -> Traffic:
-    """The preset of that name, or the trace in the file of that path.
+    """The preset of that name, or the trace in the file at that path.
 
     Args:
         lenient: skip lines of a trace that cannot be read, and count them.
 
     Raises:
-        ValueError: there is neither, or the file is no trace; the text names the nearest preset, or file and line.
+        ValueError: there is neither, or the file is not a trace; the message names the nearest preset or the line.
     """
     path = Path(name).expanduser()
     if name in PRESETS or not (path.exists() or path.suffix or "/" in name):
@@ -120,15 +122,15 @@ def named_traffic(name: str, *, max_model_len: int, lenient: bool = False) -> Tr
 
 
 def fixed_traffic(num_prompt_tokens: int, num_output_tokens: int, *, max_model_len: int) -> Traffic:
-    """Poisson arrivals of requests that are all alike.
+    """Poisson arrivals of identical requests.
 
     Raises:
-        ValueError: a length below 1, or more than the model takes.
+        ValueError: a length is below 1, or both together exceed the model's limit.
     """
     if num_prompt_tokens + num_output_tokens > max_model_len:
         raise ValueError(
-            f"{num_prompt_tokens} prompt tokens and {num_output_tokens} of an answer are more than max_model_len "
-            f"{max_model_len}: raise it, or ask for fewer"
+            f"{num_prompt_tokens} prompt tokens and {num_output_tokens} answer tokens exceed max_model_len "
+            f"{max_model_len}: raise it, or use shorter requests"
         )
     lengths = FixedLengths(num_prompt_tokens, num_output_tokens)
     workload = Workload(name="fixed lengths", contents=Conversations(lengths=lengths))
@@ -148,5 +150,5 @@ def _of_trace(trace: Trace, max_model_len: int) -> Traffic:
         workload=trace_workload(trace, arrivals=None if has_times else POISSON),
         max_model_len=max_model_len,
         trace=trace,
-        notes=tuple(f"Of the trace: {note}." for note in trace.notes),
+        notes=tuple(f"Trace: {note}." for note in trace.notes),
     )

@@ -1,4 +1,4 @@
-"""Formats figures for people, alike in tables, reports and files."""
+"""Formats figures for people, uniformly in tables, reports and files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pdserve.contracts.placement import WorkerRole
 
 ROLE_NAMES = {WorkerRole.PREFILL: "prefill", WorkerRole.DECODE: "decode", WorkerRole.MIXED: "colocated"}
 _PLAIN = (-5, 15)
-"""Powers of ten from which, and below which, a number is written without an exponent."""
+"""Range of powers of ten (from, below) that are written without an exponent."""
 _BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Rounded to so many significant digits: ``12.3``, ``1,230``, ``0.0012``, and ``1.2e-9`` where it is tiny."""
+    """Rounded to significant digits: ``12.3``, ``1,230``, ``0.0012``, and ``1.2e-9`` for tiny numbers."""
     if not isfinite(value):
         return "never" if value == inf else "-"
     if value == 0:
@@ -41,7 +41,7 @@ def share(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes, in decimal units as memory is sold: ``80 GB``."""
+    """Bytes in decimal units, as memory is sold: ``80 GB``."""
     for unit, name in _BYTE_UNITS:
         if num_bytes >= unit:
             return f"{number(num_bytes / unit)} {name}"
@@ -49,7 +49,7 @@ def size(num_bytes: float) -> str:
 
 
 def dollars(value: float | None) -> str:
-    """``$2.10``; a dash where no price is known."""
+    """``$2.10``; a dash if the price is unknown."""
     if value is None or not isfinite(value):
         return "-"
     return f"${value:,.2f}" if value >= 0.1 else f"${number(value, 2)}"

@@ -1,6 +1,6 @@
 """Workloads: requests and their arrivals, drawn once per seed and then scaled to any rate.
 
-Simulated by the search, the CLI and the benchmarks. Layouts and rates are compared on the same draw (common random
+Used by the search, the CLI and the benchmarks. Layouts and rates are compared on the same draw (common random
 numbers): the same lengths, in the same order, with the same arrival pattern. Decides nothing.
 """
 
@@ -21,17 +21,17 @@ from pdserve.planner.workload_statistics import WorkloadStatistics, measure
 
 
 class Clamped(NamedTuple):
-    """What did not fit into the model's length."""
+    """Requests shortened or dropped to fit the model's length."""
 
     num_prompts: int = 0
-    """Shortened to leave room for one token."""
+    """Shortened, to leave room for one token."""
     num_answers: int = 0
-    """Shortened to end with the model's length."""
+    """Shortened to the model's length."""
     num_turns: int = 0
-    """Left out: what was said before them fills the model's length."""
+    """Dropped: the turns before them fill the model's length."""
 
     def __str__(self) -> str:
-        """Such as ``3 prompts shortened, 1 turn left out``; empty if all fitted."""
+        """Such as ``3 prompts shortened, 1 turn left out``; empty if everything fitted."""
         parts = (
             (self.num_prompts, "prompt", "shortened"),
             (self.num_answers, "answer", "shortened"),
@@ -47,24 +47,24 @@ class WorkloadSample:
     conversations: list[SimulatedRequest]
     """First turns, each with its follow-ups."""
     unit_times: FloatArray
-    """When they begin, were it one a second."""
+    """Start times at one conversation per second."""
     arrivals: Arrivals
     clamped: Clamped
-    """Tell it to whoever asked for the workload."""
+    """Report it to the user."""
 
     @property
     def num_requests(self) -> int:
-        """Every turn counted."""
+        """Includes every turn."""
         return sum(1 for conversation in self.conversations for _ in conversation.turns())
 
     def at_rate(self, requests_per_s: float) -> list[SimulatedRequest]:
         """The requests to simulate, in order of arrival.
 
         Args:
-            requests_per_s: every turn counted, so that conversations begin less often than that. Think times stay.
+            requests_per_s: counts every turn, so conversations begin less often. Think times do not scale.
 
         Raises:
-            ValueError: no such rate.
+            ValueError: the rate is not above 0.
         """
         if not 0 < requests_per_s < np.inf:
             raise ValueError(f"a rate of {requests_per_s} requests/s is not possible: use a number above 0")
@@ -76,7 +76,7 @@ class WorkloadSample:
         ]
 
     def statistics(self) -> WorkloadStatistics:
-        """Of what was drawn."""
+        """Statistics of the draw."""
         return measure(self.conversations)
 
 
@@ -88,26 +88,26 @@ class Workload:
     contents: Contents
     arrivals: Arrivals = POISSON
     slo: SloConfig | None = None
-    """The usual one, where there is a usual one."""
+    """Usual objectives, if there are any."""
     source: str = ""
-    """Where its figures are from, in a sentence."""
+    """Origin of its figures, in a sentence."""
 
     def recorded_requests_per_s(self, num_requests: int, seed: int = 0) -> float | None:
-        """The rate at which a draw arrives as a trace recorded it; None if its times are no trace's."""
+        """The recorded rate of a draw; ``None`` if its times are not from a trace."""
         return self.arrivals.stretch_per_s(num_requests, seed) if isinstance(self.arrivals, Recorded) else None
 
     def draw(self, num_requests: int, seed: int = 0, *, max_model_len: int = 0) -> WorkloadSample:
-        """The same arguments give the same sample, to the bit.
+        """Draw a sample; equal arguments give bit-identical samples.
 
         Args:
-            num_requests: every turn counted. The last conversation is cut short to make them as many.
-            max_model_len: prompts and answers that do not fit are shortened, and counted; 0 for no limit.
+            num_requests: counts every turn. The last conversation is cut short to match.
+            max_model_len: longer prompts and answers are shortened and counted; 0 for no limit.
 
         Raises:
-            ValueError: no such number, or more than a trace has.
+            ValueError: fewer than one, or more than a trace has.
         """
         if num_requests < 1:
-            raise ValueError(f"{num_requests} requests are no workload: ask for one at least")
+            raise ValueError(f"a workload needs at least one request, not {num_requests}")
         if max_model_len < 0 or max_model_len == 1:
             raise ValueError(f"max_model_len {max_model_len} leaves no room for a prompt and an answer")
         conversations = self.contents.draw(num_requests, seed)
@@ -125,11 +125,11 @@ class Workload:
 def trace_workload(
     trace: Trace, *, arrivals: Arrivals | None = None, mean_think_s: float = 0.0, slo: SloConfig | None = None
 ) -> Workload:
-    """A trace's requests in their order, at its own times or those of another arrival process.
+    """A trace's requests in order, at its own times or at those of another arrival process.
 
     Args:
         arrivals: by default the trace's own, or a Poisson process if it has no times.
-        mean_think_s: before follow-up turns, which no trace tells.
+        mean_think_s: before follow-up turns, which traces do not record.
     """
     if arrivals is None:
         arrivals = POISSON if trace.arrived_s is None else Recorded(trace.arrived_s)
@@ -149,7 +149,7 @@ def _clamp(conversations: list[SimulatedRequest], max_model_len: int) -> tuple[l
 
 
 def _clamp_conversation(turns: list[SimulatedRequest], max_model_len: int) -> tuple[SimulatedRequest, Clamped]:
-    """The turns that fit, the last one shortened if need be: lengths only rise from turn to turn."""
+    """The turns that fit, the last one shortened if necessary: lengths only grow from turn to turn."""
     kept = [turn for turn in turns[1:] if turn.num_prompt_tokens < max_model_len]
     kept.insert(0, turns[0])
     num_left_out = len(turns) - len(kept)
@@ -168,7 +168,7 @@ def _clamp_conversation(turns: list[SimulatedRequest], max_model_len: int) -> tu
 
 
 def _cut(segments: tuple[Segment, ...], num_tokens: int) -> tuple[Segment, ...]:
-    """The first ``num_tokens`` of them. A follow-up's, which are its message alone, are never longer."""
+    """The first ``num_tokens`` of ``segments``; a follow-up's, which hold its message alone, are never longer."""
     kept = []
     for segment in segments:
         if num_tokens <= 0:

@@ -1,6 +1,6 @@
 """Statistics of a workload: lengths, and the savings possible with a cache.
 
-Reports and the search's closed-form bounds read them. Made by `pdserve.planner.workload`.
+Read by reports and by the search's closed-form bounds; made by `pdserve.planner.workload`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pdserve.planner.simulation import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadStatistics:
-    """Of N requests; arrays have one entry for each, turn after turn of one conversation after the other."""
+    """Statistics of N requests; arrays have one entry per request, in the order of conversations and their turns."""
 
     num_prompt_tokens: IntArray
     num_output_tokens: IntArray
     num_cacheable_tokens: IntArray
-    """Of the prompt: what a cache that never forgets holds of it, when conversations come in their order."""
+    """Prompt tokens that an unlimited cache holds if the conversations arrive in order."""
 
     @property
     def num_requests(self) -> int:
@@ -36,7 +36,7 @@ class WorkloadStatistics:
 
     @property
     def cacheable_share(self) -> float:
-        """Of all prompt tokens."""
+        """Share of all prompt tokens."""
         return float(self.num_cacheable_tokens.sum() / self.num_prompt_tokens.sum())
 
 
@@ -60,18 +60,18 @@ def measure(conversations: list[SimulatedRequest]) -> WorkloadStatistics:
 
 
 class _PromptTree:
-    """The beginnings of the prompts seen. A node is a number, and stands for the segments that lead to it."""
+    """Prefix tree of the prompts so far. A node is a number that stands for the segments leading to it."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, Segment], int] = {}
         self._longest: dict[tuple[int, int], int] = {}
-        """Tokens seen of a content after a node."""
+        """Longest run of a content's tokens seen after a node."""
 
     def add(self, segments: tuple[Segment, ...]) -> int:
-        """Take in a prompt; how many of its tokens had been seen."""
+        """Add a prompt; returns the number of its tokens seen before."""
         num_seen, node = 0, 0
         for segment in segments:
-            # A node that is new has nothing after it, so that what follows it counts as not seen.
+            # A new node has no successors, so everything after it counts as new.
             place = node, segment.content
             known = self._longest.get(place, 0)
             num_seen += min(known, segment.num_tokens)

@@ -29,12 +29,12 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\
 class YamlFile:
     path: Path
     value: object
-    """Plain values; None where the file is empty."""
+    """Plain values; ``None`` if the file is empty."""
     lines: Mapping[str, int]
-    """Line of each key, by the keys above it and itself, with dots."""
+    """Line of each key, by its dotted path."""
 
     def error(self, error: ConfigError) -> ConfigError:
-        """``error`` with the file, and the line if a key is at fault."""
+        """``error`` with the file, and with the line if a key is at fault."""
         key = re.split(r"\[\d", error.key)[0]
         while key and key not in self.lines:
             key = key.rpartition(".")[0]
@@ -43,7 +43,7 @@ class YamlFile:
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Raises ConfigError if the file cannot be read, is not YAML, or has a key twice."""
+    """Raises ConfigError if the file cannot be read, is not YAML, or repeats a key."""
     lines: dict[str, int] = {}
     try:
         loader = _Loader(path.read_text(encoding="utf-8"))
@@ -56,11 +56,11 @@ def read_yaml(path: Path) -> YamlFile:
     except (yaml.YAMLError, ValueError) as error:  # PyYAML passes on what int() and the like raise
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply; it has sections with keys in them") from None
+        raise ConfigError(f"{path} is nested too deeply; expected sections with keys") from None
 
 
 def _index(node: yaml.Node, key: str, lines: dict[str, int], seen: set[int]) -> None:
-    """Note the lines of all keys below ``node``."""
+    """Record the lines of all keys below ``node``."""
     if id(node) in seen:
         return  # an alias
     seen.add(id(node))

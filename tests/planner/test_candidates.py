@@ -125,7 +125,7 @@ def test_what_binds_is_told_by_what_was_seen(
 def test_of_a_goodput_that_is_its_bound_no_objective_is_said_to_bind() -> None:
     capped = a_candidate(disaggregated(), 10.0, 0.99, 0.98, is_capped=True)
     assert capped.reasons[0].startswith(
-        "At 10.0 requests/s, the most that its steps can sustain, 98 % still meet both objectives: longer simulations"
+        "At 10.0 requests/s, the most that its steps can sustain, 98 % of requests still meet both objectives; longer"
     )
     assert "binds" not in capped.reasons[0]
     assert capped.resource is capped.bounds.resource
@@ -136,7 +136,7 @@ def test_of_a_goodput_that_is_its_bound_no_objective_is_said_to_bind() -> None:
 def test_prompts_that_are_late_even_on_an_idle_cluster_are_told() -> None:
     assert "idle" not in a_candidate(disaggregated(), 10.0).reasons[0]
     hasty = a_candidate(disaggregated(), 10.0, slo=replace(SLO, ttft_seconds=0.03))
-    assert "of the prompts would miss TTFT too" in hasty.reasons[0]
+    assert "of the prompts miss TTFT" in hasty.reasons[0]
 
 
 def test_hosts_are_told_where_kv_moves_between_them() -> None:
@@ -159,7 +159,7 @@ def test_a_loser_says_which_objective_it_misses_at_the_winners_rate() -> None:
     close = a_candidate(disaggregated(), 19.5, winner=winner, at_winners_rate=seen)
     assert close.reasons[1].endswith("Its confidence interval overlaps the winner's.")
     capped = a_candidate(disaggregated(), 10.0, winner=winner, at_winners_rate=seen, is_capped=True)
-    assert capped.reasons[1].endswith("TPOT by 2 %. It could not go on so: its steps sustain 10.0 requests/s.")
+    assert capped.reasons[1].endswith("TPOT by 2 %. It cannot sustain that rate: its steps sustain 10.0 requests/s.")
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def test_messages_of_conversations_are_their_own() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SystemPrompts(0, 10), "at least one system prompt"),
+        (lambda: SystemPrompts(0, 10), "at least one prompt"),
         (lambda: SystemPrompts(1, 10, -1), "Zipf exponent of -1"),
-        (lambda: Turns(0.5), "0.5 turns"),
+        (lambda: Turns(0.5), "0.5 mean turns"),
         (lambda: Turns(2, -1), "think time of -1"),
     ],
 )

@@ -35,6 +35,6 @@ def test_the_most_that_the_fleet_serves_is_named() -> None:
         for n, rate in ((1, 20.0), (2, 50.0))
     ]
     assert str(too_slow(QUESTION, entries)) == (
-        "the fleet serves 50.0 requests/s within the SLO at most, by 2 x M(TP1), not the 80.0 requests/s that were "
-        "asked: add devices, or loosen the SLO"
+        "the fleet serves at most 50.0 requests/s within the SLO, with 2 x M(TP1), not the required 80.0 requests/s: "
+        "add devices, or loosen the SLO"
     )

@@ -101,7 +101,10 @@ def test_empirical_lengths_keep_their_pairs() -> None:
     [
         (lambda: FixedLengths(0, 1), "num_prompt_tokens is 0"),
         (lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=0.5), "mean_output_tokens is 0.5"),
-        (lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=5, output_variation=-1), "variation is 0"),
+        (
+            lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=5, output_variation=-1),
+            "must be 0",
+        ),
         (lambda: LogNormalLengths(mean_prompt_tokens=10, mean_output_tokens=5, correlation=2), "correlation of 2"),
         (lambda: EmpiricalLengths(np.array([1]), np.array([1, 2])), "1 prompt and 2 output"),
         (lambda: EmpiricalLengths(np.array([], np.int64), np.array([], np.int64)), "0 prompt and 0 output"),

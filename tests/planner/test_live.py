@@ -86,7 +86,7 @@ def test_the_same_seed_draws_the_same_lengths() -> None:
 
 def test_without_requests_there_is_nothing_to_plan_by() -> None:
     text = Router().text
-    with pytest.raises(LiveError, match="no request came"):
+    with pytest.raises(LiveError, match="received no requests"):
         observe(text, text, 1.0)
 
 

@@ -53,7 +53,7 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     written(folder, num_hidden_layers=-1)
     with pytest.raises(ValueError, match=r"config.json: .*num_hidden_layers must be a positive integer, not -1"):
         read_planned_model(folder)
-    for text, problem in (("{", "cannot read"), ("[]", "holds no JSON object"), ("[" * 100_000, "cannot read")):
+    for text, problem in (("{", "cannot read"), ("[]", "is not a JSON object"), ("[" * 100_000, "cannot read")):
         (folder / "config.json").write_text(text)
         with pytest.raises(ValueError, match=problem):
             read_planned_model(folder)

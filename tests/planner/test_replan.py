@@ -57,7 +57,7 @@ def test_a_large_and_certain_gain_is_proposed() -> None:
     assert proposal.is_proposed
     *_, cost, advice = sentences(proposal)
     assert "stop 2 workers, start 2 and keep 0" in cost
-    assert "about 20 requests under way would be computed again, and KV of about 3,200 tokens lost" in cost
+    assert "about 20 requests in flight would be recomputed, and KV of about 3,200 tokens would be lost" in cost
     assert advice == "Change the placement: +50% goodput, beyond the confidence intervals."
 
 
@@ -77,7 +77,7 @@ def test_what_runs_is_simulated_as_long_as_the_best_was() -> None:
     [
         (15.0, 10.9, "Keep the placement: +50% goodput is within the confidence intervals."),
         (11.9, 11.8, "Change the placement"),
-        (10.9, 11.8, "Keep the placement: +9% goodput is below the 10 % that a change must gain."),
+        (10.9, 11.8, "Keep the placement: +9% goodput is below the minimum gain of 10 %."),
         (8.0, 7.0, "Keep the placement: -20% goodput is within the confidence intervals."),
     ],
 )
@@ -90,7 +90,7 @@ def test_less_is_not_proposed(rate: float, low: float, said: str) -> None:
 def test_what_runs_is_not_proposed_again() -> None:
     proposal = weighed(15.0, 14.0, best=a_plan().candidates[1])
     assert not proposal.is_proposed
-    assert list(sentences(proposal))[-1] == "Keep the placement: it is the best that was found."
+    assert list(sentences(proposal))[-1] == "Keep the placement: it is the best one found."
 
 
 def test_of_clusters_on_several_hosts_it_is_told_how_much_crosses_the_network() -> None:
@@ -105,7 +105,7 @@ def test_of_clusters_on_several_hosts_it_is_told_how_much_crosses_the_network() 
         "On 2 hosts, by devices: 1 with 1 prefill, 1 with 1 decode; 75 % of the pulls cross the network."
     )
     assert "hosts" not in second
-    assert last == "Keep the placement: it is the best that was found, but for the hosts that its workers are on."
+    assert last == "Keep the placement: it is the best one found, apart from the hosts of its workers."
 
 
 def test_a_cluster_that_serves_nothing_in_time_gains_without_bound() -> None:
@@ -115,7 +115,7 @@ def test_a_cluster_that_serves_nothing_in_time_gains_without_bound() -> None:
     assert best.goodput is not None
     proposal = compare(running, best, best.goodput.points[0], model=MODEL, workers=WORKERS)
     assert proposal.is_proposed
-    assert "a goodput where there is none now" in list(sentences(proposal))[-1]
+    assert "a goodput, where there is none now" in list(sentences(proposal))[-1]
 
 
 def test_workers_that_both_placements_have_stay() -> None:

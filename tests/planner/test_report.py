@@ -53,7 +53,7 @@ def test_the_page_says_what_the_plan_says() -> None:
     plan = a_plan()
     assert plan.verdict.text in texts
     assert {"16.0", "14.4 - 17.6", "~6.00", "estimated", "$2.08", "56.0 GB"} <= set(texts)
-    assert "Were every step and transfer 10 % slower, the goodput would be 12.8 requests/s (-20%)." in texts
+    assert "If every step and transfer were 10 % slower, the goodput would be 12.8 requests/s (-20%)." in texts
     assert "Number 2, 2 x M(TP1): At most 8.0 requests/s: prefill compute." in texts
     assert "Prices are of a list." in texts
 
@@ -101,7 +101,7 @@ def test_points_of_runs_that_were_stopped_are_hollow_and_of_both_objectives_only
     svg = figure.svg
     sure = "The goodput lies between 14.4 and 17.6, with 95 % confidence."
     assert whole.note == f"Share within the SLO, of 200 requests at each rate. {sure}"
-    assert "each rate; hollow where they were stopped, of at most so many. The" in figure.note
+    assert "each rate; hollow points stopped early: upper bounds. The" in figure.note
     longer = replace(stopped, num_requests=3000, is_partial=False)
     mixed = next(figures(plan, contenders(plan, [[plan.best.goodput.points[0], longer]])))
     assert "of 200 to 3,000 requests at each rate" in mixed.note

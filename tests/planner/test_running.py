@@ -136,14 +136,14 @@ def test_what_is_planned_for_is_what_the_cluster_says() -> None:
     ],
 )
 def test_a_foreign_status_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(LiveError, match="this is no status of a pdserve router"):
+    with pytest.raises(LiveError, match="this is not the status of a pdserve router"):
         running_cluster(status(status_of("m", "mixed"), **changes))
-    with pytest.raises(LiveError, match="this is no status of a pdserve router"):
+    with pytest.raises(LiveError, match="this is not the status of a pdserve router"):
         running_cluster({})
 
 
 def test_workers_that_hold_the_model_in_two_ways_are_refused() -> None:
-    with pytest.raises(LiveError, match=r"do not hold the model alike: .*float16"):
+    with pytest.raises(LiveError, match=r"differ in precision or block size: .*float16"):
         cluster(status_of("p", "prefill"), status_of("d", "decode", dtype="float16"))
 
 
@@ -199,12 +199,12 @@ def test_each_kind_of_device_is_on_the_hosts_that_have_it() -> None:
 def test_a_cluster_that_cannot_be_a_layout_is_refused() -> None:
     with pytest.raises(LiveError, match="no decode worker is up"):
         running_layout(cluster(status_of("p", "prefill")), named)
-    with pytest.raises(LiveError, match="the prefill workers are not alike"):
+    with pytest.raises(LiveError, match="the prefill workers differ"):
         running_layout(cluster(status_of("p", "prefill"), status_of("q", "prefill", hardware="a10")), named)
     with pytest.raises(ValueError, match="unknown hardware 'abacus'"):
         running_layout(cluster(status_of("m", "mixed", hardware="abacus")), named)
     wide = status_of("e", "decode", tensor_parallel=2)
-    with pytest.raises(LiveError, match="the decode workers are not alike"):
+    with pytest.raises(LiveError, match="the decode workers differ"):
         running_layout(cluster(status_of("p", "prefill"), status_of("d", "decode"), wide), named)
 
 

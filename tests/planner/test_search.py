@@ -110,16 +110,16 @@ def test_no_more_is_simulated_than_a_trace_has() -> None:
 
     assert longest_run(free) > 120
     assert longest_run(limited) == 120
-    assert any("Simulations last about" in note for note in limited.notes)
+    assert any("Simulations last only about" in note for note in limited.notes)
 
 
 def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
     fleet = tuple(Supply(hardware=hardware(name), devices_per_node=1) for name in ("h100", "a100"))
     plan = find_plan(replace(a_question(), fleet=fleet), WORKLOAD, num_processes=1)
     assert {candidate.layout.num_devices for candidate in plan.candidates if candidate.layout.is_colocated} == {1}
-    assert any("a colocated layout takes one" in note for note in plan.notes)
-    assert any("KV crosses the network between workers on different ones" in note for note in plan.notes)
-    assert not any("a colocated layout takes one" in note for note in a_plan().notes)
+    assert any("A colocated layout uses one" in note for note in plan.notes)
+    assert any("KV crosses the network between workers on different hosts" in note for note in plan.notes)
+    assert not any("A colocated layout uses one" in note for note in a_plan().notes)
 
 
 def test_the_verdict_weighs_both_kinds() -> None:
@@ -147,13 +147,13 @@ def test_the_fewest_devices_for_a_rate() -> None:
 
 
 def test_a_rate_beyond_the_fleet_names_what_it_can_serve() -> None:
-    with pytest.raises(InfeasibleRateError, match=r"requests/s within the SLO at most, by .* add devices"):
+    with pytest.raises(InfeasibleRateError, match=r"the fleet serves at most .* add devices"):
         find_plan(a_question(Objective.FEWEST_DEVICES, rate=10 * a_plan().best.rate), WORKLOAD, num_processes=1)
 
 
 def test_an_impossible_slo_names_the_best_that_can_be_had() -> None:
     slo = SloConfig(ttft_seconds=0.001, tpot_seconds=0.02)
-    with pytest.raises(InfeasibleSloError, match=r"not even an idle cluster meets TTFT 1 ms .* the best here are"):
+    with pytest.raises(InfeasibleSloError, match=r"idle cluster does not meet TTFT 1 ms .* the best possible"):
         find_plan(a_question(slo=slo), WORKLOAD, num_processes=1)
 
 
@@ -181,7 +181,7 @@ def test_an_slo_that_only_short_runs_meet_names_the_best_that_was_seen(objective
 def test_the_least_cost_needs_prices() -> None:
     question = a_question(Objective.LEAST_COST, rate=1.0)
     free = Supply(hardware=replace(H100, price_per_hour_usd=None))
-    with pytest.raises(ValueError, match="no price of h100-sxm is known: name its dollars an hour"):
+    with pytest.raises(ValueError, match="h100-sxm has no known price: give its dollars per hour"):
         find_plan(replace(question, fleet=(free,)), WORKLOAD)
 
 

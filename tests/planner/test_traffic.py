@@ -54,7 +54,7 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(tmp_path: Path) -> Non
         named_traffic(str(file), max_model_len=4096)
     traffic = named_traffic(str(file), max_model_len=4096, lenient=True)
     _, (note,) = traffic.described()
-    assert note.startswith(f"Of the trace: 1 malformed skipped, the first is {file}:3:")
+    assert note.startswith(f"Trace: 1 malformed skipped, the first is {file}:3:")
 
 
 def test_words_tell_lengths_arrivals_and_caches(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_words_tell_lengths_arrivals_and_caches(tmp_path: Path) -> None:
     )
     assert notes == ()
     words, _ = named_traffic("agent", max_model_len=65536).described()
-    assert "Poisson arrivals; 9" in words
+    assert "Poisson arrivals; up to 9" in words
     assert words.endswith("% of prompt tokens could come from a cache")
 
 
 def test_what_the_model_cuts_off_is_told() -> None:
     _, notes = named_traffic("chat", max_model_len=1000).described()
-    assert notes[0].startswith("To fit 1000 tokens: ")
+    assert notes[0].startswith("Shortened to 1000 tokens: ")
     assert " prompts shortened" in notes[0]
 
 
@@ -87,7 +87,7 @@ def test_arrivals_can_be_of_another_kind(variation: float, said: str) -> None:
 
 
 def test_lengths_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="4000 prompt tokens and 97 of an answer are more than max_model_len 4096"):
+    with pytest.raises(ValueError, match="4000 prompt tokens and 97 answer tokens exceed max_model_len 4096"):
         fixed_traffic(4000, 97, max_model_len=4096)
     assert fixed_traffic(4000, 96, max_model_len=4096).draw(1, 0).num_requests == 1
 

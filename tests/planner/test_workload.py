@@ -83,7 +83,7 @@ def test_rates_that_are_none_are_refused(rate: float) -> None:
 
 
 def test_draws_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="ask for one at least"):
+    with pytest.raises(ValueError, match="a workload needs at least one request"):
         PLAIN.draw(0)
     with pytest.raises(ValueError, match="max_model_len 1 leaves no room"):
         PLAIN.draw(5, max_model_len=1)

@@ -61,7 +61,7 @@ def test_the_best_layouts_are_ranked_with_reasons_and_a_verdict(planned: Planned
     lines = printed.splitlines()
     assert lines[0].startswith("fixed lengths: prompts of 1,000 tokens and answers of 3 on average, Poisson arrivals")
     assert [line[0] for line in lines if line[:3] in ("1  ", "2  ", "3  ")] == ["1", "2"]
-    for said in ("Saturation: attainment falls to half", "Were every step and transfer 10 % slower", "Number 2, "):
+    for said in ("Saturation: attainment falls to half", "If every step and transfer were 10 % slower", "Number 2, "):
         assert said in printed
     assert planned.plan["verdict"]["text"] in " ".join(printed.split())
 
@@ -154,9 +154,9 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "h100", "--output", "/absent/x.yaml"], 2, "/absent/x.yaml has no folder: name another file"),
         (["--gpu", "h100", "--report", "/tmp"], 2, "/tmp is a folder: name another file"),
         (["--gpu", "h100", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
-        (["--gpu", "h100", "--max-model-len", "200", *SHORT], 2, "are more than max_model_len 200: raise it"),
+        (["--gpu", "h100", "--max-model-len", "200", *SHORT], 2, "exceed max_model_len 200: raise it"),
         (["--gpu", "h100", *SMALLEST, *SHORT, "--rate", "1e6"], 1, "the fleet serves "),
-        (["--gpu", "h100", *SMALLEST, *SHORT, "--tpot", "0.0001"], 1, "the best here are "),
+        (["--gpu", "h100", *SMALLEST, *SHORT, "--tpot", "0.0001"], 1, "the best possible here is "),
         (["--live", "http://127.0.0.1:9"], 1, "no pdserve router answers at http://127.0.0.1:9"),
         (["--live", "nonsense"], 1, "check --live"),
         (["--gpu", "h100", "--nodes", "100000"], 2, "--nodes"),
@@ -223,4 +223,4 @@ def test_what_lies_beyond_a_profile_is_said(tmp_path: Path, capsys: pytest.Captu
     assert run([*command, "--json", "-"]) == 0, capsys.readouterr().err
     notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
     assert "mine was measured with tiny float32 and predicts Llama-3-8B bfloat16" in notes
-    assert "mine was measured up to 512 new tokens a step, and there may be" in notes
+    assert "mine was measured up to 512 new tokens a step, but up to" in notes

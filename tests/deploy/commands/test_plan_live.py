@@ -180,7 +180,7 @@ def test_devices_are_those_that_the_router_predicts_with(capsys: pytest.CaptureF
     devices = {"mixed": to_plain(SLOW)}
     with admin_port({**serving(model), "devices": devices}) as url:
         assert live(url) == 1
-    assert "not even an idle cluster meets TTFT 250 ms and TPOT 20 ms" in capsys.readouterr().err
+    assert "even an idle cluster does not meet TTFT 250 ms and TPOT 20 ms" in capsys.readouterr().err
 
 
 def test_a_model_that_is_elsewhere_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_a_model_that_is_elsewhere_is_asked_for(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("workers", "num_requests", "said"),
     [
-        (COLOCATED, 0, "no request came while the router was watched: watch it for longer"),
+        (COLOCATED, 0, "the router received no requests during the observation: observe for longer"),
         ([status_of("gone", "mixed", up=False)], 40, "no worker of the cluster is up"),
-        ([{"up": True}], 40, "this is no status of a pdserve router"),
+        ([{"up": True}], 40, "this is not the status of a pdserve router"),
         ([status_of("p", "prefill")], 40, "no decode worker is up"),
     ],
 )

@@ -131,7 +131,7 @@ def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixt
         (["--gpu", "h100", "--rate", "1", "--prefill-tp", "3"], 1, "tensor_parallel 3 does not divide 32 heads"),
         (["--gpu", "h100", "--rate", "1", "--hardware-file", "/absent"], 2, "cannot read /absent: No such file"),
         (["--gpu", "h100", "--rate", "1", "--burstiness", "-1"], 2, "a coefficient of variation of -1.0"),
-        (["--gpu", "h100", "--rate", "1", "--max-model-len", "100"], 2, "are more than max_model_len 100: raise it"),
+        (["--gpu", "h100", "--rate", "1", "--max-model-len", "100"], 2, "exceed max_model_len 100: raise it"),
         (["/absent.yaml", "--gpu", "h100", "--rate", "1"], 2, "cannot read /absent.yaml: No such file"),
         (["--gpu", "h100", "--rate", "1", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
         (
