@@ -102,10 +102,12 @@ class RemoteWorker(Worker, WorkerSession):
     def _take_load(self, load: worker_pb2.Load) -> None:
         self.reported = load
         self.load = load_from_proto(load)
-        self.is_draining = load.draining
+        was_draining, self.is_draining = self.is_draining, load.draining
         self.prefill_correction = load.prefill_correction or 1.0
         self.decode_correction = load.decode_correction or 1.0
         self.metrics.observe(load)
+        if was_draining and not load.draining:
+            self._fleet.dispatcher.worker_up(self)
 
     def session_broken(self, reason: str) -> None:
         self.metrics.up.set(0)

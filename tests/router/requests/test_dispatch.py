@@ -194,6 +194,34 @@ async def test_a_request_that_can_never_run_is_refused(p: ScriptedWorker, d: Scr
         assert stream.outcome is Outcome.REJECTED
 
 
+@with_workers("mixed-0")
+async def test_the_end_of_a_drain_wakes_queued_requests(m: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m)
+        m.load["draining"] = True
+        await until(lambda: not rig.fleet.worker("mixed-0").takes_work)
+        stream = rig.start(max_tokens=1)
+        assert rig.dispatcher.num_queued == 1
+        m.load["draining"] = False
+        m.send_token(await m.next_submit(), 0, 7, last=True)
+        assert await read_all(stream) == [7]
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_the_end_of_a_drain_binds_parked_prompts(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        stream = rig.start(max_tokens=2)
+        request = await p.next_submit()
+        d.load["draining"] = True
+        await until(lambda: not rig.fleet.worker("decode-0").takes_work)
+        p.offer(request)
+        await until(lambda: is_unbound(attempt_of(stream)))
+        d.load["draining"] = False
+        assert (await d.next_prepare()).request_id == request.request_id
+        stream.cancel()
+
+
 @with_workers("prefill-0", "prefill-1", "decode-0")
 async def test_a_draining_worker_passes_requests_on(p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
