@@ -37,7 +37,7 @@ from pdserve.router.cluster.fleet import Fleet
 from pdserve.router.cluster.session import Credentials
 from pdserve.router.http.app import create_app
 from pdserve.router.http.protocol import BoundedHttpProtocol
-from pdserve.router.metrics import EdgeMetrics, RouterMetrics
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.policy import Costs
@@ -82,7 +82,7 @@ async def serve(config: RouterProcessConfig) -> int:
     public = listen(config.host, config.port, "router.port")
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
 
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(config.slo)
     settings = DispatchSettings(
         max_in_flight=config.max_queued_requests,
         ttft_slo_s=config.slo.ttft_seconds,
@@ -93,7 +93,7 @@ async def serve(config: RouterProcessConfig) -> int:
     credentials = Credentials(router_id=secrets.token_hex(8), cluster_token=config.cluster_token)
     fleet = Fleet(dispatcher, metrics, credentials)
     cluster = Cluster(dispatcher, fleet)
-    app = create_app(cluster, tokenizer, served_name=config.served_name, observer=EdgeMetrics(metrics, config.slo))
+    app = create_app(cluster, tokenizer, served_name=config.served_name, metrics=metrics)
     admin_app = create_admin_app(cluster, dispatcher, fleet, metrics, _served(config, costs))
     servers = [(_server(app), public), (_server(admin_app), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]

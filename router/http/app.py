@@ -17,7 +17,7 @@ from pdserve.router.http.completions import completion
 from pdserve.router.http.edge import VERSION, Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
 from pdserve.router.http.schema import ChatBody, CompletionBody
-from pdserve.router.http.timing import EdgeObserver
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.generation import Generator
 from pdserve.router.text.tokenizer import ChatTokenizer
 
@@ -30,7 +30,7 @@ def create_app(
     tokenizer: ChatTokenizer,
     *,
     served_name: str,
-    observer: EdgeObserver,
+    metrics: RouterMetrics,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """Create the application for one model.
@@ -39,9 +39,9 @@ def create_app(
         served_name: model name for clients.
         max_body_bytes: larger request bodies are refused with 413.
     """
-    edge = Edge(generator=generator, tokenizer=tokenizer, served_name=served_name, observer=observer)
+    edge = Edge(generator=generator, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(EdgeMiddleware, observer=observer, max_body_bytes=max_body_bytes)
+    app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes)
     install_error_handlers(app)
     _add_openai_routes(app, edge)
     _add_status_routes(app, generator)

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, api_error
-from pdserve.router.http.timing import EdgeObserver
+from pdserve.router.metrics import RouterMetrics
 
 
 class JsonRoute(APIRoute):
@@ -125,9 +125,9 @@ _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class EdgeMiddleware:
     """Sets ``request_id`` and ``arrived_s`` (`time.monotonic`) in the request's state; returns ``X-Request-Id``."""
 
-    def __init__(self, app: ASGIApp, observer: EdgeObserver, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, max_body_bytes: int) -> None:
         self._app = app
-        self._observer = observer
+        self._metrics = metrics
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +144,7 @@ class EdgeMiddleware:
             if message["type"] == "http.response.start":
                 is_answered = True
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                self._observer.responded(getattr(scope.get("route"), "path", "other"), message["status"])
+                self._metrics.responded(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
         try:

@@ -24,7 +24,7 @@ from pdserve.router.http.format import AnswerFormat, WholeChoice, off_loop
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import GenerationBody
 from pdserve.router.http.sse import ChunkWriter, EventStream
-from pdserve.router.http.timing import EdgeObserver, TokenTimer
+from pdserve.router.metrics import RouterMetrics, TokenTimer
 from pdserve.router.requests.generation import Generator, ServedModel
 from pdserve.router.text.answer import Answer, Answers, Choice, Echo
 from pdserve.router.text.answer_text import StopStrings
@@ -45,7 +45,7 @@ class Edge:
     generator: Generator
     tokenizer: ChatTokenizer
     served_name: str
-    observer: EdgeObserver
+    metrics: RouterMetrics
 
     def admit(self, body: GenerationBody) -> ServedModel:
         """Check the request as far as possible before reading the prompt.
@@ -143,7 +143,7 @@ class Edge:
             GenerationError: a whole answer failed.
             ClientDisconnect: the client left.
         """
-        timer = TokenTimer(self.observer, request.state.arrived_s)
+        timer = TokenTimer(self.metrics, request.state.arrived_s)
         envelope = {
             "id": format.id_prefix + request.state.request_id,
             "object": format.chunk_object if body.stream else format.whole_object,

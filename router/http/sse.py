@@ -22,7 +22,7 @@ from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
 from pdserve.router.http.format import AnswerFormat, off_loop
 from pdserve.router.http.schema import GenerationBody
-from pdserve.router.http.timing import TokenTimer
+from pdserve.router.metrics import TokenTimer
 from pdserve.router.text.answer import Answers, TextDelta, Usage
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import uvicorn
 
@@ -17,7 +18,7 @@ from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.http.app import create_app
 from pdserve.router.http.protocol import BoundedHttpProtocol
-from pdserve.router.http.timing import AnswerTiming, EdgeObserver
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.generation import ServedModel
 from pdserve.router.requests.request import GenerationError
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -188,8 +189,18 @@ def endless(token: int) -> Script:
     return script
 
 
-class RecordingObserver(EdgeObserver):
+class AnswerTiming(NamedTuple):
+    ttft_s: float
+    tpot_s: float | None
+    duration_s: float
+    num_tokens: int
+
+
+class RecordingMetrics(RouterMetrics):
+    """Metrics that also record the events of the edge."""
+
     def __init__(self) -> None:
+        super().__init__()
         self.responses: list[tuple[str, int]] = []
         self.first_tokens_s: list[float] = []
         self.gaps_s: list[float] = []
@@ -204,15 +215,15 @@ class RecordingObserver(EdgeObserver):
     def gap(self, gap_s: float) -> None:
         self.gaps_s.append(gap_s)
 
-    def finished(self, timing: AnswerTiming) -> None:
-        self.timings.append(timing)
+    def answered(self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int) -> None:
+        self.timings.append(AnswerTiming(ttft_s, tpot_s, duration_s, num_tokens))
 
 
 @dataclass
 class EdgeServer:
     url: str
     generator: ScriptedGenerator
-    observer: RecordingObserver
+    metrics: RecordingMetrics
     tokenizer: ChatTokenizer
     loop_thread: int
     """Identity of the thread that runs its event loop."""
@@ -231,8 +242,8 @@ def running_edge() -> Iterator[EdgeServer]:
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         tokenizer = ChatTokenizer.from_folder(Path(folder))
-    generator, observer = ScriptedGenerator(), RecordingObserver()
-    app = create_app(generator, tokenizer, served_name=MODEL, observer=observer, max_body_bytes=MAX_BODY_BYTES)
+    generator, metrics = ScriptedGenerator(), RecordingMetrics()
+    app = create_app(generator, tokenizer, served_name=MODEL, metrics=metrics, max_body_bytes=MAX_BODY_BYTES)
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -243,7 +254,7 @@ def running_edge() -> Iterator[EdgeServer]:
             assert thread.is_alive()
             thread.join(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield EdgeServer(f"http://127.0.0.1:{port}", generator, observer, tokenizer, thread.ident)
+        yield EdgeServer(f"http://127.0.0.1:{port}", generator, metrics, tokenizer, thread.ident)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)

@@ -23,7 +23,7 @@ from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, odd_body
 from tests.router.edge_server import (
     MAX_MODEL_LEN,
     MODEL,
-    RecordingObserver,
+    RecordingMetrics,
     ScriptedGeneration,
     ScriptedGenerator,
     token_event,
@@ -87,7 +87,7 @@ def app(tmp_path: Path) -> FastAPI:
     write_tokenizer(tmp_path)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
     generator = CheckedGenerator(tokenizer.vocab_size)
-    return create_app(generator, tokenizer, served_name=MODEL, observer=RecordingObserver(), max_body_bytes=100_000)
+    return create_app(generator, tokenizer, served_name=MODEL, metrics=RecordingMetrics(), max_body_bytes=100_000)
 
 
 async def post(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
