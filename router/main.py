@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -31,10 +30,8 @@ from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware, slowed
-from pdserve.router.admin import ServedCluster, create_admin_app
+from pdserve.router.admin import create_admin_app
 from pdserve.router.cluster.cluster import Cluster
-from pdserve.router.cluster.fleet import Fleet
-from pdserve.router.cluster.session import Credentials
 from pdserve.router.http.app import create_app
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.metrics import RouterMetrics
@@ -90,25 +87,22 @@ async def serve(config: RouterProcessConfig) -> int:
     )
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
     metrics.track(dispatcher)
-    credentials = Credentials(router_id=secrets.token_hex(8), cluster_token=config.cluster_token)
-    fleet = Fleet(dispatcher, metrics, credentials)
-    cluster = Cluster(dispatcher, fleet)
+    cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token)
     app = create_app(cluster, tokenizer, served_name=config.served_name, metrics=metrics)
-    admin_app = create_admin_app(cluster, dispatcher, fleet, metrics, _served(config, costs))
-    servers = [(_server(app), public), (_server(admin_app), admin)]
+    servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs)), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     helpers = [asyncio.create_task(cluster.sweep_forever()), asyncio.create_task(cluster.keep_proven())]
     _announce(public, admin)
     try:
         await _until_stopped(stop, [*serving, *helpers])
-        await _drain(cluster, dispatcher, config.drain_timeout_s)
+        await _drain(cluster, config.drain_timeout_s)
     finally:
         for helper in helpers:
             helper.cancel()
         for server, _ in servers:
             server.should_exit = True
         await asyncio.gather(*serving, *helpers, return_exceptions=True)
-        await fleet.close()
+        await cluster.close()
     return 0
 
 
@@ -122,15 +116,6 @@ def build_cost_models(config: RouterProcessConfig) -> Costs:
         num_ranks = config.tensor_parallel.get(role, 1)
         costs[role] = CostModel(shape, device, config.precision, num_ranks)
     return costs
-
-
-def _served(config: RouterProcessConfig, costs: Costs) -> ServedCluster:
-    return ServedCluster(
-        model_path=str(Path(config.model_path).resolve()),
-        served_name=config.served_name,
-        slo=config.slo,
-        devices={role: cost.hardware for role, cost in costs.items()},
-    )
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:
@@ -214,7 +199,8 @@ async def _until_stopped(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]
         task.result()
 
 
-async def _drain(cluster: Cluster, dispatcher: Dispatcher, timeout_s: float) -> None:
+async def _drain(cluster: Cluster, timeout_s: float) -> None:
+    dispatcher = cluster.dispatcher
     dispatcher.begin_drain()
     log.info("draining %d requests", dispatcher.num_in_flight)
     try:

@@ -1,7 +1,7 @@
 """Worker as the dispatcher sees it: limits, reported load, prefix cache, and in-flight load not reported yet.
 
 The driver of the dispatcher subclasses `Worker` to send commands and keeps it current; the live driver is
-`pdserve.router.cluster.fleet`, over gRPC sessions. Reads no clock.
+`pdserve.router.cluster.remote_worker`, over gRPC sessions. Reads no clock.
 """
 
 from __future__ import annotations

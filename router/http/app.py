@@ -1,4 +1,4 @@
-"""Public HTTP application: OpenAI's API over a `Generator`, plus the health routes.
+"""Public HTTP application: OpenAI's API over a `Cluster`, plus the health routes.
 
 Owns the routes. `pdserve.router.main` runs it under uvicorn. Metrics and control have their own port.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
 from pdserve.router.http.chat import chat_completion
 from pdserve.router.http.completions import completion
@@ -18,7 +19,6 @@ from pdserve.router.http.edge import VERSION, Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
 from pdserve.router.http.schema import ChatBody, CompletionBody
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.requests.generation import Generator
 from pdserve.router.text.tokenizer import ChatTokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -26,7 +26,7 @@ MAX_BODY_BYTES = 8 * 2**20
 
 
 def create_app(
-    generator: Generator,
+    cluster: Cluster,
     tokenizer: ChatTokenizer,
     *,
     served_name: str,
@@ -39,12 +39,12 @@ def create_app(
         served_name: model name for clients.
         max_body_bytes: larger request bodies are refused with 413.
     """
-    edge = Edge(generator=generator, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
+    edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes)
     install_error_handlers(app)
     _add_openai_routes(app, edge)
-    _add_status_routes(app, generator)
+    _add_status_routes(app, cluster)
     return app
 
 
@@ -52,7 +52,6 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
     created = int(time.time())
 
     def model_card() -> dict[str, Any]:
-        model = edge.generator.model
         return {
             "id": edge.served_name,
             "object": "model",
@@ -60,7 +59,7 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
             "owned_by": "pdserve",
             "root": edge.served_name,
             "parent": None,
-            "max_model_len": None if model is None else model.max_model_len,
+            "max_model_len": edge.cluster.max_model_len,
             "permission": [],
         }
 
@@ -87,13 +86,13 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
         return JSONResponse(model_card())
 
 
-def _add_status_routes(app: FastAPI, generator: Generator) -> None:
+def _add_status_routes(app: FastAPI, cluster: Cluster) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Whether a request sent now would be served."""
-        if generator.is_ready:
+        if cluster.is_ready:
             return JSONResponse({"status": "ready"})
-        missing = "a worker" if generator.model is None else "a round trip through prefill and decode"
+        missing = "a worker" if cluster.max_model_len is None else "a round trip through prefill and decode"
         return JSONResponse({"status": "not ready", "missing": missing}, 503)
 
     @app.get("/live")

@@ -31,13 +31,15 @@ async def chat_completion(edge: Edge, body: ChatBody, request: Request) -> Respo
         GenerationError: the cluster cannot serve it.
         ClientDisconnect: the client left.
     """
-    model = edge.admit(body)
+    max_model_len = edge.admit(body)
     try:
         text = edge.tokenizer.chat_text([message.for_template() for message in body.messages])
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
-    prompt_tokens = await edge.encode(body, model, text, add_special_tokens=False)  # the template already wrote them
-    sampling = edge.sampling(body, model, prompt_tokens)
+    prompt_tokens = await edge.encode(
+        body, max_model_len, text, add_special_tokens=False
+    )  # the template already wrote them
+    sampling = edge.sampling(body, max_model_len, prompt_tokens)
     answer = edge.answer(body, sampling, prompt_tokens, request, first_index=0, continues_prompt=False)
     return await edge.respond(body, request, Answers([answer]), ChatFormat(edge.tokenizer, body))
 

@@ -30,14 +30,14 @@ async def completion(edge: Edge, body: CompletionBody, request: Request) -> Resp
         GenerationError: the cluster cannot serve it.
         ClientDisconnect: the client left.
     """
-    model = edge.admit(body)
+    max_model_len = edge.admit(body)
     answers: list[Answer] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            tokens = await edge.encode(body, model, prompt, add_special_tokens=True)
+            tokens = await edge.encode(body, max_model_len, prompt, add_special_tokens=True)
         else:
             tokens = prompt
-        sampling = edge.sampling(body, model, tokens)
+        sampling = edge.sampling(body, max_model_len, tokens)
         echo = await off_loop(len(tokens), partial(_echo, edge.tokenizer, prompt, tokens, body)) if body.echo else None
         first_index = len(answers) * body.num_choices
         answers.append(

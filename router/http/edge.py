@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.contracts.request import SamplingParams
+from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.format import AnswerFormat, WholeChoice, off_loop
@@ -25,7 +26,7 @@ from pdserve.router.http.sampling import check_prompt_length, check_token_ids, s
 from pdserve.router.http.schema import GenerationBody
 from pdserve.router.http.sse import ChunkWriter, EventStream
 from pdserve.router.metrics import RouterMetrics, TokenTimer
-from pdserve.router.requests.generation import Generator, ServedModel
+from pdserve.router.requests.request import RequestSpec
 from pdserve.router.text.answer import Answer, Answers, Choice, Echo
 from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -42,13 +43,13 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    generator: Generator
+    cluster: Cluster
     tokenizer: ChatTokenizer
     served_name: str
     metrics: RouterMetrics
 
-    def admit(self, body: GenerationBody) -> ServedModel:
-        """Check the request as far as possible before reading the prompt.
+    def admit(self, body: GenerationBody) -> int:
+        """Check the request as far as possible before reading the prompt; return the limit of prompt and answer.
 
         Raises:
             ApiError: 400 contradicting or unsupported fields, 404 another model, 503 not ready.
@@ -59,23 +60,23 @@ class Edge:
         if body.model not in (None, self.served_name):
             message = f"the model `{body.model}` does not exist; this server has `{self.served_name}`"
             raise ApiError(404, message, param="model", code="model_not_found")
-        model = self.generator.model
-        if model is None:
+        max_model_len = self.cluster.max_model_len
+        if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
-        return model
+        return max_model_len
 
     async def encode(
-        self, body: GenerationBody, model: ServedModel, text: str, *, add_special_tokens: bool
+        self, body: GenerationBody, max_model_len: int, text: str, *, add_special_tokens: bool
     ) -> list[int]:
         """Token ids of a prompt.
 
         Raises:
             ApiError: a lower bound on the prompt's tokens already exceeds the context.
         """
-        check_prompt_length(body, self.tokenizer.fewest_tokens(text), model.max_model_len, is_least=True)
+        check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def sampling(self, body: GenerationBody, model: ServedModel, prompt_tokens: Sequence[int]) -> SamplingParams:
+    def sampling(self, body: GenerationBody, max_model_len: int, prompt_tokens: Sequence[int]) -> SamplingParams:
         """Sampling parameters of an answer to a checked prompt.
 
         Raises:
@@ -84,7 +85,7 @@ class Edge:
         if not prompt_tokens:
             raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
         check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
-        return sampling_params(body, len(prompt_tokens), model.max_model_len)
+        return sampling_params(body, len(prompt_tokens), max_model_len)
 
     def answer(
         self,
@@ -106,17 +107,17 @@ class Edge:
             echo: prompt to write before the answer.
         """
         context = prompt_tokens if continues_prompt else ()
-        return Answer(
-            self.generator,
-            prompt_tokens,
-            sampling,
+        spec = RequestSpec(
+            prompt_tokens=tuple(prompt_tokens),
+            sampling=sampling,
             arrived_s=request.state.arrived_s,
+            num_choices=body.num_choices,
             cache_salt=_salt(body.cache_salt),
-            choices=[
-                self._choice(first_index + choice, body, sampling, context, echo) for choice in range(body.num_choices)
-            ],
-            echo=echo,
         )
+        choices = [
+            self._choice(first_index + index, body, sampling, context, echo) for index in range(spec.num_choices)
+        ]
+        return Answer(self.cluster, spec, choices, echo)
 
     def _choice(
         self, index: int, body: GenerationBody, sampling: SamplingParams, context: Sequence[int], echo: Echo | None

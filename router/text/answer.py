@@ -12,10 +12,10 @@ from contextlib import aclosing
 from typing import Literal, NamedTuple
 
 from pdserve.contracts.events import TokenEvent
-from pdserve.contracts.request import FinishReason, SamplingParams
+from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.router.requests.generation import Generation, Generator
-from pdserve.router.requests.request import GenerationError
+from pdserve.router.cluster.cluster import Cluster, TokenStream
+from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer_text import Detokenizer, StopStrings
 
 AnswerEnd = Literal["stop", "length"]
@@ -134,23 +134,16 @@ class Answer:
 
     def __init__(
         self,
-        generator: Generator,
-        prompt_tokens: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        arrived_s: float,
-        cache_salt: bytes,
+        cluster: Cluster,
+        spec: RequestSpec,
         choices: Sequence[Choice],
         echo: Echo | None = None,
     ) -> None:
-        """``arrived_s``: `time.monotonic` at arrival of the request."""
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens = spec.prompt_tokens
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         """Log probabilities of every prompt token but the first, if requested; set with the first delta."""
-        self._generator = generator
-        self._sampling = sampling
-        self._arrived_s = arrived_s
-        self._cache_salt = cache_salt
+        self._cluster = cluster
+        self._spec = spec
         self._choices = choices
         self._echo = echo
         self._num_cached_tokens = 0
@@ -167,13 +160,7 @@ class Answer:
         Raises:
             GenerationError: refused, or failed on the way.
         """
-        generation = self._generator.start(
-            self.prompt_tokens,
-            self._sampling,
-            arrived_s=self._arrived_s,
-            cache_salt=self._cache_salt,
-            num_choices=len(self._choices),
-        )
+        generation = self._cluster.start(self._spec)
         num_running = len(self._choices)
         try:
             async for token in generation:
@@ -191,13 +178,13 @@ class Answer:
             generation.cancel()
         raise GenerationError(500, "the generation ended without a last token")
 
-    def _delta_of(self, token: TokenEvent, generation: Generation) -> TextDelta:
+    def _delta_of(self, token: TokenEvent, generation: TokenStream) -> TextDelta:
         delta = self._next_of(self._choices[token.choice], token, generation)
         if delta.end is not None and token.finish is FinishReason.NONE:
             generation.finish(token.choice)
         return delta
 
-    def _next_of(self, choice: Choice, token: TokenEvent, generation: Generation) -> TextDelta:
+    def _next_of(self, choice: Choice, token: TokenEvent, generation: TokenStream) -> TextDelta:
         if token.index == 0:
             self._num_cached_tokens = generation.num_cached_tokens
             self.prompt_logprobs = generation.prompt_logprobs

@@ -15,7 +15,6 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import unsupported_fields
 from pdserve.router.http.schema import ChatBody, CompletionBody
-from pdserve.router.requests.generation import ServedModel
 from pdserve.router.requests.request import GenerationError
 from tests.router.edge_server import (
     MAX_BODY_BYTES,
@@ -44,7 +43,7 @@ def edge(server: EdgeServer) -> EdgeServer:
     """Edge in its normal state."""
     server.generator.refusal = None
     server.generator.is_ready = True
-    server.generator.model = ServedModel(max_model_len=512)
+    server.generator.max_model_len = 512
     server.metrics.__init__()  # type: ignore[misc]
     server.say("ab", FinishReason.LENGTH)
     return server
@@ -194,7 +193,7 @@ def test_an_overloaded_cluster_says_when_to_come_back(edge: EdgeServer, http: ht
 
 
 def test_without_a_worker_requests_are_503(edge: EdgeServer, http: httpx.Client) -> None:
-    edge.generator.model = None
+    edge.generator.max_model_len = None
     answer = http.post(CHAT, json={"messages": MESSAGES})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "worker" in error_of(answer)["message"]
@@ -207,7 +206,7 @@ def test_health_says_what_is_missing(edge: EdgeServer, http: httpx.Client) -> No
     answer = http.get("/health")
     assert answer.status_code == 503
     assert "round trip" in answer.json()["missing"]
-    edge.generator.model = None
+    edge.generator.max_model_len = None
     assert "worker" in http.get("/health").json()["missing"]
     assert http.get("/live").status_code == 200
     assert http.get("/version").json() == {"version": "0.1.0"}

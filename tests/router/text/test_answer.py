@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
-from pdserve.router.requests.request import GenerationError
+from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import Answer, Choice, TextDelta, Usage
 from pdserve.router.text.answer_text import Detokenizer, StopStrings
 from tests.router.edge_server import (
@@ -38,11 +38,13 @@ def answer_of(
 ) -> Answer:
     return Answer(
         generator,
-        [BOS_ID, 40, 41],
-        SamplingParams(max_tokens=100),
-        arrived_s=1.0,
-        cache_salt=b"",
-        choices=[
+        RequestSpec(
+            prompt_tokens=(BOS_ID, 40, 41),
+            sampling=SamplingParams(max_tokens=100),
+            arrived_s=1.0,
+            num_choices=num_choices,
+        ),
+        [
             Choice(
                 index,
                 Detokenizer(TOKENIZER, {BOS_ID, EOS_ID}),

@@ -12,14 +12,14 @@ from tests.router.scripted_worker import ScriptedWorker
 async def test_the_last_of_two_lists_put_at_once_stands(m0: ScriptedWorker, m1: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m0)
-        old = rig.fleet.worker("mixed-0")
+        old = rig.cluster.workers["mixed-0"]
         m0.epoch += 1000  # another incarnation of the same worker
-        first = asyncio.create_task(rig.fleet.set_targets([m0.endpoint, m1.endpoint]))
+        first = asyncio.create_task(rig.cluster.set_targets([m0.endpoint, m1.endpoint]))
         await asyncio.sleep(0)
-        assert old not in rig.fleet.workers  # its session is closing
-        await rig.fleet.set_targets([m1.endpoint])
+        assert old not in rig.cluster.workers.values()  # its session is closing
+        await rig.cluster.set_targets([m1.endpoint])
         await first
-        assert rig.fleet.targets == [m1.endpoint]
+        assert rig.cluster.targets == [m1.endpoint]
         assert rig.sample("pdserve_worker_up", worker="mixed-0", role="mixed") == 0
 
 
