@@ -8,16 +8,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from fastapi import APIRouter, FastAPI
+from starlette.responses import JSONResponse
 
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
-from pdserve.router.http.chat import chat_completion
-from pdserve.router.http.completions import completion
-from pdserve.router.http.edge import VERSION, Edge
+from pdserve.router.http.edge import Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
-from pdserve.router.http.schema import ChatBody, CompletionBody
+from pdserve.router.http.writer import VERSION
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.text.tokenizer import ChatTokenizer
 
@@ -64,15 +62,8 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
         }
 
     routes = APIRouter(route_class=JsonRoute)
-
-    @routes.post("/v1/chat/completions")
-    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        return await chat_completion(edge, body, request)
-
-    @routes.post("/v1/completions")
-    async def create_completion(body: CompletionBody, request: Request) -> Response:
-        return await completion(edge, body, request)
-
+    routes.post("/v1/chat/completions")(edge.create_chat_completion)
+    routes.post("/v1/completions")(edge.create_completion)
     app.include_router(routes)
 
     @app.get("/v1/models")
