@@ -52,7 +52,12 @@ BACKLOG = 2048
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a router until a signal ends it; return the exit status."""
-    arguments = _parse_arguments(argv)
+    parser = argparse.ArgumentParser(prog=PROG, description="The router of a pdserve cluster, as a plain process.")
+    parser.add_argument(
+        "--config", required=True, help="the router's configuration as a JSON object; - reads a line from stdin"
+    )
+    parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
         die_with_parent()
@@ -73,7 +78,7 @@ async def serve(config: RouterProcessConfig) -> int:
     Raises:
         ValueError: a port is taken, or a model folder or hardware name is invalid.
     """
-    stop = _stop_on_signals()
+    stopped = asyncio.create_task(_stop_on_signals().wait())
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path))
     costs = build_cost_models(config)
     public = listen(config.host, config.port, "router.port")
@@ -92,9 +97,16 @@ async def serve(config: RouterProcessConfig) -> int:
     servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs)), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     helpers = [asyncio.create_task(cluster.sweep_forever()), asyncio.create_task(cluster.keep_proven())]
-    _announce(public, admin)
+    addresses: dict[str, str | int] = {}
+    for name, listener in (("", public), ("admin_", admin)):
+        addresses[f"{name}host"], addresses[f"{name}port"] = listener.getsockname()[:2]
+    sys.stdout.write(json.dumps(addresses) + "\n")
+    sys.stdout.flush()
     try:
-        await _until_stopped(stop, [*serving, *helpers])
+        await asyncio.wait([stopped, *serving, *helpers], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*serving, *helpers):
+            if task.done():
+                task.result()
         await _drain(cluster, config.drain_timeout_s)
     finally:
         for helper in helpers:
@@ -165,16 +177,6 @@ def _server(app: FastAPI) -> uvicorn.Server:
     )
 
 
-def _announce(public: socket.socket, admin: socket.socket) -> None:
-    """Print the addresses for the process that started this one."""
-    addresses: dict[str, str | int] = {}
-    for name, listener in (("", public), ("admin_", admin)):
-        host, port = listener.getsockname()[:2]
-        addresses |= {f"{name}host": host, f"{name}port": port}
-    sys.stdout.write(json.dumps(addresses) + "\n")
-    sys.stdout.flush()
-
-
 def _stop_on_signals() -> asyncio.Event:
     """Return an event that the first SIGTERM or SIGINT sets; the second one ends the process."""
     stop = asyncio.Event()
@@ -190,15 +192,6 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _until_stopped(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for the signal; raise the exception of any task that ends before it."""
-    stopped = asyncio.create_task(stop.wait())
-    done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    for task in done:
-        task.result()
-
-
 async def _drain(cluster: Cluster, timeout_s: float) -> None:
     dispatcher = cluster.dispatcher
     dispatcher.begin_drain()
@@ -208,12 +201,3 @@ async def _drain(cluster: Cluster, timeout_s: float) -> None:
             await cluster.wait_idle()
     except TimeoutError:
         dispatcher.fail_all(f"the router stopped before the answer was complete ({timeout_s:g} s)")
-
-
-def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=PROG, description="The router of a pdserve cluster, as a plain process.")
-    parser.add_argument(
-        "--config", required=True, help="the router's configuration as a JSON object; - reads a line from stdin"
-    )
-    parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
-    return parser.parse_args(argv)

@@ -39,8 +39,8 @@ def create_app(
     """
     edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes)
     install_error_handlers(app)
+    app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes)
     _add_openai_routes(app, edge)
     _add_status_routes(app, cluster)
     return app

@@ -120,6 +120,7 @@ _CLOSE = {"Connection": "close"}
 """The rest of the body is not read."""
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""Id that a client may choose for its request."""
 
 
 class EdgeMiddleware:
@@ -135,7 +136,8 @@ class EdgeMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = _request_id(headers)
+        wanted_id = headers.get("x-request-id", "")
+        request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
         scope.setdefault("state", {}).update(request_id=request_id, arrived_s=time.monotonic())
         is_answered = False
 
@@ -187,9 +189,3 @@ class EdgeMiddleware:
     def _too_large(self) -> ApiError:
         message = f"the request body is larger than {self._max_body_bytes} bytes; shorten the prompt"
         return ApiError(413, message, headers=_CLOSE)
-
-
-def _request_id(headers: Headers) -> str:
-    """Return the client's own id if it is printable and short."""
-    wanted = headers.get("x-request-id", "")
-    return wanted if _CLIENT_ID.fullmatch(wanted) else uuid.uuid4().hex

@@ -134,13 +134,10 @@ class AnswerWriter:
 
     def _choice(self, index: int) -> dict[str, Any]:
         text = "".join(self._texts[index])
-        choice = {
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice: dict[str, Any] = {
             "index": index,
-            **(
-                {"message": {"role": "assistant", "content": text, "refusal": None}}
-                if self._is_chat
-                else {"text": text}
-            ),
+            **({"message": message} if self._is_chat else {"text": text}),
             "logprobs": self._logprobs(self._tokens[index]),
             "finish_reason": self._ends[index],
         }
