@@ -120,7 +120,12 @@ class RemoteWorker(Worker):
         dispatcher = self._cluster.dispatcher
         was_draining = self.is_draining
         if frame.HasField("load"):
-            self._take_load(frame.load)
+            self.reported = load = frame.load
+            self.load = load_from_proto(load)
+            self.is_draining = load.draining
+            self.prefill_correction = load.prefill_correction or 1.0
+            self.decode_correction = load.decode_correction or 1.0
+            self.metrics.observe(load)
         if frame.HasField("cache"):
             self._update_cached_blocks(frame.cache)
         if was_draining and not self.is_draining:
@@ -144,14 +149,6 @@ class RemoteWorker(Worker):
         """The stream broke; called exactly once per `session_opened` that returned."""
         self.metrics.up.set(0)
         self._cluster.worker_lost(self)
-
-    def _take_load(self, load: worker_pb2.Load) -> None:
-        self.reported = load
-        self.load = load_from_proto(load)
-        self.is_draining = load.draining
-        self.prefill_correction = load.prefill_correction or 1.0
-        self.decode_correction = load.decode_correction or 1.0
-        self.metrics.observe(load)
 
     def _update_cached_blocks(self, events: worker_pb2.CacheEvents) -> None:
         """Apply one frame's prefix-cache changes; the index never exceeds the size of the worker's pool."""
@@ -198,16 +195,13 @@ class RemoteWorker(Worker):
             finally:
                 was_up = self.is_up
                 reader.cancel()
-                if was_up:
-                    self._report_broken(reason)
+                try:
+                    if was_up:
+                        self.session_broken(reason)
+                except Exception:  # the worker must be able to reconnect all the same
+                    log.exception("session with %s: its end could not be handled", self.worker_id)
                 await asyncio.wait({reader})
         return reason, was_up
-
-    def _report_broken(self, reason: str) -> None:
-        try:
-            self.session_broken(reason)
-        except Exception:  # the worker must be able to reconnect all the same
-            log.exception("session with %s: its end could not be handled", self.worker_id)
 
     async def _watch(self, reader: asyncio.Task[str]) -> str:
         """Wait until ``reader`` ends or has been silent for too long; return the reason."""
