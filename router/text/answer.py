@@ -163,7 +163,6 @@ class Answer:
         logprobs = (None, *(self.prompt_logprobs or (None,) * (len(echo.tokens) - 1)))
         tokens = [token._replace(logprobs=each) for token, each in zip(echo.tokens, logprobs, strict=True)]
         if echo.end is not None:
-            choice.is_over = True
             return echo._replace(choice=choice.index, tokens=tokens)
         self.num_completion_tokens += 1
         delta = choice.push(token)

@@ -106,6 +106,21 @@ def test_silence_breaks_a_session() -> None:
     asyncio.run(run())
 
 
+def test_a_second_welcome_breaks_a_session() -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        session = Recorder(worker.endpoint)
+        session.start()
+        await until(lambda: session.is_up)
+        worker.send_welcome()
+        await until(lambda: session.reasons)
+        assert session.reasons == ["unexpected message 'welcome'"]
+        await session.close()
+        await worker.stop()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("wrong", [{"epoch": 10**6}, {"worker_id": "decode-1"}, {"role": WorkerRole.MIXED}])
 def test_another_worker_on_the_address_is_refused(wrong: dict[str, object]) -> None:
     async def run() -> None:

@@ -253,6 +253,18 @@ def test_token_ids_of_prompt_and_answer(edge: EdgeServer, client: openai.OpenAI)
     assert chat.model_extra["prompt_token_ids"] == edge.generator.last.prompt_tokens
 
 
+def test_token_ids_of_an_echo_and_of_several_prompts(edge: EdgeServer, client: openai.OpenAI) -> None:
+    edge.say("ab", FinishReason.LENGTH)
+    body = {"return_token_ids": True}
+    whole = client.completions.create(model=MODEL, prompt=[[7, 8], [9]], n=2, echo=True, extra_body=body)
+    assert [choice.model_extra for choice in whole.choices] == [
+        {"token_ids": tokens_of(edge, "ab"), "prompt_token_ids": prompt} for prompt in ([7, 8], [7, 8], [9], [9])
+    ]
+    stream = client.completions.create(model=MODEL, prompt=[7, 8], echo=True, stream=True, extra_body=body)
+    extras = [chunk.choices[0].model_extra or {} for chunk in stream]
+    assert [token for extra in extras for token in extra.get("token_ids", [])] == tokens_of(edge, "ab")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_times_are_of_the_slowest_choice(edge: EdgeServer, client: openai.OpenAI, stream: bool) -> None:
     num_tokens = say_each(edge, "a", "the time to first token")
