@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.contracts.precision import Precision
-from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, find_planned_family
+from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, find_family
 from pdserve.model.config.shape import ModelShape, positive_int
 from pdserve.planner.layout import BFLOAT16, PlannedModel
 
@@ -53,8 +53,9 @@ def read_planned_model(
 
 def _check_is_planned(values: Mapping[str, object], precision: Precision) -> None:
     """Raise ValueError for a config that would be planned as another model."""
-    if values.get("architectures") and find_planned_family(values) is None:
-        known = ", ".join(sorted({**FAMILIES, **PLANNED_FAMILIES}))
+    families = {**FAMILIES, **PLANNED_FAMILIES}
+    if values.get("architectures") and find_family(values, families) is None:
+        known = ", ".join(sorted(families))
         raise ValueError(
             f"architectures {values['architectures']} are not known; plan for one of {known}, or write "
             "LlamaForCausalLM in a copy of the file if the layers are Llama's"

@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -31,13 +30,11 @@ from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware, slowed
-from pdserve.router.admin import ServedCluster, create_admin_app
+from pdserve.router.admin import create_admin_app
 from pdserve.router.cluster.cluster import Cluster
-from pdserve.router.cluster.fleet import Fleet
-from pdserve.router.cluster.session import Credentials
 from pdserve.router.http.app import create_app
 from pdserve.router.http.protocol import BoundedHttpProtocol
-from pdserve.router.metrics import EdgeMetrics, RouterMetrics
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.policy import Costs
@@ -55,7 +52,12 @@ BACKLOG = 2048
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a router until a signal ends it; return the exit status."""
-    arguments = _parse_arguments(argv)
+    parser = argparse.ArgumentParser(prog=PROG, description="The router of a pdserve cluster, as a plain process.")
+    parser.add_argument(
+        "--config", required=True, help="the router's configuration as a JSON object; - reads a line from stdin"
+    )
+    parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
         die_with_parent()
@@ -76,13 +78,13 @@ async def serve(config: RouterProcessConfig) -> int:
     Raises:
         ValueError: a port is taken, or a model folder or hardware name is invalid.
     """
-    stop = _stop_on_signals()
+    stopped = asyncio.create_task(_stop_on_signals().wait())
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path))
     costs = build_cost_models(config)
     public = listen(config.host, config.port, "router.port")
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
 
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(config.slo)
     settings = DispatchSettings(
         max_in_flight=config.max_queued_requests,
         ttft_slo_s=config.slo.ttft_seconds,
@@ -90,25 +92,29 @@ async def serve(config: RouterProcessConfig) -> int:
     )
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
     metrics.track(dispatcher)
-    credentials = Credentials(router_id=secrets.token_hex(8), cluster_token=config.cluster_token)
-    fleet = Fleet(dispatcher, metrics, credentials)
-    cluster = Cluster(dispatcher, fleet)
-    app = create_app(cluster, tokenizer, served_name=config.served_name, observer=EdgeMetrics(metrics, config.slo))
-    admin_app = create_admin_app(cluster, dispatcher, fleet, metrics, _served(config, costs))
-    servers = [(_server(app), public), (_server(admin_app), admin)]
+    cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token)
+    app = create_app(cluster, tokenizer, served_name=config.served_name, metrics=metrics)
+    servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs)), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     helpers = [asyncio.create_task(cluster.sweep_forever()), asyncio.create_task(cluster.keep_proven())]
-    _announce(public, admin)
+    addresses: dict[str, str | int] = {}
+    for name, listener in (("", public), ("admin_", admin)):
+        addresses[f"{name}host"], addresses[f"{name}port"] = listener.getsockname()[:2]
+    sys.stdout.write(json.dumps(addresses) + "\n")
+    sys.stdout.flush()
     try:
-        await _until_stopped(stop, [*serving, *helpers])
-        await _drain(cluster, dispatcher, config.drain_timeout_s)
+        await asyncio.wait([stopped, *serving, *helpers], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*serving, *helpers):
+            if task.done():
+                task.result()
+        await _drain(cluster, config.drain_timeout_s)
     finally:
         for helper in helpers:
             helper.cancel()
         for server, _ in servers:
             server.should_exit = True
         await asyncio.gather(*serving, *helpers, return_exceptions=True)
-        await fleet.close()
+        await cluster.close()
     return 0
 
 
@@ -122,15 +128,6 @@ def build_cost_models(config: RouterProcessConfig) -> Costs:
         num_ranks = config.tensor_parallel.get(role, 1)
         costs[role] = CostModel(shape, device, config.precision, num_ranks)
     return costs
-
-
-def _served(config: RouterProcessConfig, costs: Costs) -> ServedCluster:
-    return ServedCluster(
-        model_path=str(Path(config.model_path).resolve()),
-        served_name=config.served_name,
-        slo=config.slo,
-        devices={role: cost.hardware for role, cost in costs.items()},
-    )
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:
@@ -180,16 +177,6 @@ def _server(app: FastAPI) -> uvicorn.Server:
     )
 
 
-def _announce(public: socket.socket, admin: socket.socket) -> None:
-    """Print the addresses for the process that started this one."""
-    addresses: dict[str, str | int] = {}
-    for name, listener in (("", public), ("admin_", admin)):
-        host, port = listener.getsockname()[:2]
-        addresses |= {f"{name}host": host, f"{name}port": port}
-    sys.stdout.write(json.dumps(addresses) + "\n")
-    sys.stdout.flush()
-
-
 def _stop_on_signals() -> asyncio.Event:
     """Return an event that the first SIGTERM or SIGINT sets; the second one ends the process."""
     stop = asyncio.Event()
@@ -205,16 +192,8 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _until_stopped(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for the signal; raise the exception of any task that ends before it."""
-    stopped = asyncio.create_task(stop.wait())
-    done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    for task in done:
-        task.result()
-
-
-async def _drain(cluster: Cluster, dispatcher: Dispatcher, timeout_s: float) -> None:
+async def _drain(cluster: Cluster, timeout_s: float) -> None:
+    dispatcher = cluster.dispatcher
     dispatcher.begin_drain()
     log.info("draining %d requests", dispatcher.num_in_flight)
     try:
@@ -222,12 +201,3 @@ async def _drain(cluster: Cluster, dispatcher: Dispatcher, timeout_s: float) -> 
             await cluster.wait_idle()
     except TimeoutError:
         dispatcher.fail_all(f"the router stopped before the answer was complete ({timeout_s:g} s)")
-
-
-def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=PROG, description="The router of a pdserve cluster, as a plain process.")
-    parser.add_argument(
-        "--config", required=True, help="the router's configuration as a JSON object; - reads a line from stdin"
-    )
-    parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
-    return parser.parse_args(argv)

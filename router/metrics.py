@@ -1,10 +1,13 @@
 """Prometheus registry of the router, built from `pdserve.contracts.metrics`.
 
-One `RouterMetrics` per process; the dispatcher, the fleet and the HTTP edge write to it, the admin port reads it.
+One `RouterMetrics` per process; the dispatcher, the cluster and the HTTP edge write to it, the admin port reads it.
 Names, help texts, labels and buckets live only in the contracts. Makes no decisions.
 """
 
 from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -13,7 +16,6 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.http.timing import AnswerTiming, EdgeObserver
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
 from pdserve.router.requests.request import Request, RequestSpec
 
@@ -26,129 +28,107 @@ last token. Measured by workers: ``prefill_queue`` and ``decode_queue``, receipt
 reservation of blocks.
 """
 
-BLOCK_STATES = ("free", "cached", "referenced")
 STEP_KINDS = ("decode", "prefill")
 """Steps whose rows have one new token each, and steps in which some have more."""
 
 
-def counter(registry: CollectorRegistry, metric: metrics.Metric) -> Counter:
-    assert metric.kind == "counter"
-    return Counter(metric.name, metric.help, metric.labels, registry=registry)
-
-
-def gauge(registry: CollectorRegistry, metric: metrics.Metric) -> Gauge:
-    assert metric.kind == "gauge"
-    return Gauge(metric.name, metric.help, metric.labels, registry=registry)
-
-
-def histogram(registry: CollectorRegistry, metric: metrics.Metric) -> Histogram:
-    assert metric.kind == "histogram"
-    return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
-
-
-class _Total:
-    """Counter that follows a total kept by the worker."""
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._seen = 0
-
-    def observe(self, total: int) -> None:
-        if total > self._seen:
-            self._counter.inc(total - self._seen)
-            self._seen = total
+Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 
 class WorkerMetrics:
     """Series of one worker. Labels are resolved once, because every frame writes them."""
 
     def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
-        labels = (worker_id, role.value)
-        self._labels = labels
-        self._families = (
-            metrics.worker_up, metrics.step_tokens, metrics.running, metrics.waiting, metrics.parked,
-            metrics.preemptions, metrics.swap_outs, metrics.swap_ins,
-        )  # fmt: skip
-        self._kv_blocks = metrics.kv_blocks
-        self._families_by_kind = (metrics.step_seconds, metrics.predicted_step_seconds)
-        self.up = metrics.worker_up.labels(*labels)
-        self._step_seconds = [metrics.step_seconds.labels(*labels, kind) for kind in STEP_KINDS]
-        self._predicted_step_seconds = [metrics.predicted_step_seconds.labels(*labels, kind) for kind in STEP_KINDS]
-        self._step_tokens = metrics.step_tokens.labels(*labels)
-        self._running = metrics.running.labels(*labels)
-        self._waiting = metrics.waiting.labels(*labels)
-        self._parked = metrics.parked.labels(*labels)
-        self._blocks = {state: metrics.kv_blocks.labels(*labels, state) for state in BLOCK_STATES}
-        self._preemptions = _Total(metrics.preemptions.labels(*labels))
-        self._swap_outs = _Total(metrics.swap_outs.labels(*labels))
-        self._swap_ins = _Total(metrics.swap_ins.labels(*labels))
+        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+
+        def series(family: Family, *more_labels: str) -> Family:
+            labels = (worker_id, role.value, *more_labels)
+            self._series.append((family, labels))
+            return family.labels(*labels)
+
+        self.up = series(metrics.worker_up)
+        self._step_seconds = [series(metrics.step_seconds, kind) for kind in STEP_KINDS]
+        self._predicted_step_seconds = [series(metrics.predicted_step_seconds, kind) for kind in STEP_KINDS]
+        self._step_tokens = series(metrics.step_tokens)
+        self._gauges = {
+            "num_running": series(metrics.running),
+            "num_waiting": series(metrics.waiting),
+            "num_parked": series(metrics.parked),
+            "num_blocks_free": series(metrics.kv_blocks, "free"),
+            "num_blocks_cached": series(metrics.kv_blocks, "cached"),
+            "num_blocks_referenced": series(metrics.kv_blocks, "referenced"),
+        }
+        self._totals = {
+            "num_preemptions": series(metrics.preemptions),
+            "num_swap_outs": series(metrics.swap_outs),
+            "num_swap_ins": series(metrics.swap_ins),
+        }
+        self._previous = worker_pb2.Load()
 
     def observe(self, load: worker_pb2.Load) -> None:
         if load.step_s > 0:
             self._step_seconds[load.step_has_prefill].observe(load.step_s)
             self._predicted_step_seconds[load.step_has_prefill].inc(load.predicted_step_s)
             self._step_tokens.observe(load.step_tokens)
-        self._running.set(load.num_running)
-        self._waiting.set(load.num_waiting)
-        self._parked.set(load.num_parked)
-        self._blocks["free"].set(load.num_blocks_free)
-        self._blocks["cached"].set(load.num_blocks_cached)
-        self._blocks["referenced"].set(load.num_blocks_referenced)
-        self._preemptions.observe(load.num_preemptions)
-        self._swap_outs.observe(load.num_swap_outs)
-        self._swap_ins.observe(load.num_swap_ins)
+        for field, gauge in self._gauges.items():
+            gauge.set(getattr(load, field))
+        for field, counter in self._totals.items():
+            counter.inc(max(0, getattr(load, field) - getattr(self._previous, field)))
+        self._previous = load
 
     def remove(self) -> None:
         """Remove the series of a worker that is no longer a target."""
-        for family in self._families:
-            family.remove(*self._labels)
-        for family in self._families_by_kind:
-            for kind in STEP_KINDS:
-                family.remove(*self._labels, kind)
-        for state in BLOCK_STATES:
-            self._kv_blocks.remove(*self._labels, state)
+        for family, labels in self._series:
+            family.remove(*labels)
 
 
 class RouterMetrics(DispatchObserver):
-    """Every metric family of the router process; counts the dispatcher's events."""
+    """Every metric family of the router process; counts the events of the dispatcher and the HTTP edge."""
 
-    def __init__(self) -> None:
+    def __init__(self, slo: SloConfig | None = None) -> None:
         # They would double the number of series, and nothing reads them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
-        self.requests = counter(registry, metrics.REQUESTS)
-        self.outcomes = counter(registry, metrics.OUTCOMES)
-        self.accepted_requests = counter(registry, metrics.ACCEPTED)
-        self.in_flight = gauge(registry, metrics.IN_FLIGHT)
-        self.queued = gauge(registry, metrics.QUEUED)
-        self.request_seconds = histogram(registry, metrics.REQUEST_SECONDS)
-        self.ttft_seconds = histogram(registry, metrics.TTFT_SECONDS)
-        self.tpot_seconds = histogram(registry, metrics.TPOT_SECONDS)
-        self.itl_seconds = histogram(registry, metrics.ITL_SECONDS)
-        self.handoff_stall_seconds = histogram(registry, metrics.HANDOFF_STALL_SECONDS)
-        self.phase_seconds = histogram(registry, metrics.PHASE_SECONDS)
-        self.prompt_tokens = counter(registry, metrics.PROMPT_TOKENS)
-        self.cached_prompt_tokens = counter(registry, metrics.CACHED_PROMPT_TOKENS)
-        self.output_tokens = counter(registry, metrics.OUTPUT_TOKENS)
-        self.request_prompt_tokens = histogram(registry, metrics.REQUEST_PROMPT_TOKENS)
-        self.request_output_tokens = histogram(registry, metrics.REQUEST_OUTPUT_TOKENS)
-        self.redispatches = counter(registry, metrics.REDISPATCHES)
-        self.slo_requests = counter(registry, metrics.SLO_REQUESTS)
-        self.route_seconds = histogram(registry, metrics.ROUTE_SECONDS)
-        self.worker_up = gauge(registry, metrics.WORKER_UP)
-        self.step_seconds = histogram(registry, metrics.STEP_SECONDS)
-        self.predicted_step_seconds = counter(registry, metrics.PREDICTED_STEP_SECONDS)
-        self.step_tokens = histogram(registry, metrics.STEP_TOKENS)
-        self.running = gauge(registry, metrics.RUNNING)
-        self.waiting = gauge(registry, metrics.WAITING)
-        self.parked = gauge(registry, metrics.PARKED)
-        self.kv_blocks = gauge(registry, metrics.KV_BLOCKS)
-        self.preemptions = counter(registry, metrics.PREEMPTIONS)
-        self.swap_outs = counter(registry, metrics.SWAP_OUTS)
-        self.swap_ins = counter(registry, metrics.SWAP_INS)
-        self.transfer_seconds = histogram(registry, metrics.TRANSFER_SECONDS)
-        self.transfer_bytes = histogram(registry, metrics.TRANSFER_BYTES)
-        self.transfer_failures = counter(registry, metrics.TRANSFER_FAILURES)
+        self._slo = slo or SloConfig()
+
+        def family(kind: type[Family], metric: metrics.Metric) -> Family:
+            assert metric.kind == kind.__name__.lower()
+            options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+            return kind(metric.name, metric.help, metric.labels, registry=registry, **options)
+
+        self.requests = family(Counter, metrics.REQUESTS)
+        self.outcomes = family(Counter, metrics.OUTCOMES)
+        self.accepted_requests = family(Counter, metrics.ACCEPTED)
+        self.in_flight = family(Gauge, metrics.IN_FLIGHT)
+        self.queued = family(Gauge, metrics.QUEUED)
+        self.request_seconds = family(Histogram, metrics.REQUEST_SECONDS)
+        self.ttft_seconds = family(Histogram, metrics.TTFT_SECONDS)
+        self.tpot_seconds = family(Histogram, metrics.TPOT_SECONDS)
+        self.itl_seconds = family(Histogram, metrics.ITL_SECONDS)
+        self.handoff_stall_seconds = family(Histogram, metrics.HANDOFF_STALL_SECONDS)
+        self.phase_seconds = family(Histogram, metrics.PHASE_SECONDS)
+        self.prompt_tokens = family(Counter, metrics.PROMPT_TOKENS)
+        self.cached_prompt_tokens = family(Counter, metrics.CACHED_PROMPT_TOKENS)
+        self.output_tokens = family(Counter, metrics.OUTPUT_TOKENS)
+        self.request_prompt_tokens = family(Histogram, metrics.REQUEST_PROMPT_TOKENS)
+        self.request_output_tokens = family(Histogram, metrics.REQUEST_OUTPUT_TOKENS)
+        self.redispatches = family(Counter, metrics.REDISPATCHES)
+        self.slo_requests = family(Counter, metrics.SLO_REQUESTS)
+        self.route_seconds = family(Histogram, metrics.ROUTE_SECONDS)
+        self.worker_up = family(Gauge, metrics.WORKER_UP)
+        self.step_seconds = family(Histogram, metrics.STEP_SECONDS)
+        self.predicted_step_seconds = family(Counter, metrics.PREDICTED_STEP_SECONDS)
+        self.step_tokens = family(Histogram, metrics.STEP_TOKENS)
+        self.running = family(Gauge, metrics.RUNNING)
+        self.waiting = family(Gauge, metrics.WAITING)
+        self.parked = family(Gauge, metrics.PARKED)
+        self.kv_blocks = family(Gauge, metrics.KV_BLOCKS)
+        self.preemptions = family(Counter, metrics.PREEMPTIONS)
+        self.swap_outs = family(Counter, metrics.SWAP_OUTS)
+        self.swap_ins = family(Counter, metrics.SWAP_INS)
+        self.transfer_seconds = family(Histogram, metrics.TRANSFER_SECONDS)
+        self.transfer_bytes = family(Histogram, metrics.TRANSFER_BYTES)
+        self.transfer_failures = family(Counter, metrics.TRANSFER_FAILURES)
         for outcome in Outcome:
             self.outcomes.labels(outcome.value)
 
@@ -191,39 +171,76 @@ class RouterMetrics(DispatchObserver):
             self.transfer_seconds.labels(report.transport).observe(report.seconds)
             self.transfer_bytes.labels(report.transport).observe(report.bytes)
 
+    # The HTTP edge. Tokens are timed when written to the client or, in a whole answer, when they reach the edge.
+
+    def responded(self, route: str, code: int) -> None:
+        """A request was answered with HTTP status ``code``.
+
+        Args:
+            route: path of the route, such as ``/v1/chat/completions``, or ``other`` if none matched.
+            code: 499 if the client left before a status was sent.
+        """
+        self.requests.labels(route, str(code)).inc()
+
+    def first_token(self, ttft_s: float) -> None:
+        self.ttft_seconds.observe(ttft_s)
+        self.output_tokens.inc()
+
+    def gap(self, gap_s: float) -> None:
+        """A later token was handed over, ``gap_s`` after the previous one."""
+        self.itl_seconds.observe(gap_s)
+        self.output_tokens.inc()
+
+    def answered(self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int) -> None:
+        """An answer is complete. Counts the SLO verdict: ``met`` or ``missed``, or ``none`` for the TPOT of a one-token
+        answer. Not called if the client left or the generation failed."""
+        self.request_seconds.observe(duration_s)
+        self.request_output_tokens.observe(num_tokens)
+        tpot = "none"
+        if tpot_s is not None:
+            self.tpot_seconds.observe(tpot_s)
+            tpot = _verdict(tpot_s, self._slo.tpot_seconds)
+        self.slo_requests.labels(_verdict(ttft_s, self._slo.ttft_seconds), tpot).inc()
+
     def render(self) -> bytes:
         """Exposition text of `/metrics`."""
         return generate_latest(self.registry)
 
 
-class EdgeMetrics(EdgeObserver):
-    """Counts the events of the HTTP edge."""
+def _verdict(measured_s: float, slo_s: float) -> str:
+    return "met" if measured_s <= slo_s else "missed"
 
-    def __init__(self, metrics: RouterMetrics, slo: SloConfig) -> None:
+
+class TokenTimer:
+    """Times the choices of one request, each with its own token 0 and gaps; the slowest count for the request."""
+
+    def __init__(self, metrics: RouterMetrics, arrived_s: float) -> None:
+        """``arrived_s``: `time.monotonic` at arrival of the request."""
         self._metrics = metrics
-        self._slo = slo
+        self._arrived_s = arrived_s
+        self._first_s: dict[int, float] = {}
+        self._last_s: dict[int, float] = {}
+        self._num_gaps: dict[int, int] = {}
 
-    def responded(self, route: str, code: int) -> None:
-        self._metrics.requests.labels(route, str(code)).inc()
+    def token(self, choice: int) -> None:
+        """Record that the next token of ``choice`` was handed over."""
+        now_s = time.monotonic()
+        last_s = self._last_s.get(choice)
+        self._last_s[choice] = now_s
+        if last_s is None:
+            self._first_s[choice] = now_s
+            self._num_gaps[choice] = 0
+            self._metrics.first_token(now_s - self._arrived_s)
+        else:
+            self._num_gaps[choice] += 1
+            self._metrics.gap(now_s - last_s)
 
-    def first_token(self, ttft_s: float) -> None:
-        self._metrics.ttft_seconds.observe(ttft_s)
-        self._metrics.output_tokens.inc()
-
-    def gap(self, gap_s: float) -> None:
-        self._metrics.itl_seconds.observe(gap_s)
-        self._metrics.output_tokens.inc()
-
-    def finished(self, timing: AnswerTiming) -> None:
-        """Count the SLO verdict: ``met`` or ``missed``, or ``none`` for the TPOT of a one-token answer."""
-        self._metrics.request_seconds.observe(timing.duration_s)
-        self._metrics.request_output_tokens.observe(timing.num_tokens)
-        tpot = "none"
-        if timing.tpot_s is not None:
-            self._metrics.tpot_seconds.observe(timing.tpot_s)
-            tpot = _verdict(timing.tpot_s, self._slo.tpot_seconds)
-        self._metrics.slo_requests.labels(_verdict(timing.ttft_s, self._slo.ttft_seconds), tpot).inc()
-
-
-def _verdict(measured_s: float, wanted_s: float) -> str:
-    return "met" if measured_s <= wanted_s else "missed"
+    def finished(self) -> None:
+        gaps = self._num_gaps.items()
+        tpots_s = [(self._last_s[choice] - self._first_s[choice]) / num_gaps for choice, num_gaps in gaps if num_gaps]
+        self._metrics.answered(
+            ttft_s=max(self._first_s.values()) - self._arrived_s,
+            tpot_s=max(tpots_s, default=None),
+            duration_s=max(self._last_s.values()) - self._arrived_s,
+            num_tokens=sum(1 + num_gaps for _, num_gaps in gaps),
+        )

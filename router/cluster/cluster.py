@@ -1,22 +1,26 @@
-"""The `Generator` behind the HTTP edge: runs requests over the dispatch core and reads them without blocking the loop.
+"""The cluster as the HTTP edge and the admin port see it: its workers, and requests as streams of tokens.
 
-Owns the periodic work that the core has no clock for: the deadline sweep, the wait for a drain, and readiness, which
-requires a real round trip through both phases.
+Owns the sessions with all targets, which the supervisor sets through the admin port, and the periodic work that the
+dispatch core has no clock for: the deadline sweep, the wait for a drain, and readiness, which requires a real round
+trip through both phases.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from pdserve.contracts.events import TokenEvent
+from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import SamplingParams
-from pdserve.router.cluster.fleet import Fleet
+from pdserve.proto.v1 import worker_pb2
+from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.generation import ServedModel
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
@@ -32,7 +36,11 @@ PROBE_TIMEOUT_S = 30.0
 
 
 class TokenStream(Request):
-    """Request read by one task; implements `pdserve.router.requests.generation.Generation`."""
+    """Request read by one task: iterate for tokens, and call `cancel` when leaving early.
+
+    Iteration yields every token of every choice once, in order within a choice, and ends after the last choice. It
+    raises `GenerationError` if no token follows.
+    """
 
     def __init__(self, dispatcher: Dispatcher, spec: RequestSpec) -> None:
         super().__init__(spec)
@@ -54,14 +62,17 @@ class TokenStream(Request):
         return self._tokens.popleft()
 
     def take_ready(self) -> Sequence[TokenEvent]:
+        """Return all tokens that iteration would yield without waiting; often none."""
         ready = list(self._tokens)
         self._tokens.clear()
         return ready
 
     def finish(self, choice: int) -> None:
+        """Finish ``choice`` early because a stop string was found."""
         self._dispatcher.finish(self, choice)
 
     def cancel(self) -> None:
+        """Stop the request on every worker because the client left."""
         self._dispatcher.cancel(self)
 
     def token_received(self, token: TokenEvent) -> None:
@@ -79,53 +90,59 @@ class TokenStream(Request):
 
 
 class Cluster:
-    """Implements `pdserve.router.requests.generation.Generator`."""
+    """All targets, with one session each, and the requests that they serve."""
 
-    def __init__(self, dispatcher: Dispatcher, fleet: Fleet) -> None:
-        self._dispatcher = dispatcher
-        self._fleet = fleet
+    def __init__(
+        self, dispatcher: Dispatcher, metrics: RouterMetrics, *, cluster_token: str = "", stall_timeout_s: float = 3.0
+    ) -> None:
+        """
+        Args:
+            cluster_token: bearer token that workers require.
+            stall_timeout_s: seconds of silence after which a session is broken; workers send at least every half
+                second.
+        """
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self.cluster_token = cluster_token
+        self.stall_timeout_s = stall_timeout_s
+        self.router_id = secrets.token_hex(8)
+        """Identity towards workers, constant for the life of the process."""
+        self.workers: dict[str, RemoteWorker] = {}
+        """All targets, up or not, by id."""
+        self._model: worker_pb2.Welcome | None = None
+        self._is_proven = False
+        """A round trip through both phases has succeeded since both were last up."""
+        self._is_changing = asyncio.Lock()
 
     @property
     def is_ready(self) -> bool:
-        fleet = self._fleet
-        return fleet.is_proven and not self._dispatcher.is_draining and fleet.serves_both_phases()
+        """Whether both phases have served a real round trip and accept work."""
+        return self._is_proven and not self.dispatcher.is_draining and self._serves_both_phases()
 
     @property
-    def model(self) -> ServedModel | None:
-        return self._fleet.model
+    def max_model_len(self) -> int | None:
+        """Maximum tokens of prompt and answer together; ``None`` until the first worker has connected."""
+        return None if self._model is None else self._model.max_model_len
 
-    def start(
-        self,
-        prompt_tokens: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        arrived_s: float,
-        cache_salt: bytes = b"",
-        num_choices: int = 1,
-        is_probe: bool = False,
-    ) -> TokenStream:
-        """Start a request as `Generator.start` does; ``is_probe`` as in `RequestSpec.is_probe`."""
-        assert prompt_tokens
-        assert num_choices >= 1
-        spec = RequestSpec(
-            prompt_tokens=tuple(prompt_tokens),
-            sampling=sampling,
-            arrived_s=arrived_s,
-            num_choices=num_choices,
-            cache_salt=cache_salt,
-            is_probe=is_probe,
-        )
-        stream = TokenStream(self._dispatcher, spec)
-        self._dispatcher.start(stream)
+    # Requests
+
+    def start(self, spec: RequestSpec) -> TokenStream:
+        """Accept a request and begin to place it.
+
+        Raises:
+            GenerationError: refused at once (overload, drain).
+        """
+        stream = TokenStream(self.dispatcher, spec)
+        self.dispatcher.start(stream)
         return stream
 
     async def sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._dispatcher.sweep()
+            self.dispatcher.sweep()
 
     async def wait_idle(self) -> None:
-        while self._dispatcher.num_in_flight:  # noqa: ASYNC110  # the core knows no event loop
+        while self.dispatcher.num_in_flight:  # noqa: ASYNC110  # the core knows no event loop
             await asyncio.sleep(SWEEP_S)
 
     async def keep_proven(self) -> None:
@@ -134,17 +151,20 @@ class Cluster:
         worker, or both from a mixed worker. Probes count in the metrics like any other request."""
         while True:
             await asyncio.sleep(PROBE_POLL_S)
-            if self._fleet.is_proven or self._dispatcher.is_draining or not self._fleet.serves_both_phases():
+            if self._is_proven or self.dispatcher.is_draining or not self._serves_both_phases():
                 continue
             if await self.round_trip():
-                self._fleet.is_proven = self._fleet.serves_both_phases()
+                self._is_proven = self._serves_both_phases()
             else:
                 await asyncio.sleep(PROBE_RETRY_S)
 
     async def round_trip(self) -> bool:
         """Whether a probe request completed."""
+        spec = RequestSpec(
+            prompt_tokens=PROBE_PROMPT, sampling=PROBE_SAMPLING, arrived_s=time.monotonic(), is_probe=True
+        )
         try:
-            stream = self.start(PROBE_PROMPT, PROBE_SAMPLING, arrived_s=time.monotonic(), is_probe=True)
+            stream = self.start(spec)
         except GenerationError as error:
             log.warning("no round trip: %s", error.message)
             return False
@@ -156,3 +176,67 @@ class Cluster:
             return False
         finally:
             stream.cancel()
+
+    # Workers
+
+    @property
+    def targets(self) -> list[WorkerEndpoint]:
+        return [worker.endpoint for _, worker in sorted(self.workers.items())]
+
+    async def set_targets(self, endpoints: Iterable[WorkerEndpoint]) -> None:
+        """Replace the targets: open sessions to new incarnations and close those to absent ones. Of overlapping calls,
+        the last one's list wins.
+
+        Raises:
+            ValueError: two targets share a worker id.
+        """
+        listed = list(endpoints)
+        wanted = {endpoint.worker_id: endpoint for endpoint in listed}
+        if len(wanted) != len(listed):
+            raise ValueError("two targets have the same worker_id; list each worker once")
+        async with self._is_changing:
+            gone = [worker for worker in self.workers.values() if wanted.get(worker.worker_id) != worker.endpoint]
+            for worker in gone:
+                del self.workers[worker.worker_id]
+            await asyncio.gather(*(worker.close() for worker in gone))
+            for worker in gone:
+                worker.metrics.remove()
+            for endpoint in wanted.values():
+                if endpoint.worker_id not in self.workers:
+                    self.workers[endpoint.worker_id] = worker = RemoteWorker(endpoint, self)
+                    worker.start()
+
+    async def close(self) -> None:
+        await self.set_targets([])
+
+    def check_model(self, worker: RemoteWorker, welcome: worker_pb2.Welcome) -> None:
+        """Check a worker's model against the cluster's: that of the first worker, for as long as any other is up.
+
+        Raises:
+            SessionRefusedError: ``worker`` has another model, or a smaller ``max_model_len``.
+        """
+        others_up = any(other.is_up for other in self.workers.values() if other is not worker)
+        if self._model is None or not others_up:
+            self._model = welcome
+        elif (welcome.model_hash, welcome.block_size) != (self._model.model_hash, self._model.block_size):
+            raise SessionRefusedError(
+                f"it holds another model ({welcome.model_hash}, block size {welcome.block_size}) than the cluster "
+                f"({self._model.model_hash}, block size {self._model.block_size})"
+            )
+        elif welcome.max_model_len < self._model.max_model_len:
+            raise SessionRefusedError(
+                f"its max_model_len {welcome.max_model_len} is below the cluster's {self._model.max_model_len}"
+            )
+
+    def worker_lost(self, worker: RemoteWorker) -> None:
+        """A worker's session broke; the cluster is unproven if that was the last worker of a phase."""
+        self.dispatcher.worker_lost(worker)
+        self._is_proven &= self._serves_both_phases()
+
+    def _serves_both_phases(self) -> bool:
+        """Whether prefill and decode workers, or a mixed one, accept work now.
+
+        False for decode workers alone: they could serve by prefilling locally, but such a deployment is degraded.
+        """
+        roles = {worker.role for worker in self.workers.values() if worker.takes_work}
+        return WorkerRole.MIXED in roles or {WorkerRole.PREFILL, WorkerRole.DECODE} <= roles

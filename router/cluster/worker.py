@@ -1,24 +1,18 @@
 """Worker as the dispatcher sees it: limits, reported load, prefix cache, and in-flight load not reported yet.
 
 The driver of the dispatcher subclasses `Worker` to send commands and keeps it current; the live driver is
-`pdserve.router.cluster.fleet`, over gRPC sessions. Reads no clock.
+`pdserve.router.cluster.remote_worker`, over gRPC sessions. Reads no clock.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.router.requests.policy import WorkerSnapshot
-
-
-class _SentDecode(NamedTuple):
-    num_tokens: int
-    num_blocks: int
 
 
 class InFlightLoad:
@@ -28,7 +22,8 @@ class InFlightLoad:
 
     def __init__(self) -> None:
         self._prefills: dict[int, int] = {}
-        self._decodes: dict[int, _SentDecode] = {}
+        self._decodes: dict[int, tuple[int, int]] = {}
+        """Context tokens and blocks by request id."""
         self._num_prefill_tokens = self._num_context_tokens = self._num_blocks = 0
 
     def add_prefill(self, request_id: int, num_tokens: int) -> None:
@@ -38,22 +33,20 @@ class InFlightLoad:
 
     def add_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
         """Count the blocks of a decode request as taken until they are reserved."""
-        self._decodes[request_id] = _SentDecode(num_tokens, num_blocks)
+        self._decodes[request_id] = num_tokens, num_blocks
         self._num_context_tokens += num_tokens
         self._num_blocks += num_blocks
 
     def remove(self, request_id: int) -> None:
         """Remove a request that the reported load now includes, or that is over."""
         self._num_prefill_tokens -= self._prefills.pop(request_id, 0)
-        decode = self._decodes.pop(request_id, None)
-        if decode is not None:
-            self._num_context_tokens -= decode.num_tokens
-            self._num_blocks -= decode.num_blocks
+        num_tokens, num_blocks = self._decodes.pop(request_id, (0, 0))
+        self._num_context_tokens -= num_tokens
+        self._num_blocks -= num_blocks
 
     def clear(self) -> None:
-        self._prefills.clear()
-        self._decodes.clear()
-        self._num_prefill_tokens = self._num_context_tokens = self._num_blocks = 0
+        for request_id in [*self._prefills, *self._decodes]:
+            self.remove(request_id)
 
     def snapshot(
         self,

@@ -1,4 +1,4 @@
-"""Public HTTP application: OpenAI's API over a `Generator`, plus the health routes.
+"""Public HTTP application: OpenAI's API over a `Cluster`, plus the health routes.
 
 Owns the routes. `pdserve.router.main` runs it under uvicorn. Metrics and control have their own port.
 """
@@ -8,17 +8,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from fastapi import APIRouter, FastAPI
+from starlette.responses import JSONResponse
 
+from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
-from pdserve.router.http.chat import chat_completion
-from pdserve.router.http.completions import completion
-from pdserve.router.http.edge import VERSION, Edge
+from pdserve.router.http.edge import Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
-from pdserve.router.http.schema import ChatBody, CompletionBody
-from pdserve.router.http.timing import EdgeObserver
-from pdserve.router.requests.generation import Generator
+from pdserve.router.http.writer import VERSION
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.text.tokenizer import ChatTokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -26,11 +24,11 @@ MAX_BODY_BYTES = 8 * 2**20
 
 
 def create_app(
-    generator: Generator,
+    cluster: Cluster,
     tokenizer: ChatTokenizer,
     *,
     served_name: str,
-    observer: EdgeObserver,
+    metrics: RouterMetrics,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """Create the application for one model.
@@ -39,12 +37,12 @@ def create_app(
         served_name: model name for clients.
         max_body_bytes: larger request bodies are refused with 413.
     """
-    edge = Edge(generator=generator, tokenizer=tokenizer, served_name=served_name, observer=observer)
+    edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(EdgeMiddleware, observer=observer, max_body_bytes=max_body_bytes)
     install_error_handlers(app)
+    app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes)
     _add_openai_routes(app, edge)
-    _add_status_routes(app, generator)
+    _add_status_routes(app, cluster)
     return app
 
 
@@ -52,7 +50,6 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
     created = int(time.time())
 
     def model_card() -> dict[str, Any]:
-        model = edge.generator.model
         return {
             "id": edge.served_name,
             "object": "model",
@@ -60,20 +57,13 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
             "owned_by": "pdserve",
             "root": edge.served_name,
             "parent": None,
-            "max_model_len": None if model is None else model.max_model_len,
+            "max_model_len": edge.cluster.max_model_len,
             "permission": [],
         }
 
     routes = APIRouter(route_class=JsonRoute)
-
-    @routes.post("/v1/chat/completions")
-    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        return await chat_completion(edge, body, request)
-
-    @routes.post("/v1/completions")
-    async def create_completion(body: CompletionBody, request: Request) -> Response:
-        return await completion(edge, body, request)
-
+    routes.post("/v1/chat/completions")(edge.create_chat_completion)
+    routes.post("/v1/completions")(edge.create_completion)
     app.include_router(routes)
 
     @app.get("/v1/models")
@@ -87,13 +77,13 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
         return JSONResponse(model_card())
 
 
-def _add_status_routes(app: FastAPI, generator: Generator) -> None:
+def _add_status_routes(app: FastAPI, cluster: Cluster) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Whether a request sent now would be served."""
-        if generator.is_ready:
+        if cluster.is_ready:
             return JSONResponse({"status": "ready"})
-        missing = "a worker" if generator.model is None else "a round trip through prefill and decode"
+        missing = "a worker" if cluster.max_model_len is None else "a round trip through prefill and decode"
         return JSONResponse({"status": "not ready", "missing": missing}, 503)
 
     @app.get("/live")

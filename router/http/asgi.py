@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, api_error
-from pdserve.router.http.timing import EdgeObserver
+from pdserve.router.metrics import RouterMetrics
 
 
 class JsonRoute(APIRoute):
@@ -120,14 +120,15 @@ _CLOSE = {"Connection": "close"}
 """The rest of the body is not read."""
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""Id that a client may choose for its request."""
 
 
 class EdgeMiddleware:
     """Sets ``request_id`` and ``arrived_s`` (`time.monotonic`) in the request's state; returns ``X-Request-Id``."""
 
-    def __init__(self, app: ASGIApp, observer: EdgeObserver, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, max_body_bytes: int) -> None:
         self._app = app
-        self._observer = observer
+        self._metrics = metrics
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +136,8 @@ class EdgeMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = _request_id(headers)
+        wanted_id = headers.get("x-request-id", "")
+        request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
         scope.setdefault("state", {}).update(request_id=request_id, arrived_s=time.monotonic())
         is_answered = False
 
@@ -144,7 +146,7 @@ class EdgeMiddleware:
             if message["type"] == "http.response.start":
                 is_answered = True
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                self._observer.responded(getattr(scope.get("route"), "path", "other"), message["status"])
+                self._metrics.responded(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
         try:
@@ -187,9 +189,3 @@ class EdgeMiddleware:
     def _too_large(self) -> ApiError:
         message = f"the request body is larger than {self._max_body_bytes} bytes; shorten the prompt"
         return ApiError(413, message, headers=_CLOSE)
-
-
-def _request_id(headers: Headers) -> str:
-    """Return the client's own id if it is printable and short."""
-    wanted = headers.get("x-request-id", "")
-    return wanted if _CLIENT_ID.fullmatch(wanted) else uuid.uuid4().hex

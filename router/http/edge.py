@@ -1,176 +1,172 @@
-"""Shared parts of the HTTP routes, and the path from an answer to a response.
+"""The two generating routes, from a request body to a response.
 
-Limits, the envelope of a response, and its timing. The two generating routes differ only in how they read a prompt and
-in how they write a choice (`pdserve.router.http.format.AnswerFormat`).
+They differ in how they read a prompt; `pdserve.router.http.writer` writes the answers of both. Called by
+`pdserve.router.http.app`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from importlib.metadata import version
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.contracts.request import SamplingParams
+from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
-from pdserve.router.http.format import AnswerFormat, WholeChoice, off_loop
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
-from pdserve.router.http.schema import GenerationBody
-from pdserve.router.http.sse import ChunkWriter, EventStream
-from pdserve.router.http.timing import EdgeObserver, TokenTimer
-from pdserve.router.requests.generation import Generator, ServedModel
-from pdserve.router.text.answer import Answer, Answers, Choice, Echo
+from pdserve.router.http.schema import ChatBody, CompletionBody, GenerationBody
+from pdserve.router.http.sse import EventStream
+from pdserve.router.http.writer import AnswerWriter, off_loop
+from pdserve.router.metrics import RouterMetrics, TokenTimer
+from pdserve.router.requests.request import RequestSpec
+from pdserve.router.text.answer import Answer, AnswerEnd, AnswerToken, Choice, TextDelta, deltas_of
 from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.tokenizer import ChatTokenizer
-
-VERSION = version("pdserve")
 
 PIECE_TOKENS = 64
 """Tokens decoded together where no reader needs them one by one."""
 
 SALT_BYTES = 32
 
-_encode = msgspec.json.Encoder().encode
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    generator: Generator
+    """Handlers of the generating routes.
+
+    Each raises `ApiError` if the request cannot be served as it is, `GenerationError` if the cluster cannot serve it,
+    and `ClientDisconnect` if the client left before a whole answer was complete.
+    """
+
+    cluster: Cluster
     tokenizer: ChatTokenizer
     served_name: str
-    observer: EdgeObserver
+    metrics: RouterMetrics
 
-    def admit(self, body: GenerationBody) -> ServedModel:
-        """Check the request as far as possible before reading the prompt.
+    async def create_chat_completion(self, body: ChatBody, request: Request) -> Response:
+        """Answer a conversation with the assistant's turn."""
+        max_model_len = self._admit(body)
+        try:
+            text = self.tokenizer.chat_text([message.for_template() for message in body.messages])
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        # The template has written the special tokens
+        tokens = await self._encode(body, max_model_len, text, add_special_tokens=False)
+        answer = self._answer(body, self._spec(body, request, max_model_len, tokens))
+        return await self._respond(body, request, [answer])
 
-        Raises:
-            ApiError: 400 contradicting or unsupported fields, 404 another model, 503 not ready.
-        """
+    async def create_completion(self, body: CompletionBody, request: Request) -> Response:
+        """Continue texts or token ids, one answer or more for each."""
+        max_model_len = self._admit(body)
+        answers: list[Answer] = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                tokens = await self._encode(body, max_model_len, prompt, add_special_tokens=True)
+            else:
+                tokens = prompt
+            spec = self._spec(body, request, max_model_len, tokens)
+            echo = await off_loop(len(tokens), partial(self._echo, body, prompt, tokens)) if body.echo else None
+            first_index = len(answers) * body.num_choices
+            answers.append(self._answer(body, spec, first_index=first_index, context=tokens, echo=echo))
+        return await self._respond(body, request, answers)
+
+    def _admit(self, body: GenerationBody) -> int:
+        """Check the request as far as possible before reading the prompt; return the model's maximum length."""
         body.check()
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
         check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
         if body.model not in (None, self.served_name):
             message = f"the model `{body.model}` does not exist; this server has `{self.served_name}`"
             raise ApiError(404, message, param="model", code="model_not_found")
-        model = self.generator.model
-        if model is None:
+        max_model_len = self.cluster.max_model_len
+        if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
-        return model
+        return max_model_len
 
-    async def encode(
-        self, body: GenerationBody, model: ServedModel, text: str, *, add_special_tokens: bool
+    async def _encode(
+        self, body: GenerationBody, max_model_len: int, text: str, *, add_special_tokens: bool
     ) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            ApiError: a lower bound on the prompt's tokens already exceeds the context.
-        """
-        check_prompt_length(body, self.tokenizer.fewest_tokens(text), model.max_model_len, is_least=True)
+        """Token ids of a prompt, unless a lower bound on their number already exceeds the context."""
+        check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def sampling(self, body: GenerationBody, model: ServedModel, prompt_tokens: Sequence[int]) -> SamplingParams:
-        """Sampling parameters of an answer to a checked prompt.
-
-        Raises:
-            ApiError: the prompt is empty, does not fit with its answer, or holds a token outside the vocabulary.
-        """
+    def _spec(
+        self, body: GenerationBody, request: Request, max_model_len: int, prompt_tokens: Sequence[int]
+    ) -> RequestSpec:
+        """Check a prompt and combine it with the request's parameters."""
         if not prompt_tokens:
             raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
         check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
-        return sampling_params(body, len(prompt_tokens), model.max_model_len)
+        salt = body.cache_salt
+        return RequestSpec(
+            prompt_tokens=tuple(prompt_tokens),
+            sampling=sampling_params(body, len(prompt_tokens), max_model_len),
+            arrived_s=request.state.arrived_s,
+            num_choices=body.num_choices,
+            cache_salt=blake2b(salt.encode(), digest_size=SALT_BYTES).digest() if salt else b"",
+        )
 
-    def answer(
+    def _answer(
         self,
         body: GenerationBody,
-        sampling: SamplingParams,
-        prompt_tokens: Sequence[int],
-        request: Request,
+        spec: RequestSpec,
         *,
-        first_index: int,
-        continues_prompt: bool,
-        echo: Echo | None = None,
+        first_index: int = 0,
+        context: Sequence[int] = (),
+        echo: TextDelta | None = None,
     ) -> Answer:
         """Build the answer to a prompt, without starting it.
 
         Args:
-            sampling: result of `sampling`, which has checked the prompt.
             first_index: index of the first choice in the response.
-            continues_prompt: whether the text continues that of the prompt.
+            context: prompt tokens whose text the answer continues.
             echo: prompt to write before the answer.
         """
-        context = prompt_tokens if continues_prompt else ()
-        return Answer(
-            self.generator,
-            prompt_tokens,
-            sampling,
-            arrived_s=request.state.arrived_s,
-            cache_salt=_salt(body.cache_salt),
-            choices=[
-                self._choice(first_index + choice, body, sampling, context, echo) for choice in range(body.num_choices)
-            ],
-            echo=echo,
-        )
-
-    def _choice(
-        self, index: int, body: GenerationBody, sampling: SamplingParams, context: Sequence[int], echo: Echo | None
-    ) -> Choice:
         shows_stop = bool(body.include_stop_str_in_output)
         is_read_token_by_token = body.stream or body.stop or body.num_logprobs >= 0
-        return Choice(
-            index,
-            self.tokenizer.detokenizer(
-                skip_special_tokens=body.skip_special_tokens is not False,
-                prompt_tokens=context,
-                piece_tokens=1 if is_read_token_by_token else PIECE_TOKENS,
-            ),
-            StopStrings(body.stop or (), are_shown=shows_stop),
-            shows_stop_token=shows_stop,
-            min_tokens=sampling.min_tokens,
-            offset_chars=0 if echo is None else len(echo.text),
-        )
-
-    async def respond(self, body: GenerationBody, request: Request, answers: Answers, format: AnswerFormat) -> Response:
-        """Run the answers and write them, whole or as a stream.
-
-        Raises:
-            GenerationError: a whole answer failed.
-            ClientDisconnect: the client left.
-        """
-        timer = TokenTimer(self.observer, request.state.arrived_s)
-        envelope = {
-            "id": format.id_prefix + request.state.request_id,
-            "object": format.chunk_object if body.stream else format.whole_object,
-            "created": int(time.time()),
-            "model": self.served_name,
-            "system_fingerprint": f"pdserve-{VERSION}",
-        }
-        if body.stream:
-            return EventStream(ChunkWriter(envelope, body, answers, format).events(), timer)
         choices = [
-            WholeChoice(index, answers.by_prompt[index // body.num_choices]) for index in range(body.num_answers)
+            Choice(
+                first_index + index,
+                self.tokenizer.detokenizer(
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    prompt_tokens=context,
+                    piece_tokens=1 if is_read_token_by_token else PIECE_TOKENS,
+                ),
+                StopStrings(body.stop or (), are_shown=shows_stop),
+                shows_stop_token=shows_stop,
+                min_tokens=spec.sampling.min_tokens,
+                offset_chars=0 if echo is None else len(echo.text),
+            )
+            for index in range(body.num_choices)
         ]
-        async with cancel_on_disconnect(request.receive), aclosing(answers.deltas()) as deltas:
+        return Answer(self.cluster, spec, choices, echo)
+
+    def _echo(self, body: CompletionBody, prompt: str | list[int], tokens: list[int]) -> TextDelta:
+        """The prompt as the client sent it, with the offset of each token."""
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False)
+        echoed = []
+        text = ""
+        for token in tokens:
+            echoed.append(AnswerToken(token, None, len(text)))
+            text += detokenizer.push(token)
+        text += detokenizer.flush()
+        end: AnswerEnd | None = "length" if body.max_tokens == 0 else None
+        return TextDelta(0, prompt if isinstance(prompt, str) else text, end, echoed, len(echoed))
+
+    async def _respond(self, body: GenerationBody, request: Request, answers: Sequence[Answer]) -> Response:
+        """Run the answers and write them, whole or as a stream."""
+        timer = TokenTimer(self.metrics, request.state.arrived_s)
+        writer = AnswerWriter(self.tokenizer, body, answers, request.state.request_id, self.served_name)
+        if body.stream:
+            return EventStream(answers, writer, timer)
+        async with cancel_on_disconnect(request.receive), aclosing(deltas_of(answers)) as deltas:
             async for together in deltas:
                 for delta in together:
                     timer.token(delta.choice)
-                    choices[delta.choice].add(delta, keeps_tokens=format.shows_tokens)
+                    writer.add(delta)
         timer.finished()
-
-        def write() -> bytes:
-            written = {"choices": [format.whole(choice) for choice in choices], "usage": answers.usage.as_dict()}
-            return _encode(envelope | written | format.members(answers))
-
-        num_shown = sum(len(choice.tokens) + len(choice.answer.prompt_logprobs) for choice in choices)
-        return Response(await off_loop(num_shown, write), media_type="application/json")
-
-
-def _salt(given: str | None) -> bytes:
-    """Hash of a tenant's salt, in the length that workers expect."""
-    return blake2b(given.encode(), digest_size=SALT_BYTES).digest() if given else b""
+        return Response(await writer.whole(), media_type="application/json")

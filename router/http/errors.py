@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI
@@ -50,7 +49,9 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, _shortened(message), headers)
+        # A message may quote any amount of the client's text
+        shortened = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
+        super().__init__(status, shortened, headers)
         self.param = param
         self.code = code or _CODES.get(status)
 
@@ -67,17 +68,21 @@ class ApiError(HTTPException):
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 
-def _shortened(message: str) -> str:
-    """Truncate a message, which may quote any amount of the client's text."""
-    return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
-
-
 def api_error(error: Exception) -> ApiError:
     """Convert an exception to an error for the client; log an unexpected one and return 500."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, GenerationError):
-        return ApiError(error.status, error.message, headers=_retry_after(error))
+    match error:
+        case ApiError():
+            return error
+        case GenerationError():
+            return ApiError(error.status, error.message, headers=_retry_after(error))
+        case RequestValidationError():
+            first = error.errors()[0]
+            param = ".".join(str(part)[:MAX_NAME_CHARS] for part in first["loc"] if part != "body")
+            if not param:
+                return ApiError(400, "the request body must be a JSON object")
+            return ApiError(400, f"{param}: {first['msg']}", param=param)
+        case HTTPException():
+            return ApiError(error.status_code, error.detail, headers=error.headers)
     logger.error("unexpected error in the HTTP edge", exc_info=error)
     return ApiError(500, "internal error of the router; its log has the cause")
 
@@ -89,41 +94,18 @@ def _retry_after(error: GenerationError) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(error.retry_after_s or 0)))}
 
 
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Response to errors of the routes and FastAPI's own; `EdgeMiddleware` handles all other exceptions."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        if error.status_code == 404:
+            error.detail = f"there is no route {request.method} {request.url.path}"
+        elif error.status_code == 405:
+            error.detail = f"{request.url.path} does not take {request.method}"
+    return api_error(error).response()
+
+
 def install_error_handlers(app: FastAPI) -> None:
-    """Write FastAPI's errors and `ApiError` as OpenAI error objects; `EdgeMiddleware` handles all other exceptions."""
-
-    app.exception_handler(ApiError)(_told)
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RequestValidationError)(_validation_error)
-    app.exception_handler(ClientDisconnect)(_client_left)
-
-
-async def _told(request: Request, error: ApiError) -> Response:
-    return error.response()
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    """FastAPI's own errors: unknown route, wrong method, unreadable body."""
-    message = error.detail
-    if error.status_code == 404:
-        message = f"there is no route {request.method} {request.url.path}"
-    elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
-    return ApiError(error.status_code, message, headers=error.headers).response()
-
-
-async def _validation_error(request: Request, error: RequestValidationError) -> Response:
-    return _first_of(error.errors()).response()
-
-
-def _first_of(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    first = errors[0]
-    where = [str(part)[:MAX_NAME_CHARS] for part in first["loc"] if part != "body"]
-    if not where:
-        return ApiError(400, "the request body must be a JSON object")
-    param = ".".join(where)
-    return ApiError(400, f"{param}: {first['msg']}", param=param)
-
-
-async def _client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)
+    for kind in (HTTPException, RequestValidationError, ClientDisconnect):
+        app.add_exception_handler(kind, answer_error)

@@ -107,7 +107,7 @@ def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int
         message = (
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} for the answer); lower "
-            f"max_tokens to {left} or shorten the prompt."
+            f"{body.limit_field} to {left} or shorten the prompt."
         )
         raise ApiError(400, message, param=body.prompt_field, code="context_length_exceeded")
     most = MAX_ANSWER_ENTRIES // (body.num_answers * (2 + body.num_logprobs))
@@ -115,5 +115,5 @@ def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int
         return min(left, most, left if body.default_token_limit is None else body.default_token_limit)
     if wanted > most:
         message = f"{body.num_answers} answers of {wanted} tokens are too much for one request; ask for {most} at most"
-        raise ApiError(400, message, param="max_tokens")
+        raise ApiError(400, message, param=body.limit_field)
     return wanted

@@ -191,9 +191,15 @@ class GenerationBody(_Body):
         return self.num_choices
 
     @property
+    def limit_field(self) -> str:
+        """Name of the field that holds `token_limit`."""
+        return "max_tokens"
+
+    @property
     def token_limit(self) -> int | None:
         """Requested maximum tokens of one answer; ``None`` if the request sets none."""
-        return self.max_tokens
+        limit: int | None = getattr(self, self.limit_field)
+        return limit
 
     @property
     def default_token_limit(self) -> int | None:
@@ -262,8 +268,8 @@ class ChatBody(GenerationBody):
     top_logprobs: _NumLogprobs | None = None
 
     @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int:

@@ -18,80 +18,35 @@ Neutral = Mapping[str, tuple[object, ...]]
 """Maps a field name to the values, besides null, that change nothing."""
 
 _BOTH: Neutral = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "early_stopping": (False,),
-    "ebnf": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "json_schema": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "lora_path": (),
-    "priority": (0,),
-    "regex": (),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],), "bad_words": ([],), "early_stopping": (False,), "ebnf": (), "guided_choice": (),
+    "guided_grammar": (), "guided_json": (), "guided_regex": (), "json_schema": (), "kv_transfer_params": (),
+    "length_penalty": (1,), "logits_processors": ([],), "lora_path": (), "priority": (0,), "regex": (),
+    "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,), "structured_outputs": (), "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-}
+}  # fmt: skip
 
 CHAT: Neutral = {
     **_BOTH,
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
+    "add_generation_prompt": (True,), "add_special_tokens": (False,), "audio": (), "chat_template": (),
+    "chat_template_kwargs": ({},), "continue_final_message": (False,), "documents": ([],), "echo": (False,),
+    "function_call": ("none",), "functions": ([],), "mm_processor_kwargs": ({},), "modalities": (["text"],),
+    "prediction": (), "reasoning_effort": (), "store": (False,), "tool_choice": ("none", "auto"), "tools": ([],),
+    "verbosity": ("medium",), "web_search_options": (),
+}  # fmt: skip
 
 COMPLETION: Neutral = {
     **CHAT,
-    "add_special_tokens": (True,),
-    "max_completion_tokens": (),
-    "prompt_embeds": (),
-    "suffix": ("",),
+    "add_special_tokens": (True,), "max_completion_tokens": (), "prompt_embeds": (), "suffix": ("",),
     "top_logprobs": (),
-}
+}  # fmt: skip
 
-CHAT_MESSAGE: Neutral = {
-    "audio": (),
-    "function_call": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
-}
+CHAT_MESSAGE: Neutral = {"audio": (), "function_call": (), "tool_call_id": (), "tool_calls": ([],)}
 
-_LABELS = frozenset(
-    {
-        "annotations",
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "refusal",
-        "safety_identifier",
-        "service_tier",
-        "user",
-    }
-)
+_LABELS = frozenset({
+    "annotations", "metadata", "parallel_tool_calls", "prompt_cache_key", "refusal", "safety_identifier",
+    "service_tier", "user",
+})  # fmt: skip
 """Fields that describe a request or its sender and change no answer."""
 
 MAX_LOGGED_FIELDS = 1024
@@ -112,14 +67,11 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
     for name, value in (extra or {}).items():
         if name in neutral:
             if value is not None and value not in neutral[name]:
-                raise ApiError(400, _refusal(where + name, neutral[name]), param=where + name)
+                values = " or ".join(map(json.dumps, neutral[name]))
+                remedy = f"set it to {values}, or leave it out" if values else "leave it out"
+                raise ApiError(400, f"{where}{name} is not supported; {remedy}", param=where + name)
         elif name not in _LABELS:
             _warn_of(name[:MAX_NAME_CHARS])
-
-
-def _refusal(name: str, neutral: tuple[object, ...]) -> str:
-    remedy = f"set it to {' or '.join(map(json.dumps, neutral))}, or leave it out" if neutral else "leave it out"
-    return f"{name} is not supported; {remedy}"
 
 
 def _warn_of(name: str) -> None:

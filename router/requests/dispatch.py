@@ -192,7 +192,8 @@ class Dispatcher:
     # Workers
 
     def worker_up(self, worker: Worker) -> None:
-        """Add ``worker``, which accepts commands and has its limits set."""
+        """Give queued work to ``worker``, which accepts commands and has its limits set: it has come up, or its drain
+        has ended."""
         worker.is_up = True
         self.workers[worker.worker_id] = worker
         for attempt in list(self._queued.values()):

@@ -2,8 +2,8 @@
 
 Minimises predicted time: TTFT for prefill, TPOT including the transfer for decode. A decode worker may also prefill
 where that is faster and violates nobody's TPOT (`may_prefill_locally`): typically the next turn of a chat whose history
-only that worker caches. The dispatcher calls it with snapshots of the fleet, the planner's simulator with snapshots of
-virtual workers. No I/O, no clock, no state.
+only that worker caches. The dispatcher calls it with snapshots of its workers, the planner's simulator with
+snapshots of virtual ones. No I/O, no clock, no state.
 """
 
 from __future__ import annotations
@@ -114,17 +114,6 @@ class PrefillChoice(NamedTuple):
     """Expected prefix-cache hit."""
 
 
-class _Option(NamedTuple):
-    """Candidate for prefill; the smallest one wins."""
-
-    ttft_s: float
-    is_decode: bool
-    worker_id: str
-    handoff: bool
-    num_cached_tokens: int
-    correction: float
-
-
 class DecodeChoice(NamedTuple):
     """Worker chosen to decode a prefilled prompt."""
 
@@ -221,25 +210,24 @@ def choose_prefill(
     """
     workers = list(workers)
     num_tokens = blocks.num_tokens
-    options = []
+    options: list[tuple[float, bool, PrefillChoice, float]] = []  # the least one wins
     for worker, handoff in prefill_candidates(workers):
         num_cached = blocks.num_cached_tokens(worker.cached_blocks)
         ttft_s = predict_ttft_s(worker, num_tokens, num_cached, costs[worker.role])
-        is_decode = worker.role is WorkerRole.DECODE
-        options.append(_Option(ttft_s, is_decode, worker.worker_id, handoff, num_cached, worker.prefill_correction))
+        choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
+        options.append((ttft_s, worker.role is WorkerRole.DECODE, choice, worker.prefill_correction))
     if not options:
         return None
-    if any(option.handoff for option in options):
-        cost, correction = costs[WorkerRole.DECODE], min(options).correction
+    if any(choice.handoff for _, _, choice, _ in options):
+        cost, correction = costs[WorkerRole.DECODE], min(options)[-1]
         for worker in workers:
             if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker):
                 continue  # without blocks and a batch slot, the request would wait for them before its token 0
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
                 ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
-                options.append(_Option(ttft_s, True, worker.worker_id, False, num_cached, correction))
-    best = min(options)
-    return PrefillChoice(best.worker_id, best.handoff, best.ttft_s, best.num_cached_tokens)
+                options.append((ttft_s, True, PrefillChoice(worker.worker_id, False, ttft_s, num_cached), correction))
+    return min(options)[2]
 
 
 def choose_decode(

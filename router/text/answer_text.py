@@ -13,7 +13,7 @@ split: it comes before the stop string that is complete first.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -81,13 +81,6 @@ class Detokenizer:
         return text
 
 
-class StopScan(NamedTuple):
-    """Text that may be written, and whether a stop string was found at its end."""
-
-    text: str
-    is_stopped: bool
-
-
 class StopStrings:
     """Stop strings of one answer; none is empty."""
 
@@ -97,19 +90,22 @@ class StopStrings:
         self._stops = tuple(stops)
         self._are_shown = are_shown
         self._held = ""
+        self.is_found = False
+        """The text returned last is cut at a stop string."""
 
-    def push(self, text: str) -> StopScan:
-        """Take the next piece of text. Must not be called after a stop."""
+    def push(self, text: str) -> str:
+        """Take the next piece of text and return what may be written. Must not be called after a stop."""
         if not self._stops:
-            return StopScan(text, False)
+            return text
         text = self._held + text
         found = self._find(text)
         if found is not None:
             end, start = found
-            return StopScan(text[: end if self._are_shown else start], True)
+            self.is_found = True
+            return text[: end if self._are_shown else start]
         safe = len(text) - self._num_doubtful(text)
         self._held = text[safe:]
-        return StopScan(text[:safe], False)
+        return text[:safe]
 
     def flush(self) -> str:
         """Return the text still held back at the end of the answer."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,33 +24,8 @@ from tokenizers import Tokenizer
 
 from pdserve.router.text.answer_text import Detokenizer
 
-
-class ChatTemplate:
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile ``source``.
-
-        Args:
-            special_tokens: text of the names available to the template, such as ``bos_token``.
-
-        Raises:
-            ValueError: not a jinja2 template.
-        """
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
-        self._special_tokens = dict(special_tokens)
-
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Render a conversation up to the start of the assistant's answer.
-
-        Raises:
-            ValueError: the template refuses these messages.
-        """
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
-        except Exception as error:  # a template is code and its input comes from clients: anything can be raised
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+ChatTemplate = Callable[[Sequence[Mapping[str, str]]], str]
+"""Renders messages to the text of a prompt."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -63,14 +38,34 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def compile_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """Compile a chat template to a function that renders a conversation up to the start of the assistant's answer; it
+    raises `ValueError` if the template refuses the messages.
+
+    Args:
+        special_tokens: text of the names available to the template, such as ``bos_token``.
+
+    Raises:
+        ValueError: not a jinja2 template.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
+
+    def render(messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return template.render(messages=messages, add_generation_prompt=True, **special_tokens)
+        except Exception as error:  # a template is code and its input comes from clients: anything can be raised
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+
+    return render
 
 
 def _tojson(
@@ -86,10 +81,6 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 MAX_INLINE_CHARS = 4096
@@ -163,7 +154,7 @@ class ChatTokenizer:
             raise ValueError(
                 "the model has no chat template; use /v1/completions, or put a chat_template.jinja into its folder"
             )
-        return self._template.render(messages)
+        return self._template(messages)
 
     def fewest_tokens(self, text: str) -> int:
         """Lower bound on a text's tokens: none covers more characters than the longest in the vocabulary."""
@@ -215,10 +206,10 @@ class ChatTokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= MAX_INLINE_CHARS:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:  # encode_batch, even for one text, releases the GIL; encode does not
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids = encoding.ids
+        ids: list[int] = encoding.ids
         return ids
 
 
@@ -259,7 +250,7 @@ def _read_template(folder: Path) -> ChatTemplate | None:
         source = named["default"]
     if not isinstance(source, str | None):
         raise ValueError(f"the chat template in {folder}/tokenizer_config.json is not text; download it again")
-    return ChatTemplate(source, _special_tokens(config)) if source else None
+    return compile_template(source, _special_tokens(config)) if source else None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -6,16 +6,14 @@ import pytest
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.live import LiveError, observe
-from pdserve.router.http.timing import AnswerTiming
-from pdserve.router.metrics import EdgeMetrics, RouterMetrics, WorkerMetrics
+from pdserve.router.metrics import RouterMetrics, WorkerMetrics
 
 
 class Router:
     """The metrics of a router, and requests that it pretends to have served."""
 
     def __init__(self) -> None:
-        self.metrics = RouterMetrics()
-        self.edge = EdgeMetrics(self.metrics, SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
+        self.metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
         for index, role in enumerate((WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.DECODE)):
             WorkerMetrics(self.metrics, f"worker-{index}", role).up.set(1)
         WorkerMetrics(self.metrics, "lost", WorkerRole.DECODE).up.set(0)
@@ -27,7 +25,7 @@ class Router:
         self.metrics.prompt_tokens.inc(num_prompt_tokens)
         self.metrics.cached_prompt_tokens.inc(num_cached)
         tpot_s = 0.01 if num_output_tokens > 1 else None
-        self.edge.finished(AnswerTiming(ttft_s, tpot_s, 1.0, num_output_tokens))
+        self.metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=num_output_tokens)
 
     @property
     def text(self) -> str:

@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import uvicorn
 
 from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
+from pdserve.router.cluster.cluster import Cluster, TokenStream
 from pdserve.router.http.app import create_app
 from pdserve.router.http.protocol import BoundedHttpProtocol
-from pdserve.router.http.timing import AnswerTiming, EdgeObserver
-from pdserve.router.requests.generation import ServedModel
-from pdserve.router.requests.request import GenerationError
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
@@ -30,8 +31,8 @@ MAX_BODY_BYTES = 2**21
 Script = Callable[["ScriptedGeneration"], AsyncIterator[TokenEvent]]
 
 
-@dataclass
-class ScriptedGeneration:
+@dataclass(eq=False)
+class ScriptedGeneration(TokenStream):
     """One generation; records the calls of the edge."""
 
     prompt_tokens: list[int]
@@ -57,12 +58,13 @@ class ScriptedGeneration:
             yield delta
         self.is_over = True
 
-    @property
-    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Log probabilities of the prompt: each encodes the token's id and has two other tokens as alternatives."""
+    def __post_init__(self) -> None:
+        # Each log probability of the prompt encodes the token's id and has two other tokens as alternatives.
         num_top = self.sampling.num_prompt_logprobs
         top = ((50, -0.25), (51, -0.5))
-        return [TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0]
+        self.prompt_logprobs = [
+            TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0
+        ]
 
     def take_ready(self) -> Sequence[TokenEvent]:
         ready, self.ready = self.ready, []
@@ -81,30 +83,25 @@ class ScriptedGeneration:
             self.cancelled.set()
 
 
-class ScriptedGenerator:
+class ScriptedGenerator(Cluster):
     """Runs the script that is set when a request arrives."""
+
+    is_ready = True
+    max_model_len: int | None = MAX_MODEL_LEN
 
     def __init__(self) -> None:
         self.script: Script = saying([], FinishReason.STOP)
         self.refusal: GenerationError | None = None
-        self.is_ready = True
-        self.model: ServedModel | None = ServedModel(max_model_len=MAX_MODEL_LEN)
         self.generations: list[ScriptedGeneration] = []
         self.started = threading.Event()
 
-    def start(
-        self,
-        prompt_tokens: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        arrived_s: float,
-        cache_salt: bytes = b"",
-        num_choices: int = 1,
-    ) -> ScriptedGeneration:
-        assert arrived_s > 0
+    def start(self, spec: RequestSpec) -> ScriptedGeneration:
+        assert spec.arrived_s > 0
         if self.refusal is not None:
             raise self.refusal
-        generation = ScriptedGeneration(list(prompt_tokens), sampling, cache_salt, self.script, num_choices)
+        generation = ScriptedGeneration(
+            list(spec.prompt_tokens), spec.sampling, spec.cache_salt, self.script, spec.num_choices
+        )
         self.generations.append(generation)
         self.started.set()
         return generation
@@ -188,8 +185,18 @@ def endless(token: int) -> Script:
     return script
 
 
-class RecordingObserver(EdgeObserver):
+class AnswerTiming(NamedTuple):
+    ttft_s: float
+    tpot_s: float | None
+    duration_s: float
+    num_tokens: int
+
+
+class RecordingMetrics(RouterMetrics):
+    """Metrics that also record the events of the edge."""
+
     def __init__(self) -> None:
+        super().__init__()
         self.responses: list[tuple[str, int]] = []
         self.first_tokens_s: list[float] = []
         self.gaps_s: list[float] = []
@@ -204,15 +211,15 @@ class RecordingObserver(EdgeObserver):
     def gap(self, gap_s: float) -> None:
         self.gaps_s.append(gap_s)
 
-    def finished(self, timing: AnswerTiming) -> None:
-        self.timings.append(timing)
+    def answered(self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int) -> None:
+        self.timings.append(AnswerTiming(ttft_s, tpot_s, duration_s, num_tokens))
 
 
 @dataclass
 class EdgeServer:
     url: str
     generator: ScriptedGenerator
-    observer: RecordingObserver
+    metrics: RecordingMetrics
     tokenizer: ChatTokenizer
     loop_thread: int
     """Identity of the thread that runs its event loop."""
@@ -231,8 +238,8 @@ def running_edge() -> Iterator[EdgeServer]:
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         tokenizer = ChatTokenizer.from_folder(Path(folder))
-    generator, observer = ScriptedGenerator(), RecordingObserver()
-    app = create_app(generator, tokenizer, served_name=MODEL, observer=observer, max_body_bytes=MAX_BODY_BYTES)
+    generator, metrics = ScriptedGenerator(), RecordingMetrics()
+    app = create_app(generator, tokenizer, served_name=MODEL, metrics=metrics, max_body_bytes=MAX_BODY_BYTES)
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -243,7 +250,7 @@ def running_edge() -> Iterator[EdgeServer]:
             assert thread.is_alive()
             thread.join(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield EdgeServer(f"http://127.0.0.1:{port}", generator, observer, tokenizer, thread.ident)
+        yield EdgeServer(f"http://127.0.0.1:{port}", generator, metrics, tokenizer, thread.ident)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)

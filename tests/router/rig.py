@@ -17,11 +17,9 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster, TokenStream
-from pdserve.router.cluster.fleet import Fleet
-from pdserve.router.cluster.session import Credentials
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
-from pdserve.router.requests.request import Attempt
+from pdserve.router.requests.request import Attempt, RequestSpec
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
 
 SHAPE = ModelShape(
@@ -43,7 +41,6 @@ class Rig:
 
     cluster: Cluster
     dispatcher: Dispatcher
-    fleet: Fleet
     metrics: RouterMetrics
 
     def start(
@@ -65,13 +62,19 @@ class Rig:
             num_prompt_logprobs=num_prompt_logprobs,
         )
         return self.cluster.start(
-            list(prompt), sampling, arrived_s=time.monotonic(), cache_salt=cache_salt, num_choices=num_choices
+            RequestSpec(
+                prompt_tokens=tuple(prompt),
+                sampling=sampling,
+                arrived_s=time.monotonic(),
+                num_choices=num_choices,
+                cache_salt=cache_salt,
+            )
         )
 
     async def up(self, *workers: ScriptedWorker) -> None:
         """Make these the targets and wait for their sessions."""
-        await self.fleet.set_targets([worker.endpoint for worker in workers])
-        await until(lambda: all(worker.takes_work for worker in self.fleet.workers))
+        await self.cluster.set_targets([worker.endpoint for worker in workers])
+        await until(lambda: all(worker.takes_work for worker in self.cluster.workers.values()))
 
     def check_conservation(self) -> None:
         """accepted = sum of outcomes + in flight."""
@@ -92,11 +95,9 @@ async def running_rig(
     costs = dict.fromkeys(WorkerRole, COST)
     dispatcher = Dispatcher(costs, DispatchSettings(**settings), time.monotonic, metrics)  # type: ignore[arg-type]
     metrics.track(dispatcher)
-    credentials = Credentials(router_id="rig", cluster_token=cluster_token, stall_timeout_s=stall_timeout_s)
-    fleet = Fleet(dispatcher, metrics, credentials)
-    cluster = Cluster(dispatcher, fleet)
+    cluster = Cluster(dispatcher, metrics, cluster_token=cluster_token, stall_timeout_s=stall_timeout_s)
     sweep = asyncio.create_task(cluster.sweep_forever())
-    rig = Rig(cluster, dispatcher, fleet, metrics)
+    rig = Rig(cluster, dispatcher, metrics)
     try:
         yield rig
         rig.check_conservation()
@@ -104,7 +105,7 @@ async def running_rig(
         assert dispatcher.num_queued == 0
     finally:
         sweep.cancel()
-        await fleet.close()
+        await cluster.close()
 
 
 def with_workers(*names: str) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:

@@ -79,11 +79,7 @@ class ScriptedWorker(WorkerServicer):
         self.commands = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator, self.commands))
         try:
-            yield worker_pb2.WorkerMessage(
-                welcome=worker_pb2.Welcome(
-                    worker_id=self.worker_id, worker_epoch=self.epoch, role=self.role.value, **self.welcome
-                )
-            )
+            self.send_welcome()
             while True:
                 try:
                     message = await asyncio.wait_for(self._outgoing.get(), HEARTBEAT_S)
@@ -106,6 +102,12 @@ class ScriptedWorker(WorkerServicer):
 
     def _load(self) -> worker_pb2.Load:
         return worker_pb2.Load(**self.load)
+
+    def send_welcome(self) -> None:
+        welcome = worker_pb2.Welcome(
+            worker_id=self.worker_id, worker_epoch=self.epoch, role=self.role.value, **self.welcome
+        )
+        self._outgoing.put_nowait(worker_pb2.WorkerMessage(welcome=welcome))
 
     def end_stream(self) -> None:
         """End the session cleanly."""

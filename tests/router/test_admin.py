@@ -1,4 +1,4 @@
-"""Admin port over a live fleet of scripted workers: targets, status, drain, metrics, readiness."""
+"""Admin port over a live cluster of scripted workers: targets, status, drain, metrics, readiness."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ import pytest
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
+from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.running import running_cluster
-from pdserve.router.admin import ServedCluster, create_admin_app
+from pdserve.router.admin import create_admin_app
+from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.request import GenerationError
-from tests.router.rig import Rig, hand_off, running_rig, with_workers
+from tests.router.rig import SHAPE, Rig, hand_off, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
-SERVED = ServedCluster(
-    model_path="/models/tiny",
-    served_name="tiny",
-    slo=SloConfig(ttft_seconds=1.5, attainment=0.8),
-    devices={WorkerRole.DECODE: replace(hardware("l4"), sources={})},
+SERVED = RouterProcessConfig(
+    model_path="/models/tiny", served_name="tiny", slo=SloConfig(ttft_seconds=1.5, attainment=0.8)
 )
+COSTS = {WorkerRole.DECODE: CostModel(SHAPE, hardware("l4"), Precision())}
 
 
 @asynccontextmanager
 async def admin_client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_admin_app(rig.cluster, rig.dispatcher, rig.fleet, rig.metrics, SERVED))
+    transport = httpx.ASGITransport(create_admin_app(rig.cluster, SERVED, COSTS))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         yield client
 
@@ -45,7 +46,7 @@ async def test_targets_are_put_whole(p: ScriptedWorker, d: ScriptedWorker) -> No
         assert (await client.get("/targets")).json() == []
         put = await client.put("/targets", json=[target(p), target(d)])
         assert put.json() == [target(d), target(p)]
-        await until(lambda: all(worker.is_up for worker in rig.fleet.workers))
+        await until(lambda: all(worker.is_up for worker in rig.cluster.workers.values()))
         await client.put("/targets", json=[target(p)])
         assert (await client.get("/targets")).json() == [target(p)]
         assert rig.sample("pdserve_worker_up", worker="prefill-0", role="prefill") == 1
@@ -64,7 +65,7 @@ async def test_bad_targets_are_named(p: ScriptedWorker) -> None:
         twice = await client.put("/targets", json=[target(p), target(p)])
         assert twice.status_code == 400
         assert "same worker_id" in twice.text
-        assert not rig.fleet.targets
+        assert not rig.cluster.targets
 
 
 @with_workers("prefill-0", "decode-0")
@@ -74,7 +75,7 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
         stream = rig.start()
         await p.next_submit()
         p.load["num_blocks_referenced"] = 3
-        await until(lambda: rig.fleet.worker("prefill-0").load.num_blocks_referenced == 3)
+        await until(lambda: rig.cluster.workers["prefill-0"].load.num_blocks_referenced == 3)
         status = (await client.get("/status")).json()
         assert (status["in_flight"], status["queued"], status["accepted"]) == (1, 0, 1)
         assert [worker["worker_id"] for worker in status["workers"]] == ["decode-0", "prefill-0"]
@@ -86,7 +87,8 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
         assert running.workers[0].max_batch_size == d.welcome["max_batch_size"]
         assert [worker.tensor_parallel for worker in running.workers] == [2, 2]
         assert (running.model.path, running.model.dtype) == (SERVED.model_path, "bfloat16")
-        assert (running.slo, running.devices) == (SERVED.slo, SERVED.devices)
+        assert running.slo == SERVED.slo
+        assert running.devices == {WorkerRole.DECODE: replace(hardware("l4"), sources={})}
         stream.cancel()
         assert (await client.get("/status")).json()["outcomes"]["cancelled"] == 1
 

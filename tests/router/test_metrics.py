@@ -9,8 +9,7 @@ from pdserve.contracts import metrics as contract
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.http.timing import AnswerTiming
-from pdserve.router.metrics import EdgeMetrics, RouterMetrics, WorkerMetrics
+from pdserve.router.metrics import RouterMetrics, WorkerMetrics
 
 FAMILIES = [value for value in vars(contract).values() if isinstance(value, contract.Metric)]
 
@@ -82,12 +81,11 @@ def test_pulls_that_fail_are_counted_by_stage() -> None:
     ],
 )
 def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: tuple[str, str]) -> None:
-    metrics = RouterMetrics()
-    edge = EdgeMetrics(metrics, SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
-    edge.responded("/v1/completions", 200)
-    edge.first_token(ttft_s)
-    edge.gap(0.01)
-    edge.finished(AnswerTiming(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=2))
+    metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
+    metrics.responded("/v1/completions", 200)
+    metrics.first_token(ttft_s)
+    metrics.gap(0.01)
+    metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=2)
     assert sample(metrics, "pdserve_slo_requests_total", ttft=verdict[0], tpot=verdict[1]) == 1
     assert sample(metrics, "pdserve_output_tokens_total") == 2
     assert sample(metrics, "pdserve_requests_total", route="/v1/completions", code="200") == 1

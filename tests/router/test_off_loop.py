@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from pdserve.router.http.format import MAX_INLINE_TOKENS, off_loop
+from pdserve.router.http.writer import MAX_INLINE_TOKENS, off_loop
 
 
 def test_only_long_work_goes_to_a_thread() -> None:

@@ -20,6 +20,7 @@ from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.cluster.cluster import TokenStream
+from pdserve.router.requests.request import RequestSpec
 from tests.expected_tokens import expected_tokens
 from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig
 from tests.router.scripted_worker import until
@@ -53,12 +54,12 @@ async def running_cluster(
         await put_targets(rig, workers)
         yield rig, workers
         await until(lambda: rig.dispatcher.num_in_flight == 0, 2.0)
-        await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
+        await until(lambda: not any(w.load.num_blocks_referenced for w in rig.cluster.workers.values()), 2.0)
 
 
 async def put_targets(rig: Rig, workers: dict[str, WorkerProcess]) -> None:
-    await rig.fleet.set_targets([worker.endpoint for worker in workers.values()])
-    await until(lambda: all(worker.takes_work for worker in rig.fleet.workers))
+    await rig.cluster.set_targets([worker.endpoint for worker in workers.values()])
+    await until(lambda: all(worker.takes_work for worker in rig.cluster.workers.values()))
 
 
 def prompt(number: int) -> list[int]:
@@ -128,13 +129,13 @@ def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str) -> None:
             def is_time(streams: list[TokenStream]) -> bool:
                 """Some have begun, and the victim holds part of a request that no other worker holds."""
                 attempts = [attempt_of(stream) for stream in streams]
-                worker = rig.fleet.worker(victim)
+                worker = rig.cluster.workers[victim]
                 decodes = any(attempt.decode is worker and attempt.has_joined for attempt in attempts)
                 prefills = any(attempt.prefill is worker and not attempt.first_token_s for attempt in attempts)
                 return any(map(has_begun, streams)) and (decodes or prefills)
 
             await check_streams(rig, checkpoint, workers[victim].process.kill, is_time=is_time)
-            assert not rig.fleet.worker(victim).is_up
+            assert not rig.cluster.workers[victim].is_up
             assert rig.sample("pdserve_redispatches_total", reason="worker_lost") > 0
             await put_targets(rig, {name: worker for name, worker in workers.items() if name != victim})
 
@@ -156,11 +157,13 @@ def test_a_minimum_of_tokens_holds_over_a_handoff_and_a_loss(checkpoint: Path) -
 
     async def run() -> None:
         async with running_cluster(checkpoint, "prefill-0", "decode-0", "decode-1", time_scale=10.0) as (rig, workers):
-            stream = rig.cluster.start(prompt(9), sampling, arrived_s=time.monotonic())
+            stream = rig.cluster.start(
+                RequestSpec(prompt_tokens=tuple(prompt(9)), sampling=sampling, arrived_s=time.monotonic())
+            )
             tokens = await read_some(stream, 20)
             victim = attempt_of(stream).decode
             assert victim is not None
-            name = next(name for name in workers if rig.fleet.worker(name) is victim)
+            name = next(name for name in workers if rig.cluster.workers[name] is victim)
             workers[name].process.kill()
             assert tokens + await read_all(stream, 20) == expected
             assert list(stream.prompt_logprobs) == [TokenLogprobs(0.0, ())] * (len(prompt(9)) - 1)
@@ -190,14 +193,16 @@ def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> 
             tokens = await read_some(stream, 1)
             await asyncio.sleep(0.5)
             assert attempt_of(stream).state is RequestState.HANDOFF
-            assert attempt_of(stream).decode is rig.fleet.worker("decode-0")
+            assert attempt_of(stream).decode is rig.cluster.workers["decode-0"]
             victim.process.kill()
             assert tokens + await read_all(stream, 1) == oracle(checkpoint, 9, 20)
             assert rig.sample("pdserve_redispatches_total", reason="rebound") == 1
             assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 0
             assert rig.sample("pdserve_step_tokens_sum", worker="prefill-0", role="prefill") == len(prompt(9))
             await put_targets(rig, {name: worker for name, worker in workers.items() if worker is not victim})
-            await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
+            await until(
+                lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.cluster.workers.values()), 2.0
+            )
 
     asyncio.run(run())
 
@@ -218,7 +223,7 @@ def test_the_only_worker_of_a_phase_is_killed_and_replaced(checkpoint: Path, vic
                 await replaced[0]
             finally:
                 workers[victim].close()
-                await rig.fleet.set_targets([])
+                await rig.cluster.set_targets([])
 
     asyncio.run(run())
 
@@ -236,7 +241,9 @@ def test_two_hundred_cancels_free_everything(checkpoint: Path) -> None:
             outcomes = rig.dispatcher.outcomes
             assert outcomes[Outcome.CANCELLED] > 100, outcomes
             assert outcomes[Outcome.CANCELLED] + outcomes[Outcome.FINISHED] == 200
-            await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.fleet.workers), 2.0)
+            await until(
+                lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.cluster.workers.values()), 2.0
+            )
             stream = rig.start(prompt(3), 20)
             assert await read_all(stream) == oracle(checkpoint, 3, 20)
 
@@ -258,7 +265,7 @@ def test_a_chat_finds_its_earlier_answers(checkpoint: Path) -> None:
                 assert stream.num_cached_tokens == max(len(history) - 1, 0) // 16 * 16
                 history = text + answer
                 in_blocks = block_hashes(history[:-1], 16)
-                await until(lambda: rig.fleet.worker("decode-0").cached_blocks >= set(in_blocks))  # noqa: B023
+                await until(lambda: rig.cluster.workers["decode-0"].cached_blocks >= set(in_blocks))  # noqa: B023
             assert rig.sample("pdserve_handoff_stall_seconds_count") == 1
             stream = rig.start(history, 2, cache_salt=b"another tenant")
             assert len(await read_all(stream)) == 2
@@ -328,7 +335,7 @@ def test_a_choice_that_stops_frees_its_blocks(checkpoint: Path) -> None:
             await read_some(stream, 10 * NUM_CHOICES)
             for choice in range(1, NUM_CHOICES):
                 stream.finish(choice)
-            await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
+            await until(lambda: rig.cluster.workers["decode-0"].load.num_running == 1)
             last = [delta async for delta in stream if delta.choice == 0][-1]
             assert last.index == NUM_TOKENS - 1
             assert stream.outcome is Outcome.FINISHED

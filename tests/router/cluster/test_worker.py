@@ -57,7 +57,7 @@ def test_a_lost_worker_has_nothing_in_flight() -> None:
     in_flight = InFlightLoad()
     before = view(in_flight)
     in_flight.add_prefill(1, 400)
-    in_flight.add_decode(1, 40, 4)
+    in_flight.add_decode(2, 40, 4)
     in_flight.clear()
     in_flight.remove(1)
     assert view(in_flight) == before

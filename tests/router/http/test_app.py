@@ -1,4 +1,4 @@
-"""Routes over real HTTP: bytes of a stream, error objects, headers, limits, and events for the observer."""
+"""Routes over real HTTP: bytes of a stream, error objects, headers, limits, and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import unsupported_fields
 from pdserve.router.http.schema import ChatBody, CompletionBody
-from pdserve.router.requests.generation import ServedModel
 from pdserve.router.requests.request import GenerationError
 from tests.router.edge_server import (
     MAX_BODY_BYTES,
@@ -44,8 +43,8 @@ def edge(server: EdgeServer) -> EdgeServer:
     """Edge in its normal state."""
     server.generator.refusal = None
     server.generator.is_ready = True
-    server.generator.model = ServedModel(max_model_len=512)
-    server.observer.__init__()  # type: ignore[misc]
+    server.generator.max_model_len = 512
+    server.metrics.__init__()  # type: ignore[misc]
     server.say("ab", FinishReason.LENGTH)
     return server
 
@@ -153,7 +152,7 @@ def test_tokens_that_come_together_are_events_of_their_own(edge: EdgeServer, htt
         edge.tokenizer.token_text(token) for token in (70, 71, 72)
     ]
     assert done == "[DONE]"
-    assert (len(edge.observer.first_tokens_s), len(edge.observer.gaps_s)) == (1, 2)
+    assert (len(edge.metrics.first_tokens_s), len(edge.metrics.gaps_s)) == (1, 2)
 
 
 def test_a_stream_that_fails_ends_with_an_error_and_without_done(edge: EdgeServer, http: httpx.Client) -> None:
@@ -161,7 +160,7 @@ def test_a_stream_that_fails_ends_with_an_error_and_without_done(edge: EdgeServe
     chunk, last = events(http.post(COMPLETIONS, json={"prompt": "x", "stream": True}))
     assert json.loads(chunk)["choices"][0]["text"]
     assert json.loads(last) == {"error": {"message": "too late", "type": "timeout_error", "param": None, "code": None}}
-    assert edge.observer.timings == []
+    assert edge.metrics.timings == []
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
@@ -194,7 +193,7 @@ def test_an_overloaded_cluster_says_when_to_come_back(edge: EdgeServer, http: ht
 
 
 def test_without_a_worker_requests_are_503(edge: EdgeServer, http: httpx.Client) -> None:
-    edge.generator.model = None
+    edge.generator.max_model_len = None
     answer = http.post(CHAT, json={"messages": MESSAGES})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "worker" in error_of(answer)["message"]
@@ -207,7 +206,7 @@ def test_health_says_what_is_missing(edge: EdgeServer, http: httpx.Client) -> No
     answer = http.get("/health")
     assert answer.status_code == 503
     assert "round trip" in answer.json()["missing"]
-    edge.generator.model = None
+    edge.generator.max_model_len = None
     assert "worker" in http.get("/health").json()["missing"]
     assert http.get("/live").status_code == 200
     assert http.get("/version").json() == {"version": "0.1.0"}
@@ -229,7 +228,7 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length(edge: EdgeS
         answer = http.post(COMPLETIONS, content=content, headers=headers)
         assert (answer.status_code, answer.headers["connection"]) == (413, "close")
         assert str(MAX_BODY_BYTES) in error_of(answer)["message"]
-    assert edge.observer.responses == [(COMPLETIONS, 413)] * 2
+    assert edge.metrics.responses == [(COMPLETIONS, 413)] * 2
 
 
 @pytest.mark.parametrize(
@@ -516,21 +515,21 @@ def test_an_unfit_request_id_is_replaced(edge: EdgeServer, http: httpx.Client, g
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_observer_is_told_of_every_token(edge: EdgeServer, http: httpx.Client, stream: bool) -> None:
+def test_every_token_is_timed(edge: EdgeServer, http: httpx.Client, stream: bool) -> None:
     num_tokens = edge.say("the time to first token")
     http.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
     http.get("/nothing")
-    observer = edge.observer
-    assert observer.responses == [(COMPLETIONS, 200), ("other", 404)]
-    assert len(observer.first_tokens_s) == 1
-    assert len(observer.gaps_s) == num_tokens - 1
-    (timing,) = observer.timings
+    metrics = edge.metrics
+    assert metrics.responses == [(COMPLETIONS, 200), ("other", 404)]
+    assert len(metrics.first_tokens_s) == 1
+    assert len(metrics.gaps_s) == num_tokens - 1
+    (timing,) = metrics.timings
     assert timing.num_tokens == num_tokens
-    assert timing.ttft_s == observer.first_tokens_s[0]
-    assert timing.tpot_s == pytest.approx(sum(observer.gaps_s) / (num_tokens - 1))
-    assert timing.duration_s == pytest.approx(timing.ttft_s + sum(observer.gaps_s))
+    assert timing.ttft_s == metrics.first_tokens_s[0]
+    assert timing.tpot_s == pytest.approx(sum(metrics.gaps_s) / (num_tokens - 1))
+    assert timing.duration_s == pytest.approx(timing.ttft_s + sum(metrics.gaps_s))
 
 
 def test_one_token_has_no_tpot(edge: EdgeServer, http: httpx.Client) -> None:
     http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
-    assert edge.observer.timings[0].tpot_s is None
+    assert edge.metrics.timings[0].tpot_s is None

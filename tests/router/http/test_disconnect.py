@@ -47,7 +47,7 @@ def test_leaving_cancels(edge: EdgeServer, stream: bool, num_tokens: int) -> Non
     connection.close()
     assert edge.generator.last.cancelled.wait(CANCEL_DEADLINE_S)
     assert edge.generator.last.cancels == [False]
-    assert edge.observer.timings == []
+    assert edge.metrics.timings == []
 
 
 def test_a_request_that_nobody_waits_for_is_counted_as_such(edge: EdgeServer) -> None:
@@ -56,9 +56,9 @@ def test_a_request_that_nobody_waits_for_is_counted_as_such(edge: EdgeServer) ->
     assert edge.generator.started.wait(5)
     connection.close()
     deadline_s = time.monotonic() + 5
-    while not edge.observer.responses and time.monotonic() < deadline_s:
+    while not edge.metrics.responses and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert edge.observer.responses == [("/v1/completions", 499)]
+    assert edge.metrics.responses == [("/v1/completions", 499)]
 
 
 def test_a_reader_that_stops_reading_stops_its_stream_alone_and_can_still_leave(edge: EdgeServer) -> None:
@@ -88,7 +88,7 @@ def wait_until_still(edge: EdgeServer) -> int:
     """Wait until no more tokens are written; return how many were."""
     num_tokens = -1
     deadline_s = time.monotonic() + 30
-    while num_tokens != (num_tokens := len(edge.observer.gaps_s)) or num_tokens == 0:
+    while num_tokens != (num_tokens := len(edge.metrics.gaps_s)) or num_tokens == 0:
         assert time.monotonic() < deadline_s, "the edge buffers without end"
         threading.Event().wait(0.3)
     return num_tokens

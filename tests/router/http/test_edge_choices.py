@@ -253,16 +253,28 @@ def test_token_ids_of_prompt_and_answer(edge: EdgeServer, client: openai.OpenAI)
     assert chat.model_extra["prompt_token_ids"] == edge.generator.last.prompt_tokens
 
 
+def test_token_ids_of_an_echo_and_of_several_prompts(edge: EdgeServer, client: openai.OpenAI) -> None:
+    edge.say("ab", FinishReason.LENGTH)
+    body = {"return_token_ids": True}
+    whole = client.completions.create(model=MODEL, prompt=[[7, 8], [9]], n=2, echo=True, extra_body=body)
+    assert [choice.model_extra for choice in whole.choices] == [
+        {"token_ids": tokens_of(edge, "ab"), "prompt_token_ids": prompt} for prompt in ([7, 8], [7, 8], [9], [9])
+    ]
+    stream = client.completions.create(model=MODEL, prompt=[7, 8], echo=True, stream=True, extra_body=body)
+    extras = [chunk.choices[0].model_extra or {} for chunk in stream]
+    assert [token for extra in extras for token in extra.get("token_ids", [])] == tokens_of(edge, "ab")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_times_are_of_the_slowest_choice(edge: EdgeServer, client: openai.OpenAI, stream: bool) -> None:
     num_tokens = say_each(edge, "a", "the time to first token")
-    edge.observer.__init__()  # type: ignore[misc]
+    edge.metrics.__init__()  # type: ignore[misc]
     answer = client.completions.create(model=MODEL, prompt="x", n=2, stream=stream)
     if isinstance(answer, openai.Stream):
         list(answer)
-    observer = edge.observer
-    assert (len(observer.first_tokens_s), len(observer.gaps_s)) == (2, num_tokens - 2)
-    (timing,) = observer.timings
+    metrics = edge.metrics
+    assert (len(metrics.first_tokens_s), len(metrics.gaps_s)) == (2, num_tokens - 2)
+    (timing,) = metrics.timings
     assert timing.num_tokens == num_tokens
-    assert timing.ttft_s == max(observer.first_tokens_s)
-    assert timing.tpot_s == pytest.approx(sum(observer.gaps_s) / len(observer.gaps_s))
+    assert timing.ttft_s == max(metrics.first_tokens_s)
+    assert timing.tpot_s == pytest.approx(sum(metrics.gaps_s) / len(metrics.gaps_s))

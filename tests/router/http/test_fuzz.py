@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,16 +14,17 @@ import pytest
 from fastapi import FastAPI
 
 from pdserve.contracts.events import TokenEvent
-from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
+from pdserve.contracts.request import FinishReason, GenerationRequest
 from pdserve.contracts.step import ModelLimits, TokenLogprobs
 from pdserve.proto.codec import request_from_proto, request_to_proto
 from pdserve.router.http.app import create_app
+from pdserve.router.requests.request import RequestSpec
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, odd_body
 from tests.router.edge_server import (
     MAX_MODEL_LEN,
     MODEL,
-    RecordingObserver,
+    RecordingMetrics,
     ScriptedGeneration,
     ScriptedGenerator,
     token_event,
@@ -46,28 +47,18 @@ class CheckedGenerator(ScriptedGenerator):
         self._limits = ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=vocab_size, eos_token_ids=(EOS_ID,))
         self.script = speaking
 
-    def start(
-        self,
-        prompt_tokens: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        arrived_s: float,
-        cache_salt: bytes = b"",
-        num_choices: int = 1,
-    ) -> ScriptedGeneration:
+    def start(self, spec: RequestSpec) -> ScriptedGeneration:
         request = GenerationRequest(
             request_id=1,
-            prompt_tokens=tuple(prompt_tokens),
-            sampling=sampling,
-            cache_salt=cache_salt,
-            choice=num_choices - 1,
+            prompt_tokens=spec.prompt_tokens,
+            sampling=spec.sampling,
+            cache_salt=spec.cache_salt,
+            choice=spec.num_choices - 1,
         )
         request_from_proto(request_to_proto(request), self._limits)
-        assert len(prompt_tokens) + sampling.max_tokens <= MAX_MODEL_LEN
+        assert len(spec.prompt_tokens) + spec.sampling.max_tokens <= MAX_MODEL_LEN
         self.generations.clear()
-        return super().start(
-            prompt_tokens, sampling, arrived_s=arrived_s, cache_salt=cache_salt, num_choices=num_choices
-        )
+        return super().start(spec)
 
 
 async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
@@ -87,7 +78,7 @@ def app(tmp_path: Path) -> FastAPI:
     write_tokenizer(tmp_path)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
     generator = CheckedGenerator(tokenizer.vocab_size)
-    return create_app(generator, tokenizer, served_name=MODEL, observer=RecordingObserver(), max_body_bytes=100_000)
+    return create_app(generator, tokenizer, served_name=MODEL, metrics=RecordingMetrics(), max_body_bytes=100_000)
 
 
 async def post(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:

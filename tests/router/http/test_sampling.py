@@ -32,6 +32,18 @@ def test_an_answer_that_does_not_fit_is_told_what_would() -> None:
         sampling_params(completion(max_tokens=11), 90, 100)
 
 
+@pytest.mark.parametrize(("field", "other"), [("max_tokens", {}), ("max_completion_tokens", {"max_tokens": 5})])
+def test_a_limit_that_is_too_high_is_named_as_sent(field: str, other: dict[str, int]) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    too_long = ChatBody.model_validate({"messages": messages, field: 91, **other})
+    with pytest.raises(ApiError, match=f"lower {field} to 90"):
+        sampling_params(too_long, 10, 100)
+    too_large = ChatBody.model_validate({"messages": messages, field: MAX_ANSWER_ENTRIES + 1, **other})
+    with pytest.raises(ApiError, match="are too much") as caught:
+        sampling_params(too_large, 1, 10 * MAX_ANSWER_ENTRIES)
+    assert caught.value.param == field
+
+
 @pytest.mark.parametrize("num_prompt_tokens", [100, 1000])
 def test_a_prompt_that_leaves_no_room_is_refused(num_prompt_tokens: int) -> None:
     with pytest.raises(ApiError, match=rf"100 tokens.*{num_prompt_tokens}.*shorten"):

@@ -97,10 +97,10 @@ async def test_every_choice_counts_as_load(p: ScriptedWorker, d: ScriptedWorker)
             if choice == 0:
                 p.send_token(request, 0, 100)
                 d.send_event(request, RequestEventKind.JOINED)
-        snapshot = rig.fleet.worker("decode-0").snapshot()
+        snapshot = rig.cluster.workers["decode-0"].snapshot()
         assert (snapshot.num_decoding, snapshot.num_context_tokens) == (3, 30)
         stream.cancel()
-        assert rig.fleet.worker("decode-0").snapshot().num_decoding == 0
+        assert rig.cluster.workers["decode-0"].snapshot().num_decoding == 0
 
 
 @pytest.mark.parametrize("ending", ["joined", "stopped", "failed"])

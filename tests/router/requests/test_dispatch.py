@@ -12,7 +12,7 @@ from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.requests.request import GenerationError
+from pdserve.router.requests.request import GenerationError, RequestSpec
 from tests.router.rig import Rig, attempt_of, hand_off, is_unbound, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
@@ -194,6 +194,34 @@ async def test_a_request_that_can_never_run_is_refused(p: ScriptedWorker, d: Scr
         assert stream.outcome is Outcome.REJECTED
 
 
+@with_workers("mixed-0")
+async def test_the_end_of_a_drain_wakes_queued_requests(m: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m)
+        m.load["draining"] = True
+        await until(lambda: not rig.cluster.workers["mixed-0"].takes_work)
+        stream = rig.start(max_tokens=1)
+        assert rig.dispatcher.num_queued == 1
+        m.load["draining"] = False
+        m.send_token(await m.next_submit(), 0, 7, last=True)
+        assert await read_all(stream) == [7]
+
+
+@with_workers("prefill-0", "decode-0")
+async def test_the_end_of_a_drain_binds_parked_prompts(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        stream = rig.start(max_tokens=2)
+        request = await p.next_submit()
+        d.load["draining"] = True
+        await until(lambda: not rig.cluster.workers["decode-0"].takes_work)
+        p.offer(request)
+        await until(lambda: is_unbound(attempt_of(stream)))
+        d.load["draining"] = False
+        assert (await d.next_prepare()).request_id == request.request_id
+        stream.cancel()
+
+
 @with_workers("prefill-0", "prefill-1", "decode-0")
 async def test_a_draining_worker_passes_requests_on(p0: ScriptedWorker, p1: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
@@ -318,9 +346,9 @@ async def test_a_worker_of_another_model_takes_no_work(m: ScriptedWorker, other:
     other.welcome["model_hash"] = "another"
     async with running_rig() as rig:
         await rig.up(m)
-        await rig.fleet.set_targets([m.endpoint, other.endpoint])
+        await rig.cluster.set_targets([m.endpoint, other.endpoint])
         await until(lambda: len(other.hellos) >= 2)
-        assert [worker.worker_id for worker in rig.fleet.workers if worker.is_up] == ["mixed-0"]
+        assert [worker.worker_id for worker in rig.cluster.workers.values() if worker.is_up] == ["mixed-0"]
 
 
 @with_workers("mixed-0", "mixed-1")
@@ -332,7 +360,7 @@ async def test_cache_events_steer_requests(m0: ScriptedWorker, m1: ScriptedWorke
         first = rig.start(tokens)
         await m1.next_submit()
         m1.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(evicted=block_hashes(tokens, 4))))
-        await until(lambda: not rig.fleet.worker("mixed-1").cached_blocks)
+        await until(lambda: not rig.cluster.workers["mixed-1"].cached_blocks)
         second = rig.start(tokens)
         await m0.next_submit()
         first.cancel()
@@ -343,7 +371,7 @@ async def cache(rig: Rig, worker: ScriptedWorker, tokens: Sequence[int]) -> None
     """Report to the router that ``worker`` caches ``tokens``."""
     hashes = block_hashes(tokens, 4)
     worker.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(stored=hashes)))
-    await until(lambda: rig.fleet.worker(worker.worker_id).cached_blocks >= set(hashes))
+    await until(lambda: rig.cluster.workers[worker.worker_id].cached_blocks >= set(hashes))
 
 
 @with_workers("prefill-0", "decode-0")
@@ -354,11 +382,18 @@ async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: Sc
         stream = rig.start(range(420), max_tokens=2)
         request = await d.next_submit()
         assert not request.handoff
-        assert rig.fleet.worker("decode-0").snapshot().num_waiting_tokens == 20
+        assert rig.cluster.workers["decode-0"].snapshot().num_waiting_tokens == 20
         d.send_tokens(request, [(0, 1), (1, 2)], last=True)
         assert await read_all(stream) == [1, 2]
         assert p.commands.empty()
-        probe = rig.cluster.start(range(420), SamplingParams(), arrived_s=time.monotonic(), is_probe=True)
+        probe = rig.cluster.start(
+            RequestSpec(
+                prompt_tokens=tuple(range(420)),
+                sampling=SamplingParams(),
+                arrived_s=time.monotonic(),
+                is_probe=True,
+            )
+        )
         assert (await p.next_submit()).handoff
         probe.cancel()
 
@@ -370,10 +405,10 @@ async def test_turns_that_come_at_once_take_no_batch_slot_twice(p: ScriptedWorke
         await cache(rig, d, range(60))
         streams = [rig.start(range(62)) for _ in range(20)]
         assert sum(not attempt_of(stream).handoff for stream in streams) == 8  # the worker's batch slots
-        assert rig.fleet.worker("decode-0").snapshot().num_decoding == 8
+        assert rig.cluster.workers["decode-0"].snapshot().num_decoding == 8
         for stream in streams:
             stream.cancel()
-        assert rig.fleet.worker("decode-0").snapshot().num_decoding == 0
+        assert rig.cluster.workers["decode-0"].snapshot().num_decoding == 0
 
 
 @with_workers("prefill-0", "decode-0", "decode-1")

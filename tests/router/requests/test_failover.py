@@ -80,7 +80,7 @@ async def play_last_words(p: ScriptedWorker, d: ScriptedWorker, *, released: boo
         request = await hand_off(p, d, released=released)
         await until(lambda: attempt_of(stream).state is RequestState.DECODING)
         await p.stop()
-        await until(lambda: not rig.fleet.worker("prefill-0").is_up)
+        await until(lambda: not rig.cluster.workers["prefill-0"].is_up)
         d.send_token(request, 1, 101, last=True)
         assert await read_all(stream) == [100, 101]
         assert rig.dispatcher.outcomes[Outcome.FINISHED] == 1
@@ -111,7 +111,7 @@ async def test_the_only_decode_worker_comes_back(p: ScriptedWorker, d: ScriptedW
         await until(lambda: attempt_of(stream).state is RequestState.QUEUED)
         d.epoch += 1000
         await d.start()
-        await rig.fleet.set_targets([p.endpoint, d.endpoint])
+        await rig.cluster.set_targets([p.endpoint, d.endpoint])
         again = await hand_off(p, d, token=102)
         assert list(again.emitted_tokens) == [100, 101]
         d.send_token(again, 3, 103, last=True)
@@ -144,7 +144,7 @@ async def test_a_silent_decode_worker_is_fenced(p: ScriptedWorker, d0: ScriptedW
         d0.is_silent = True
         request = await hand_off(p, d1, token=101)
         d0.is_silent = False
-        await until(lambda: rig.fleet.worker("decode-0").is_up)
+        await until(lambda: rig.cluster.workers["decode-0"].is_up)
         d0.send_tokens(stale, [(1, 666), (2, 666)], last=True)
         d1.send_token(request, 2, 102, last=True)
         assert await read_all(stream) == [100, 101, 102]
@@ -219,7 +219,7 @@ async def test_work_that_a_worker_gives_up_as_late_is_late(m: ScriptedWorker) ->
         time.sleep(0.2)  # noqa: ASYNC251  # the sweep must not come first
         key = RequestKey(0, attempt_of(stream).request_id, 0)
         event = RequestEvent(key, RequestEventKind.FAILED, "deadline: 0.2 s have passed")
-        rig.dispatcher.event_received(rig.fleet.worker("mixed-0"), event)
+        rig.dispatcher.event_received(rig.cluster.workers["mixed-0"], event)
         with pytest.raises(GenerationError) as caught:
             await read_all(stream)
         assert caught.value.status == 504
@@ -336,7 +336,7 @@ async def test_token_0_is_lost_after_the_decode_worker_heard_that_it_was_the_las
         p0.offer(await p0.next_submit())
         d.send_event(await d.next_prepare(), RequestEventKind.RELEASED)
         d.load["num_running"] = 1  # next load, which the router receives after the event
-        await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
+        await until(lambda: rig.cluster.workers["decode-0"].load.num_running == 1)
         await p0.stop()
         p1.send_token(await p1.next_submit(), 0, 9, last=True)
         assert await read_all(stream) == [9]
@@ -353,6 +353,6 @@ async def test_only_the_workers_of_an_attempt_are_heard(
         stranger.send_token(request, 1, 666, last=True)
         stranger.send_event(request, RequestEventKind.FAILED)
         stranger.load["num_running"] = 1
-        await until(lambda: rig.fleet.worker("prefill-1").load.num_running == 1)
+        await until(lambda: rig.cluster.workers["prefill-1"].load.num_running == 1)
         d.send_token(request, 1, 101, last=True)
         assert await read_all(stream) == [100, 101]

@@ -157,6 +157,10 @@ def test_a_turn_goes_where_the_history_is() -> None:
     assert chosen(TURN, prompt_only, d0, D1) == "decode-0"
 
 
+def test_ties_go_to_mixed_workers() -> None:
+    assert chosen(prompt(100), D0, M0) == "mixed-0"
+
+
 def test_no_objective_or_no_choice() -> None:
     d0 = D0._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000)
     assert chosen(TURN, P0, d0, tpot_slo_s=0.0) == "prefill-0"

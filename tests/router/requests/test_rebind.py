@@ -74,7 +74,7 @@ async def test_the_only_decode_worker_is_replaced_in_time(p: ScriptedWorker, d: 
         assert attempt_of(stream).state is RequestState.HANDOFF
         d.epoch += 1000
         await d.start()
-        await rig.fleet.set_targets([p.endpoint, d.endpoint])
+        await rig.cluster.set_targets([p.endpoint, d.endpoint])
         await until(lambda: not is_unbound(attempt_of(stream)))
         await finish(rig, stream, d, (await d.next_command("prepare")).prepare)
 
@@ -169,7 +169,7 @@ async def test_the_worker_that_was_let_go_is_not_heard(
         d0.send_token(first.request, 1, 666, last=True)
         d0.send_event(first.request, RequestEventKind.FAILED)
         d0.load["num_running"] = 1
-        await until(lambda: rig.fleet.worker("decode-0").load.num_running == 1)
+        await until(lambda: rig.cluster.workers["decode-0"].load.num_running == 1)
         await finish(rig, stream, d1, prepare)
 
 

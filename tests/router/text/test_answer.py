@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
-from pdserve.router.requests.request import GenerationError
-from pdserve.router.text.answer import Answer, Choice, TextDelta, Usage
+from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.text.answer import Answer, Choice, TextDelta, usage
 from pdserve.router.text.answer_text import Detokenizer, StopStrings
 from tests.router.edge_server import (
     Script,
@@ -38,11 +38,13 @@ def answer_of(
 ) -> Answer:
     return Answer(
         generator,
-        [BOS_ID, 40, 41],
-        SamplingParams(max_tokens=100),
-        arrived_s=1.0,
-        cache_salt=b"",
-        choices=[
+        RequestSpec(
+            prompt_tokens=(BOS_ID, 40, 41),
+            sampling=SamplingParams(max_tokens=100),
+            arrived_s=1.0,
+            num_choices=num_choices,
+        ),
+        [
             Choice(
                 index,
                 Detokenizer(TOKENIZER, {BOS_ID, EOS_ID}),
@@ -96,7 +98,7 @@ def test_reading_to_the_end_cancels_nothing() -> None:
     assert generator.last.cancels == []
     assert "".join(delta.text for delta in deltas) == "the time"
     assert [delta.end for delta in deltas] == [None] * (len(deltas) - 1) + ["stop"]
-    assert answer.usage == Usage(3, 3, len(deltas))
+    assert counts(answer) == (3, 3, len(deltas))
 
 
 def test_the_stopping_token_is_no_text_even_where_it_is_an_ordinary_one() -> None:
@@ -113,7 +115,7 @@ def test_a_stop_string_finishes_the_generation_and_uses_up_what_it_read() -> Non
     assert generator.last.cancels[0] is True
     assert "".join(delta.text for delta in deltas) == "abc"
     assert deltas[-1].end == "stop"
-    assert answer.usage.num_completion_tokens == len(deltas) < len(tokens_of("abcdefgh"))
+    assert answer.num_completion_tokens == len(deltas) < len(tokens_of("abcdefgh"))
 
 
 def test_a_stop_string_in_the_last_token_wins_over_its_length() -> None:
@@ -128,6 +130,13 @@ def test_broken_bytes_at_the_end_are_searched_for_stop_strings_too() -> None:
     generator.script = saying(tokens_of("a") + tokens_of("東")[:1], FinishReason.LENGTH)
     deltas = read(answer_of(generator, ("\ufffd",)))
     assert ("".join(delta.text for delta in deltas), deltas[-1].end) == ("a", "stop")
+
+
+def counts(answer: Answer) -> tuple[object, ...]:
+    """Prompt, cached and generated tokens, as in the response."""
+    written = usage([answer])
+    assert written["prompt_tokens_details"] == {"cached_tokens": answer.num_cached_tokens}
+    return written["prompt_tokens"], answer.num_cached_tokens, written["completion_tokens"]
 
 
 def text_of(deltas: list[TextDelta], choice: int = 0) -> str:
@@ -180,7 +189,7 @@ def test_choices_have_texts_stop_strings_and_ends_of_their_own() -> None:
     assert ends == {5: "stop", 6: "length", 7: "length"}
     assert generator.last.finished == [0]
     num_tokens = len(tokens_of("ab|")) + len(tokens_of("東京")) + 1
-    assert answer.usage == Usage(3, 0, num_tokens)
+    assert counts(answer) == (3, 0, num_tokens)
     assert len(deltas) == num_tokens
 
 
@@ -191,7 +200,7 @@ def test_tokens_of_a_choice_that_a_stop_string_ended_are_not_read() -> None:
     deltas = read(answer)
     assert [text_of(deltas, choice) for choice in (0, 1)] == ["", "abc"]
     assert generator.last.finished == [0]
-    assert answer.usage.num_completion_tokens == 1 + len(tokens_of("abc|"))
+    assert answer.num_completion_tokens == 1 + len(tokens_of("abc|"))
 
 
 def test_a_generation_that_forgets_a_choice_is_a_fault() -> None:
@@ -205,7 +214,7 @@ def test_each_token_says_where_its_text_begins() -> None:
     generator = ScriptedGenerator()
     generator.script = saying(tokens_of("é東x"), FinishReason.LENGTH)
     deltas = read(answer_of(generator))
-    offsets = [token.offset_chars for delta in deltas for token in delta.generated]
+    offsets = [token.offset_chars for delta in deltas for token in delta.tokens]
     assert offsets[0] == 0
     assert offsets[-1] == 2
     assert offsets == sorted(offsets)
@@ -223,4 +232,4 @@ def test_tokens_that_come_together_are_read_together_up_to_the_end_of_their_choi
     (together,) = asyncio.run(run())
     assert [text_of(together, choice) for choice in (0, 1)] == ["a", "a"]
     assert generator.last.finished == [0, 1]
-    assert answer.usage.num_completion_tokens == len(together) == 2 * len(tokens_of("a."))
+    assert answer.num_completion_tokens == len(together) == 2 * len(tokens_of("a."))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pdserve.router.text.tokenizer import ChatTemplate
+from pdserve.router.text.tokenizer import compile_template
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & 'kind'."},
@@ -29,7 +29,7 @@ MESSAGES = [
 )
 def test_renders_as_transformers_does(source: str) -> None:
     rendered, _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>")
-    assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES) == rendered[0]
+    assert compile_template(source, {"bos_token": "<s>"})(MESSAGES) == rendered[0]
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_renders_as_transformers_does(source: str) -> None:
 )
 def test_what_a_template_raises_is_a_value_error(source: str) -> None:
     with pytest.raises(ValueError, match="refuses these messages"):
-        ChatTemplate(source, {}).render(MESSAGES)
+        compile_template(source, {})(MESSAGES)
 
 
 def test_the_reason_of_a_template_is_told() -> None:
     with pytest.raises(ValueError, match="roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(MESSAGES)
+        compile_template("{{ raise_exception('roles must alternate') }}", {})(MESSAGES)
 
 
 def test_a_broken_template_names_its_line() -> None:
     with pytest.raises(ValueError, match=r"does not compile.*repair"):
-        ChatTemplate("{% for %}", {})
+        compile_template("{% for %}", {})

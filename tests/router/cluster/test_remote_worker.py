@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.cluster.session import Credentials, SessionRefusedError, WorkerSession
+from pdserve.router.cluster.cluster import Cluster
+from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from tests.router.scripted_worker import ScriptedWorker, until
 
-CREDENTIALS = Credentials(router_id="router", stall_timeout_s=0.6)
 
-
-class Recorder(WorkerSession):
-    def __init__(self, endpoint: WorkerEndpoint, credentials: Credentials = CREDENTIALS, refuse: str = "") -> None:
-        super().__init__(endpoint, credentials)
+class Recorder(RemoteWorker):
+    def __init__(self, endpoint: WorkerEndpoint, *, cluster_token: str = "", refuse: str = "") -> None:
+        dispatcher = Dispatcher({}, DispatchSettings(), time.monotonic)
+        super().__init__(
+            endpoint, Cluster(dispatcher, RouterMetrics(), cluster_token=cluster_token, stall_timeout_s=0.6)
+        )
         self.opened: list[worker_pb2.Welcome] = []
         self.steps: list[int] = []
         self.reasons: list[str] = []
         self._refuse = refuse
 
     def session_opened(self, welcome: worker_pb2.Welcome) -> None:
-        assert self.is_open
         if self._refuse:
             raise SessionRefusedError(self._refuse)
+        super().session_opened(welcome)
+        assert self.is_up
         self.opened.append(welcome)
 
     def frame_received(self, frame: worker_pb2.StepFrame) -> None:
         self.steps.extend(frame.tokens.index)
 
     def session_broken(self, reason: str) -> None:
-        assert not self.is_open
+        super().session_broken(reason)
+        assert not self.is_up
         self.reasons.append(reason)
 
 
@@ -42,7 +49,7 @@ def test_frames_and_commands_arrive_in_order() -> None:
         worker = await ScriptedWorker("prefill-0", WorkerRole.PREFILL).start()
         session = Recorder(worker.endpoint)
         session.start()
-        await until(lambda: session.is_open)
+        await until(lambda: session.is_up)
         assert session.opened[0].worker_id == "prefill-0"
         request = worker_pb2.Request(request_id=1)
         for index in range(100):
@@ -64,18 +71,18 @@ def test_a_break_is_told_once_and_the_next_epoch_is_higher() -> None:
         worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
         session = Recorder(worker.endpoint)
         session.start()
-        await until(lambda: session.is_open)
+        await until(lambda: session.is_up)
         await worker.stop()
         await until(lambda: session.reasons)
         await asyncio.sleep(0.3)
         assert len(session.reasons) == 1
         await worker.start()
-        await until(lambda: session.is_open)
+        await until(lambda: session.is_up)
         worker.end_stream()
         await until(lambda: len(worker.hellos) == 3)
         epochs = [hello.session_epoch for hello in worker.hellos]
         assert epochs == sorted(set(epochs))
-        assert {hello.router_id for hello in worker.hellos} == {"router"}
+        assert len({hello.router_id for hello in worker.hellos}) == 1
         await session.close()
         await worker.stop()
 
@@ -87,12 +94,27 @@ def test_silence_breaks_a_session() -> None:
         worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
         session = Recorder(worker.endpoint)
         session.start()
-        await until(lambda: session.is_open)
+        await until(lambda: session.is_up)
         worker.is_silent = True
         await until(lambda: session.reasons)
         assert "silent for 0.6 s" in session.reasons[0]
         worker.is_silent = False
         await until(lambda: len(session.opened) == 2)
+        await session.close()
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+def test_a_second_welcome_breaks_a_session() -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        session = Recorder(worker.endpoint)
+        session.start()
+        await until(lambda: session.is_up)
+        worker.send_welcome()
+        await until(lambda: session.reasons)
+        assert session.reasons == ["unexpected message 'welcome'"]
         await session.close()
         await worker.stop()
 
@@ -120,7 +142,7 @@ def test_a_refusal_of_the_sink_closes_without_a_break() -> None:
         session = Recorder(worker.endpoint, refuse="another model")
         session.start()
         await until(lambda: len(worker.hellos) == 2)
-        assert not session.is_open
+        assert not session.is_up
         assert not session.reasons
         await session.close()
         await worker.stop()
@@ -132,10 +154,10 @@ def test_a_refusal_of_the_sink_closes_without_a_break() -> None:
 def test_the_cluster_token_is_sent(token: str, opens: bool) -> None:
     async def run() -> None:
         worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start(cluster_token="secret")
-        session = Recorder(worker.endpoint, replace(CREDENTIALS, cluster_token=token))
+        session = Recorder(worker.endpoint, cluster_token=token)
         session.start()
         await asyncio.sleep(0.5)
-        assert session.is_open is opens
+        assert session.is_up is opens
         await session.close()
         await worker.stop()
 
@@ -155,7 +177,7 @@ def test_a_session_outlives_a_sink_that_fails() -> None:
         worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
         session = FailingRecorder(worker.endpoint)
         session.start()
-        await until(lambda: session.is_open)
+        await until(lambda: session.is_up)
         worker.end_stream()
         await until(lambda: len(session.opened) == 2)
         await session.close()

@@ -1,0 +1,261 @@
+"""A worker behind a session: a bidirectional gRPC stream that is reopened whenever it breaks.
+
+Owns the channel, reconnects and the stall timeout, and translates between the wire and the contracts. Commands are
+queued, never awaited. When a stream breaks, everything sent through it is void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from pdserve.contracts.events import SchedulerLoad
+from pdserve.contracts.placement import WorkerEndpoint
+from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.kv_transfer.rpc import call_metadata
+from pdserve.proto.codec import (
+    event_from_proto,
+    load_from_proto,
+    prompt_logprobs_from_proto,
+    request_to_proto,
+    source_to_proto,
+    unpack_tokens,
+)
+from pdserve.proto.v1 import worker_pb2
+from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
+from pdserve.router.cluster.worker import Worker
+from pdserve.router.metrics import WorkerMetrics
+
+if TYPE_CHECKING:
+    from pdserve.router.cluster.cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+STALL_TICKS = 6
+"""Silent periods after which a stream counts as broken. Counting periods instead of seconds keeps a pause of the
+router's own process from being taken for silence of the worker."""
+MAX_MESSAGE_BYTES = 64 << 20
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A cut cable sends no FIN: ping from this side as the worker does from the other.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    # A failed connection must not delay the next session to a worker restarted on the same port.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class SessionRefusedError(Exception):
+    """The peer is not the expected worker, or does not fit the cluster."""
+
+
+class RemoteWorker(Worker):
+    """Keeps a session to one incarnation of a worker open until `close`."""
+
+    def __init__(self, endpoint: WorkerEndpoint, cluster: Cluster) -> None:
+        host = endpoint.address.rpartition(":")[0]
+        super().__init__(endpoint.worker_id, endpoint.role, host=host, epoch=endpoint.epoch)
+        self.cached_blocks: set[bytes] = set()
+        self.endpoint = endpoint
+        self.metrics = WorkerMetrics(cluster.metrics, endpoint.worker_id, endpoint.role)
+        self.welcome = worker_pb2.Welcome()
+        self.reported = worker_pb2.Load()
+        """Last load as received."""
+        self._cluster = cluster
+        self._tick_s = cluster.stall_timeout_s / STALL_TICKS
+        self._num_received = 0
+        self._commands: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    # Commands
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.send(worker_pb2.RouterMessage(submit=worker_pb2.Submit(request=request_to_proto(request))))
+
+    def prepare(self, request: GenerationRequest, source: KvSource) -> None:
+        prepare = worker_pb2.Prepare(request=request_to_proto(request), source=source_to_proto(source))
+        self.send(worker_pb2.RouterMessage(prepare=prepare))
+
+    def cancel(self, request_id: int, attempt: int) -> None:
+        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt)
+        self.send(worker_pb2.RouterMessage(cancel=cancel))
+
+    def send(self, message: worker_pb2.RouterMessage) -> None:
+        """Queue a command. A break voids everything sent before it."""
+        assert self.is_up
+        self._commands.put_nowait(message)
+
+    # Messages of the worker
+
+    def session_opened(self, welcome: worker_pb2.Welcome) -> None:
+        """Take work.
+
+        Raises:
+            SessionRefusedError: the worker does not fit the cluster; the session closes and retries later.
+        """
+        self._cluster.check_model(self, welcome)
+        self.welcome = welcome
+        self.kv_address = welcome.kv_address
+        self.block_size = welcome.block_size
+        self.max_batch_tokens, self.max_batch_size = welcome.max_batch_tokens, welcome.max_batch_size
+        self.reported = worker_pb2.Load(num_blocks_free=welcome.num_blocks)
+        self.load = SchedulerLoad(num_blocks_free=welcome.num_blocks)
+        self.prefill_correction = self.decode_correction = 1.0
+        self.is_draining = False
+        self.cached_blocks.clear()
+        self.metrics.up.set(1)
+        log.info("worker %s is up at %s", self.worker_id, self.endpoint.address)
+        self._cluster.dispatcher.worker_up(self)
+
+    def frame_received(self, frame: worker_pb2.StepFrame) -> None:
+        """Apply a frame: worker state first, then starts, prompt log probabilities, tokens and ends of requests."""
+        dispatcher = self._cluster.dispatcher
+        was_draining = self.is_draining
+        if frame.HasField("load"):
+            self.reported = load = frame.load
+            self.load = load_from_proto(load)
+            self.is_draining = load.draining
+            self.prefill_correction = load.prefill_correction or 1.0
+            self.decode_correction = load.decode_correction or 1.0
+            self.metrics.observe(load)
+        if frame.HasField("cache"):
+            self._update_cached_blocks(frame.cache)
+        if was_draining and not self.is_draining:
+            dispatcher.worker_up(self)
+        for report in frame.transfers:
+            self._cluster.metrics.observe_transfer(report)
+        endings = []
+        for message in frame.events:
+            event = event_from_proto(message)
+            if event.kind.is_terminal:
+                endings.append(event)
+            else:
+                dispatcher.event_received(self, event)
+        for prompt_logprobs in frame.prompt_logprobs:
+            dispatcher.prompt_logprobs_received(self, prompt_logprobs_from_proto(prompt_logprobs))
+        dispatcher.tokens_received(self, unpack_tokens(frame.tokens))
+        for event in endings:
+            dispatcher.event_received(self, event)
+
+    def session_broken(self, reason: str) -> None:
+        """The stream broke; called exactly once per `session_opened` that returned."""
+        self.metrics.up.set(0)
+        self._cluster.worker_lost(self)
+
+    def _update_cached_blocks(self, events: worker_pb2.CacheEvents) -> None:
+        """Apply one frame's prefix-cache changes; the index never exceeds the size of the worker's pool."""
+        if events.cleared:
+            self.cached_blocks.clear()
+        self.cached_blocks.update(events.stored)
+        self.cached_blocks.difference_update(events.evicted)
+        while len(self.cached_blocks) > self.welcome.num_blocks:
+            self.cached_blocks.pop()
+
+    # The session
+
+    def start(self) -> None:
+        """Begin to connect; requires a running event loop."""
+        assert self._task is None
+        self._task = asyncio.create_task(self._run(), name=f"session {self.worker_id}")
+
+    async def close(self) -> None:
+        """End the session for good; calls `session_broken` if it was open."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        """Run one stream after another, with backoff between them."""
+        backoff_s = MIN_BACKOFF_S
+        last_reason = ""
+        while True:
+            reason, was_up = await self._live_once()
+            if reason != last_reason or was_up:
+                log.warning("session with %s at %s: %s", self.worker_id, self.endpoint.address, reason)
+            last_reason = reason
+            backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
+
+    async def _live_once(self) -> tuple[str, bool]:
+        """Run one stream from hello to break; return why it ended and whether the worker had answered."""
+        self._commands = asyncio.Queue()
+        reason, was_up = "closed", False
+        async with grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel:
+            reader = asyncio.create_task(self._read(channel))
+            try:
+                reason = await self._watch(reader)
+            finally:
+                was_up = self.is_up
+                reader.cancel()
+                try:
+                    if was_up:
+                        self.session_broken(reason)
+                except Exception:  # the worker must be able to reconnect all the same
+                    log.exception("session with %s: its end could not be handled", self.worker_id)
+                await asyncio.wait({reader})
+        return reason, was_up
+
+    async def _watch(self, reader: asyncio.Task[str]) -> str:
+        """Wait until ``reader`` ends or has been silent for too long; return the reason."""
+        silent_ticks = 0
+        while silent_ticks < STALL_TICKS:
+            num_received = self._num_received
+            done, _ = await asyncio.wait({reader}, timeout=self._tick_s)
+            if done:
+                return reader.result()
+            silent_ticks = silent_ticks + 1 if self._num_received == num_received else 0
+        return f"silent for {self._tick_s * STALL_TICKS:g} s"
+
+    async def _read(self, channel: grpc.aio.Channel) -> str:
+        """Receive until the stream ends; return the reason."""
+        metadata = call_metadata(self._cluster.cluster_token)
+        call = WorkerStub(channel).Session(self._outgoing(self._commands), metadata=metadata)
+        try:
+            async for message in call:
+                self._num_received += 1
+                self._receive(message)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except SessionRefusedError as error:
+            return str(error)
+        except Exception:
+            log.exception("session with %s: a message could not be handled", self.worker_id)
+            return "a message could not be handled"
+        finally:
+            call.cancel()
+        return "the worker ended the stream"
+
+    async def _outgoing(
+        self, commands: asyncio.Queue[worker_pb2.RouterMessage]
+    ) -> AsyncIterator[worker_pb2.RouterMessage]:
+        # The clock grows over all sessions to a worker, even if it left the targets and returned.
+        hello = worker_pb2.Hello(router_id=self._cluster.router_id, session_epoch=time.monotonic_ns())
+        yield worker_pb2.RouterMessage(hello=hello)
+        while True:
+            yield await commands.get()
+
+    def _receive(self, message: worker_pb2.WorkerMessage) -> None:
+        body = message.WhichOneof("body")
+        if body == "frame" and self.is_up:
+            self.frame_received(message.frame)
+        elif body == "welcome" and not self.is_up:
+            self._check_identity(message.welcome)
+            self.session_opened(message.welcome)
+        else:
+            raise SessionRefusedError(f"unexpected message {body!r}")
+
+    def _check_identity(self, welcome: worker_pb2.Welcome) -> None:
+        expected = (self.worker_id, self.epoch, self.role.value)
+        if (welcome.worker_id, welcome.worker_epoch, welcome.role) != expected:
+            raise SessionRefusedError(
+                f"another worker answers: {welcome.worker_id!r} ({welcome.role}), epoch {welcome.worker_epoch}"
+            )

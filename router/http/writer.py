@@ -1,0 +1,222 @@
+"""JSON of a request's answers in OpenAI's two APIs, whole or as server-sent events.
+
+The shared members of a stream's chunks are encoded once, so a token costs only the encoding of its own text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import msgspec
+
+from pdserve.contracts.step import TokenLogprobs
+from pdserve.router.http.schema import ChatBody, GenerationBody
+from pdserve.router.text.answer import Answer, AnswerEnd, AnswerToken, TextDelta, usage
+from pdserve.router.text.tokenizer import ChatTokenizer
+
+VERSION = version("pdserve")
+
+DONE = b"data: [DONE]\n\n"
+
+_LOWEST = -9999.0
+"""Stands for minus infinity, which JSON lacks; the same value as in vLLM."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(data: bytes) -> bytes:
+    """Event that carries one line of JSON."""
+    return b"data: " + data + b"\n\n"
+
+
+class AnswerWriter:
+    """Writes the answers to one request: `events` for a stream, else `add` and `whole`."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, body: GenerationBody, answers: Sequence[Answer], request_id: str, model: str
+    ) -> None:
+        self.shows_tokens = bool(body.return_token_ids) or body.num_logprobs >= 0
+        """Whether choices include tokens as well as text, so that a token without text needs a chunk, too."""
+        self._tokenizer = tokenizer
+        self._body = body
+        self._answers = answers
+        self._is_chat = isinstance(body, ChatBody)
+        self._shows_prompt = body.shows_prompt
+        self._has_usage_everywhere = body.has_usage_everywhere
+        prefix, kind = ("chatcmpl-", "chat.completion") if self._is_chat else ("cmpl-", "text_completion")
+        self._envelope = {
+            "id": prefix + request_id,
+            "object": f"{kind}.chunk" if self._is_chat and body.stream else kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"pdserve-{VERSION}",
+        }
+        # Streams
+        self._head = b"data: " + _encode(self._envelope)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if body.has_usage_chunk else b"]}\n\n"
+        text = b'"delta":{"content":%b}' if self._is_chat else b'"text":%b'
+        self._text_chunk = b'{"index":%d,' + text + b',"logprobs":null,"finish_reason":null}'
+        self._token_chunk = b'{"index":%d,' + text + b',"logprobs":%b,"finish_reason":null%b}'
+        self._unopened = set(range(body.num_answers)) if self._is_chat else set()
+        """Choices whose role has not been written."""
+        self._num_running = body.num_answers
+        # Whole answers, by choice
+        self._texts: list[list[str]] = [[] for _ in range(body.num_answers)]
+        self._tokens: list[list[AnswerToken]] = [[] for _ in range(body.num_answers)]
+        self._num_echoed = [0] * body.num_answers
+        self._ends: list[AnswerEnd | None] = [None] * body.num_answers
+
+    # Streams
+
+    async def events(self, together: Sequence[TextDelta]) -> bytes:
+        """Events of tokens that arrived together, including those that open and end choices and the stream."""
+        num_echoed = sum(delta.num_echoed for delta in together) if self._shows_prompt else 0
+        return await off_loop(num_echoed, lambda: b"".join(map(self._events, together)))
+
+    def _events(self, delta: TextDelta) -> bytes:
+        data = b""
+        if delta.choice in self._unopened:
+            self._unopened.remove(delta.choice)
+            role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            data = self._chunk(b'{"index":%d,%b' % (delta.choice, role))
+        if self.shows_tokens:
+            data += self._chunk(self._token_chunk % self._shown(delta))
+        elif delta.end is None or delta.text:
+            data += self._chunk(self._text_chunk % (delta.choice, _encode(delta.text)))
+        return data if delta.end is None else data + self._ending(delta.choice, delta.end)
+
+    def _shown(self, delta: TextDelta) -> tuple[int, bytes, bytes, bytes]:
+        ids = b""
+        if self._body.return_token_ids:
+            ids = b',"token_ids":%b' % _encode([token.token for token in delta.tokens[delta.num_echoed :]])
+        return delta.choice, _encode(delta.text), _encode(self._logprobs(delta.tokens)), ids
+
+    def _ending(self, choice: int, end: AnswerEnd) -> bytes:
+        text = b'"delta":{}' if self._is_chat else b'"text":""'
+        data = self._chunk(b'{"index":%d,%b,"logprobs":null,"finish_reason":"%b"}' % (choice, text, end.encode()))
+        self._num_running -= 1
+        if self._num_running:
+            return data
+        if self._body.has_usage_chunk:
+            data += self._head + self._usage_tail()
+        return data + DONE
+
+    def _chunk(self, choice: bytes) -> bytes:
+        return self._head + choice + (self._usage_tail() if self._has_usage_everywhere else self._tail)
+
+    def _usage_tail(self) -> bytes:
+        return b'],"usage":%b}\n\n' % _encode(usage(self._answers))
+
+    # Whole answers
+
+    def add(self, delta: TextDelta) -> None:
+        choice = delta.choice
+        if delta.text:
+            self._texts[choice].append(delta.text)
+        if self.shows_tokens:
+            self._tokens[choice] += delta.tokens
+            self._num_echoed[choice] += delta.num_echoed
+        self._ends[choice] = delta.end
+
+    async def whole(self) -> bytes:
+        num_prompt_logprobs = sum(len(answer.prompt_logprobs) for answer in self._answers)
+        num_shown = sum(map(len, self._tokens)) + num_prompt_logprobs * self._body.num_choices
+        return await off_loop(num_shown, self._whole)
+
+    def _whole(self) -> bytes:
+        members = self._prompt_members(self._answers[0]) if self._is_chat else {}
+        choices = [self._choice(index) for index in range(self._body.num_answers)]
+        return _encode(self._envelope | {"choices": choices, "usage": usage(self._answers)} | members)
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        text = "".join(self._texts[index])
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice: dict[str, Any] = {
+            "index": index,
+            **({"message": message} if self._is_chat else {"text": text}),
+            "logprobs": self._logprobs(self._tokens[index]),
+            "finish_reason": self._ends[index],
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = [token.token for token in self._tokens[index][self._num_echoed[index] :]]
+        if not self._is_chat:
+            choice |= self._prompt_members(self._answers[index // self._body.num_choices])
+        return choice
+
+    def _prompt_members(self, answer: Answer) -> dict[str, Any]:
+        members: dict[str, Any] = {"prompt_token_ids": answer.prompt_tokens} if self._body.return_token_ids else {}
+        if self._body.prompt_logprobs is not None:
+            members["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, answer.prompt_tokens, answer.prompt_logprobs, self._body.prompt_logprobs
+            )
+        return members
+
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
+        if self._body.num_logprobs < 0:
+            return None
+        if self._is_chat:
+            return chat_logprobs(self._tokenizer, tokens)
+        return completion_logprobs(self._tokenizer, tokens, self._body.num_logprobs)
+
+
+def chat_logprobs(tokenizer: ChatTokenizer, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+    """``logprobs`` of a chat's choice: one entry per token."""
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        content = tokenizer.token_bytes(token)
+        return {"token": content.decode(errors="replace"), "logprob": max(logprob, _LOWEST), "bytes": list(content)}
+
+    entries = [
+        {**described(token, logprobs.logprob), "top_logprobs": [described(*other) for other in logprobs.top]}
+        for token, logprobs, _ in tokens
+        if logprobs is not None
+    ]
+    return {"content": entries, "refusal": None}
+
+
+def completion_logprobs(
+    tokenizer: ChatTokenizer, tokens: Sequence[AnswerToken], num_alternatives: int
+) -> dict[str, list[Any]]:
+    """``logprobs`` of a text completion's choice: columns, with null where nothing precedes a token."""
+
+    def alternatives(token: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        pairs = [*logprobs.top[:num_alternatives], (token, logprobs.logprob)]
+        return {tokenizer.token_text(other): max(logprob, _LOWEST) for other, logprob in pairs}
+
+    return {
+        "tokens": [tokenizer.token_text(token) for token, _, _ in tokens],
+        "token_logprobs": [None if logprobs is None else max(logprobs.logprob, _LOWEST) for _, logprobs, _ in tokens],
+        "top_logprobs": [None if logprobs is None else alternatives(token, logprobs) for token, logprobs, _ in tokens],
+        "text_offset": [offset_chars for _, _, offset_chars in tokens],
+    }
+
+
+def prompt_logprobs(
+    tokenizer: ChatTokenizer, prompt_tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], num_alternatives: int
+) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs``: entries by token id for every prompt token, null for the first. The rank of a prompt token
+    outside the alternatives is null."""
+
+    def entry(token: int, at_token: TokenLogprobs) -> dict[str, Any]:
+        ranked = {other: (rank, logprob) for rank, (other, logprob) in enumerate(at_token.top[:num_alternatives], 1)}
+        return {
+            str(other): {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": tokenizer.token_text(other)}
+            for other, (rank, logprob) in ({token: (None, at_token.logprob)} | ranked).items()
+        }
+
+    return [None, *(entry(token, at_token) for token, at_token in zip(prompt_tokens[1:], logprobs, strict=True))]
+
+
+MAX_INLINE_TOKENS = 256
+"""Tokens that are processed inline about as fast as they are handed to a thread."""
+
+Result = TypeVar("Result")
+
+
+async def off_loop(num_tokens: int, work: Callable[[], Result]) -> Result:
+    """Return ``work()``, run in a thread if ``num_tokens`` is large."""
+    return work() if num_tokens <= MAX_INLINE_TOKENS else await asyncio.to_thread(work)
