@@ -23,7 +23,7 @@ class Engine(NamedTuple):
 _ENGINES = {
     "vllm": Engine(
         step_overhead_s=300e-6,
-        layer_overhead_s=45e-6,
+        layer_overhead_s=40e-6,
         row_overhead_s=25e-6,
         source=(
             "fitted on 2026-11-23 to mean TTFT and ITL of five open-loop runs of vLLM 0.15.1 on H100 (7B to 70B, TP1 "
