@@ -17,6 +17,7 @@ and some sequence always advances.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
@@ -278,6 +279,11 @@ class DecodeScheduler:
         in_flight = self._table.steps_in_flight
         self._swapping.step_ended(self._table.next_step_id - 1 - len(in_flight))
         return next(iter(in_flight)).batch if in_flight else None, second_tokens
+
+    def free_kv_tokens(self) -> Counter[int]:
+        """Running sequences by the tokens that fit the blocks they hold, beyond those computed."""
+        block_size = self._pool.block_size
+        return Counter([len(s.block_table) * block_size - s.num_computed for s in self._running])
 
     # Transfers
 

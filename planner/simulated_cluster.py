@@ -87,9 +87,12 @@ class VirtualWorker(Worker):
             self.prefill_correction = engine.corrections.prefill
             self.decode_correction = engine.corrections.decode
         snapshot = super().snapshot()
-        num_run_tokens = engine.num_run_tokens()
-        if num_run_tokens:
-            return snapshot._replace(num_context_tokens=snapshot.num_context_tokens + num_run_tokens)
+        num_tokens, num_blocks = engine.run_growth()
+        if num_tokens:
+            return snapshot._replace(
+                num_context_tokens=snapshot.num_context_tokens + num_tokens,
+                num_free_blocks=snapshot.num_free_blocks - num_blocks,
+            )
         return snapshot
 
     def use(self) -> WorkerUse:

@@ -12,7 +12,7 @@ the last turn of such a *run*, or the first one that receives a new message, and
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -185,6 +185,8 @@ class SimulatedWorker:
         """End of the last submitted step, plus the loop's turn if no step is in flight."""
         self._run: _Run | None = None
         self._run_length = 0
+        self._run_free_tokens: Counter[int] = Counter()
+        """`DecodeScheduler.free_kv_tokens` at the start of the run; empty until asked for."""
         self._num_turns_due = 0
         self._is_idle = True
 
@@ -201,11 +203,21 @@ class SimulatedWorker:
         """Load as of now."""
         return self._scheduler.load()
 
-    def num_run_tokens(self) -> int:
-        """Context tokens added by the current run that the scheduler does not yet know of."""
-        if self._run is None:
-            return 0
-        return min(self._run.first_turn(self._queue.now_s), self._run_length) * self._run.batch_size
+    def run_growth(self) -> tuple[int, int]:
+        """Context tokens and blocks added by the current run that the scheduler does not yet know of."""
+        run = self._run
+        if run is None or self._decoding is None:
+            return 0, 0
+        num_turns = min(run.first_turn(self._queue.now_s), self._run_length)
+        if not self._run_free_tokens:
+            self._run_free_tokens = self._decoding.free_kv_tokens()
+        block_size = self._block_size
+        num_blocks = sum(
+            count * -(-(num_turns - free) // block_size)
+            for free, count in self._run_free_tokens.items()
+            if num_turns > free
+        )
+        return num_turns * run.batch_size, num_blocks
 
     # The loop
 
@@ -339,6 +351,7 @@ class SimulatedWorker:
 
     def _end_run(self, run: _Run) -> None:
         num_turns, self._run = self._run_length, None
+        self._run_free_tokens = Counter()
         assert self._decoding is not None
         num_steps = num_turns - run.num_ahead
         while self._steps:

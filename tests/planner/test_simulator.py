@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
@@ -237,6 +237,14 @@ LAYOUTS = [
     num_output_tokens=st.sampled_from([1, 2, 3, 60, 300]),
     corrections=st.sampled_from([StepCorrections(), StepCorrections(prefill=1.1, decode=0.8)]),
     is_sharing=st.booleans(),
+)
+@example(  # the router must see the blocks that a decode worker takes while steps are not planned
+    layout=disaggregated(num_kv_blocks=500),
+    rate=30,
+    seed=0,
+    num_output_tokens=60,
+    corrections=StepCorrections(prefill=1.1, decode=0.8),
+    is_sharing=False,
 )
 def test_fast_forwarding_is_the_same_as_planning_every_step(
     layout: Layout, rate: int, seed: int, num_output_tokens: int, corrections: StepCorrections, is_sharing: bool
