@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from pdserve.bench.kernels import run as bench
+from pdserve.bench.kernels.report import NoGpuError
 
 
 def main() -> int:
@@ -16,12 +17,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile-only", action="store_true", help="compile every launch for sm_90; needs no GPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where the dated file of results goes")
-    parser.add_argument("--plot", action="store_true", help="a picture beside it")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder of the dated file of results")
+    parser.add_argument("--plot", action="store_true", help="draw a picture of it")
     parser.add_argument("--hardware", default="", help="name of the device in the catalogue")
-    parser.add_argument("--skip-peer", action="append", default=[], help="leave this peer out, such as flex")
+    parser.add_argument("--skip-peer", action="append", default=[], help="leave this peer out, such as flashinfer")
     arguments = parser.parse_args()
-    request = bench.Request(
+    settings = bench.Settings(
         only=arguments.only,
         quick=arguments.quick,
         num_rounds=arguments.rounds,
@@ -33,10 +34,10 @@ def main() -> int:
         skipped_peers=tuple(arguments.skip_peer),
     )
     try:
-        return bench.run(request, print)
-    except (ValueError, bench.NoGpuError) as error:
+        return bench.run(settings, print)
+    except (ValueError, NoGpuError) as error:
         sys.stderr.write(f"{error}\n")
-        return 1 if isinstance(error, bench.NoGpuError) else 2
+        return 1 if isinstance(error, NoGpuError) else 2
 
 
 if __name__ == "__main__":

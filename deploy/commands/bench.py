@@ -103,7 +103,7 @@ def kernels(
     ] = Path(),
     with_plot: Annotated[bool, typer.Option("--plot", help="Draw a picture beside it.")] = False,
     hardware: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm, if it is not recognised.")] = "",
-    skip_peer: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Leave out, such as flex.")] = None,
+    skip_peer: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Leave out, such as flashinfer.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Measure every kernel on this GPU against its limit and its peers; or compile them, which needs no GPU."""
@@ -113,9 +113,10 @@ def kernels(
 
     if find_spec("triton") is None:
         raise DeployError("the kernels of a GPU need Triton, which is not installed: pip install triton, on Linux")
-    from pdserve.bench.kernels.run import NoGpuError, Request, run
+    from pdserve.bench.kernels.report import NoGpuError
+    from pdserve.bench.kernels.run import Settings, run
 
-    request = Request(
+    settings = Settings(
         only=only,
         quick=quick,
         num_rounds=rounds,
@@ -127,7 +128,7 @@ def kernels(
         skipped_peers=tuple(skip_peer or ()),
     )
     try:
-        return run(request, typer.echo)
+        return run(settings, typer.echo)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except NoGpuError as error:
