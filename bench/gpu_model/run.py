@@ -233,6 +233,7 @@ class Bench:
     def own(self, variant: Variant, *, decode: bool, prefill: bool) -> list[int]:
         """Measure our executor, and return its answer to the common prompt; empty if it failed."""
         shapes = self._shapes(variant) if decode else []
+        answer: list[int] = []
         with self._guarded(f"{OWN}, {variant.name}"):
             _log(f"{OWN}: loading and capturing, {variant.name}")
             most_rows = max((rows for rows, _ in shapes), default=1)
@@ -247,8 +248,8 @@ class Bench:
             for num_tokens in self.plan.prompt_tokens if prefill else ():
                 with self._guarded(f"{OWN}, {num_tokens} tokens"):
                     self._add_prefill(OWN, variant, num_tokens, model.prefill(num_tokens, self.plan.num_prompts))
-            return model.greedy(self._prompt(), _GREEDY_ANSWER)
-        return []
+            answer += model.greedy(self._prompt(), _GREEDY_ANSWER)
+        return answer
 
     def handoff(self) -> None:
         """Measure the transfer of the shortest prompt's KV from one pool to another."""

@@ -5,7 +5,8 @@
 For each shape: compiles the candidate tiles for sm_90; drops those that spill registers, need too much shared memory,
 or miss Hopper's matrix instruction; and times the others on some batches of that shape, if they compute the same. The
 tile with the largest gain (geometric mean over the batches) goes into the table that
-`pdserve.kernels.triton.tuned_tiles` reads. The tests compile the table's tiles for sm_90, so only Hopper GPUs can be tuned for.
+`pdserve.kernels.triton.tuned_tiles` reads. The tests compile the table's tiles for sm_90, so only Hopper GPUs
+can be tuned for.
 """
 
 from __future__ import annotations
