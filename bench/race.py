@@ -19,17 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -39,6 +36,7 @@ import numpy as np
 from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
+from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import SHAPES
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
@@ -49,7 +47,7 @@ BURST_TIMEOUT_S = 1800.0
 Prompts = list[list[int]]
 
 
-class Contestant(Protocol):
+class Implementation(Protocol):
     """A running server or engine."""
 
     ready_s: float
@@ -62,7 +60,7 @@ class Contestant(Protocol):
 
 @dataclass(slots=True)
 class Figures:
-    """What one contestant's rounds gave; all lists have one entry per round."""
+    """Figures of one implementation, one entry per round."""
 
     ready_s: list[float] = field(default_factory=list)
     prompts_s: list[float] = field(default_factory=list)
@@ -162,19 +160,19 @@ def running_vllm(python: str, folder: Path, dtype: str, *, eager: bool) -> Itera
         process.wait()
 
 
-def measure(contestant: Contestant, rng: np.random.Generator, vocab_size: int, figures: Figures) -> None:
-    """One round of a contestant that has just started."""
+def measure(implementation: Implementation, rng: np.random.Generator, vocab_size: int, figures: Figures) -> None:
+    """One round of a implementation that has just started."""
 
     def prompts(count: int) -> Prompts:
         tokens: Prompts = rng.integers(0, vocab_size, (count, PROMPT_TOKENS)).tolist()
         return tokens
 
-    contestant.burst(prompts(2), 2)
-    figures.ready_s.append(contestant.ready_s)
-    figures.prompts_s.append(contestant.burst(prompts(NUM_CONCURRENT), 1))
-    seconds = contestant.burst(prompts(NUM_CONCURRENT), ANSWER_TOKENS)
+    implementation.burst(prompts(2), 2)
+    figures.ready_s.append(implementation.ready_s)
+    figures.prompts_s.append(implementation.burst(prompts(NUM_CONCURRENT), 1))
+    seconds = implementation.burst(prompts(NUM_CONCURRENT), ANSWER_TOKENS)
     figures.tokens_per_s.append(NUM_CONCURRENT * ANSWER_TOKENS / seconds)
-    figures.alone_tokens_per_s.append(ANSWER_TOKENS / contestant.burst(prompts(1), ANSWER_TOKENS))
+    figures.alone_tokens_per_s.append(ANSWER_TOKENS / implementation.burst(prompts(1), ANSWER_TOKENS))
 
 
 def limit(shape: ModelShape) -> dict[str, float]:
@@ -199,29 +197,28 @@ def limit(shape: ModelShape) -> dict[str, float]:
     }
 
 
-def _contestants(
+def _implementations(
     arguments: argparse.Namespace, folder: Path
-) -> dict[str, Callable[[], AbstractContextManager[Contestant]]]:
+) -> dict[str, Callable[[], AbstractContextManager[Implementation]]]:
     """How to start each of them, by name."""
-    contestants: dict[str, Callable[[], AbstractContextManager[Contestant]]] = {
+    implementations: dict[str, Callable[[], AbstractContextManager[Implementation]]] = {
         "pdserve": partial(running_pdserve, folder, arguments.dtype)
     }
     for dtype in arguments.vllm_dtypes.split(","):
         for eager in (False, True) if arguments.eager else (False,):
             name = f"vllm {dtype} {'eager' if eager else 'compiled'}"
-            contestants[name] = partial(running_vllm, arguments.vllm_python, folder, dtype, eager=eager)
-    return contestants
+            implementations[name] = partial(running_vllm, arguments.vllm_python, folder, dtype, eager=eager)
+    return implementations
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--vllm-python", required=True, help="interpreter of a virtual environment with vLLM")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", help="of weights and KV of pdserve")
     parser.add_argument("--vllm-dtypes", default="bfloat16", help="dtypes to race vLLM in, separated by commas")
     parser.add_argument("--eager", action="store_true", help="race vLLM without torch.compile, too")
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     console = Console(stderr=True)
     shape = SHAPES[arguments.shape]
@@ -229,29 +226,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / arguments.shape
         write_random_checkpoint(folder, **shape, max_position_embeddings=2048, dtype=arguments.dtype)
-        contestants = _contestants(arguments, folder)
-        figures = {name: Figures() for name in contestants}
+        implementations = _implementations(arguments, folder)
+        figures = {name: Figures() for name in implementations}
         for number in range(arguments.rounds):
-            for name, running in contestants.items():
-                with running() as contestant:
-                    measure(contestant, rng, shape["vocab_size"], figures[name])
+            for name, running in implementations.items():
+                with running() as implementation:
+                    measure(implementation, rng, shape["vocab_size"], figures[name])
                 latest = {key: round(values[-1], 2) for key, values in asdict(figures[name]).items()}
                 console.print(f"round {number + 1} of {arguments.rounds}, {name}: {latest}")
         config = json.loads((folder / "config.json").read_text())
     result = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "shape": {"name": arguments.shape, **shape},
         "dtype": arguments.dtype,
         "load": f"{NUM_CONCURRENT} x ({PROMPT_TOKENS} + {ANSWER_TOKENS})",
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         "limit": limit(ModelShape.from_hf_config(config)),
         "medians": {name: measured.medians() for name, measured in figures.items()},
         "rounds": {name: asdict(measured) for name, measured in figures.items()},
     }
-    text = json.dumps(result, indent=1)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    publish(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from statistics import mean
@@ -50,6 +48,7 @@ from pdserve.bench.awake_cores import awake_cores
 from pdserve.bench.calibration import found_turn, overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import LEAD_S, measure_load
+from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import SHAPES
 from pdserve.bench.step_times import StepTimeRatios, watched_step_times
 from pdserve.contracts.deployment import SloConfig
@@ -398,7 +397,7 @@ def _line(result: LoadResult) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--profile", type=Path, help="hardware file; measured first, and kept here, if it is not there")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of the profile")
     parser.add_argument("--rounds", type=int, default=4)
@@ -406,18 +405,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loads", default="0.3,0.5,0.7", help="shares of the rate at saturation")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result here")
     given = parser.parse_args(arguments)
     results, figures = compare(given, Console(stderr=True))
     failures = [line for result in results for line in (*result.failures, *result.invalid)]
     document = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "shape": SHAPE,
         "dtype": given.dtype,
         "rounds": given.rounds,
         "requests": given.requests,
         "seed": given.seed,
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         **figures,
         "loads": [
             {**asdict(result), "agreement": result.agreement.as_dict(), "as_profiled": result.as_profiled.as_dict()}
@@ -425,10 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ],
         "agrees": not failures,
     }
-    text = json.dumps(document, indent=1)
-    if given.json:
-        given.json.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    publish(document, given.json)
     return 1 if failures else 0
 
 

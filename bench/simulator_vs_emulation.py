@@ -17,13 +17,9 @@ the machine was more than half busy: emulated steps then end late, which the sim
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +30,7 @@ from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits
 from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.conversations import Conversations
 from pdserve.planner.layout import Layout
@@ -213,7 +210,7 @@ def plot(results: list[RateResult], saturation_rate: float, title: str, file: Pa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
     parser.add_argument("--colocated", action="store_true", help="mixed workers instead")
     parser.add_argument(
@@ -231,14 +228,12 @@ def main() -> int:
         metavar="SHARE",
         help="rates, as shares of the one at saturation",
     )
-    parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="draw attainment and percentiles against the rate")
     arguments = parser.parse_args()
     layout = placement(arguments.gpu, arguments.replicas, is_colocated=arguments.colocated)
     results, figures = compare(layout, arguments, Console(stderr=True))
     failures = [line for result in results for line in (*result.failures, *result.invalid)]
     document = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": MODEL.name,
         "layout": str(layout),
         "gpu": arguments.gpu,
@@ -247,18 +242,14 @@ def main() -> int:
         "requests": arguments.requests * arguments.replicas,
         "seed": arguments.seed,
         "slo": {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds},
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         **{name: round(value, 6) for name, value in figures.items()},
         "rates": [_as_dict(result) for result in results],
         "agrees": not failures,
     }
-    text = json.dumps(document, indent=1)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    publish(document, arguments.json)
     if arguments.plot:
         title = f"{MODEL.name} on {layout}, {arguments.gpu} emulated"
         plot(results, figures["saturation_rate"], title, arguments.plot)
-    sys.stdout.write(text + "\n")
     return 1 if failures else 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ import triton
 
 from pdserve.bench.kernels.case import OWN, Limits
 from pdserve.bench.kernels.measure import Result, Timer
+from pdserve.bench.script import commit
 from pdserve.model.cost.hardware import catalogue_name, hardware
 
 Echo = Callable[[str], None]
@@ -79,15 +79,6 @@ def measured_limits(device: torch.device, timer: Timer, *, size: int = 8192) -> 
         "torch_matmul_tflops": 2 * size**3 / timer(lambda: matrix @ matrix) / 1e12,
         "torch_copy_gbytes_per_s": 2 * copied.nbytes / timer(lambda: copied.copy_(source)) / 1e9,
     }
-
-
-def commit() -> str:
-    """Commit of the running code, if git knows it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def write_dated(document: Mapping[str, Any], folder: Path, *words: str | None) -> Path:

@@ -33,8 +33,9 @@ from pdserve.bench.kernels.case import Case
 from pdserve.bench.kernels.cases import LAYER_8B
 from pdserve.bench.kernels.layers import product_case
 from pdserve.bench.kernels.measure import Timer, difference, gpu_timer
-from pdserve.bench.kernels.report import NoGpuError, commit, cuda_device
+from pdserve.bench.kernels.report import NoGpuError, cuda_device
 from pdserve.bench.kernels_compile import Launch, compile_launch, fits
+from pdserve.bench.script import commit
 from pdserve.kernels.triton.configs import MANY_TOKENS, AttentionTile, KvCut, MatmulTile, device_name
 from pdserve.kernels.triton.tuned_tiles import TABLE, AttentionShape, Key, ProductShape, Tile, read_tiles, table_entry
 

@@ -9,7 +9,7 @@ import torch
 
 from pdserve.bench.kernels.case import Case, Work
 from pdserve.bench.kernels.measure import Result
-from pdserve.bench.kernels.report import commit, limits_of, measured_limits, plot_shares, show_kernels, write_dated
+from pdserve.bench.kernels.report import limits_of, measured_limits, plot_shares, show_kernels, write_dated
 from tests.bench.kernels.scripted_case import fake_timer
 
 DOCUMENT: dict[str, Any] = {
@@ -94,7 +94,3 @@ def test_limits_are_the_data_sheets() -> None:
 def test_the_machine_is_measured_by_large_products_and_copies() -> None:
     measured = measured_limits(torch.device("cpu"), fake_timer(iter([1e-3, 1e-6])), size=100)
     assert measured == {"torch_matmul_tflops": pytest.approx(2e-3), "torch_copy_gbytes_per_s": pytest.approx(160.0)}
-
-
-def test_results_name_their_commit() -> None:
-    assert commit()
