@@ -1,56 +1,29 @@
-"""Error of the simulator against a measurement of the same requests: attainment and percentiles, side by side.
+"""Error of the simulator against a measurement of the same requests: attainment and percentiles of both.
 
 Pure; used by the benchmarks that compare `pdserve.planner.simulator` with real and emulated clusters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.simulation import FloatArray, RequestTimes
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What counts as agreement."""
-
-    attainment_points: float = 2.0
-    """Percentage points of joint attainment."""
-    relative: float = 0.05
-    """Of each percentile."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Of one run; all requests count, and one that did not end has met nothing."""
-
-    attainment: float
-    """Share of the requests that met both objectives."""
-    ttft_p50_s: float
-    ttft_p90_s: float
-    tpot_p50_s: float
-    """Of answers of two tokens and more, as the next."""
-    tpot_p90_s: float
-
-    @classmethod
-    def of(cls, times: RequestTimes, slo: SloConfig) -> Figures:
-        meets = (times.ttft_s <= slo.ttft_seconds) & (times.tpot_s <= slo.tpot_seconds)
-        ttft_p50_s, ttft_p90_s = _percentiles(times.ttft_s)
-        tpot_p50_s, tpot_p90_s = _percentiles(times.tpot_s[times.num_output_tokens > 1])
-        return cls(
-            attainment=float(meets.mean()),
-            ttft_p50_s=ttft_p50_s,
-            ttft_p90_s=ttft_p90_s,
-            tpot_p50_s=tpot_p50_s,
-            tpot_p90_s=tpot_p90_s,
-        )
-
-
+Figures = Mapping[str, float]
+"""``attainment``, the share of requests that met both objectives, and `PERCENTILES` in seconds. All requests count; one
+that did not end meets nothing. TPOT is of answers of two tokens and more."""
 PERCENTILES = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s")
+
+
+def figures_of(times: RequestTimes, slo: SloConfig) -> Figures:
+    meets = (times.ttft_s <= slo.ttft_seconds) & (times.tpot_s <= slo.tpot_seconds)
+    values = [*_percentiles(times.ttft_s), *_percentiles(times.tpot_s[times.num_output_tokens > 1])]
+    return {"attainment": float(meets.mean()), **dict(zip(PERCENTILES, values, strict=True))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,49 +36,37 @@ class Agreement:
     @property
     def attainment_points(self) -> float:
         """Percentage points by which the simulator is above the measurement."""
-        return 100 * (self.simulated.attainment - self.measured.attainment)
+        return 100 * (self.simulated["attainment"] - self.measured["attainment"])
 
     @property
     def relative_errors(self) -> dict[str, float]:
         """By percentile; above 0 where the simulator is slower than the measurement."""
-        return {name: getattr(self.simulated, name) / getattr(self.measured, name) - 1 for name in PERCENTILES}
+        return {name: self.simulated[name] / self.measured[name] - 1 for name in PERCENTILES}
 
-    def failures(self, limits: Limits, *, attainment_only: bool = False) -> list[str]:
-        """Where they do not agree, a line each."""
+    def failures(
+        self, *, relative: float = 0.05, attainment_points: float = 2.0, attainment_only: bool = False
+    ) -> list[str]:
+        """Figures that differ by more, a line each."""
         found = []
-        # Not "more than": what was never measured, NaN, agrees with nothing.
-        if not abs(self.attainment_points) <= limits.attainment_points + 1e-9:
+        # Not "more than": NaN, for nothing measured, agrees with nothing.
+        if not abs(self.attainment_points) <= attainment_points + 1e-9:
             found.append(f"attainment is {self.attainment_points:+.1f} points off")
         for name, error in self.relative_errors.items():
-            if not attainment_only and not abs(error) <= limits.relative:
+            if not attainment_only and not abs(error) <= relative:
                 found.append(f"{name.removesuffix('_s')} is {error:+.1%} off")
         return found
 
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+    def as_dict(self) -> dict[str, Any]:
         return {
-            "measured": {name: round(value, 6) for name, value in asdict(self.measured).items()},
-            "simulated": {name: round(value, 6) for name, value in asdict(self.simulated).items()},
+            "measured": {name: round(value, 6) for name, value in self.measured.items()},
+            "simulated": {name: round(value, 6) for name, value in self.simulated.items()},
             "attainment_points": round(self.attainment_points, 2),
             "relative_errors": {name: round(error, 4) for name, error in self.relative_errors.items()},
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedLoad:
-    """One rate, measured and simulated."""
-
-    rate: float
-    share_of_saturation: float
-    agreement: Agreement
-    failures: list[str]
-    """Where the two do not agree."""
-    invalid: list[str]
-    """Why the measurement does not count."""
-
-
 def joined(runs: Sequence[RequestTimes]) -> RequestTimes:
-    """The requests of all runs, for figures of all of them: each run has a clock of its own."""
+    """The requests of all runs, each on its own clock."""
     names = [field.name for field in fields(RequestTimes)]
     return RequestTimes(**{name: np.concatenate([getattr(run, name) for run in runs]) for name in names})
 

@@ -43,7 +43,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits, joined
+from pdserve.bench.agreement import Agreement, figures_of, joined
 from pdserve.bench.awake_cores import awake_cores
 from pdserve.bench.calibration import found_turn, overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
@@ -67,7 +67,8 @@ from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
 
-LIMITS = Limits(relative=0.1)
+MAX_ERROR = 0.1
+"""Of each percentile."""
 SLO = SloConfig(ttft_seconds=2.0, tpot_seconds=0.2)
 SHAPE = "small"
 """Of `SHAPES`: its steps are long beside what the router and the step loops take."""
@@ -108,24 +109,6 @@ class Run:
     """Of all cores together, what was neither the cluster nor the generator."""
     problems: list[str]
     """Why it does not count."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult(ComparedLoad):
-    """One load, of all runs that count: its rate is the mean of theirs, and simulated steps are as much longer than
-    profiled as they were just then."""
-
-    rates: list[float]
-    """Run by run."""
-    as_profiled: Agreement
-    """Without the correction."""
-    num_requests: int
-    step_time_ratios: list[dict[str, float]]
-    """Of each role's steps of each kind, run by run, over the whole of it."""
-    generator_cpu_shares: list[float]
-    foreign_cpu_shares: list[float]
-    not_counted: list[str]
-    """What was wrong with the runs that do not count."""
 
 
 class Comparison:
@@ -179,36 +162,37 @@ class Comparison:
         turn_s = found_turn(lambda turn_s: late_between(measured, simulated(turn_s)))
         return replace(overheads_between(measured, simulated(turn_s)), turn_s=turn_s)
 
-    def result(self, share: float, runs: Sequence[Run], overheads: Overheads, *, num_wanted: int) -> LoadResult:
-        """Hold the runs of one load that count against their simulation; ``num_wanted`` of them have to."""
+    def result(self, share: float, runs: Sequence[Run], overheads: Overheads, *, num_wanted: int) -> dict[str, Any]:
+        """Compare the valid runs of one load, of which there must be ``num_wanted``, with their simulation: with steps
+        as much longer than profiled as they were just then, and as profiled."""
         compared = valid_of(runs) or runs
         not_counted = [problem for run in runs for problem in run.problems]
         too_few = [f"only {len(valid_of(runs))} of {len(runs)} runs count: {', '.join(not_counted)}"]
-        measured = Figures.of(joined([run.times for run in compared]), SLO)
+        measured = figures_of(joined([run.times for run in compared]), SLO)
         corrected, as_profiled = (
             Agreement(
                 measured=measured,
-                simulated=Figures.of(
+                simulated=figures_of(
                     joined([self.simulated(run, overheads, is_corrected=each) for run in compared]), SLO
                 ),
             )
             for each in (True, False)
         )
         rates = [round(run.rate, 3) for run in compared]
-        return LoadResult(
-            rate=mean(rates),
-            rates=rates,
-            share_of_saturation=share,
-            agreement=corrected,
-            as_profiled=as_profiled,
-            num_requests=sum(len(run.requests) for run in compared),
-            step_time_ratios=[_named(run.ratios) for run in compared],
-            generator_cpu_shares=[round(run.generator_cpu_share, 3) for run in compared],
-            foreign_cpu_shares=[run.foreign_cpu_share for run in compared],
-            not_counted=not_counted,
-            failures=corrected.failures(replace(LIMITS, attainment_points=100.0)),
-            invalid=too_few if len(valid_of(runs)) < num_wanted else [],
-        )
+        return {
+            "rate": mean(rates),
+            "rates": rates,
+            "share_of_saturation": share,
+            "agreement": corrected.as_dict(),
+            "as_profiled": as_profiled.as_dict(),
+            "num_requests": sum(len(run.requests) for run in compared),
+            "step_time_ratios": [_named(run.ratios) for run in compared],
+            "generator_cpu_shares": [round(run.generator_cpu_share, 3) for run in compared],
+            "foreign_cpu_shares": [run.foreign_cpu_share for run in compared],
+            "not_counted": not_counted,
+            "failures": corrected.failures(relative=MAX_ERROR, attainment_points=100.0),
+            "invalid": too_few if len(valid_of(runs)) < num_wanted else [],
+        }
 
     def simulated(self, run: Run, overheads: Overheads, *, is_corrected: bool = True) -> RequestTimes:
         """The same requests; ``is_corrected`` with steps as much longer than profiled as they were just then."""
@@ -313,7 +297,7 @@ def confined_to(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, usable)
 
 
-def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadResult], dict[str, Any]]:
+def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All loads on one cluster, and figures that belong to all of them."""
     *cluster_cores, own_core = sorted(os.sched_getaffinity(0))
     if len(cluster_cores) < MIN_CLUSTER_CORES:
@@ -381,17 +365,17 @@ def _named(ratios: StepTimeRatios) -> dict[str, float]:
     return {f"{role.value} worker's {kind} steps": round(ratio, 3) for (role, kind), ratio in ratios.items()}
 
 
-def _line(result: LoadResult) -> str:
-    agreement = result.agreement
+def _line(result: dict[str, Any]) -> str:
+    agreement = result["agreement"]
     parts = [
-        f"{name.removesuffix('_s')} {getattr(agreement.measured, name) * 1e3:.1f} ms measured, "
-        f"{getattr(agreement.simulated, name) * 1e3:.1f} simulated ({error:+.1%})"
-        for name, error in agreement.relative_errors.items()
+        f"{name.removesuffix('_s')} {1e3 * agreement['measured'][name]:.1f} ms measured, "
+        f"{1e3 * agreement['simulated'][name]:.1f} simulated ({error:+.1%})"
+        for name, error in agreement["relative_errors"].items()
     ]
-    profiled = ", ".join(f"{error:+.0%}" for error in result.as_profiled.relative_errors.values())
-    problems = "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
+    profiled = ", ".join(f"{error:+.0%}" for error in result["as_profiled"]["relative_errors"].values())
+    problems = "".join(f"\n  [red]{problem}[/]" for problem in (*result["failures"], *result["invalid"]))
     return (
-        f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: {'; '.join(parts)}; "
+        f"{result['share_of_saturation']:.2f} of saturation, {result['rate']:.1f}/s: {'; '.join(parts)}; "
         f"uncorrected {profiled}{problems}"
     )
 
@@ -407,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     results, figures = compare(given, Console(stderr=True))
-    failures = [line for result in results for line in (*result.failures, *result.invalid)]
+    failures = [line for result in results for line in (*result["failures"], *result["invalid"])]
     document = {
         "shape": SHAPE,
         "dtype": given.dtype,
@@ -415,10 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "requests": given.requests,
         "seed": given.seed,
         **figures,
-        "loads": [
-            {**asdict(result), "agreement": result.agreement.as_dict(), "as_profiled": result.as_profiled.as_dict()}
-            for result in results
-        ],
+        "loads": results,
         "agrees": not failures,
     }
     publish(document, given.json)

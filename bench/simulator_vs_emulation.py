@@ -19,14 +19,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits
+from pdserve.bench.agreement import Agreement, figures_of
 from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
@@ -64,16 +64,6 @@ the others is in it."""
 NUM_WARM, NUM_PROBES = 20, 150
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateResult(ComparedLoad):
-    """One rate, and how busy everything was."""
-
-    cpu_shares: dict[str, float]
-    """Of one core: the generator, the router, the busiest worker of each role."""
-    machine_share: float
-    """Of all cores together, whatever ran on them."""
-
-
 class Comparison:
     """One cluster and its simulation."""
 
@@ -84,13 +74,13 @@ class Comparison:
         self.overheads = NO_OVERHEADS
 
     def measure_overheads(self, probes: list[SimulatedRequest]) -> None:
-        """What a request costs beside steps and transfers, from what ``probes`` take and what is simulated."""
+        """Find the overheads that explain the difference between measured and simulated ``probes``."""
         self._measure(probes[:NUM_WARM])  # code and caches are warm after it
         self.overheads = pipelined_overheads(
             self._measure(probes).times, lambda overheads: self._simulate(probes, overheads)
         )
 
-    def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> RateResult:
+    def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> dict[str, Any]:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
         before_s, began_s = self._cluster.cpu_seconds(), time.monotonic()
         psutil.cpu_percent()  # begins the interval of the next call
@@ -99,18 +89,20 @@ class Comparison:
         lasted_s, after_s = time.monotonic() - began_s, self._cluster.cpu_seconds()
         cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
         agreement = Agreement(
-            measured=Figures.of(measured.times, SLO),
-            simulated=Figures.of(self._simulate(requests, self.overheads), SLO),
+            measured=figures_of(measured.times, SLO),
+            simulated=figures_of(self._simulate(requests, self.overheads), SLO),
         )
-        return RateResult(
-            rate=rate,
-            share_of_saturation=share,
-            agreement=agreement,
-            cpu_shares={"generator": measured.health.cpu_share, **cpu_shares},
-            machine_share=machine_share,
-            failures=agreement.failures(Limits(), attainment_only=share > 1),
-            invalid=invalid_reasons(measured, cpu_shares["router"], machine_share, self._time_scale),
-        )
+        return {
+            "rate": round(rate, 3),
+            "share_of_saturation": share,
+            "agreement": agreement.as_dict(),
+            "cpu_shares": {
+                name: round(used, 3) for name, used in {"generator": measured.health.cpu_share, **cpu_shares}.items()
+            },
+            "machine_share": round(machine_share, 3),
+            "failures": agreement.failures(attainment_only=share > 1),
+            "invalid": invalid_reasons(measured, cpu_shares["router"], machine_share, self._time_scale),
+        }
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
         return measure_load(self._cluster.url, requests, vocab_size=MODEL.shape.vocab_size, time_scale=self._time_scale)
@@ -135,7 +127,7 @@ def invalid_reasons(
 
 def compare(
     layout: Layout, arguments: argparse.Namespace, console: Console
-) -> tuple[list[RateResult], dict[str, float]]:
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """All rates on one cluster, and figures that belong to all of them."""
     workload = LOGNORMAL if arguments.workload == LOGNORMAL.name else preset(arguments.workload)
     saturation_rate = saturation(MODEL, layout, workload, SLO)
@@ -158,33 +150,24 @@ def compare(
     return results, {"saturation_rate": saturation_rate, **overheads_s}
 
 
-def _line(result: RateResult) -> str:
-    agreement = result.agreement
-    errors = "  ".join(f"{name.removesuffix('_s')} {error:+.1%}" for name, error in agreement.relative_errors.items())
-    cpu = ", ".join(f"{name} {share:.0%}" for name, share in result.cpu_shares.items())
+def _line(result: dict[str, Any]) -> str:
+    agreement = result["agreement"]
+    errors = "  ".join(
+        f"{name.removesuffix('_s')} {error:+.1%}" for name, error in agreement["relative_errors"].items()
+    )
+    cpu = ", ".join(f"{name} {share:.0%}" for name, share in result["cpu_shares"].items())
     return (
-        f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: attainment "
-        f"{agreement.measured.attainment:.1%} measured, {agreement.simulated.attainment:.1%} simulated; {errors}; "
-        f"cores: {cpu}; machine {result.machine_share:.0%}"
-        + "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
+        f"{result['share_of_saturation']:.2f} of saturation, {result['rate']:.1f}/s: attainment "
+        f"{agreement['measured']['attainment']:.1%} measured, {agreement['simulated']['attainment']:.1%} simulated; "
+        f"{errors}; cores: {cpu}; machine {result['machine_share']:.0%}"
+        + "".join(f"\n  [red]{problem}[/]" for problem in (*result["failures"], *result["invalid"]))
     )
 
 
-def _as_dict(result: RateResult) -> dict[str, object]:
-    """For JSON."""
-    return {
-        **asdict(result),
-        "rate": round(result.rate, 3),
-        "agreement": result.agreement.as_dict(),
-        "cpu_shares": {name: round(share, 3) for name, share in result.cpu_shares.items()},
-        "machine_share": round(result.machine_share, 3),
-    }
-
-
-def plot(results: list[RateResult], saturation_rate: float, title: str, file: Path) -> None:
+def plot(results: list[dict[str, Any]], saturation_rate: float, title: str, file: Path) -> None:
     from matplotlib import pyplot
 
-    rates = [result.rate for result in results]
+    rates = [result["rate"] for result in results]
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True)
     panels: list[tuple[Any, str, float]] = [
         (top, "attainment", 100.0),
@@ -195,8 +178,8 @@ def plot(results: list[RateResult], saturation_rate: float, title: str, file: Pa
     ]
     for axes, name, factor in panels:
         label = name.removesuffix("_s").replace("_", " ")
-        simulated = [factor * getattr(result.agreement.simulated, name) for result in results]
-        measured = [factor * getattr(result.agreement.measured, name) for result in results]
+        simulated = [factor * result["agreement"]["simulated"][name] for result in results]
+        measured = [factor * result["agreement"]["measured"][name] for result in results]
         (line,) = axes.plot(rates, simulated, label=f"{label}, simulated")
         axes.plot(rates, measured, "o", color=line.get_color(), label=f"{label}, measured")
     middle.set_yscale("log")
@@ -232,7 +215,7 @@ def main() -> int:
     arguments = parser.parse_args()
     layout = placement(arguments.gpu, arguments.replicas, is_colocated=arguments.colocated)
     results, figures = compare(layout, arguments, Console(stderr=True))
-    failures = [line for result in results for line in (*result.failures, *result.invalid)]
+    failures = [line for result in results for line in (*result["failures"], *result["invalid"])]
     document = {
         "model": MODEL.name,
         "layout": str(layout),
@@ -243,7 +226,7 @@ def main() -> int:
         "seed": arguments.seed,
         "slo": {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds},
         **{name: round(value, 6) for name, value in figures.items()},
-        "rates": [_as_dict(result) for result in results],
+        "rates": results,
         "agrees": not failures,
     }
     publish(document, arguments.json)
