@@ -18,19 +18,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, default=Path(), help="folder of the dated file of results")
     parser.add_argument("--scratch", type=Path, help="folder of the weights, 16 GB")
-    parser.add_argument("--plot", action="store_true", help="draw a picture of the results")
-    arguments = parser.parse_args()
-    settings = bench.Settings(
-        only=arguments.only,
-        quick=arguments.quick,
-        quantised=arguments.quantised,
-        device=arguments.device,
-        folder=arguments.folder,
-        scratch=arguments.scratch,
-        with_plot=arguments.plot,
-    )
+    parser.add_argument("--plot", dest="with_plot", action="store_true", help="draw a picture of the results")
     try:
-        return bench.run(settings, print)
+        return bench.run(bench.Settings(**vars(parser.parse_args())), print)
     except (ValueError, NoGpuError) as error:
         sys.stderr.write(f"{error}\n")
         return 1 if isinstance(error, NoGpuError) else 2

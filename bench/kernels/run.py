@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -50,7 +51,7 @@ class Settings:
     with_plot: bool = False
     hardware: str = ""
     """The device's name in the catalogue; by default found by CUDA's name."""
-    skipped_peers: tuple[str, ...] = ()
+    skipped_peers: Sequence[str] = ()
 
 
 def run(settings: Settings, echo: Echo) -> int:
