@@ -47,7 +47,7 @@ def saturation(
 def overheads_between(
     measured: RequestTimes, simulated: RequestTimes, is_undisturbed: npt.NDArray[np.bool_] | None = None
 ) -> Overheads:
-    """What explains the difference of requests that met few others, the second simulated without overheads.
+    """Overheads that explain the difference of requests that met few others, the second simulated without any.
 
     The client sees sums only. Of what TTFT has too much, a sixth each is taken for a message to the router and for the
     answer's way to the client, as in the defaults of `Overheads`.

@@ -41,15 +41,15 @@ FloatArray = npt.NDArray[np.float64]
 
 SHAPES = {"opt-13b": OPT_13B.shape, "opt-66b": OPT_66B.shape, "llama-2-70b": LLAMA_2_70B.shape}
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2000)
-"""Of prompts that are asked of fitted coefficients, which hold up to 2048."""
+"""Prompt lengths within the range of the fitted coefficients, up to 2048."""
 BATCH_SIZES = (1, 4, 16, 64, 128, 192)
 CONTEXT_TOKENS = (64, 512, 1500)
 MAX_CONTEXT_TOKENS = 60_000
-"""Of a batch: more did not fit into the pools that were measured."""
+"""Largest batch that fitted into the measured pools."""
 
 
 class Group(NamedTuple):
-    """What is judged together."""
+    """Rows that are judged together."""
 
     engine: str
     device: str
@@ -132,7 +132,7 @@ _START: dict[Any, float] = {
     "step_overhead_s": 1e-3,
 }
 MEMORY_EFFICIENCY_LIMIT = 0.92
-"""What plain copies reach: beyond it, a fit takes time from the memory that belongs to overhead."""
+"""Share that plain copies reach: beyond it, a fit takes time from the memory that belongs to overhead."""
 
 
 def _device(base: Hardware, figures: dict[Any, float]) -> Hardware:

@@ -36,9 +36,9 @@ NUM_ROWS = (1, 8, 32, 256, 2048)
 FORMS = ("torch", "float32", "bfloat16", "float16", "int8", "int4")
 """``torch`` is `torch.nn.functional.linear` in float32; the others are the kernels' forms of weight."""
 MAX_WEIGHTS = 2**27
-"""Of the copies of one matrix, together: 512 MiB in float32, beyond any cache."""
+"""Weights of all copies of one matrix: 512 MiB in float32, beyond any cache."""
 MAX_CALL_FLOP = 2e10
-"""Of one timed call. Where many rows need more, they are multiplied with fewer copies: caches help them anyway."""
+"""Operations of one timed call. Products of many rows that need more get fewer copies: caches help them anyway."""
 CASE_S = 0.3
 PROCESS_TIMEOUT_S = 1800.0
 CEILING_SIZE = 2048

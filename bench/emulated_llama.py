@@ -58,7 +58,7 @@ class EmulatedCluster:
 
     url: str
     pid: int
-    """Of `pdserve up`."""
+    """Process of `pdserve up`."""
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time so far of the router and of each worker, by name; of several workers alike, the busiest."""

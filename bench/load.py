@@ -304,6 +304,6 @@ def _request_times(sent: Sequence[_Sent], started_s: float, time_scale: float) -
 
 
 def _token_s(answer: StreamedAnswer, index: int) -> float:
-    """When a token came; an event that brings the end alone, after the last token, does not count as one."""
+    """Time of a token; an event that brings only the end, after the last token, does not count as one."""
     token_s = answer.token_s[: answer.num_tokens or None]
     return token_s[index] if token_s and index < len(token_s) else nan

@@ -103,10 +103,10 @@ def train(folder: Path, text: str, num_steps: int, console: Console) -> None:
 
 
 class Judged(NamedTuple):
-    """What one configuration makes of the held-out text, position by position."""
+    """Predictions of one configuration for the held-out text, by position."""
 
     logprobs: np.ndarray
-    """Of the text's own tokens."""
+    """Log probabilities of the text's own tokens."""
     likeliest: np.ndarray
     """Token ids."""
 

@@ -135,7 +135,7 @@ class Peer:
 
 
 def measure(case: Case, num_runs: int, peer: Peer | None = None) -> dict[str, Any]:
-    """What is kept of a case, and of the peer's runs, which take turns with this simulator's."""
+    """Figures of a case and of the peer's runs, which take turns with this simulator's."""
     sample = case.workload.draw(case.num_requests, max_model_len=case.model.max_model_len)
     statistics = sample.statistics()
     runs, peer_runs = [], []

@@ -68,10 +68,10 @@ from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
 
 MAX_ERROR = 0.1
-"""Of each percentile."""
+"""Largest relative error of a percentile."""
 SLO = SloConfig(ttft_seconds=2.0, tpot_seconds=0.2)
 SHAPE = "small"
-"""Of `SHAPES`: its steps are long beside what the router and the step loops take."""
+"""Its steps are long compared to the time of the router and the step loops."""
 MAX_BATCH_SIZE = 64
 KV_BYTES = 2**28
 WORKLOAD = Workload(
@@ -86,9 +86,9 @@ COUNTED_LATE_S = 0.05
 """Steps are counted when they end: about half the length of a prompt's after what has made them long."""
 MIN_CLUSTER_CORES = 3
 MAX_FOREIGN_SHARE = 0.05
-"""Of all cores together, by programs other than the cluster and the generator, or stolen by the machine's host."""
+"""Share of all cores used by other programs than cluster and generator, or stolen by the machine's host."""
 PROBE_SHARE = 0.4
-"""Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
+"""Share of saturation: so few requests meet that each has its own delay, and so many that what router and loops do for
 the others is in it."""
 NUM_PROBES = 40
 """Before each run, and twice before the first for the rate at saturation."""
@@ -106,7 +106,7 @@ class Run:
     """Since when, on the clock of `times`."""
     generator_cpu_share: float
     foreign_cpu_share: float
-    """Of all cores together, what was neither the cluster nor the generator."""
+    """Share of all cores used by neither the cluster nor the generator."""
     problems: list[str]
     """Why it does not count."""
 
@@ -153,7 +153,7 @@ class Comparison:
         )
 
     def overheads(self, probes: Sequence[Run]) -> Overheads:
-        """What a request costs beside steps and transfers."""
+        """Overheads of a request, without steps and transfers."""
         measured = joined([run.times for run in probes])
 
         def simulated(turn_s: float) -> RequestTimes:
@@ -215,7 +215,7 @@ def corrections_of(
 
 
 def valid_of(runs: Iterable[Run]) -> list[Run]:
-    """Those that count."""
+    """Runs that count."""
     return [run for run in runs if not run.problems]
 
 
@@ -242,7 +242,7 @@ def late_between(measured: RequestTimes, simulated: RequestTimes) -> float:
 
 
 def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[PlannedModel, Layout]:
-    """What the simulator is told of the cluster: prefill has the most cores of a worker, decode the fewest."""
+    """Model and layout for the simulator: prefill has the most cores of a worker, decode the fewest."""
     config = json.loads((folder / "config.json").read_text())
     model = PlannedModel(
         shape=ModelShape.from_hf_config(config),
@@ -260,7 +260,7 @@ def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[Plan
 
 
 def num_cores(device: Hardware) -> int:
-    """Of a device that `pdserve profile` has named."""
+    """Cores of a device that `pdserve profile` has named."""
     return int(device.name.removeprefix("cpu-"))
 
 

@@ -43,9 +43,9 @@ from pdserve.planner.workload import Workload
 
 SHARES_BELOW = (0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 SHARES_BEYOND = (1.1, 1.3)
-"""Of the rate at saturation."""
+"""Shares of the rate at saturation."""
 SLO = SloConfig(ttft_seconds=0.15, tpot_seconds=0.01)
-"""Of emulated seconds: nine tenths of the requests meet both at about 0.9 of saturation."""
+"""In emulated seconds: nine tenths of the requests meet both at about 0.9 of saturation."""
 LOGNORMAL = Workload(
     name="lognormal",
     contents=Conversations(
@@ -55,11 +55,11 @@ LOGNORMAL = Workload(
     ),
 )
 MAX_MACHINE_SHARE = 0.5
-"""Of all cores together. An emulated cluster hardly uses any."""
+"""Share of all cores. An emulated cluster hardly uses any."""
 MAX_LATE_S = 0.003
-"""Of the emulated clock, by which one request of a hundred may be sent or heard late."""
+"""Seconds of the emulated clock by which one request of a hundred may be sent or heard late."""
 PROBE_SHARE = 0.4
-"""Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
+"""Share of saturation: so few requests meet that each has its own delay, and so many that what router and loops do for
 the others is in it."""
 NUM_WARM, NUM_PROBES = 20, 150
 
@@ -114,7 +114,7 @@ class Comparison:
 def invalid_reasons(
     measured: Measurement, router_cpu_share: float, machine_share: float, time_scale: float
 ) -> list[str]:
-    """Why a measurement does not count, a line each."""
+    """Reasons why a measurement is invalid, a line each."""
     reasons = measured.health.problems(MAX_LATE_S * time_scale)
     if router_cpu_share > MAX_CPU_SHARE:
         reasons.append(f"the router used {router_cpu_share:.0%} of a core: use a larger --time-scale")

@@ -51,7 +51,7 @@ def _said(random: random.Random, said: dict[tuple[str, ...], str], index: int) -
 
 
 def draw_unknown(random: random.Random) -> Turn:
-    """What no part of the training answers."""
+    """A question that no part of the training answers."""
     if random.random() < 0.15:
         a, b = random.randint(1000, 20000), random.randint(0, 20000)
         if random.random() < 0.5:
