@@ -160,7 +160,6 @@ def measure(transport: str) -> dict[str, Any]:
 def report(
     transport: str, quiet: list[float], loaded: list[float], bytes_per_s: float, layout: KvLayout
 ) -> dict[str, Any]:
-
     def percentiles_ms(times: list[float]) -> dict[str, float]:
         return {f"p{p}_ms": float(np.percentile(times, p) * 1e3) for p in (50, 90, 99)}
 
