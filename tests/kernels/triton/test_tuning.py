@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 
 from pdserve.bench.kernels import tune
 from pdserve.bench.kernels.attention import Row
-from pdserve.bench.kernels.case import Case
+from pdserve.bench.kernels.case import OWN, Case, Make
 from pdserve.bench.kernels.tune import Batch, gain, tiled_case
 from pdserve.kernels.triton.tuned_tiles import AttentionShape, Key, ProductShape, Tile
 from tests.bench.kernels.scripted_case import fake_timer
@@ -26,9 +27,22 @@ def result(key: Key, batch: Batch, tile: Tile | None) -> torch.Tensor:
     return value
 
 
-def test_gains_are_averaged_over_the_batches() -> None:
-    seconds = iter([4.0, 1.0, 8.0, 4.0])  # 4 x and 2 x.
-    assert gain(DECODE, [ROWS, ROWS], TILE, CPU, fake_timer(seconds), num_kv_heads=2) == pytest.approx(math.sqrt(8))
+def test_gains_are_averaged_over_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds_of: dict[Callable[[], Any], float] = {}
+
+    def timed(key: Key, batch: Batch, tile: Tile | None, **sizes: int) -> Case:
+        case = tiled_case(key, batch, tile, **sizes)
+
+        def make(device: torch.device) -> Mapping[str, Make]:
+            own = case.own(device)
+            seconds_of[own.run] = (4.0, 4.0, 8.0, 2.0)[len(seconds_of)]
+            return {OWN: lambda: own}
+
+        return case._replace(make=make)
+
+    monkeypatch.setattr(tune, "tiled_case", timed)
+    # Equal in the first batch, 4 x in the second.
+    assert gain(DECODE, [ROWS, ROWS], TILE, CPU, lambda run: seconds_of[run], num_kv_heads=2) == pytest.approx(2.0)
 
 
 def test_a_tile_with_other_results_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
