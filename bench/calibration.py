@@ -47,7 +47,7 @@ def saturation(
 def overheads_between(
     measured: RequestTimes, simulated: RequestTimes, is_undisturbed: npt.NDArray[np.bool_] | None = None
 ) -> Overheads:
-    """Overheads that explain the difference between ``measured`` and ``simulated``, which ran without overheads.
+    """Overheads that explain the difference of requests that met few others, the second simulated without any.
 
     The requests should have met few others. The client sees only sums: a sixth each of the excess TTFT is attributed to
     a message to the router and to the answer's way to the client, as in the defaults of `Overheads`.

@@ -27,7 +27,7 @@ class RunningCluster:
     url: str
     admin_url: str
     pid: int
-    """Of `pdserve up`, the ancestor of all its processes."""
+    """Process of `pdserve up`, the ancestor of all its processes."""
     ready_s: float
     """From the command to its banner."""
 

@@ -17,13 +17,9 @@ except its overheads, comes from the fit of DistServe's own engine.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import groupby
 from math import log
 from pathlib import Path
@@ -34,42 +30,26 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.bench.models import LLAMA_2_70B, OPT_13B, OPT_66B
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.precision import Precision
-from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
 
 FloatArray = npt.NDArray[np.float64]
 
-_OPT = {"architectures": ["OPTForCausalLM"], "vocab_size": 50272, "max_position_embeddings": 2048}
-SHAPES = {
-    "opt-13b": ModelShape.from_hf_config(
-        {**_OPT, "hidden_size": 5120, "ffn_dim": 20480, "num_hidden_layers": 40, "num_attention_heads": 40}
-    ),
-    "opt-66b": ModelShape.from_hf_config(
-        {**_OPT, "hidden_size": 9216, "ffn_dim": 36864, "num_hidden_layers": 64, "num_attention_heads": 72}
-    ),
-    "llama-2-70b": ModelShape(
-        num_layers=80,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=32000,
-    ),
-}
+SHAPES = {"opt-13b": OPT_13B.shape, "opt-66b": OPT_66B.shape, "llama-2-70b": LLAMA_2_70B.shape}
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2000)
-"""Of prompts that are asked of fitted coefficients, which hold up to 2048."""
+"""Prompt lengths within the range of the fitted coefficients, up to 2048."""
 BATCH_SIZES = (1, 4, 16, 64, 128, 192)
 CONTEXT_TOKENS = (64, 512, 1500)
 MAX_CONTEXT_TOKENS = 60_000
-"""Of a batch: more did not fit into the pools that were measured."""
+"""Largest batch that fitted into the measured pools."""
 
 
 class Group(NamedTuple):
-    """What is judged together."""
+    """Rows that are judged together."""
 
     engine: str
     device: str
@@ -152,7 +132,7 @@ _START: dict[Any, float] = {
     "step_overhead_s": 1e-3,
 }
 MEMORY_EFFICIENCY_LIMIT = 0.92
-"""What plain copies reach: beyond it, a fit takes time from the memory that belongs to overhead."""
+"""Share that plain copies reach: beyond it, a fit takes time from the memory that belongs to overhead."""
 
 
 def _device(base: Hardware, figures: dict[Any, float]) -> Hardware:
@@ -236,9 +216,8 @@ def _show(groups: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with the two files")
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     rows = [
         *distserve_rows(arguments.data / "simdistserve_fit_a100_80g.csv"),
@@ -246,10 +225,7 @@ def main() -> None:
     ]
     groups, fits = check(rows)
     _show(groups, Console(stderr=True))
-    result = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), "groups": groups, "fits": fits}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    sys.stdout.write(json.dumps(result["fits"], indent=1) + "\n")
+    publish({"groups": groups, "fits": fits}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ reading memory, for the GB/s of one row.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import linear
 
+from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import SHAPES
 from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.selection import CPU_KERNELS
@@ -39,9 +36,9 @@ NUM_ROWS = (1, 8, 32, 256, 2048)
 FORMS = ("torch", "float32", "bfloat16", "float16", "int8", "int4")
 """``torch`` is `torch.nn.functional.linear` in float32; the others are the kernels' forms of weight."""
 MAX_WEIGHTS = 2**27
-"""Of the copies of one matrix, together: 512 MiB in float32, beyond any cache."""
+"""Weights of all copies of one matrix: 512 MiB in float32, beyond any cache."""
 MAX_CALL_FLOP = 2e10
-"""Of one timed call. Where many rows need more, they are multiplied with fewer copies: caches help them anyway."""
+"""Operations of one timed call. Products of many rows that need more get fewer copies: caches help them anyway."""
 CASE_S = 0.3
 PROCESS_TIMEOUT_S = 1800.0
 CEILING_SIZE = 2048
@@ -198,12 +195,11 @@ def _as_table(num_threads: int, ceilings: dict[str, float], entries: list[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     all_threads = ",".join(map(str, dict.fromkeys((1, len(os.sched_getaffinity(0))))))
     parser.add_argument("--threads", default=all_threads, help="numbers of threads, separated by commas")
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"some of {', '.join(SHAPES)}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--form", choices=FORMS, help="measure this form alone, in this process")
     arguments = parser.parse_args()
     threads = [int(count) for count in arguments.threads.split(",")]
@@ -212,16 +208,8 @@ def main() -> None:
         sys.stdout.write(json.dumps(measure(arguments.form, threads[0], shapes)))
         return
     console = Console(stderr=True, width=160)
-    result = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": platform.processor() or platform.machine(),
-        "num_cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "rounds": arguments.rounds,
-        "results": [compare(count, shapes, arguments.rounds, console) for count in threads],
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    results = [compare(count, shapes, arguments.rounds, console) for count in threads]
+    publish({"torch": torch.__version__, "rounds": arguments.rounds, "results": results}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,19 @@ too, judged jointly and without the warm-up.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from pdserve.bench.models import OPT_13B
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.precision import Precision
-from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.attainment import measure
@@ -38,20 +36,6 @@ MAX_DECODE_TOKENS = 50_000
 DEVICES = 4
 DEGREES = (1, 2, 4)
 SLO = SloConfig(ttft_seconds=0.2, tpot_seconds=0.1, attainment=0.9)
-OPT_13B = PlannedModel(
-    name="opt-13b",
-    shape=ModelShape(
-        num_layers=40,
-        hidden_size=5120,
-        intermediate_size=20480,
-        num_heads=40,
-        num_kv_heads=40,
-        head_dim=128,
-        vocab_size=50272,
-    ),
-    precision=Precision(dtype="float16"),
-    max_model_len=2048,
-)
 MAX_RATE_PER_DEVICE = 5.0
 SMALL_BATCH = 95
 """Decode batches from here on have a fit of their own."""
@@ -151,17 +135,6 @@ def _pool(role: WorkerRole, tensor_parallel: int, pipeline_parallel: int) -> Poo
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The highest rate per device of one layout that meets the objectives."""
-
-    layout: str
-    burst: float
-    """By 300 requests, each latency's 90th percentile on its own: DistServe's figure."""
-    steady: float
-    """By 3,000 requests, warm-up dropped, 90 % meeting both: what can be sustained."""
-
-
 def highest_rate(layout: Layout, fits: Fits, num_requests: int, *, is_finite: bool, tolerance: float) -> float:
     """By bisection, as DistServe's: requests per second and device."""
     sample = preset("sharegpt-synthetic").draw(num_requests, 0, max_model_len=OPT_13B.max_model_len)
@@ -184,30 +157,29 @@ def highest_rate(layout: Layout, fits: Fits, num_requests: int, *, is_finite: bo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--fits", type=Path, required=True, help="table of DistServe's fits")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--steady-requests", type=int, default=3000)
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     fits = read_fits(arguments.fits, "facebook/opt-13b")
-    console = Console()
-    found = []
+    console = Console(stderr=True)
+    found: list[dict[str, Any]] = []
     for layout in layouts():
+        # The burst is judged as DistServe does, each latency's 90th percentile by itself; the steady state without
+        # warm-up, 90 % meeting both.
         burst = highest_rate(layout, fits, arguments.requests, is_finite=True, tolerance=0.02)
         steady = highest_rate(layout, fits, arguments.steady_requests, is_finite=False, tolerance=0.02)
-        found.append(Found(str(layout), round(burst, 3), round(steady, 3)))
+        found.append({"layout": str(layout), "burst": round(burst, 3), "steady": round(steady, 3)})
         console.print(f"{layout}: {burst:.2f} requests/s per GPU in a burst, {steady:.2f} sustained", highlight=False)
-    found.sort(key=lambda each: -each.burst)
-    console.print(f"best: {found[0].layout} at {found[0].burst:.2f}; DistServe: prefill TP 2, decode TP 1 at 1.56")
-    if arguments.json:
-        result = {
-            "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-            "slo": {"ttft_s": SLO.ttft_seconds, "tpot_s": SLO.tpot_seconds, "share": SLO.attainment},
-            "requests": {"burst": arguments.requests, "steady": arguments.steady_requests},
-            "found": [asdict(each) for each in found],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    found.sort(key=lambda each: -each["burst"])
+    console.print(f"best: {found[0]['layout']} at {found[0]['burst']}; DistServe: prefill TP 2, decode TP 1 at 1.56")
+    result = {
+        "slo": {"ttft_s": SLO.ttft_seconds, "tpot_s": SLO.tpot_seconds, "share": SLO.attainment},
+        "requests": {"burst": arguments.requests, "steady": arguments.steady_requests},
+        "found": found,
+    }
+    publish(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +24,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from pdserve.bench.kernels.attention import ATTENTION_KERNELS, AttentionShape, Row, attention_case
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, KvPoolShape, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.operations import AttentionRule, DrawTensors, QkNorm, TopPTensors
+from pdserve.kernels.operations import DrawTensors, QkNorm, TopPTensors
 from pdserve.kernels.triton.block_copy import gather_blocks, scatter_blocks
-from pdserve.kernels.triton.decode_attention import decode_attention
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
-from pdserve.kernels.triton.prefill_attention import prefill_attention
 from pdserve.kernels.triton.quantized_matmul import quantized_matmul
 from pdserve.kernels.triton.rope import rope_and_write_kv
 from pdserve.kernels.triton.sampling import draw_tokens, find_top_p
@@ -40,7 +38,7 @@ from pdserve.kernels.weight_quantisation import Int4Weight, QuantisedWeight, qua
 
 _TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
-"""Of one program on Hopper."""
+"""Limit of one program on Hopper."""
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -54,17 +52,17 @@ class Launch(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What became of a kernel."""
+    """Resources of a compiled kernel."""
 
     num_registers: int
-    """Of each thread."""
+    """Per thread."""
     spilled_bytes: int
     shared_bytes: int
     has_wgmma: bool
 
 
 class _Target:
-    """Stands for the driver of a GPU."""
+    """Stand-in for the driver of a GPU."""
 
     def get_current_target(self) -> GPUTarget:
         return _TARGET
@@ -82,7 +80,7 @@ def compile_launch(launch: Launch) -> list[Compiled]:
 
 
 def compiled_kernels(launch: Launch) -> list[Any]:
-    """Those of Triton's own type; the same object where a launch before needed the same."""
+    """Compile a launch to Triton's own objects; launches that need the same kernel share its object."""
     with _compiling() as kernels:
         launch.run()
     return kernels
@@ -90,7 +88,7 @@ def compiled_kernels(launch: Launch) -> list[Any]:
 
 @contextmanager
 def _compiling() -> Iterator[list[Any]]:
-    """Meanwhile a launch is only compiled, into the list."""
+    """Within it, launches only compile, and append to the list."""
     kernels = []
     run, active = JITFunction.run, driver._active
 
@@ -114,49 +112,43 @@ def _measure(kernel: Any) -> Compiled:
         usage = subprocess.run(
             [tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
         ).stdout
-    # What is spilled lies on the stack, and nothing else does.
+    # The stack holds spilled registers only.
     registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[0]) for what in ("REG", "STACK"))
     return Compiled(registers, stack, kernel.metadata.shared, "wgmma" in kernel.asm["ptx"])
 
 
 def launches_of_a_step(new_tokens: tuple[int, ...]) -> list[Launch]:
-    """Those of one model that depend on the batch."""
-    attention = _Attention(_BF16, _BF16, 128, new_tokens=new_tokens)
+    """Launches of one model that depend on the batch."""
     return [
-        attention.launch("prefill_attention", prefill_attention),
-        attention.launch("decode_attention", decode_attention),
+        *(_attention(kernel, _BF16, _BF16, 128, new_tokens=new_tokens) for kernel in ATTENTION_KERNELS),
         _rope_launch(_BF16, _BF16, 128, new_tokens),
     ]
 
 
 def launches() -> list[Launch]:
     """Every kind of launch of every kernel: dtypes, head dims, and rules that make other code."""
-    attentions = [
-        *(_Attention(_BF16, _BF16, dim) for dim in (64, 128, 256)),
-        *(_Attention(_BF16, pool_dtype, dim) for pool_dtype in LARGEST_VALUES for dim in (64, 80, 128, 256)),
-        *(_Attention(_FP32, _FP32, dim) for dim in (64, 128, 256)),
-        _Attention(_FP16, _FP16, 128),
-        _Attention(_BF16, _BF16, 128, window=4096),
-        _Attention(_BF16, _BF16, 256, window=4096, softcap=50.0),
-        *(_Attention(_BF16, pool_dtype, 256, window=4096, softcap=50.0) for pool_dtype in LARGEST_VALUES),
-        *(_Attention(_FP16, pool_dtype, 64) for pool_dtype in LARGEST_VALUES),
-        *(_Attention(_FP32, pool_dtype, 256) for pool_dtype in LARGEST_VALUES),
-    ]
-    batches = [
-        _Attention(_BF16, _BF16, 128, new_tokens=(1,) * 1000),
+    attentions: list[Callable[[str], Launch]] = [
+        *(partial(_attention, dtype=_BF16, kv_dtype=_BF16, head_dim=dim) for dim in (64, 128, 256)),
         *(
-            _Attention(_BF16, pool_dtype, dim, new_tokens=(8,) * 3)
-            for pool_dtype in (_BF16, *LARGEST_VALUES)
-            for dim in (128, 256)
+            partial(_attention, dtype=_BF16, kv_dtype=kv_dtype, head_dim=dim)
+            for kv_dtype in LARGEST_VALUES
+            for dim in (64, 80, 128, 256)
         ),
+        *(partial(_attention, dtype=_FP32, kv_dtype=_FP32, head_dim=dim) for dim in (64, 128, 256)),
+        partial(_attention, dtype=_FP16, kv_dtype=_FP16, head_dim=128),
+        partial(_attention, dtype=_BF16, kv_dtype=_BF16, head_dim=128, window=4096),
+        *(
+            partial(_attention, dtype=_BF16, kv_dtype=kv_dtype, head_dim=256, window=4096, softcap=50.0)
+            for kv_dtype in (_BF16, *LARGEST_VALUES)
+        ),
+        *(partial(_attention, dtype=_FP16, kv_dtype=kv_dtype, head_dim=64) for kv_dtype in LARGEST_VALUES),
+        *(partial(_attention, dtype=_FP32, kv_dtype=kv_dtype, head_dim=256) for kv_dtype in LARGEST_VALUES),
     ]
-    kernels: dict[str, Callable[..., None]] = {
-        "prefill_attention": prefill_attention,
-        "decode_attention": decode_attention,
-    }
+    decode = partial(_attention, "decode_attention", _BF16)
     return [
-        *(attention.launch(name, attend) for name, attend in kernels.items() for attention in attentions),
-        *(attention.launch("decode_attention", decode_attention) for attention in batches),
+        *(make(kernel) for kernel in ATTENTION_KERNELS for make in attentions),
+        decode(_BF16, 128, new_tokens=(1,) * 1000),
+        *(decode(kv_dtype, dim, new_tokens=(8,) * 3) for kv_dtype in (_BF16, *LARGEST_VALUES) for dim in (128, 256)),
         *(_pointwise_launch(dtype) for dtype in (_BF16, _FP16, _FP32)),
         *(_rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, *LARGEST_VALUES)),
         _rope_launch(_FP16, _FP16, 64),
@@ -178,27 +170,33 @@ def launches() -> list[Launch]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Attention:
+def _attention(
+    kernel: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    *,
+    new_tokens: tuple[int, ...] = (3, 2),
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Launch:
     """Attention of four query heads for each of two KV heads."""
-
-    dtype: torch.dtype
-    pool_dtype: torch.dtype
-    head_dim: int
-    window: int = 0
-    softcap: float = 0.0
-    new_tokens: tuple[int, ...] = (3, 2)
-
-    def launch(self, name: str, attend: Callable[..., None]) -> Launch:
-        kv_pool = _pool(self.pool_dtype, self.head_dim)
-        metadata = _metadata(self.new_tokens)
-        q_TND = torch.zeros(metadata.num_tokens, 8, self.head_dim, dtype=self.dtype)
-        rule = AttentionRule(scale=0.1, window=self.window, softcap=self.softcap)
-        words = f"{name} {self.dtype} over {self.pool_dtype} D{self.head_dim}".replace("torch.", "")
-        words += f" {len(self.new_tokens)} rows of {self.new_tokens[0]}" * (len(self.new_tokens) > 2)
-        words += " window" * bool(self.window) + " softcap" * bool(self.softcap)
-        run = partial(attend, q_TND, q_TND.clone(), kv_pool, 0, metadata, rule)
-        return Launch(words, run, is_wgmma=self.dtype != _FP32 and attend is prefill_attention)
+    shape = AttentionShape(
+        kernel=kernel,
+        rows=tuple(map(Row, new_tokens)),
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        window=window,
+        softcap=softcap,
+    )
+    words = f"{kernel} {dtype} over {kv_dtype} D{head_dim}".replace("torch.", "")
+    words += f" {len(new_tokens)} rows of {new_tokens[0]}" * (len(new_tokens) > 2)
+    words += " window" * bool(window) + " softcap" * bool(softcap)
+    is_wgmma = dtype != _FP32 and kernel == "prefill_attention"
+    return Launch(words, attention_case(shape).own(torch.device("cpu")).run, is_wgmma=is_wgmma)
 
 
 def _pointwise_launch(dtype: torch.dtype) -> Launch:
@@ -290,7 +288,7 @@ def _pool(dtype: torch.dtype, head_dim: int) -> KvPool:
 
 
 def fits(kernel: Compiled) -> bool:
-    """Whether it runs on a Hopper GPU as it should."""
+    """Whether it runs on a Hopper GPU without spilling registers."""
     return kernel.spilled_bytes == 0 and kernel.shared_bytes <= MAX_SHARED_BYTES
 
 

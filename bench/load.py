@@ -28,7 +28,7 @@ from pdserve.planner.simulation import FloatArray, RequestTimes
 LEAD_S = 0.2
 """From the call to instant 0 of the workload."""
 PROBE_S = 0.02
-"""How often the generator looks how late its own loop is."""
+"""Interval at which the generator measures its own loop's lateness."""
 MAX_LATE_S = 0.01
 MAX_CPU_SHARE = 0.7
 """Beyond these a generator distorts what it measures; of lateness, the 99th percentile counts."""
@@ -40,18 +40,18 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorHealth:
-    """How well the generator kept up, in real seconds."""
+    """Load and lateness of the generator, in real seconds."""
 
     cpu_share: float
-    """Of one core."""
+    """Share of one core."""
     send_late_p99_s: float
-    """From the instant at which a request was due to the one at which it was written to the socket."""
+    """From a request's due time to its write to the socket."""
     send_late_max_s: float
     loop_late_p99_s: float
-    """Of a timer in the loop that also reads the answers."""
+    """Lateness of a timer in the loop that also reads the answers."""
 
     def problems(self, max_late_s: float = MAX_LATE_S) -> list[str]:
-        """Why the measurement does not count, a line each."""
+        """Reasons why the measurement is invalid, a line each."""
         found = []
         if self.cpu_share > MAX_CPU_SHARE:
             found.append(f"the load generator used {self.cpu_share:.0%} of a core; lower the rate")
@@ -64,16 +64,16 @@ class GeneratorHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What clients saw. Times are seconds of the workload's clock, which starts with it."""
+    """Times at the client, in seconds of the workload's clock, which starts with it."""
 
     times: RequestTimes
     """``started_s`` is unknown to a client, and NaN."""
     gap_s: FloatArray
-    """Every gap between two tokens of an answer (ITL)."""
+    """Every gap between two tokens of a complete answer (ITL)."""
     errors: Counter[str]
-    """Of requests that were neither finished nor rejected: how often each was said."""
+    """Count of each error of requests that were neither finished nor rejected."""
     ended_s: float
-    """When the last answer was complete."""
+    """Time of the last complete answer."""
     health: GeneratorHealth
 
     @property
@@ -123,6 +123,7 @@ def measure_load(
     temperature: float = 0.0,
     time_scale: float = 1.0,
     timeout_s: float = 600.0,
+    max_concurrency: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Measurement:
     """Send ``requests``, in order of arrival, and wait for all answers.
@@ -133,13 +134,15 @@ def measure_load(
         temperature: of every request; 0 costs the server less than the API's default of 1.
         time_scale: a second of the workload lasts this many real ones; for emulated clusters that are slowed alike.
         timeout_s: real seconds that one answer may take.
+        max_concurrency: requests in flight at once. Those beyond wait, and are due when they leave, as in vLLM.
         progress: called about once a second with the numbers of requests sent and done.
 
     Raises:
         OSError: nobody listens at ``url``.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Load(url, requests, vocab_size, temperature, time_scale, timeout_s, progress).run())
+        load = _Load(url, requests, vocab_size, temperature, time_scale, timeout_s, max_concurrency, progress)
+        return runner.run(load.run())
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +167,7 @@ class _Load:
         temperature: float,
         time_scale: float,
         timeout_s: float,
+        max_concurrency: int | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._client = StreamClient(url)
@@ -173,10 +177,11 @@ class _Load:
         self._temperature = temperature
         self._time_scale = time_scale
         self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(max_concurrency or len(requests) + 1)
         self._progress = progress
         self._num_sent = 0
         self._sent: list[_Sent] = []
-        """Those whose answers have ended."""
+        """Requests whose answers have ended."""
         self._loop_late_s: list[float] = []
 
     async def run(self) -> Measurement:
@@ -203,8 +208,16 @@ class _Load:
     async def _converse(self, request: SimulatedRequest, tokens: list[int], body: bytes, due_s: float) -> None:
         """Send a request and, one after the other, the turns that follow it."""
         while True:
+            if self._slots.locked():
+                await self._slots.acquire()
+                due_s = time.monotonic()
+            else:
+                await self._slots.acquire()
             self._num_sent += 1
-            answer = await self._client.complete(body, self._timeout_s)
+            try:
+                answer = await self._client.complete(body, self._timeout_s)
+            finally:
+                self._slots.release()
             self._sent.append(_Sent(request, len(tokens), due_s, answer))
             if request.follow_up is None or answer.error:
                 return
@@ -215,14 +228,14 @@ class _Load:
             await _sleep_until(due_s)
 
     async def _probe(self) -> None:
-        told_s = time.monotonic()
+        reported_s = time.monotonic()
         while True:
             due_s = time.monotonic() + PROBE_S
             await asyncio.sleep(PROBE_S)
             now_s = time.monotonic()
             self._loop_late_s.append(now_s - due_s)
-            if self._progress is not None and now_s - told_s >= 1:
-                told_s = now_s
+            if self._progress is not None and now_s - reported_s >= 1:
+                reported_s = now_s
                 self._progress(self._num_sent, len(self._sent))
 
     def _measurement(self, started_s: float, cpu_share: float) -> Measurement:
@@ -236,7 +249,9 @@ class _Load:
             loop_late_p99_s=float(np.percentile(self._loop_late_s or [0.0], 99)),
         )
         times = _request_times(sent, started_s, self._time_scale)
-        gaps = [np.diff(each.answer.token_s[: each.answer.num_tokens or None]) for each in sent]
+        gaps = [
+            np.diff(each.answer.token_s[: each.answer.num_tokens or None]) for each in sent if not each.answer.error
+        ]
         is_failed = [bool(each.answer.error) and each.answer.status not in _REJECTIONS for each in sent]
         errors = Counter(each.answer.error for each, failed in zip(sent, is_failed, strict=True) if failed)
         has_ended = not np.isnan(times.last_token_s).all()
@@ -289,6 +304,6 @@ def _request_times(sent: Sequence[_Sent], started_s: float, time_scale: float) -
 
 
 def _token_s(answer: StreamedAnswer, index: int) -> float:
-    """When a token came; an event that brings the end alone, after the last token, does not count as one."""
+    """Time of a token; an event that brings only the end, after the last token, does not count as one."""
     token_s = answer.token_s[: answer.num_tokens or None]
     return token_s[index] if token_s and index < len(token_s) else nan

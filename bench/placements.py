@@ -10,21 +10,17 @@ and compares their sustained rates. Links and step times come from the catalogue
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from pdserve.bench.models import LLAMA_3_8B, LLAMA_3_70B, OPT_13B, OPT_66B, OPT_175B, QWEN3_32B
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.precision import Precision
-from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel
 from pdserve.planner.plan import Candidate, Effort, InfeasibleSloError, Plan, Question, Supply
@@ -32,56 +28,6 @@ from pdserve.planner.presets import preset
 from pdserve.planner.search import find_plan
 
 QUICK = Effort(screen_requests=300, final_requests=1000, seeds=(0,), num_screened=12, num_finalists=2)
-
-
-def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> PlannedModel:
-    config = {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "num_hidden_layers": num_layers,
-        "hidden_size": hidden_size,
-        "ffn_dim": 4 * hidden_size,
-        "num_attention_heads": num_heads,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "word_embed_proj_dim": hidden_size,
-        "do_layer_norm_before": True,
-        "tie_word_embeddings": True,
-    }
-    shape = ModelShape.from_hf_config(config)
-    return PlannedModel(shape=shape, name=name, precision=Precision(dtype="float16"), max_model_len=2048)
-
-
-def _dense(
-    name: str,
-    num_layers: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_heads: int,
-    head_dim: int,
-    vocab_size: int,
-    *,
-    qk_norm: bool = False,
-) -> PlannedModel:
-    shape = ModelShape(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        qk_norm=qk_norm,
-    )
-    return PlannedModel(shape=shape, name=name, max_model_len=16384)
-
-
-OPT_13B = _opt("OPT-13B", 40, 5120, 40)
-OPT_66B = _opt("OPT-66B", 64, 9216, 72)
-OPT_175B = _opt("OPT-175B", 96, 12288, 96)
-LLAMA_8B = _dense("Llama-3-8B", 32, 4096, 14336, 32, 128, 128256)
-LLAMA_70B = _dense("Llama-3-70B", 80, 8192, 28672, 64, 128, 128256)
-QWEN_32B = _dense("Qwen3-32B", 64, 5120, 25600, 64, 128, 151936, qk_norm=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +53,13 @@ class Setting:
 
 
 def settings() -> Iterator[Setting]:
-    """DistServe's, then today's: the objectives of its table 1, and those of the presets."""
+    """DistServe's settings (its table 1), then current ones with the objectives of the presets."""
     yield Setting(OPT_13B, "a100-80gb", "sharegpt-synthetic", 0.25, 0.1)
     yield Setting(OPT_66B, "a100-80gb", "sharegpt-synthetic", 2.5, 0.15)
     yield Setting(OPT_66B, "a100-80gb", "humaneval-synthetic", 0.125, 0.2)
     yield Setting(OPT_66B, "a100-80gb", "longbench-synthetic", 15.0, 0.15)
     yield Setting(OPT_175B, "a100-80gb", "sharegpt-synthetic", 4.0, 0.2, num_nodes=2)
-    for model in (LLAMA_8B, QWEN_32B, LLAMA_70B):
+    for model in (LLAMA_3_8B, QWEN3_32B, LLAMA_3_70B):
         for name in ("chat", "code", "summarisation", "agent"):
             slo = preset(name).slo
             assert slo is not None
@@ -121,7 +67,7 @@ def settings() -> Iterator[Setting]:
 
 
 def plan(setting: Setting, effort: Effort) -> Plan | str:
-    """The plan, or why there is none."""
+    """The plan, or the reason why there is none."""
     with Progress(transient=True) as progress:
         task = progress.add_task(setting.name, total=1.0)
         try:
@@ -164,10 +110,9 @@ def _record(setting: Setting, answer: Plan | str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--only", default="", help="settings whose name contains this")
     parser.add_argument("--quick", action="store_true", help="shorter simulations, one seed")
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     table = Table("setting", "TTFT / TPOT", "disaggregated, requests/s per device", "colocated", "gain", box=None)
     records = []
@@ -185,10 +130,8 @@ def main() -> None:
         table.add_row(
             setting.name, objectives, _words(verdict.best_disaggregated), _words(verdict.best_colocated), gain
         )
-    Console().print(table)
-    if arguments.json:
-        result = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), "settings": records}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    Console(stderr=True).print(table)
+    publish({"settings": records}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -8,48 +8,29 @@ instance, measured earlier on a machine of the same kind.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-from datetime import UTC, datetime
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
+from pdserve.bench.models import LLAMA_3_70B
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
-from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.layout import PlannedModel
 from pdserve.planner.plan import Effort, Question, Supply
 from pdserve.planner.presets import preset
 from pdserve.planner.search import find_plan
 
 DISTSERVE = {"layouts": 208, "elapsed_s": 371}
 
-LLAMA_3_70B = PlannedModel(
-    name="Llama-3-70B",
-    shape=ModelShape.from_hf_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        }
-    ),
-)
-
 
 def measure(
     num_nodes: int, num_processes: int, workload_name: str, effort: Effort, devices_per_node: int = 8
 ) -> dict[str, Any]:
-    """What is kept of one plan."""
+    """Figures of one plan."""
     workload = preset(workload_name)
     question = Question(
-        model=LLAMA_3_70B,
+        model=replace(LLAMA_3_70B, max_model_len=8192),
         slo=workload.slo or SloConfig(),
         fleet=(Supply(hardware=hardware("h100-sxm"), num_nodes=num_nodes, devices_per_node=devices_per_node),),
         effort=effort,
@@ -70,26 +51,17 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=4, help="hosts of eight GPUs")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--workload", default="chat", help="a preset")
-    parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     result = measure(arguments.nodes, arguments.processes, arguments.workload, Effort())
-    Console().print(
+    Console(stderr=True).print(
         f"{result['layouts']} layouts, {result['simulated_requests']:,} simulated requests: {result['elapsed_s']} s "
         f"(DistServe's search: {DISTSERVE['elapsed_s']} s for {DISTSERVE['layouts']}). {result['verdict']}"
     )
-    report = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        **result,
-        "distserve": DISTSERVE,
-        "num_cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    publish({**result, "distserve": DISTSERVE}, arguments.json)
 
 
 if __name__ == "__main__":

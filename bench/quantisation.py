@@ -12,14 +12,10 @@ Agreement compares the most likely token with that of float32 weights and KV.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import platform
-import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -31,6 +27,7 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, StepBatch, StepRow, TokenLogprobs
 from pdserve.engine.worker.backend import choose_backend
@@ -106,10 +103,10 @@ def train(folder: Path, text: str, num_steps: int, console: Console) -> None:
 
 
 class Judged(NamedTuple):
-    """What one configuration makes of the held-out text, position by position."""
+    """Predictions of one configuration for the held-out text, by position."""
 
     logprobs: np.ndarray
-    """Of the text's own tokens."""
+    """Log probabilities of the text's own tokens."""
     likeliest: np.ndarray
     """Token ids."""
 
@@ -178,10 +175,9 @@ def compare(folder: Path, text: str, console: Console) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, help="keep the trained checkpoint here, or judge the one there")
     parser.add_argument("--train-steps", type=int, default=400, help="some seconds for ten of them")
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     console = Console(stderr=True)
     text = language_reference()
@@ -192,14 +188,11 @@ def main() -> None:
         table = compare(folder, text.held_out, console)
         num_parameters = DecoderConfig.from_folder(folder).shape.num_parameters
     result = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "text": "pydoc_data.topics of Python " + platform.python_version() + ", every tenth topic",
         "model": {"parameters": num_parameters, "train_steps": arguments.train_steps},
         "configurations": table,
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    publish(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -19,26 +19,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
+from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import SHAPES
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
@@ -49,136 +46,98 @@ BURST_TIMEOUT_S = 1800.0
 Prompts = list[list[int]]
 
 
-class Contestant(Protocol):
+class Implementation(NamedTuple):
     """A running server or engine."""
 
     ready_s: float
-    """From its start to the moment at which it takes requests."""
-
-    def burst(self, prompts: Prompts, max_tokens: int) -> float:
-        """Seconds from the first request sent to the last answer complete, greedy and exactly ``max_tokens`` long."""
-        ...
+    """From its start until it takes requests."""
+    burst: Callable[[Prompts, int], float]
+    """Sends prompts together; returns the seconds to the last answer, all greedy and exactly that many tokens long."""
 
 
-@dataclass(slots=True)
-class Figures:
-    """What one contestant's rounds gave; all lists have one entry per round."""
-
-    ready_s: list[float] = field(default_factory=list)
-    prompts_s: list[float] = field(default_factory=list)
-    """32 prompts, one token each."""
-    tokens_per_s: list[float] = field(default_factory=list)
-    """Of 32 concurrent answers, prompts included."""
-    alone_tokens_per_s: list[float] = field(default_factory=list)
-    """Of one answer, prompt included."""
-
-    def medians(self) -> dict[str, float]:
-        return {name: round(statistics.median(values), 3) for name, values in asdict(self).items()}
-
-
-class Pdserve:
+@contextmanager
+def running_pdserve(folder: Path, dtype: str) -> Iterator[Implementation]:
     """`pdserve up` with one prefill and one decode worker, and its HTTP clients."""
-
-    def __init__(self, url: str, ready_s: float) -> None:
-        self.ready_s = ready_s
-        self._client = httpx.Client(
-            base_url=url, timeout=BURST_TIMEOUT_S, limits=httpx.Limits(max_connections=NUM_CONCURRENT)
-        )
-        self._threads = ThreadPoolExecutor(NUM_CONCURRENT)
-
-    def burst(self, prompts: Prompts, max_tokens: int) -> float:
-        bodies = [
-            json.dumps({"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True})
-            for prompt in prompts
-        ]
-        started_s = time.perf_counter()
-        answers = list(self._threads.map(self._complete, bodies))
-        seconds = time.perf_counter() - started_s
-        assert all(answer["usage"]["completion_tokens"] == max_tokens for answer in answers)
-        return seconds
-
-    def _complete(self, body: str) -> dict[str, Any]:
-        response = self._client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        response.raise_for_status()
-        answer: dict[str, Any] = response.json()
-        return answer
-
-
-@contextmanager
-def running_pdserve(folder: Path, dtype: str) -> Iterator[Pdserve]:
     model = {"path": str(folder), "dtype": dtype, "max_model_len": 1024}
-    with running_cluster({"model": model, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}) as cluster:
-        yield Pdserve(cluster.url, cluster.ready_s)
+    limits = httpx.Limits(max_connections=NUM_CONCURRENT)
+    with (
+        running_cluster({"model": model, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}) as cluster,
+        httpx.Client(base_url=cluster.url, timeout=BURST_TIMEOUT_S, limits=limits) as client,
+        ThreadPoolExecutor(NUM_CONCURRENT) as threads,
+    ):
+        yield Implementation(cluster.ready_s, partial(_http_burst, client, threads))
 
 
-class Vllm:
-    """vLLM's offline engine in a process of its own environment."""
+def _http_burst(client: httpx.Client, threads: ThreadPoolExecutor, prompts: Prompts, max_tokens: int) -> float:
+    def complete(body: str) -> int:
+        response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        num_tokens: int = response.raise_for_status().json()["usage"]["completion_tokens"]
+        return num_tokens
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.ready_s = self._answer()["ready_s"]
-
-    def burst(self, prompts: Prompts, max_tokens: int) -> float:
-        self._pipe(self._process.stdin).write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
-        self._pipe(self._process.stdin).flush()
-        answer = self._answer()
-        assert answer["num_tokens"] == len(prompts) * max_tokens
-        return answer["seconds"]
-
-    def _answer(self) -> dict[str, float]:
-        for line in self._pipe(self._process.stdout):
-            if line.startswith("RACE "):
-                answer: dict[str, float] = json.loads(line.removeprefix("RACE "))
-                return answer
-        raise RuntimeError(f"vLLM ended with {self._process.wait()}: run its half by hand to see why")
-
-    @staticmethod
-    def _pipe(pipe: IO[str] | None) -> IO[str]:
-        assert pipe is not None
-        return pipe
+    options = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    bodies = [json.dumps({"prompt": prompt, **options}) for prompt in prompts]
+    started_s = time.perf_counter()
+    lengths = set(threads.map(complete, bodies))
+    seconds = time.perf_counter() - started_s
+    assert lengths == {max_tokens}
+    return seconds
 
 
 @contextmanager
-def running_vllm(python: str, folder: Path, dtype: str, *, eager: bool) -> Iterator[Vllm]:
+def running_vllm(python: str, folder: Path, dtype: str, *, eager: bool) -> Iterator[Implementation]:
+    """vLLM's offline engine in a process of its own environment."""
     command = [python, str(Path(__file__).with_name("race_peer.py")), str(folder), "--dtype", dtype]
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_KVCACHE_SPACE": "2",
     }
-    process = subprocess.Popen(
-        [*command, "--eager"] if eager else command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    try:
-        yield Vllm(process)
-    finally:
-        if process.stdin is not None:
-            process.stdin.close()
-        process.wait()
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*command, *["--eager"] * eager], text=True, env=environment, **pipes) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def answer() -> dict[str, float]:
+            for line in stdout:
+                if line.startswith("RACE "):
+                    found: dict[str, float] = json.loads(line.removeprefix("RACE "))
+                    return found
+            raise RuntimeError(f"vLLM ended with {process.wait()}: run its half by hand to see why")
+
+        def burst(prompts: Prompts, max_tokens: int) -> float:
+            stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+            stdin.flush()
+            burst = answer()
+            assert burst["num_tokens"] == len(prompts) * max_tokens
+            return burst["seconds"]
+
+        yield Implementation(answer()["ready_s"], burst)
 
 
-def measure(contestant: Contestant, rng: np.random.Generator, vocab_size: int, figures: Figures) -> None:
-    """One round of a contestant that has just started."""
+def measure(implementation: Implementation, rng: np.random.Generator, vocab_size: int) -> dict[str, float]:
+    """One round of an implementation that has just started."""
 
     def prompts(count: int) -> Prompts:
         tokens: Prompts = rng.integers(0, vocab_size, (count, PROMPT_TOKENS)).tolist()
         return tokens
 
-    contestant.burst(prompts(2), 2)
-    figures.ready_s.append(contestant.ready_s)
-    figures.prompts_s.append(contestant.burst(prompts(NUM_CONCURRENT), 1))
-    seconds = contestant.burst(prompts(NUM_CONCURRENT), ANSWER_TOKENS)
-    figures.tokens_per_s.append(NUM_CONCURRENT * ANSWER_TOKENS / seconds)
-    figures.alone_tokens_per_s.append(ANSWER_TOKENS / contestant.burst(prompts(1), ANSWER_TOKENS))
+    burst = implementation.burst
+    burst(prompts(2), 2)
+    return {
+        "ready_s": implementation.ready_s,
+        "prompts_s": burst(prompts(NUM_CONCURRENT), 1),
+        "tokens_per_s": NUM_CONCURRENT * ANSWER_TOKENS / burst(prompts(NUM_CONCURRENT), ANSWER_TOKENS),
+        "alone_tokens_per_s": ANSWER_TOKENS / burst(prompts(1), ANSWER_TOKENS),
+    }
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(one[name] for one in rounds), 3) for name in rounds[0]}
 
 
 def limit(shape: ModelShape) -> dict[str, float]:
-    """What the machine's own float32 matrix product would leave possible, nothing else counted."""
+    """Upper bound by the machine's own float32 matrix product alone."""
     import torch
 
     a, b = torch.rand(2048, 1024), torch.rand(1024, 2048)
@@ -199,29 +158,28 @@ def limit(shape: ModelShape) -> dict[str, float]:
     }
 
 
-def _contestants(
+def _implementations(
     arguments: argparse.Namespace, folder: Path
-) -> dict[str, Callable[[], AbstractContextManager[Contestant]]]:
-    """How to start each of them, by name."""
-    contestants: dict[str, Callable[[], AbstractContextManager[Contestant]]] = {
+) -> dict[str, Callable[[], AbstractContextManager[Implementation]]]:
+    """Context managers that start each implementation, by name."""
+    implementations: dict[str, Callable[[], AbstractContextManager[Implementation]]] = {
         "pdserve": partial(running_pdserve, folder, arguments.dtype)
     }
     for dtype in arguments.vllm_dtypes.split(","):
         for eager in (False, True) if arguments.eager else (False,):
             name = f"vllm {dtype} {'eager' if eager else 'compiled'}"
-            contestants[name] = partial(running_vllm, arguments.vllm_python, folder, dtype, eager=eager)
-    return contestants
+            implementations[name] = partial(running_vllm, arguments.vllm_python, folder, dtype, eager=eager)
+    return implementations
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--vllm-python", required=True, help="interpreter of a virtual environment with vLLM")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", help="of weights and KV of pdserve")
     parser.add_argument("--vllm-dtypes", default="bfloat16", help="dtypes to race vLLM in, separated by commas")
     parser.add_argument("--eager", action="store_true", help="race vLLM without torch.compile, too")
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     console = Console(stderr=True)
     shape = SHAPES[arguments.shape]
@@ -229,29 +187,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / arguments.shape
         write_random_checkpoint(folder, **shape, max_position_embeddings=2048, dtype=arguments.dtype)
-        contestants = _contestants(arguments, folder)
-        figures = {name: Figures() for name in contestants}
+        implementations = _implementations(arguments, folder)
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in implementations}
         for number in range(arguments.rounds):
-            for name, running in contestants.items():
-                with running() as contestant:
-                    measure(contestant, rng, shape["vocab_size"], figures[name])
-                latest = {key: round(values[-1], 2) for key, values in asdict(figures[name]).items()}
+            for name, running in implementations.items():
+                with running() as implementation:
+                    rounds[name].append(measure(implementation, rng, shape["vocab_size"]))
+                latest = {key: round(value, 2) for key, value in rounds[name][-1].items()}
                 console.print(f"round {number + 1} of {arguments.rounds}, {name}: {latest}")
         config = json.loads((folder / "config.json").read_text())
     result = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "shape": {"name": arguments.shape, **shape},
         "dtype": arguments.dtype,
         "load": f"{NUM_CONCURRENT} x ({PROMPT_TOKENS} + {ANSWER_TOKENS})",
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         "limit": limit(ModelShape.from_hf_config(config)),
-        "medians": {name: measured.medians() for name, measured in figures.items()},
-        "rounds": {name: asdict(measured) for name, measured in figures.items()},
+        "medians": {name: medians(of_one) for name, of_one in rounds.items()},
+        "rounds": rounds,
     }
-    text = json.dumps(result, indent=1)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    publish(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,175 +1,185 @@
-"""Report of `pdserve bench serve`: latencies, throughput, and SLO attainment.
+"""Figures of `pdserve bench serve`, under the names and in the layout of ``vllm bench serve``.
 
-All requests count, the first ones too: for steady-state figures, make the run long enough. Times are in seconds, in the
-printed text in milliseconds.
+All requests count, the first ones too: for steady-state figures, make the run long enough. As in vLLM, latencies are of
+completed requests, TPOT of those with at least two tokens; attainment is of all requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pdserve.bench.load import Measurement
-from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.simulation import FloatArray
 
-PERCENTILES = (50, 90, 99)
+METRICS: Mapping[str, str] = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+OBJECTIVES = ("ttft", "tpot", "e2el")
+"""Metrics of one request, which an objective can bound."""
+_WIDTH = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    """A distribution in seconds; NaN where nothing was measured."""
+def parse_objectives(pairs: Sequence[str]) -> dict[str, float]:
+    """Parse objectives such as ``ttft:250`` to milliseconds by metric.
 
-    mean_s: float
-    percentiles_s: Mapping[int, float]
-
-    @classmethod
-    def of(cls, seconds: FloatArray) -> Latency:
-        known = seconds[~np.isnan(seconds)]
-        if not known.size:
-            return cls(mean_s=float("nan"), percentiles_s=dict.fromkeys(PERCENTILES, float("nan")))
-        values = np.percentile(known, PERCENTILES)
-        return cls(mean_s=float(known.mean()), percentiles_s=dict(zip(PERCENTILES, map(float, values), strict=True)))
-
-    def as_dict(self) -> dict[str, float | None]:
-        values = {"mean_s": self.mean_s, **{f"p{key}_s": value for key, value in self.percentiles_s.items()}}
-        return {name: None if np.isnan(value) else round(value, 6) for name, value in values.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingReport:
-    """A measurement in a few figures."""
-
-    num_requests: int
-    num_finished: int
-    num_rejected: int
-    num_failed: int
-    duration_s: float
-    """From the first request to the last token."""
-    offered_rate: float
-    """Requests per second over the time in which they arrived."""
-    prompt_tokens: int
-    """Of finished requests, as the next."""
-    output_tokens: int
-    ttft: Latency
-    tpot: Latency
-    """Of answers of two tokens and more."""
-    itl: Latency
-    slo: SloConfig
-    ttft_share: float
-    """Of all requests, rejected and failed ones included, those that met the objective."""
-    tpot_share: float
-    joint_share: float
-    """Those that met both."""
-    errors: Mapping[str, int]
-    problems: tuple[str, ...]
-    """Of the load generator; with any, the figures do not count."""
-    generator: Mapping[str, float]
-
-    @classmethod
-    def of(cls, measured: Measurement, slo: SloConfig) -> ServingReport:
-        times = measured.times
-        is_finished = ~np.isnan(times.last_token_s)
-        meets_ttft = times.ttft_s <= slo.ttft_seconds
-        meets_tpot = times.tpot_s <= slo.tpot_seconds  # False where there was no last token
-        num_requests = len(times.arrived_s)
-        arrival_s = float(times.arrived_s[-1] - times.arrived_s[0])
-        health = measured.health
-        return cls(
-            num_requests=num_requests,
-            num_finished=measured.num_finished,
-            num_rejected=measured.num_rejected,
-            num_failed=num_requests - measured.num_finished - measured.num_rejected,
-            duration_s=max(0.0, measured.ended_s - float(times.arrived_s[0])),
-            offered_rate=(num_requests - 1) / arrival_s if arrival_s else float("nan"),
-            prompt_tokens=int(times.num_prompt_tokens[is_finished].sum()),
-            output_tokens=int(times.num_output_tokens[is_finished].sum()),
-            ttft=Latency.of(times.ttft_s),
-            tpot=Latency.of(times.tpot_s[times.num_output_tokens > 1]),
-            itl=Latency.of(measured.gap_s),
-            slo=slo,
-            ttft_share=float(meets_ttft.mean()),
-            tpot_share=float(meets_tpot.mean()),
-            joint_share=float((meets_ttft & meets_tpot).mean()),
-            errors=dict(measured.errors),
-            problems=tuple(health.problems()),
-            generator={
-                "cpu_share": round(health.cpu_share, 3),
-                "send_late_p99_s": round(health.send_late_p99_s, 6),
-                "send_late_max_s": round(health.send_late_max_s, 6),
-                "loop_late_p99_s": round(health.loop_late_p99_s, 6),
-            },
-        )
-
-    @property
-    def request_throughput(self) -> float:
-        """Finished requests per second."""
-        return self.num_finished / self.duration_s if self.duration_s else 0.0
-
-    @property
-    def goodput(self) -> float:
-        """Requests per second that met both objectives."""
-        return self.joint_share * self.num_requests / self.duration_s if self.duration_s else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        seconds = self.duration_s or float("nan")
-        values = {
-            "num_requests": self.num_requests,
-            "num_finished": self.num_finished,
-            "num_rejected": self.num_rejected,
-            "num_failed": self.num_failed,
-            "duration_s": round(self.duration_s, 4),
-            "offered_rate": _rounded(self.offered_rate),
-            "request_throughput": round(self.request_throughput, 4),
-            "output_token_throughput": _rounded(self.output_tokens / seconds),
-            "total_token_throughput": _rounded((self.prompt_tokens + self.output_tokens) / seconds),
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "goodput": round(self.goodput, 4),
-            "slo": {"ttft_seconds": self.slo.ttft_seconds, "tpot_seconds": self.slo.tpot_seconds},
-            "attainment": {"joint": self.joint_share, "ttft": self.ttft_share, "tpot": self.tpot_share},
-        }
-        latencies = {name: getattr(self, name).as_dict() for name in ("ttft", "tpot", "itl")}
-        return {
-            **values,
-            **latencies,
-            "errors": dict(self.errors),
-            "generator": dict(self.generator),
-            "problems": list(self.problems),
-        }
-
-    def lines(self) -> list[str]:
-        """For people."""
-        seconds = self.duration_s or float("nan")
-        figures: list[tuple[str, str]] = [
-            ("Requests", f"{self.num_finished} finished, {self.num_rejected} rejected, {self.num_failed} failed"),
-            ("Duration", f"{self.duration_s:.2f} s, offered {self.offered_rate:.2f} requests/s"),
-            ("Request throughput", f"{self.request_throughput:.2f} requests/s"),
-            ("Output throughput", f"{self.output_tokens / seconds:.1f} tokens/s"),
-            ("Total throughput", f"{(self.prompt_tokens + self.output_tokens) / seconds:.1f} tokens/s"),
-        ]
-        for name, latency in (("TTFT", self.ttft), ("TPOT", self.tpot), ("ITL", self.itl)):
-            shown = "  ".join(f"p{key} {value * 1e3:.2f}" for key, value in latency.percentiles_s.items())
-            figures.append((f"{name} (ms)", f"mean {latency.mean_s * 1e3:.2f}  {shown}"))
-        slo = self.slo
-        figures += [
-            (f"TTFT within {slo.ttft_seconds * 1e3:g} ms", f"{self.ttft_share:.1%}"),
-            (f"TPOT within {slo.tpot_seconds * 1e3:g} ms", f"{self.tpot_share:.1%}"),
-            ("Both, jointly", f"{self.joint_share:.1%}, {self.goodput:.2f} requests/s"),
-            (
-                "Load generator",
-                f"{self.generator['cpu_share']:.0%} of a core, 99 % sent within "
-                f"{self.generator['send_late_p99_s'] * 1e3:.1f} ms",
-            ),
-        ]
-        width = max(len(name) for name, _ in figures)
-        shown_errors = [f"failed {count} x: {error[:200]}" for error, count in self.errors.items()]
-        return [f"{name:<{width}}  {value}" for name, value in figures] + shown_errors
+    Raises:
+        ValueError: not such a pair.
+    """
+    objectives = {}
+    for pair in " ".join(pairs).split():
+        name, _, text = pair.partition(":")
+        try:
+            limit_ms = float(text)
+        except ValueError:
+            limit_ms = 0.0
+        if name not in OBJECTIVES or not 0 < limit_ms < np.inf:
+            raise ValueError(
+                f"--goodput {pair!r}: write pairs of {', '.join(OBJECTIVES)} and ms, such as ttft:250 tpot:50"
+            )
+        objectives[name] = limit_ms
+    return objectives
 
 
-def _rounded(value: float) -> float | None:
-    return None if np.isnan(value) else round(value, 4)
+def parse_metrics(text: str) -> list[str]:
+    """Parse metrics such as ``ttft,tpot``.
+
+    Raises:
+        ValueError: unknown metric.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in METRICS]:
+        raise ValueError(f"--percentile-metrics {', '.join(unknown)}: use some of {', '.join(METRICS)}")
+    return names
+
+
+def parse_percentiles(text: str) -> list[float]:
+    """Parse percentiles such as ``25,99.9``.
+
+    Raises:
+        ValueError: not numbers from 0 to 100.
+    """
+    try:
+        percentiles = [float(part) for part in text.split(",")]
+    except ValueError:
+        percentiles = [-1.0]
+    if not all(0 <= percentile <= 100 for percentile in percentiles):
+        raise ValueError(f"--metric-percentiles {text!r}: use numbers from 0 to 100, such as 25,50,99")
+    return percentiles
+
+
+def serving_result(
+    measured: Measurement, objectives: Mapping[str, float], metrics: Sequence[str], percentiles: Sequence[float]
+) -> dict[str, Any]:
+    """The figures of a measurement, for JSON; None for a latency that nothing was measured of.
+
+    Args:
+        objectives: limits in milliseconds by metric. ``request_goodput`` counts requests that meet all of them.
+        metrics: those of `METRICS` to report.
+    """
+    times, health = measured.times, measured.health
+    num_requests = len(times.arrived_s)
+    is_completed = ~np.isnan(times.last_token_s)
+    seconds = {
+        "ttft": times.ttft_s,
+        "tpot": times.tpot_s,
+        "itl": measured.gap_s,
+        "e2el": times.last_token_s - times.arrived_s,
+    }
+    meets = {name: 1e3 * seconds[name] <= limit_ms for name, limit_ms in objectives.items()}
+    meets_all = np.logical_and.reduce([is_completed, *meets.values()])
+    total_input = int(times.num_prompt_tokens[is_completed].sum())
+    total_output = int(times.num_output_tokens[is_completed].sum())
+    duration_s = max(0.0, measured.ended_s - float(times.arrived_s[0]))
+    arrival_s = float(times.arrived_s[-1] - times.arrived_s[0])
+
+    def per_s(count: float) -> float:
+        return round(count / duration_s, 4) if duration_s else 0.0
+
+    reported = {name: seconds[name] if name == "itl" else seconds[name][is_completed] for name in metrics}
+    if "tpot" in reported:
+        reported["tpot"] = seconds["tpot"][is_completed & (times.num_output_tokens > 1)]
+    return {
+        "duration": round(duration_s, 4),
+        "completed": measured.num_finished,
+        "failed": num_requests - measured.num_finished,
+        "rejected": measured.num_rejected,
+        "num_prompts": num_requests,
+        "total_input_tokens": total_input,
+        "total_output_tokens": total_output,
+        "request_throughput": per_s(measured.num_finished),
+        "request_goodput": per_s(float(meets_all.sum())),
+        "output_throughput": per_s(total_output),
+        "total_token_throughput": per_s(total_input + total_output),
+        **{key: value for name in metrics for key, value in _latency(name, reported[name], percentiles).items()},
+        "offered_rate": round((num_requests - 1) / arrival_s, 4) if arrival_s else None,
+        "goodput_ms": dict(objectives),
+        "attainment": {"joint": float(meets_all.mean()), **{name: float(met.mean()) for name, met in meets.items()}},
+        "errors": dict(measured.errors),
+        "generator": {
+            "cpu_share": round(health.cpu_share, 3),
+            "send_late_p99_s": round(health.send_late_p99_s, 6),
+            "send_late_max_s": round(health.send_late_max_s, 6),
+            "loop_late_p99_s": round(health.loop_late_p99_s, 6),
+        },
+        "problems": health.problems(),
+    }
+
+
+def _latency(name: str, seconds: FloatArray, percentiles: Sequence[float]) -> dict[str, float | None]:
+    keys = ["mean", "median", "std", *(f"p{percentile:g}" for percentile in percentiles)]
+    values = [np.nan] * len(keys)
+    if seconds.size:
+        middle = [seconds.mean(), float(np.median(seconds)), seconds.std()]
+        values = [*middle, *np.percentile(seconds, percentiles)]
+    return {
+        f"{key}_{name}_ms": None if np.isnan(value) else round(1e3 * float(value), 3)
+        for key, value in zip(keys, values, strict=True)
+    }
+
+
+def result_lines(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> list[str]:
+    """Lines of vLLM's block, with attainment and the state of the load generator at its end."""
+    lines = [
+        " Serving Benchmark Result ".center(_WIDTH, "="),
+        _line("Successful requests:", result["completed"]),
+        _line("Failed requests:", result["failed"]),
+    ]
+    if result["rejected"]:
+        lines.append(_line("Rejected requests (of the failed):", result["rejected"]))
+    configured = {"max_concurrency": "Maximum request concurrency:", "request_rate": "Request rate configured (RPS):"}
+    for key, name in configured.items():
+        if isinstance(result.get(key), int | float):
+            lines.append(_line(name, result[key]))
+    lines += [
+        _line("Benchmark duration (s):", result["duration"]),
+        _line("Total input tokens:", result["total_input_tokens"]),
+        _line("Total generated tokens:", result["total_output_tokens"]),
+        _line("Request throughput (req/s):", result["request_throughput"]),
+        _line("Request goodput (req/s):", result["request_goodput"]),
+        _line("Output token throughput (tok/s):", result["output_throughput"]),
+        _line("Total token throughput (tok/s):", result["total_token_throughput"]),
+    ]
+    for name in metrics:
+        lines.append(METRICS[name].center(_WIDTH, "-"))
+        keys = {"mean": "Mean", "median": "Median", **{f"p{value:g}": f"P{value:g}" for value in percentiles}}
+        lines += [_line(f"{word} {name.upper()} (ms):", result[f"{key}_{name}_ms"]) for key, word in keys.items()]
+    lines.append("SLO attainment".center(_WIDTH, "-"))
+    for name, limit_ms in result["goodput_ms"].items():
+        lines.append(_line(f"{name.upper()} <= {limit_ms:g} ms (%):", 100 * result["attainment"][name]))
+    lines.append(_line("All objectives (%):", 100 * result["attainment"]["joint"]))
+    lines.append("Load generator".center(_WIDTH, "-"))
+    lines.append(_line("CPU (% of a core):", 100 * result["generator"]["cpu_share"]))
+    lines.append(_line("P99 of lateness (ms):", 1e3 * result["generator"]["send_late_p99_s"]))
+    lines.append("=" * _WIDTH)
+    return lines + [f"failed {count} x: {error[:200]}" for error, count in result["errors"].items()]
+
+
+def _line(name: str, value: float | None) -> str:
+    shown = "-" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
+    return f"{name:<40} {shown:<10}".rstrip()

@@ -28,14 +28,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from statistics import mean
@@ -45,11 +43,12 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits, joined
+from pdserve.bench.agreement import Agreement, figures_of, joined
 from pdserve.bench.awake_cores import awake_cores
 from pdserve.bench.calibration import found_turn, overheads_between, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import LEAD_S, measure_load
+from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import SHAPES
 from pdserve.bench.step_times import StepTimeRatios, watched_step_times
 from pdserve.contracts.deployment import SloConfig
@@ -68,10 +67,11 @@ from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
 
-LIMITS = Limits(relative=0.1)
+MAX_ERROR = 0.1
+"""Largest relative error of a percentile."""
 SLO = SloConfig(ttft_seconds=2.0, tpot_seconds=0.2)
 SHAPE = "small"
-"""Of `SHAPES`: its steps are long beside what the router and the step loops take."""
+"""Its steps are long compared to the time of the router and the step loops."""
 MAX_BATCH_SIZE = 64
 KV_BYTES = 2**28
 WORKLOAD = Workload(
@@ -86,9 +86,9 @@ COUNTED_LATE_S = 0.05
 """Steps are counted when they end: about half the length of a prompt's after what has made them long."""
 MIN_CLUSTER_CORES = 3
 MAX_FOREIGN_SHARE = 0.05
-"""Of all cores together, by programs other than the cluster and the generator, or stolen by the machine's host."""
+"""Share of all cores used by other programs than cluster and generator, or stolen by the machine's host."""
 PROBE_SHARE = 0.4
-"""Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
+"""Share of saturation: so few requests meet that each has its own delay, and so many that what router and loops do for
 the others is in it."""
 NUM_PROBES = 40
 """Before each run, and twice before the first for the rate at saturation."""
@@ -106,27 +106,9 @@ class Run:
     """Since when, on the clock of `times`."""
     generator_cpu_share: float
     foreign_cpu_share: float
-    """Of all cores together, what was neither the cluster nor the generator."""
+    """Share of all cores used by neither the cluster nor the generator."""
     problems: list[str]
     """Why it does not count."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult(ComparedLoad):
-    """One load, of all runs that count: its rate is the mean of theirs, and simulated steps are as much longer than
-    profiled as they were just then."""
-
-    rates: list[float]
-    """Run by run."""
-    as_profiled: Agreement
-    """Without the correction."""
-    num_requests: int
-    step_time_ratios: list[dict[str, float]]
-    """Of each role's steps of each kind, run by run, over the whole of it."""
-    generator_cpu_shares: list[float]
-    foreign_cpu_shares: list[float]
-    not_counted: list[str]
-    """What was wrong with the runs that do not count."""
 
 
 class Comparison:
@@ -171,7 +153,7 @@ class Comparison:
         )
 
     def overheads(self, probes: Sequence[Run]) -> Overheads:
-        """What a request costs beside steps and transfers."""
+        """Overheads of a request, without steps and transfers."""
         measured = joined([run.times for run in probes])
 
         def simulated(turn_s: float) -> RequestTimes:
@@ -180,36 +162,37 @@ class Comparison:
         turn_s = found_turn(lambda turn_s: late_between(measured, simulated(turn_s)))
         return replace(overheads_between(measured, simulated(turn_s)), turn_s=turn_s)
 
-    def result(self, share: float, runs: Sequence[Run], overheads: Overheads, *, num_wanted: int) -> LoadResult:
-        """Hold the runs of one load that count against their simulation; ``num_wanted`` of them have to."""
+    def result(self, share: float, runs: Sequence[Run], overheads: Overheads, *, num_wanted: int) -> dict[str, Any]:
+        """Compare the valid runs of one load, of which there must be ``num_wanted``, with their simulation: with steps
+        as much longer than profiled as they were just then, and as profiled."""
         compared = valid_of(runs) or runs
         not_counted = [problem for run in runs for problem in run.problems]
         too_few = [f"only {len(valid_of(runs))} of {len(runs)} runs count: {', '.join(not_counted)}"]
-        measured = Figures.of(joined([run.times for run in compared]), SLO)
+        measured = figures_of(joined([run.times for run in compared]), SLO)
         corrected, as_profiled = (
             Agreement(
                 measured=measured,
-                simulated=Figures.of(
+                simulated=figures_of(
                     joined([self.simulated(run, overheads, is_corrected=each) for run in compared]), SLO
                 ),
             )
             for each in (True, False)
         )
         rates = [round(run.rate, 3) for run in compared]
-        return LoadResult(
-            rate=mean(rates),
-            rates=rates,
-            share_of_saturation=share,
-            agreement=corrected,
-            as_profiled=as_profiled,
-            num_requests=sum(len(run.requests) for run in compared),
-            step_time_ratios=[_named(run.ratios) for run in compared],
-            generator_cpu_shares=[round(run.generator_cpu_share, 3) for run in compared],
-            foreign_cpu_shares=[run.foreign_cpu_share for run in compared],
-            not_counted=not_counted,
-            failures=corrected.failures(replace(LIMITS, attainment_points=100.0)),
-            invalid=too_few if len(valid_of(runs)) < num_wanted else [],
-        )
+        return {
+            "rate": mean(rates),
+            "rates": rates,
+            "share_of_saturation": share,
+            "agreement": corrected.as_dict(),
+            "as_profiled": as_profiled.as_dict(),
+            "num_requests": sum(len(run.requests) for run in compared),
+            "step_time_ratios": [_named(run.ratios) for run in compared],
+            "generator_cpu_shares": [round(run.generator_cpu_share, 3) for run in compared],
+            "foreign_cpu_shares": [run.foreign_cpu_share for run in compared],
+            "not_counted": not_counted,
+            "failures": corrected.failures(relative=MAX_ERROR, attainment_points=100.0),
+            "invalid": too_few if len(valid_of(runs)) < num_wanted else [],
+        }
 
     def simulated(self, run: Run, overheads: Overheads, *, is_corrected: bool = True) -> RequestTimes:
         """The same requests; ``is_corrected`` with steps as much longer than profiled as they were just then."""
@@ -232,7 +215,7 @@ def corrections_of(
 
 
 def valid_of(runs: Iterable[Run]) -> list[Run]:
-    """Those that count."""
+    """Runs that count."""
     return [run for run in runs if not run.problems]
 
 
@@ -259,7 +242,7 @@ def late_between(measured: RequestTimes, simulated: RequestTimes) -> float:
 
 
 def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[PlannedModel, Layout]:
-    """What the simulator is told of the cluster: prefill has the most cores of a worker, decode the fewest."""
+    """Model and layout for the simulator: prefill has the most cores of a worker, decode the fewest."""
     config = json.loads((folder / "config.json").read_text())
     model = PlannedModel(
         shape=ModelShape.from_hf_config(config),
@@ -277,7 +260,7 @@ def served(folder: Path, dtype: str, devices: dict[str, Hardware]) -> tuple[Plan
 
 
 def num_cores(device: Hardware) -> int:
-    """Of a device that `pdserve profile` has named."""
+    """Cores of a device that `pdserve profile` has named."""
     return int(device.name.removeprefix("cpu-"))
 
 
@@ -314,7 +297,7 @@ def confined_to(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, usable)
 
 
-def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[LoadResult], dict[str, Any]]:
+def compare(arguments: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All loads on one cluster, and figures that belong to all of them."""
     *cluster_cores, own_core = sorted(os.sched_getaffinity(0))
     if len(cluster_cores) < MIN_CLUSTER_CORES:
@@ -382,23 +365,23 @@ def _named(ratios: StepTimeRatios) -> dict[str, float]:
     return {f"{role.value} worker's {kind} steps": round(ratio, 3) for (role, kind), ratio in ratios.items()}
 
 
-def _line(result: LoadResult) -> str:
-    agreement = result.agreement
+def _line(result: dict[str, Any]) -> str:
+    agreement = result["agreement"]
     parts = [
-        f"{name.removesuffix('_s')} {getattr(agreement.measured, name) * 1e3:.1f} ms measured, "
-        f"{getattr(agreement.simulated, name) * 1e3:.1f} simulated ({error:+.1%})"
-        for name, error in agreement.relative_errors.items()
+        f"{name.removesuffix('_s')} {1e3 * agreement['measured'][name]:.1f} ms measured, "
+        f"{1e3 * agreement['simulated'][name]:.1f} simulated ({error:+.1%})"
+        for name, error in agreement["relative_errors"].items()
     ]
-    profiled = ", ".join(f"{error:+.0%}" for error in result.as_profiled.relative_errors.values())
-    problems = "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
+    profiled = ", ".join(f"{error:+.0%}" for error in result["as_profiled"]["relative_errors"].values())
+    problems = "".join(f"\n  [red]{problem}[/]" for problem in (*result["failures"], *result["invalid"]))
     return (
-        f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: {'; '.join(parts)}; "
+        f"{result['share_of_saturation']:.2f} of saturation, {result['rate']:.1f}/s: {'; '.join(parts)}; "
         f"uncorrected {profiled}{problems}"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--profile", type=Path, help="hardware file; measured first, and kept here, if it is not there")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of the profile")
     parser.add_argument("--rounds", type=int, default=4)
@@ -406,29 +389,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loads", default="0.3,0.5,0.7", help="shares of the rate at saturation")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result here")
     given = parser.parse_args(arguments)
     results, figures = compare(given, Console(stderr=True))
-    failures = [line for result in results for line in (*result.failures, *result.invalid)]
+    failures = [line for result in results for line in (*result["failures"], *result["invalid"])]
     document = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "shape": SHAPE,
         "dtype": given.dtype,
         "rounds": given.rounds,
         "requests": given.requests,
         "seed": given.seed,
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         **figures,
-        "loads": [
-            {**asdict(result), "agreement": result.agreement.as_dict(), "as_profiled": result.as_profiled.as_dict()}
-            for result in results
-        ],
+        "loads": results,
         "agrees": not failures,
     }
-    text = json.dumps(document, indent=1)
-    if given.json:
-        given.json.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    publish(document, given.json)
     return 1 if failures else 0
 
 

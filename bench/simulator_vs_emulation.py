@@ -18,25 +18,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, ComparedLoad, Figures, Limits
+from pdserve.bench.agreement import Agreement, figures_of
 from pdserve.bench.calibration import pipelined_overheads, saturation
-from pdserve.bench.emulated_llama import MODEL, EmulatedCluster, emulated_cluster, placement
+from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import hardware
+from pdserve.model.weights.random_checkpoint import write_tokenizer
 from pdserve.planner.conversations import Conversations
-from pdserve.planner.layout import Layout
+from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.lengths import LogNormalLengths
 from pdserve.planner.presets import PRESETS, preset
 from pdserve.planner.requests import SimulatedRequest
@@ -44,11 +49,28 @@ from pdserve.planner.simulation import RequestTimes
 from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload import Workload
 
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+"""config.json of meta-llama/Meta-Llama-3-8B, as far as a decoder depends on it."""
+MODEL = PlannedModel(shape=ModelShape.from_hf_config(LLAMA_3_8B), name="Meta-Llama-3-8B", max_model_len=8192)
 SHARES_BELOW = (0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 SHARES_BEYOND = (1.1, 1.3)
-"""Of the rate at saturation."""
+"""Shares of the rate at saturation."""
 SLO = SloConfig(ttft_seconds=0.15, tpot_seconds=0.01)
-"""Of emulated seconds: nine tenths of the requests meet both at about 0.9 of saturation."""
+"""In emulated seconds: nine tenths of the requests meet both at about 0.9 of saturation."""
 LOGNORMAL = Workload(
     name="lognormal",
     contents=Conversations(
@@ -58,23 +80,70 @@ LOGNORMAL = Workload(
     ),
 )
 MAX_MACHINE_SHARE = 0.5
-"""Of all cores together. An emulated cluster hardly uses any."""
+"""Share of all cores. An emulated cluster hardly uses any."""
 MAX_LATE_S = 0.003
-"""Of the emulated clock, by which one request of a hundred may be sent or heard late."""
+"""Seconds of the emulated clock by which one request of a hundred may be sent or heard late."""
 PROBE_SHARE = 0.4
-"""Of saturation: so few requests meet that what each lacks is its own, and so many that what router and loops do for
+"""Share of saturation: so few requests meet that each has its own delay, and so many that what router and loops do for
 the others is in it."""
 NUM_WARM, NUM_PROBES = 20, 150
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateResult(ComparedLoad):
-    """One rate, and how busy everything was."""
+def placement(gpu: str, replicas: int, *, is_colocated: bool = False) -> Layout:
+    """As many prefill as decode workers, or that many mixed ones; one device each."""
+    prefill, decode, mixed = (
+        Pool(role=role, replicas=replicas, hardware=hardware(gpu))
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED)
+    )
+    return Layout(mixed=mixed) if is_colocated else Layout(prefill=prefill, decode=decode)
 
-    cpu_shares: dict[str, float]
-    """Of one core: the generator, the router, the busiest worker of each role."""
-    machine_share: float
-    """Of all cores together, whatever ran on them."""
+
+@dataclass(frozen=True, slots=True)
+class EmulatedCluster:
+    """A cluster that is ready."""
+
+    url: str
+    pid: int
+    """Process of `pdserve up`."""
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time so far of the router and of each worker, by name; of several workers alike, the busiest."""
+        seconds: dict[str, float] = {}
+        for process in psutil.Process(self.pid).children(recursive=True):
+            try:
+                command, times = " ".join(process.cmdline()), process.cpu_times()
+            except psutil.Error:
+                continue  # it has just ended
+            for name, mark in _PROCESSES.items():
+                if mark in command:
+                    seconds[name] = max(seconds.get(name, 0.0), times.user + times.system)
+        return seconds
+
+
+_PROCESSES = {"router": "pdserve.router", "prefill": "ray::PrefillWorker", "decode": "ray::DecodeWorker"}
+
+
+@contextmanager
+def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float) -> Iterator[EmulatedCluster]:
+    """``layout`` on emulated devices, ``time_scale`` times slower than real ones; ``slo`` is in seconds of theirs.
+
+    Emulation needs a config.json and a tokenizer, but no weights. Prompts are token ids, so the tokenizer is small.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    with TemporaryDirectory() as work:
+        folder = Path(work) / MODEL.name
+        write_tokenizer(folder, 512)
+        (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+        deployment = {
+            "model": {"path": str(folder), "dtype": MODEL.precision.dtype, "max_model_len": MODEL.max_model_len},
+            "slo": {"ttft_seconds": slo.ttft_seconds * time_scale, "tpot_seconds": slo.tpot_seconds * time_scale},
+            **{role.value: {"replicas": 0} for role in WorkerRole},
+            **{pool.role.value: {"replicas": pool.replicas} for pool in layout.pools},
+        }
+        with running_cluster(deployment, "--emulate", gpu, "--time-scale", str(time_scale)) as cluster:
+            yield EmulatedCluster(cluster.url, cluster.pid)
 
 
 class Comparison:
@@ -87,13 +156,13 @@ class Comparison:
         self.overheads = NO_OVERHEADS
 
     def measure_overheads(self, probes: list[SimulatedRequest]) -> None:
-        """What a request costs beside steps and transfers, from what ``probes`` take and what is simulated."""
+        """Find the overheads that explain the difference between measured and simulated ``probes``."""
         self._measure(probes[:NUM_WARM])  # code and caches are warm after it
         self.overheads = pipelined_overheads(
             self._measure(probes).times, lambda overheads: self._simulate(probes, overheads)
         )
 
-    def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> RateResult:
+    def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> dict[str, Any]:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
         before_s, began_s = self._cluster.cpu_seconds(), time.monotonic()
         psutil.cpu_percent()  # begins the interval of the next call
@@ -102,18 +171,20 @@ class Comparison:
         lasted_s, after_s = time.monotonic() - began_s, self._cluster.cpu_seconds()
         cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
         agreement = Agreement(
-            measured=Figures.of(measured.times, SLO),
-            simulated=Figures.of(self._simulate(requests, self.overheads), SLO),
+            measured=figures_of(measured.times, SLO),
+            simulated=figures_of(self._simulate(requests, self.overheads), SLO),
         )
-        return RateResult(
-            rate=rate,
-            share_of_saturation=share,
-            agreement=agreement,
-            cpu_shares={"generator": measured.health.cpu_share, **cpu_shares},
-            machine_share=machine_share,
-            failures=agreement.failures(Limits(), attainment_only=share > 1),
-            invalid=invalid_reasons(measured, cpu_shares["router"], machine_share, self._time_scale),
-        )
+        return {
+            "rate": round(rate, 3),
+            "share_of_saturation": share,
+            "agreement": agreement.as_dict(),
+            "cpu_shares": {
+                name: round(used, 3) for name, used in {"generator": measured.health.cpu_share, **cpu_shares}.items()
+            },
+            "machine_share": round(machine_share, 3),
+            "failures": agreement.failures(attainment_only=share > 1),
+            "invalid": invalid_reasons(measured, cpu_shares["router"], machine_share, self._time_scale),
+        }
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
         return measure_load(self._cluster.url, requests, vocab_size=MODEL.shape.vocab_size, time_scale=self._time_scale)
@@ -125,7 +196,7 @@ class Comparison:
 def invalid_reasons(
     measured: Measurement, router_cpu_share: float, machine_share: float, time_scale: float
 ) -> list[str]:
-    """Why a measurement does not count, a line each."""
+    """Reasons why a measurement is invalid, a line each."""
     reasons = measured.health.problems(MAX_LATE_S * time_scale)
     if router_cpu_share > MAX_CPU_SHARE:
         reasons.append(f"the router used {router_cpu_share:.0%} of a core: use a larger --time-scale")
@@ -138,7 +209,7 @@ def invalid_reasons(
 
 def compare(
     layout: Layout, arguments: argparse.Namespace, console: Console
-) -> tuple[list[RateResult], dict[str, float]]:
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """All rates on one cluster, and figures that belong to all of them."""
     workload = LOGNORMAL if arguments.workload == LOGNORMAL.name else preset(arguments.workload)
     saturation_rate = saturation(MODEL, layout, workload, SLO)
@@ -161,33 +232,24 @@ def compare(
     return results, {"saturation_rate": saturation_rate, **overheads_s}
 
 
-def _line(result: RateResult) -> str:
-    agreement = result.agreement
-    errors = "  ".join(f"{name.removesuffix('_s')} {error:+.1%}" for name, error in agreement.relative_errors.items())
-    cpu = ", ".join(f"{name} {share:.0%}" for name, share in result.cpu_shares.items())
+def _line(result: dict[str, Any]) -> str:
+    agreement = result["agreement"]
+    errors = "  ".join(
+        f"{name.removesuffix('_s')} {error:+.1%}" for name, error in agreement["relative_errors"].items()
+    )
+    cpu = ", ".join(f"{name} {share:.0%}" for name, share in result["cpu_shares"].items())
     return (
-        f"{result.share_of_saturation:.2f} of saturation, {result.rate:.1f}/s: attainment "
-        f"{agreement.measured.attainment:.1%} measured, {agreement.simulated.attainment:.1%} simulated; {errors}; "
-        f"cores: {cpu}; machine {result.machine_share:.0%}"
-        + "".join(f"\n  [red]{problem}[/]" for problem in (*result.failures, *result.invalid))
+        f"{result['share_of_saturation']:.2f} of saturation, {result['rate']:.1f}/s: attainment "
+        f"{agreement['measured']['attainment']:.1%} measured, {agreement['simulated']['attainment']:.1%} simulated; "
+        f"{errors}; cores: {cpu}; machine {result['machine_share']:.0%}"
+        + "".join(f"\n  [red]{problem}[/]" for problem in (*result["failures"], *result["invalid"]))
     )
 
 
-def _as_dict(result: RateResult) -> dict[str, object]:
-    """For JSON."""
-    return {
-        **asdict(result),
-        "rate": round(result.rate, 3),
-        "agreement": result.agreement.as_dict(),
-        "cpu_shares": {name: round(share, 3) for name, share in result.cpu_shares.items()},
-        "machine_share": round(result.machine_share, 3),
-    }
-
-
-def plot(results: list[RateResult], saturation_rate: float, title: str, file: Path) -> None:
+def plot(results: list[dict[str, Any]], saturation_rate: float, title: str, file: Path) -> None:
     from matplotlib import pyplot
 
-    rates = [result.rate for result in results]
+    rates = [result["rate"] for result in results]
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True)
     panels: list[tuple[Any, str, float]] = [
         (top, "attainment", 100.0),
@@ -198,8 +260,8 @@ def plot(results: list[RateResult], saturation_rate: float, title: str, file: Pa
     ]
     for axes, name, factor in panels:
         label = name.removesuffix("_s").replace("_", " ")
-        simulated = [factor * getattr(result.agreement.simulated, name) for result in results]
-        measured = [factor * getattr(result.agreement.measured, name) for result in results]
+        simulated = [factor * result["agreement"]["simulated"][name] for result in results]
+        measured = [factor * result["agreement"]["measured"][name] for result in results]
         (line,) = axes.plot(rates, simulated, label=f"{label}, simulated")
         axes.plot(rates, measured, "o", color=line.get_color(), label=f"{label}, measured")
     middle.set_yscale("log")
@@ -213,7 +275,7 @@ def plot(results: list[RateResult], saturation_rate: float, title: str, file: Pa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
     parser.add_argument("--colocated", action="store_true", help="mixed workers instead")
     parser.add_argument(
@@ -231,14 +293,12 @@ def main() -> int:
         metavar="SHARE",
         help="rates, as shares of the one at saturation",
     )
-    parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="draw attainment and percentiles against the rate")
     arguments = parser.parse_args()
     layout = placement(arguments.gpu, arguments.replicas, is_colocated=arguments.colocated)
     results, figures = compare(layout, arguments, Console(stderr=True))
-    failures = [line for result in results for line in (*result.failures, *result.invalid)]
+    failures = [line for result in results for line in (*result["failures"], *result["invalid"])]
     document = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": MODEL.name,
         "layout": str(layout),
         "gpu": arguments.gpu,
@@ -247,18 +307,14 @@ def main() -> int:
         "requests": arguments.requests * arguments.replicas,
         "seed": arguments.seed,
         "slo": {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds},
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         **{name: round(value, 6) for name, value in figures.items()},
-        "rates": [_as_dict(result) for result in results],
+        "rates": results,
         "agrees": not failures,
     }
-    text = json.dumps(document, indent=1)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    publish(document, arguments.json)
     if arguments.plot:
         title = f"{MODEL.name} on {layout}, {arguments.gpu} emulated"
         plot(results, figures["saturation_rate"], title, arguments.plot)
-    sys.stdout.write(text + "\n")
     return 1 if failures else 0
 
 

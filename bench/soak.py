@@ -11,16 +11,12 @@ with the size of its weights and pool; the rest is the interpreter, torch and Ra
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import re
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ import psutil
 from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
+from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import SHAPES
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 
@@ -172,12 +169,11 @@ def plot(samples: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     console = Console(stderr=True)
@@ -194,7 +190,6 @@ def main() -> None:
             load = Load(cluster.url, shape["vocab_size"], arguments.clients)
             result = asyncio.run(soak(load, root, arguments.minutes, console))
     result = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "minutes": arguments.minutes,
         "clients": arguments.clients,
         "shape": arguments.shape,
@@ -206,15 +201,7 @@ def main() -> None:
     }
     if arguments.plot:
         plot(result["samples"], arguments.plot)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result) + "\n")
-    sys.stdout.write(
-        json.dumps(
-            {name: result[name] for name in ("minutes", "weights_mib", "kv_pool_mib", "requests", "growth_mib")},
-            indent=1,
-        )
-        + "\n"
-    )
+    publish(result, arguments.json, unshown=["samples"])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,7 @@ on other cores. Quiet and loaded stretches alternate, so that the machine's nois
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import queue
 import tempfile
 import time
@@ -24,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
@@ -163,8 +161,6 @@ def measure(transport: str) -> dict[str, Any]:
 def report(
     transport: str, quiet: list[float], loaded: list[float], bytes_per_s: float, layout: KvLayout
 ) -> dict[str, Any]:
-    """What is printed and kept."""
-
     def percentiles_ms(times: list[float]) -> dict[str, float]:
         return {f"p{p}_ms": float(np.percentile(times, p) * 1e3) for p in (50, 90, 99)}
 
@@ -179,21 +175,14 @@ def report(
         "p99_ratio": float(np.percentile(loaded, 99) / np.percentile(quiet, 99)),
         "p50_ratio": float(np.percentile(loaded, 50) / np.percentile(quiet, 50)),
         "pull_gbytes_per_s": bytes_per_s / 1e9,
-        "cpu": platform.processor() or platform.machine(),
-        "num_cores": os.cpu_count(),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--transport", choices=("memfd", "grpc"), default="memfd")
-    parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
-    result = measure(arguments.transport)
-    text = json.dumps(result, indent=2)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
-    print(text)
+    publish(measure(arguments.transport), arguments.json)
 
 
 if __name__ == "__main__":

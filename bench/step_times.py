@@ -28,7 +28,7 @@ _USUAL_S = 0.01
 were few, or none, they say little of how fast the cores were."""
 
 Steps = tuple[WorkerRole, str]
-"""Of one role and kind (`pdserve.router.metrics.STEP_KINDS`)."""
+"""Steps of one role and kind (`pdserve.router.metrics.STEP_KINDS`)."""
 StepTimeRatios = dict[Steps, float]
 """Observed over predicted time of the steps that were made."""
 
@@ -45,7 +45,7 @@ _NO_STEPS = _Sums(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class WatchedStepTimes:
-    """What the router's metrics have said."""
+    """Reads of the router's metrics."""
 
     looks: list[tuple[float, str]] = field(default_factory=list)
     """Instants of `time.monotonic`, and what the router said then; at least two."""
@@ -71,7 +71,7 @@ class WatchedStepTimes:
 
 @contextmanager
 def watched_step_times(admin_url: str, every_s: float = LOOK_EVERY_S) -> Iterator[WatchedStepTimes]:
-    """What is yielded holds all looks once the context has ended.
+    """Yield an object that holds all reads once the context has ended.
 
     Raises:
         httpx.HTTPError: nobody answers at ``admin_url``, or no longer.
@@ -108,7 +108,7 @@ def _made_between(old: dict[Steps, _Sums], new: dict[Steps, _Sums]) -> dict[Step
 
 
 def _sums(text: str) -> dict[Steps, _Sums]:
-    """Of all workers of a role."""
+    """Sums over all workers of a role."""
     seconds: defaultdict[tuple[str, Steps], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

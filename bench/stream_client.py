@@ -25,19 +25,19 @@ _MAX_ERROR_BYTES = 2**12
 
 @dataclass(slots=True, eq=False)
 class StreamedAnswer:
-    """What came back, on the clock of `time.monotonic`."""
+    """An answer, on the clock of `time.monotonic`."""
 
     sent_s: float = 0.0
     """The request was handed to the socket."""
     token_s: list[float] = field(default_factory=list)
-    """Of each event with a part of the answer."""
+    """Time of each event with a part of the answer."""
     token_ids: list[int] = field(default_factory=list)
     """Only where the request asked for them."""
     num_tokens: int = 0
-    """As the server counts them; 0 where it does not say."""
+    """As counted by the server; 0 if it does not say."""
     num_cached_tokens: int = 0
     status: int = 0
-    """Of HTTP; 0 where there was no answer."""
+    """HTTP status; 0 without an answer."""
     error: str = ""
     """Why the answer is not complete."""
 
@@ -117,11 +117,11 @@ class StreamClient:
             connection.abort()
 
     def give_back(self, connection: _Connection) -> None:
-        """It can take another request."""
+        """Make it available for another request."""
         self._idle.append(connection)
 
     def lost(self, connection: _Connection) -> None:
-        """It is of no more use."""
+        """Forget a closed connection."""
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)

@@ -8,12 +8,8 @@ them at the end of a conversation. An answer counts only if it equals the expect
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.demo.corpus import EXAMINED, Examined, examine
+from pdserve.bench.script import publish, script_parser
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
@@ -83,24 +80,19 @@ def measure(folder: Path, num_questions: int, console: Console) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument(
         "--model", type=Path, default=DEMO_MODEL, help="another checkpoint than the one that is shipped"
     )
     parser.add_argument("--questions", type=int, default=200, help="of each task")
-    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     folder: Path = arguments.model
     result = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": {"name": folder.name, "parameters": DecoderConfig.from_folder(folder).shape.num_parameters},
         "questions_per_task": arguments.questions,
         "ways": measure(folder, arguments.questions, Console(stderr=True)),
     }
-    text = json.dumps(result, indent=1) + "\n"
-    if arguments.json:
-        arguments.json.write_text(text)
-    sys.stdout.write(text)
+    publish(result, arguments.json)
 
 
 if __name__ == "__main__":

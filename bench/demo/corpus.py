@@ -28,16 +28,16 @@ SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer briefly.", "You are t
 
 
 class Task(NamedTuple):
-    """What the model is to learn."""
+    """One task to learn."""
 
     name: str
     draw: Draw
     weights: tuple[float, float, float, float, float]
-    """How often it is trained in each of the phases, relative to the others."""
+    """Relative frequency in each phase of the training."""
 
 
 def draw_unknown_or_cut(random: random.Random) -> Turn:
-    """What the model does not know: among it the tasks that training this short does not teach well enough."""
+    """An unknown question, or one of the tasks that training this short does not teach well enough."""
     if random.random() < 0.5:
         return draw_unknown(random)
     cut = random.choice((draw_comparison, draw_weekday, draw_weekday, draw_object))(random)
@@ -48,7 +48,7 @@ PHASE_ENDS = (600, 3200, 4600, 7000)
 """Steps: at first the easy tasks, then counting and arithmetic, which take longest, then what is weakest, and in the
 end facts in more words and more questions that refer to the one before."""
 FOLLOW_UP_SHARES = (0.2, 0.2, 0.2, 0.2, 0.45)
-"""Of the turns after one that can be referred to, in each phase."""
+"""Share of the turns after one that can be referred to, in each phase."""
 TASKS: tuple[Task, ...] = (
     Task("sums", draw_sum, (3.0, 8.0, 12.0, 11.0, 6.0)),
     Task("differences", draw_difference, (3.0, 8.0, 9.0, 9.0, 6.0)),

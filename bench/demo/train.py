@@ -34,7 +34,7 @@ from pdserve.model.weights.demo_model import DEMO_MODEL, DRAFT_MODEL
 
 TOKENS_PER_STEP = 3072
 NUM_SHARDS = 4
-"""Of a step's rows, so that the sums do not depend on the number of threads."""
+"""Shards of a step's rows, so that the sums do not depend on the number of threads."""
 ROW_TOKENS, MOST_ROW_TOKENS = ((0.6, 64), (0.9, 128)), 384
 """Up to this part of the steps, conversations are cut after so many tokens: short ones teach the tasks fastest."""
 SHORTEST_TURN_TOKENS = 10
@@ -50,7 +50,7 @@ REPORT_STEPS = 50
 IGNORED = -100
 _INITIAL_STD = 0.02
 _PERIODS = (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 7, 7 / 2, 7 / 3)
-"""Of decimal places, and of the week."""
+"""Periods of decimal places, and of the week."""
 _STATE = "state.safetensors"
 
 
@@ -110,7 +110,7 @@ def number_features() -> Tensor:
 
 
 class Rows(NamedTuple):
-    """What one step trains on; both ``[rows, tokens]`` int64."""
+    """Training data of one step; both ``[rows, tokens]`` int64."""
 
     tokens: Tensor
     targets: Tensor
@@ -140,7 +140,7 @@ def draw_rows(tokenizer: Tokenizer, step: int, num_rows: int, row_tokens: int) -
 
 
 class Gradients(NamedTuple):
-    """What one shard of a step's rows adds up to."""
+    """Sums over one shard of a step's rows."""
 
     loss: float
     gradients: tuple[Tensor, ...]

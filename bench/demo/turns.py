@@ -19,7 +19,7 @@ class Turn:
     question: str
     answer: str
     item: str
-    """What is asked about, whatever the phrasing: it decides whether the turn is held out."""
+    """Subject of the question, whatever the phrasing: it decides whether the turn is held out."""
     subject: str = ""
     """The word or the number that the next question may refer to."""
 

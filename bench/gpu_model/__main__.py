@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pdserve.bench.gpu_model import run as bench
-from pdserve.bench.kernels.run import NoGpuError
+from pdserve.bench.kernels.report import NoGpuError
 
 
 def main() -> int:
@@ -16,21 +16,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer shapes and steps")
     parser.add_argument("--quantised", action="store_true", help="decode with quantised weights and KV, too")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where the dated file of results goes")
-    parser.add_argument("--scratch", type=Path, help="where the weights lie meanwhile, 16 GB")
-    parser.add_argument("--plot", action="store_true", help="a picture beside the results")
-    arguments = parser.parse_args()
-    request = bench.Request(
-        only=arguments.only,
-        quick=arguments.quick,
-        quantised=arguments.quantised,
-        device=arguments.device,
-        folder=arguments.folder,
-        scratch=arguments.scratch,
-        with_plot=arguments.plot,
-    )
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder of the dated file of results")
+    parser.add_argument("--scratch", type=Path, help="folder of the weights, 16 GB")
+    parser.add_argument("--plot", dest="with_plot", action="store_true", help="draw a picture of the results")
     try:
-        return bench.run(request, print)
+        return bench.run(bench.Settings(**vars(parser.parse_args())), print)
     except (ValueError, NoGpuError) as error:
         sys.stderr.write(f"{error}\n")
         return 1 if isinstance(error, NoGpuError) else 2

@@ -59,8 +59,8 @@ def write_weights(folder: Path, sizes: Mapping[str, Any], dtype: str, device: to
     random = torch.Generator(device).manual_seed(0)
     shard_of: dict[str, str] = {}
     shapes = tensor_shapes(ModelShape.from_hf_config(config))
-    for place, names in groupby(shapes, key=_place):
-        shard = f"model-{place}.safetensors"
+    for layer, names in groupby(shapes, key=_shard):
+        shard = f"model-{layer}.safetensors"
         tensors = {name: _draw(shapes[name], random, getattr(torch, dtype)).cpu() for name in names}
         save_file(tensors, folder / shard, metadata={"format": "pt"})
         shard_of |= dict.fromkeys(tensors, shard)
@@ -68,8 +68,8 @@ def write_weights(folder: Path, sizes: Mapping[str, Any], dtype: str, device: to
     return folder
 
 
-def _place(name: str) -> str:
-    """The number of a tensor's layer; tensors of no layer come before all of them."""
+def _shard(name: str) -> str:
+    """A tensor's layer number, or ``tables`` for tensors outside layers."""
     return name.split(".")[2] if name.startswith("model.layers.") else "tables"
 
 

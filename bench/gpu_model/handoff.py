@@ -1,6 +1,6 @@
 """Time to transfer a prompt's KV between two pools on one device, as between two workers of one host.
 
-Called by `pdserve.bench.gpu_model.measure`. Each pool has a staging file and a transfer process, as in
+Called by `pdserve.bench.gpu_model.run`. Each pool has a staging file and a transfer process, as in
 `pdserve.engine.worker.worker`. There is no step loop, and no other load on the link.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdserve.bench.gpu_model.own import noise_pool
+from pdserve.bench.gpu_model.steps import noise_pool
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.kv_transfer.host_staging import HostStaging
@@ -27,23 +27,23 @@ from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 _EPOCH = 1
 _PULL_S = 60.0
 _NUM_ROUNDS = 6
-"""Of which the first, that finds neither pages nor connections, does not count."""
+"""The first of them warms up pages and connections, and does not count."""
 
-Said = queue.SimpleQueue[transfer_pb2.TransferToEngine | None]
-"""What the puller says; ``None`` when something died."""
+Messages = queue.SimpleQueue[transfer_pb2.TransferToEngine | None]
+"""Messages of the puller; None when a process died."""
 
 
 class HandoffSeconds(NamedTuple):
     """Medians."""
 
     handoff_s: float
-    """From the grant to the news that the KV is in the other pool."""
+    """From the grant until the KV is in the other pool."""
     link_s: float
-    """To copy as many bytes from the device to pinned memory, and back."""
+    """Copies of as many bytes from the device to pinned memory, and back."""
 
 
 class _Side(NamedTuple):
-    """A worker's share of it."""
+    """One worker's pool and transfer process."""
 
     pool_blocks: torch.Tensor
     memory: PoolMemory
@@ -51,21 +51,21 @@ class _Side(NamedTuple):
 
 
 def measure_handoff(layout: KvLayout, device: torch.device) -> HandoffSeconds:
-    """Of all blocks of a pool of ``layout``.
+    """Transfer all blocks of a pool of ``layout``.
 
     Raises:
-        RuntimeError: a pull failed, or brought other bytes.
+        RuntimeError: a pull failed, or delivered other bytes.
     """
-    said: Said = queue.SimpleQueue()
-    with _side(layout, device, said) as source, _side(layout, device, said) as target:
-        seconds = [_hand_off(number, layout, source, target, said) for number in range(1, _NUM_ROUNDS + 1)]
+    messages: Messages = queue.SimpleQueue()
+    with _side(layout, device, messages) as source, _side(layout, device, messages) as target:
+        seconds = [_hand_off(number, layout, source, target, messages) for number in range(1, _NUM_ROUNDS + 1)]
         if not torch.equal(source.pool_blocks, target.pool_blocks):
-            raise RuntimeError("what was pulled is not what was granted")
+            raise RuntimeError("the pulled bytes are not what was granted")
         return HandoffSeconds(statistics.median(seconds[1:]), link_s(source.pool_blocks))
 
 
 @contextmanager
-def _side(layout: KvLayout, device: torch.device, said: Said) -> Iterator[_Side]:
+def _side(layout: KvLayout, device: torch.device, messages: Messages) -> Iterator[_Side]:
     memory = PoolMemory.create(layout)
     blocks = noise_pool(layout, device).blocks
     start: Callable[..., Any] = partial(
@@ -76,10 +76,13 @@ def _side(layout: KvLayout, device: torch.device, said: Said) -> Iterator[_Side]
         cluster_token="bench",
         transport="auto",
         cpu_cores=(),
-        on_death=lambda: said.put(None),
+        on_death=lambda: messages.put(None),
     )
     transfer = StagedTransfer(
-        HostStaging(blocks, memory), lambda on_message: start(on_message=on_message), said.put, lambda: said.put(None)
+        HostStaging(blocks, memory),
+        lambda on_message: start(on_message=on_message),
+        messages.put,
+        lambda: messages.put(None),
     )
     try:
         yield _Side(blocks, memory, transfer)
@@ -88,8 +91,8 @@ def _side(layout: KvLayout, device: torch.device, said: Said) -> Iterator[_Side]
         memory.close()
 
 
-def _hand_off(number: int, layout: KvLayout, source: _Side, target: _Side, said: Said) -> float:
-    """Seconds of one; every one is of blocks that were written anew."""
+def _hand_off(number: int, layout: KvLayout, source: _Side, target: _Side, messages: Messages) -> float:
+    """Seconds of one transfer; its blocks count as rewritten."""
     handle, blocks = number.to_bytes(16, "little"), list(range(layout.num_blocks))
     for block in blocks:
         source.memory.generations[block] = number
@@ -110,7 +113,7 @@ def _hand_off(number: int, layout: KvLayout, source: _Side, target: _Side, said:
     started_s = perf_counter()
     source.transfer.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
     target.transfer.send(transfer_pb2.EngineToTransfer(start_pull=pull))
-    while (message := said.get(timeout=2 * _PULL_S)) is not None:
+    while (message := messages.get(timeout=2 * _PULL_S)) is not None:
         if message.HasField("pull_done"):
             break
     if message is None or message.pull_done.failure_stage:

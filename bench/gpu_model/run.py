@@ -15,41 +15,101 @@ run on a GPU yet.
 
 from __future__ import annotations
 
-import platform
 import shutil
-import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-import triton
 
-from pdserve.bench.gpu_model.checkpoint import write_weights
-from pdserve.bench.gpu_model.limits import DeviceLimits, Variant
-from pdserve.bench.gpu_model.measure import Bench, DeviceLostError, tell
-from pdserve.bench.gpu_model.plan import LLAMA, ON_CPU, QUICK, Plan
-from pdserve.bench.gpu_model.plot import plot
-from pdserve.bench.gpu_model.report import Report
-from pdserve.bench.kernels.run import NoGpuError, commit, cuda_device, limits_of, measured_limits
-from pdserve.bench.kernels.timing import CudaTimer, Timer
-from pdserve.model.cost.hardware import catalogue_name
+from pdserve.bench.gpu_model.checkpoint import LLAMA_8B, TINY, write_weights
+from pdserve.bench.gpu_model.handoff import measure_handoff
+from pdserve.bench.gpu_model.steps import BLOCK_SIZE, OwnModel, StepSeconds, Variant, random_tokens
+from pdserve.bench.gpu_model.transformers_steps import TransformersModel
+from pdserve.bench.kernels.case import OWN, AbsentError
+from pdserve.bench.kernels.measure import Timer, clocks_under, gpu_timer
+from pdserve.bench.kernels.report import (
+    Echo,
+    NoGpuError,
+    check_plot,
+    cuda_device,
+    limits_of,
+    machine,
+    measured_limits,
+    plot_shares,
+    show_table,
+    write_dated,
+)
+from pdserve.bench.kernels.run import free_memory
+from pdserve.contracts.kv_layout import kv_vector_bytes
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.weights.bytes import weight_bytes
 
 PARTS = ("decode", "prefill", "handoff", "peer")
+PEER = "transformers"
 _QUANTISED = (("int8", "auto"), ("int4", "auto"), ("none", "int8"), ("none", "float8_e4m3fn"))
+_ACTIVATION_BYTES = 6 * 10**9
+"""Left for activations, logits and graphs."""
 _SCRATCH_BYTES = 20 * 10**9
 _SHARED_MEMORY = Path("/dev/shm")
+_GREEDY_PROMPT, _GREEDY_ANSWER = 32, 8
+_HEADER = ("shape", "engine", "ms", "tokens/s", "% of limit", "device ms", "host ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What is to be measured, and where results go."""
+class Plan:
+    """Shapes to measure."""
 
+    sizes: Mapping[str, Any]
+    dtype: str
+    decode_rows: tuple[int, ...]
+    context_tokens: int
+    num_steps: int
+    """Steps of each decode shape."""
+    prompt_tokens: tuple[int, ...]
+    num_prompts: int
+    """Prompts of each length."""
+    matrix_size: int
+    """Size of the matrices whose products and copies give the device's speed."""
+    peer_options: Mapping[str, Any]
+    """Options of transformers' ``ContinuousBatchingConfig``; its own choices if empty."""
+
+
+LLAMA = Plan(
+    sizes=LLAMA_8B,
+    dtype="bfloat16",
+    decode_rows=(1, 16, 64, 256),
+    context_tokens=2048,
+    num_steps=32,
+    prompt_tokens=(2048, 8192),
+    num_prompts=8,
+    matrix_size=8192,
+    peer_options={},
+)
+QUICK = replace(LLAMA, decode_rows=(1, 64), num_steps=16, prompt_tokens=(2048,), num_prompts=4)
+ON_CPU = Plan(
+    sizes=TINY,
+    dtype="float32",
+    decode_rows=(1, 3),
+    context_tokens=64,
+    num_steps=6,
+    prompt_tokens=(40,),
+    num_prompts=3,
+    matrix_size=256,
+    peer_options={"num_blocks": 24, "page_size": 16, "max_batch_tokens": 128, "auto_switch_to_flash": False},
+)
+"""A check that everything runs; its figures mean nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
     only: str = ""
     """One of `PARTS`; empty for all."""
     quick: bool = False
@@ -57,126 +117,345 @@ class Request:
     """Decode with quantised weights and KV, too."""
     device: str = "cuda"
     folder: Path = Path()
-    """Where the dated file goes."""
+    """Folder of the dated file."""
     scratch: Path | None = None
-    """Where the weights lie meanwhile, 16 GB; by default in memory if they fit there, else with temporary files."""
+    """Folder of the weights, 16 GB; by default in memory if they fit there, else with temporary files."""
     with_plot: bool = False
 
 
-class WallTimer:
-    """Implements `Timer` where work is done as it is asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One shape of one phase, by one engine."""
 
-    def round_s(self, run: Callable[[], Any]) -> float:
-        run()
-        started_s = perf_counter()
-        run()
-        return perf_counter() - started_s
+    phase: str
+    """``decode``, ``prefill`` or ``handoff``."""
+    engine: str
+    precision: str
+    num_rows: int
+    context_tokens: int
+    """Context of the last decode step; else the prompt."""
+    num_tokens: int
+    """Tokens computed by a step."""
+    step_s: float
+    limit_s: float
+    device_s: float | None = None
+    host_s: float | None = None
+
+    @property
+    def limit_share(self) -> float:
+        return self.limit_s / self.step_s
+
+    @property
+    def shape(self) -> str:
+        return f"{self.num_rows} x {self.context_tokens}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens_per_s": self.num_tokens / self.step_s, "limit_share": self.limit_share}
+
+    def cells(self) -> list[str]:
+        return [
+            self.shape,
+            f"{self.engine}, {self.precision}",
+            f"{self.step_s * 1e3:.3f}",
+            f"{self.num_tokens / self.step_s:.0f}",
+            f"{self.limit_share:.1%}",
+            *("-" if seconds is None else f"{seconds * 1e3:.3f}" for seconds in (self.device_s, self.host_s)),
+        ]
 
 
-def run(request: Request, echo: Callable[[str], None]) -> int:
-    """Do it; returns the exit status: 1 if something of ours failed.
+class DeviceLostError(Exception):
+    """The device can measure nothing any more."""
 
-    Raises:
-        ValueError: there is no such part, or no means to draw.
-        NoGpuError: there is no GPU.
+
+def kv_token_bytes(shape: ModelShape, variant: Variant) -> int:
+    """KV of one token, in all layers."""
+    return shape.num_layers * shape.num_kv_heads * 2 * kv_vector_bytes(shape.head_dim, variant.pool_dtype)
+
+
+def decode_bytes(shape: ModelShape, variant: Variant, num_rows: int, context_tokens: float) -> float:
+    """Bytes that a decode step reads: the matrices of all layers, the output projection, and each row's KV."""
+    weights = weight_bytes(shape, variant.dtype, variant.quantization)
+    return weights.layers + weights.table + num_rows * context_tokens * kv_token_bytes(shape, variant)
+
+
+def prefill_flops(shape: ModelShape, num_tokens: int) -> float:
+    """Operations of a prompt: two per token and weight of a layer, causal attention, and one row of logits."""
+    products = 2.0 * num_tokens * shape.num_layers * shape.layer_parameters + 2.0 * shape.table_parameters
+    # Two products, of each query with half of the keys on average.
+    attention = 2.0 * num_tokens * num_tokens * shape.num_layers * shape.num_heads * shape.head_dim
+    return products + attention
+
+
+def decode_shapes(
+    plan: Plan, shape: ModelShape, variant: Variant, num_free_bytes: int | None
+) -> Iterator[tuple[int, int]]:
+    """Rows and context of the decode steps that fit, with at least half of the context.
+
+    Args:
+        num_free_bytes: memory of the device before anything is there; None for enough.
     """
-    if request.only and request.only not in PARTS:
-        raise ValueError(f"there is no part {request.only!r}: use one of {', '.join(PARTS)}")
-    if request.with_plot and find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib: pip install 'pdserve[bench]', or leave --plot out")
-    if request.device != "cpu" and not torch.cuda.is_available():
-        raise NoGpuError("no GPU here: --device cpu tries all of it on a tiny model")
-    device = torch.device("cpu") if request.device == "cpu" else cuda_device()
-    plan = ON_CPU if device.type == "cpu" else QUICK if request.quick else LLAMA
-    timer: Timer = WallTimer() if device.type == "cpu" else CudaTimer(device)
-    part = "_".join(filter(None, (request.only, "quick" if request.quick else "")))
-    machine = {"part": part, **_machine(device)} | measured_limits(device, timer, size=plan.matrix_size)
-    report = Report(machine)
-    try:
-        with tempfile.TemporaryDirectory(prefix="pdserve-", dir=_scratch(request)) as scratch:
-            _measure(request, plan, device, report, Path(scratch))
-    except DeviceLostError:
-        tell("the device is lost: what was measured before is kept")
-    file = report.write(request.folder)
-    report.show(echo)
-    if request.with_plot:
-        plot(report, file.with_suffix(".png"))
-    return 1 if report.failures else 0
+    for num_rows in plan.decode_rows:
+        context = plan.context_tokens
+        if num_free_bytes is not None:
+            weights = weight_bytes(shape, variant.dtype, variant.quantization).total
+            room_tokens = (num_free_bytes - weights - _ACTIVATION_BYTES) // kv_token_bytes(shape, variant)
+            context = min(context, room_tokens // num_rows // BLOCK_SIZE * BLOCK_SIZE)
+        if 2 * context >= plan.context_tokens:
+            yield num_rows, context
 
 
-def _measure(request: Request, plan: Plan, device: torch.device, report: Report, folder: Path) -> None:
-    started_s = perf_counter()
-    tell("drawing and writing weights")
-    write_weights(folder, plan.sizes, plan.dtype, device)
-    tell(f"wrote them in {perf_counter() - started_s:.1f} s")
-    bench = Bench(
-        folder=folder,
-        plan=plan,
-        device=device,
-        limits=device_limits(report.machine),
-        free_bytes=_free_bytes(device),
-        report=report,
-        keep=lambda: report.write(request.folder),
-    )
-    answer: list[int] = []
-    if request.only in ("", "decode", "prefill"):
-        plain = Variant(dtype=plan.dtype)
-        answer = bench.own(plain, decode=request.only != "prefill", prefill=request.only != "decode")
-    if request.only in ("", "handoff"):
-        bench.handoff()
-    if request.only in ("", "peer"):
-        bench.peer(answer)
-    if request.quantised:
-        for quantization, kv_dtype in _QUANTISED:
-            variant = Variant(dtype=plan.dtype, quantization=quantization, kv_dtype=kv_dtype)
-            bench.own(variant, decode=True, prefill=False)
-
-
-def device_limits(machine: Mapping[str, Any]) -> DeviceLimits:
-    """Of `measured_limits`."""
-    return DeviceLimits(flops=1e12 * machine["torch_matmul_tflops"], bandwidth=1e9 * machine["torch_copy_gbytes_per_s"])
-
-
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
-    torch.cuda.empty_cache()
+    free_memory(device)
     return torch.cuda.mem_get_info(device)[0]
 
 
-def _scratch(request: Request) -> Path | None:
-    """Where the weights go; ``None`` is where temporary files do."""
-    if request.scratch is not None:
-        return request.scratch
+def num_blocks(plan: Plan, shapes: list[tuple[int, int]]) -> int:
+    """Blocks of a pool for any one of the shapes, or any one prompt."""
+    most = max((rows * -(-context // BLOCK_SIZE) for rows, context in shapes), default=0)
+    return max(most, -(-max(plan.prompt_tokens) // BLOCK_SIZE))
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A checkpoint on a device, and the document that receives its measurements. Only one engine's model is in the
+    device's memory at a time."""
+
+    folder: Path
+    plan: Plan
+    device: torch.device
+    document: dict[str, Any]
+    """Written to its file after each row; ``torch_matmul_tflops`` and ``torch_copy_gbytes_per_s`` give the limits."""
+    results: Path
+    rows: list[Row]
+
+    def own(self, variant: Variant, *, decode: bool, prefill: bool) -> list[int]:
+        """Measure our executor, and return its answer to the common prompt; empty if it failed."""
+        shapes = self._shapes(variant) if decode else []
+        answer: list[int] = []
+        with self._guarded(f"{OWN}, {variant.name}"):
+            _log(f"{OWN}: loading and capturing, {variant.name}")
+            most_rows = max((rows for rows, _ in shapes), default=1)
+            blocks = num_blocks(self.plan, shapes)
+            model = OwnModel(self.folder, variant, self.device, num_blocks=blocks, max_rows=most_rows)
+            for rows, context in shapes:
+                with self._guarded(f"{OWN}, {rows} rows"):
+                    self._add_decode(OWN, variant, rows, context, model.decode(rows, context, self.plan.num_steps))
+                    if self.device.type == "cuda":
+                        clocks = clocks_under(lambda: model.step_once(rows, context), self.device)  # noqa: B023
+                        self.document["clocks"][f"decoding {rows} rows, {variant.name}"] = clocks
+            for num_tokens in self.plan.prompt_tokens if prefill else ():
+                with self._guarded(f"{OWN}, {num_tokens} tokens"):
+                    self._add_prefill(OWN, variant, num_tokens, model.prefill(num_tokens, self.plan.num_prompts))
+            answer += model.greedy(self._prompt(), _GREEDY_ANSWER)
+        return answer
+
+    def handoff(self) -> None:
+        """Measure the transfer of the shortest prompt's KV from one pool to another."""
+        variant, num_tokens = Variant(dtype=self.plan.dtype), min(self.plan.prompt_tokens)
+        with self._guarded(f"{OWN}, handoff"):
+            config = DecoderConfig.from_folder(self.folder)
+            layout = config.kv_layout(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, variant.pool_dtype, "random")
+            _log(f"handing off {layout.pool_bytes / 1e6:.0f} MB")
+            handoff_s, link_s = measure_handoff(layout, self.device)
+            self._add("handoff", OWN, variant, 1, num_tokens, num_tokens, handoff_s, link_s)
+
+    def peer(self, own_answer: list[int]) -> None:
+        """Measure transformers, and compare its answer with ours, if there is one."""
+        variant = Variant(dtype=self.plan.dtype)
+        with self._guarded(PEER):
+            _log(f"{PEER}: loading")
+            model = TransformersModel(self.folder, self.plan.dtype, self.device, options=self.plan.peer_options)
+            for num_tokens in self.plan.prompt_tokens:
+                with self._guarded(f"{PEER}, {num_tokens} tokens"):
+                    self._add_prefill(PEER, variant, num_tokens, model.prefill_s(num_tokens, self.plan.num_prompts))
+            if own_answer:
+                note = agreement(own_answer, model.greedy(self._prompt(), len(own_answer)))
+                self.document["notes"].append(note)
+            for rows, context in self._shapes(variant):
+                with self._guarded(f"{PEER}, {rows} rows"):
+                    self._add_decode(PEER, variant, rows, context, model.decode_s(rows, context, self.plan.num_steps))
+
+    @property
+    def _shape(self) -> ModelShape:
+        return DecoderConfig.from_folder(self.folder).shape
+
+    def _prompt(self) -> list[int]:
+        return random_tokens(_GREEDY_PROMPT, self._shape.vocab_size, seed=1)
+
+    def _shapes(self, variant: Variant) -> list[tuple[int, int]]:
+        shapes = list(decode_shapes(self.plan, self._shape, variant, free_bytes(self.device)))
+        for num_rows in set(self.plan.decode_rows) - {rows for rows, _ in shapes}:
+            note = f"{num_rows} rows are not measured with {variant.name}: not half of their context fits the device"
+            if note not in self.document["notes"]:
+                self.document["notes"].append(note)
+        return shapes
+
+    def _add_decode(
+        self, engine: str, variant: Variant, num_rows: int, context: int, seconds: StepSeconds | float
+    ) -> None:
+        num_bytes = decode_bytes(self._shape, variant, num_rows, context - (self.plan.num_steps - 1) / 2)
+        limit_s = num_bytes / (1e9 * self.document["torch_copy_gbytes_per_s"])
+        self._add("decode", engine, variant, num_rows, context, num_rows, seconds, limit_s)
+
+    def _add_prefill(self, engine: str, variant: Variant, num_tokens: int, seconds: StepSeconds | float) -> None:
+        limit_s = prefill_flops(self._shape, num_tokens) / (1e12 * self.document["torch_matmul_tflops"])
+        self._add("prefill", engine, variant, 1, num_tokens, num_tokens, seconds, limit_s)
+
+    def _add(
+        self,
+        phase: str,
+        engine: str,
+        variant: Variant,
+        num_rows: int,
+        context_tokens: int,
+        num_tokens: int,
+        seconds: StepSeconds | float,
+        limit_s: float,
+    ) -> None:
+        times = seconds._asdict() if isinstance(seconds, StepSeconds) else {"step_s": seconds}
+        row = Row(
+            phase=phase,
+            engine=engine,
+            precision=variant.name,
+            num_rows=num_rows,
+            context_tokens=context_tokens,
+            num_tokens=num_tokens,
+            limit_s=limit_s,
+            **times,
+        )
+        self.rows.append(row)
+        self.write()
+        _log(f"{phase} {row.shape}: {engine}, {variant.name}: {row.step_s * 1e3:.3f} ms, {row.limit_share:.1%}")
+
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Report a failure, and go on. A failure of the peer is a note.
+
+        Raises:
+            DeviceLostError: the device is lost with it.
+        """
+        try:
+            yield
+        except DeviceLostError:
+            raise
+        except AbsentError as error:
+            self.document["notes"].append(f"{what} is absent: {error}")
+        except Exception as error:  # Earlier and later measurements are worth having.
+            line = f"{what}: {(str(error) or repr(error)).splitlines()[0]}"
+            self.document["notes" if what.startswith(PEER) else "failures"].append(line)
+            _log(f"FAILED: {line}")
+            if isinstance(error, torch.AcceleratorError):
+                self.write()
+                raise DeviceLostError from error
+        free_memory(self.device)
+        self.write()
+
+    def write(self) -> Path:
+        self.document["rows"] = [row.as_dict() for row in self.rows]
+        words = ("gpu_model", self.document["part"], self.document["hardware"] or "unknown")
+        return write_dated(self.document, self.results, *words)
+
+
+def run(settings: Settings, echo: Echo) -> int:
+    """Measure, and return the exit status: 1 if pdserve failed.
+
+    Raises:
+        ValueError: unknown part, or no matplotlib.
+        NoGpuError: there is no GPU.
+    """
+    if settings.only and settings.only not in PARTS:
+        raise ValueError(f"there is no part {settings.only!r}: use one of {', '.join(PARTS)}")
+    if settings.with_plot:
+        check_plot()
+    if settings.device != "cpu" and not torch.cuda.is_available():
+        raise NoGpuError("no GPU here: --device cpu tries all of it on a tiny model")
+    device = torch.device("cpu") if settings.device == "cpu" else cuda_device()
+    plan = ON_CPU if device.type == "cpu" else QUICK if settings.quick else LLAMA
+    document = describe(device, plan, "_".join(filter(None, (settings.only, "quick" * settings.quick))))
+    with tempfile.TemporaryDirectory(prefix="pdserve-", dir=_scratch(settings)) as scratch:
+        _log("drawing and writing weights")
+        folder = write_weights(Path(scratch), plan.sizes, plan.dtype, device)
+        bench = Bench(folder, plan, device, document, settings.folder, [])
+        try:
+            _measure(bench, settings)
+        except DeviceLostError:
+            _log("the device is lost: earlier measurements are kept")
+    file = bench.write()
+    show(document, bench.rows, echo)
+    if settings.with_plot:
+        percents = {
+            f"{row.phase} {row.shape}: {row.engine}, {row.precision}": 100 * row.limit_share for row in bench.rows
+        }
+        plot_shares(percents, f"{document['device']}, {document['commit']}", file.with_suffix(".png"))
+    return 1 if document["failures"] else 0
+
+
+def describe(device: torch.device, plan: Plan, part: str) -> dict[str, Any]:
+    """A document without rows: machine, limits of its data sheet, and measured limits."""
+    document = {"part": part, **machine(device), "clocks": {}, "notes": [], "failures": []}
+    timer: Timer = gpu_timer
+    if device.type == "cpu":
+        timer = _wall_timer
+    elif document["hardware"]:
+        sheet = limits_of(document["hardware"])
+        document |= {"peak_tflops": sheet.flops / 1e12, "peak_gbytes_per_s": sheet.bandwidth / 1e9}
+    return document | measured_limits(device, timer, size=plan.matrix_size)
+
+
+def _measure(bench: Bench, settings: Settings) -> None:
+    answer: list[int] = []
+    plain = Variant(dtype=bench.plan.dtype)
+    if settings.only in ("", "decode", "prefill"):
+        answer = bench.own(plain, decode=settings.only != "prefill", prefill=settings.only != "decode")
+    if settings.only in ("", "handoff"):
+        bench.handoff()
+    if settings.only in ("", "peer"):
+        bench.peer(answer)
+    for quantization, kv_dtype in _QUANTISED if settings.quantised else ():
+        bench.own(replace(plain, quantization=quantization, kv_dtype=kv_dtype), decode=True, prefill=False)
+
+
+def show(document: Mapping[str, Any], rows: list[Row], echo: Echo) -> None:
+    """Print a table for each phase, clocks, notes and failures."""
+    sheet = ""
+    if "peak_tflops" in document:
+        sheet = f"; by its data sheet {document['peak_tflops']:.3g} and {document['peak_gbytes_per_s']:.4g}"
+    echo(
+        f"{document['device']}: torch's large product {document['torch_matmul_tflops']:.3g} TFLOP/s, "
+        f"its large copy {document['torch_copy_gbytes_per_s']:.4g} GB/s{sheet}"
+    )
+    in_order = sorted(rows, key=lambda row: (row.phase, row.num_rows, row.context_tokens))
+    for phase, of_phase in groupby(in_order, key=lambda row: row.phase):
+        title = f"{phase}, a {'step' if phase == 'decode' else 'prompt'}"
+        show_table(title, _HEADER, [row.cells() for row in of_phase], echo)
+    for name, clocks in document["clocks"].items():
+        echo(f"{name}: {', '.join(f'{key} {value}' for key, value in clocks.items()) or 'clocks unknown'}")
+    for line in (*document["notes"], *(f"FAILED: {failure}" for failure in document["failures"])):
+        echo(line)
+
+
+def agreement(own: list[int], peer: list[int]) -> str:
+    same = next((index for index, (a, b) in enumerate(zip(own, peer, strict=True)) if a != b), len(own))
+    return f"greedy answers to one prompt: the first {same} of {len(own)} tokens are the same"
+
+
+def _scratch(settings: Settings) -> Path | None:
+    """Folder of the weights; None for that of temporary files."""
+    if settings.scratch is not None:
+        return settings.scratch
     in_memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > _SCRATCH_BYTES
-    return _SHARED_MEMORY if in_memory and request.device != "cpu" else None
+    return _SHARED_MEMORY if in_memory and settings.device != "cpu" else None
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
-    """What measures, with the limits of its data sheet where the catalogue has it."""
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else platform.machine()
-    hardware = catalogue_name(name) if on_gpu else "cpu"
-    told = {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": name,
-        "hardware": hardware or None,
-        "driver": _driver() if on_gpu else None,
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-    }
-    if on_gpu and hardware:
-        sheet = limits_of(hardware)
-        told |= {"peak_tflops": sheet.flops / 1e12, "peak_gbytes_per_s": sheet.bandwidth / 1e9}
-    return told
+def _wall_timer(run: Callable[[], Any]) -> float:
+    run()
+    started_s = perf_counter()
+    run()
+    return perf_counter() - started_s
 
 
-def _driver() -> str:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+def _log(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -7,36 +7,27 @@ import sys
 from pathlib import Path
 
 from pdserve.bench.kernels import run as bench
+from pdserve.bench.kernels.report import NoGpuError
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="kernels with this in their names")
     parser.add_argument("--quick", action="store_true", help="a few shapes of each kernel")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", dest="num_rounds", type=int, default=3)
     parser.add_argument("--compile-only", action="store_true", help="compile every launch for sm_90; needs no GPU")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where the dated file of results goes")
-    parser.add_argument("--plot", action="store_true", help="a picture beside it")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder of the dated file of results")
+    parser.add_argument("--plot", dest="with_plot", action="store_true", help="draw a picture of it")
     parser.add_argument("--hardware", default="", help="name of the device in the catalogue")
-    parser.add_argument("--skip-peer", action="append", default=[], help="leave this peer out, such as flex")
-    arguments = parser.parse_args()
-    request = bench.Request(
-        only=arguments.only,
-        quick=arguments.quick,
-        num_rounds=arguments.rounds,
-        compile_only=arguments.compile_only,
-        as_json=arguments.json,
-        folder=arguments.folder,
-        with_plot=arguments.plot,
-        hardware=arguments.hardware,
-        skipped_peers=tuple(arguments.skip_peer),
+    parser.add_argument(
+        "--skip-peer", dest="skipped_peers", action="append", default=[], help="leave this peer out, such as flashinfer"
     )
     try:
-        return bench.run(request, print)
-    except (ValueError, bench.NoGpuError) as error:
+        return bench.run(bench.Settings(**vars(parser.parse_args())), print)
+    except (ValueError, NoGpuError) as error:
         sys.stderr.write(f"{error}\n")
-        return 1 if isinstance(error, bench.NoGpuError) else 2
+        return 1 if isinstance(error, NoGpuError) else 2
 
 
 if __name__ == "__main__":

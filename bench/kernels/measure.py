@@ -1,41 +1,48 @@
-"""Measures one case: prepares the implementations, compares their results, and times them.
+"""Measures one case: prepares its implementations, compares their results, and times them in turn.
 
-Called by `pdserve.bench.kernels.run`. If a peer cannot be prepared or fails, the result gives the reason, and the other
-peers go on. A peer with different results is timed and marked.
+If a peer cannot be prepared or fails, the result gives the reason and the other peers go on. A peer with different
+results is timed and marked. Called by `pdserve.bench.kernels.run`.
 """
 
 from __future__ import annotations
 
+import statistics
+import subprocess
+import time
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.testing import do_bench
 
-from pdserve.bench.kernels.contest import Case, Contender, Limits, MakePeer
-from pdserve.bench.kernels.timing import Timer, alternate
+from pdserve.bench.kernels.case import OWN, Case, Limits, Make
 
-OWN = "pdserve"
+Timer = Callable[[Callable[[], Any]], float]
+"""Returns the median seconds of some runs."""
+_REASON_LENGTH = 300
+_CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+_CLOCKS_TIMEOUT_S = 10.0
+
+
+def gpu_timer(run: Callable[[], Any]) -> float:
+    """Device time with an empty L2."""
+    median_ms: float = do_bench(run, return_mode="median")
+    return median_ms / 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one case."""
-
-    kernel: str
-    shape: str
-    num_bytes: float
-    flops: float
+    case: Case
     limit_s: float | None
-    """What the formula allows; None of a device that is not in the catalogue."""
+    """Time that the formula allows; None if the device is not in the catalogue."""
     seconds: dict[str, float]
-    """Of our kernel, `OWN`, and of the peers that ran."""
+    """Median time by implementation."""
     differences: dict[str, float]
-    """Of what peers computed from what ours did, as a share of the largest magnitude."""
-    tolerance: float
+    """Difference of each peer's result from ours, as a share of the largest magnitude."""
     absent: dict[str, str]
-    """Why peers did not run."""
+    """Reason why a peer did not run."""
 
     @property
     def own_s(self) -> float:
@@ -43,35 +50,36 @@ class Result:
 
     @property
     def limit_share(self) -> float | None:
-        """Of what the formula asks for."""
         return None if self.limit_s is None else self.limit_s / self.own_s
 
     @property
     def ratios(self) -> dict[str, float]:
-        """How many times longer peers take."""
+        """Time of each peer as a multiple of ours."""
         return {name: seconds / self.own_s for name, seconds in self.seconds.items() if name != OWN}
 
     @property
     def disagreeing(self) -> list[str]:
-        """Peers whose result is not ours; NaN is not either."""
-        return [name for name, difference in self.differences.items() if not difference <= self.tolerance]
+        """Peers with other results than ours; NaN differs from everything."""
+        return [name for name, difference in self.differences.items() if not difference <= self.case.tolerance]
 
     def as_dict(self) -> dict[str, Any]:
+        work = self.case.work
         return {
-            "kernel": self.kernel,
-            "shape": self.shape,
+            "kernel": self.case.kernel,
+            "shape": self.case.shape,
             "us": {name: seconds * 1e6 for name, seconds in self.seconds.items()},
-            "tflops": self.flops / self.own_s / 1e12,
-            "gbytes_per_s": self.num_bytes / self.own_s / 1e9,
+            "tflops": work.flops / self.own_s / 1e12,
+            "gbytes_per_s": work.num_bytes / self.own_s / 1e9,
             "limit_us": None if self.limit_s is None else self.limit_s * 1e6,
             "limit_share": self.limit_share,
             "times_faster_than": self.ratios,
             "differences": self.differences,
-            "tolerance": self.tolerance,
+            "tolerance": self.case.tolerance,
             "absent": self.absent,
         }
 
 
+@torch.no_grad()
 def measure(
     case: Case,
     device: torch.device,
@@ -81,54 +89,44 @@ def measure(
     num_rounds: int,
     skipped: Collection[str] = (),
 ) -> Result:
-    """Time our kernel and its peers on ``device``.
-
-    Args:
-        skipped: peers that are left out.
-    """
-    contest = case.contest(device)
-    own_value = contest.own.read(contest.own.run())
-    runs: dict[str, Callable[[], Any]] = {OWN: contest.own.run}
-    differences: dict[str, float] = {}
-    absent: dict[str, str] = {}
-    for name, make in contest.peers.items():
+    """Time our kernel and its peers, except ``skipped`` ones. They take turns, so that changing clocks affect all."""
+    implementations = dict(case.make(device))
+    own = implementations.pop(OWN)()
+    own_value = own.read(own.run())
+    runs, differences, absent = {OWN: own.run}, {}, {}
+    for name, make in implementations.items():
         if name in skipped:
             absent[name] = "left out as asked"
             continue
         try:
-            peer, value = prepare(make)
-            differences[name] = difference(own_value, value)
-        except Exception as error:  # Whatever a peer raises is the reason why it is absent.
-            absent[name] = _one_line(str(error) or type(error).__name__)
-        else:
-            runs[name] = peer.run
-    work = case.work
+            runs[name], differences[name] = _compare(make, own_value)
+        except Exception as error:  # Anything that a peer raises is the reason for its absence.
+            words = " ".join((str(error) or type(error).__name__).split())
+            absent[name] = words if len(words) <= _REASON_LENGTH else f"{words[:_REASON_LENGTH]}..."
+    rounds = [{name: timer(run) for name, run in runs.items()} for _ in range(num_rounds)]
     return Result(
-        kernel=case.kernel,
-        shape=case.shape,
-        num_bytes=work.num_bytes,
-        flops=work.flops,
-        limit_s=None if limits is None else work.limit_s(limits),
-        seconds=alternate(runs, timer, num_rounds),
+        case=case,
+        limit_s=None if limits is None else case.work.limit_s(limits),
+        seconds={name: statistics.median(seconds[name] for seconds in rounds) for name in runs},
         differences=differences,
-        tolerance=contest.tolerance,
         absent=absent,
     )
 
 
-def prepare(make: MakePeer) -> tuple[Contender, torch.Tensor]:
-    """A peer, and what it computes. Its warnings are part of what it raises: torch tells there why it has no kernel."""
-    with warnings.catch_warnings(record=True) as told:
+def _compare(make: Make, own_value: torch.Tensor) -> tuple[Callable[[], Any], float]:
+    """Prepare a peer, run it once, and return its timed call and its difference from our result. Its warnings are added
+    to its error: torch gives there the reason why it has no kernel."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             peer = make()
-            return peer, peer.read(peer.run())
+            return peer.run, difference(own_value, peer.read(peer.run()))
         except RuntimeError as error:
-            raise RuntimeError(" ".join([str(error), *(str(warning.message) for warning in told)])) from error
+            raise RuntimeError(" ".join([str(error), *(str(warning.message) for warning in caught)])) from error
 
 
 def difference(own: torch.Tensor, peer: torch.Tensor) -> float:
-    """Largest difference, as a share of the peer's largest magnitude."""
+    """Return the largest difference, as a share of the peer's largest magnitude."""
     assert own.shape == peer.shape, f"{tuple(own.shape)} is compared with {tuple(peer.shape)}"
     if own.dtype == peer.dtype and torch.equal(own, peer):
         return 0.0
@@ -136,9 +134,23 @@ def difference(own: torch.Tensor, peer: torch.Tensor) -> float:
     return float((own - peer).abs().amax() / peer.abs().amax())
 
 
-_REASON_LENGTH = 300
+def clocks_under(run: Callable[[], Any], device: torch.device) -> dict[str, str]:
+    """Return clocks, power and temperature while ``run`` keeps the device busy; empty without ``nvidia-smi``."""
+    identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = ["nvidia-smi", f"--id={identity}", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
+    try:
+        query = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except FileNotFoundError:
+        return {}
+    deadline_s = time.monotonic() + _CLOCKS_TIMEOUT_S
+    while query.poll() is None and time.monotonic() < deadline_s:
+        run()
+        torch.cuda.synchronize()
+    query.kill()
+    answer, _ = query.communicate()
+    return parse_clocks(answer) if query.returncode == 0 else {}
 
 
-def _one_line(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= _REASON_LENGTH else f"{words[:_REASON_LENGTH]}..."
+def parse_clocks(answer: str) -> dict[str, str]:
+    """Parse a line of ``nvidia-smi`` to values with units, by name."""
+    return dict(zip(_CLOCKS.split(","), (word.strip() for word in answer.split(",")), strict=False))

@@ -1,98 +1,144 @@
-"""Results of a kernel benchmark, as one table per kernel and as one JSON document.
+"""Report of a GPU benchmark: machine, rows, JSON document, tables and a picture.
 
-Called by `pdserve.bench.kernels.run`; `pdserve.bench.gpu_model` prints its tables with it. Measures nothing. Tables are
-plain without rich or without a terminal.
+Used by `pdserve.bench.kernels.run` and `pdserve.bench.gpu_model`. Tables are plain without rich or a terminal; a
+picture needs matplotlib.
 """
 
 from __future__ import annotations
 
+import json
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
-from pdserve.bench.kernels.measure import Result
+import torch
+import triton
 
+from pdserve.bench.kernels.case import OWN, Limits
+from pdserve.bench.kernels.measure import Result, Timer
+from pdserve.bench.script import commit
+from pdserve.model.cost.hardware import catalogue_name, hardware
 
-class Report(NamedTuple):
-    """All that is told of one run, filled in as it goes."""
-
-    machine: Mapping[str, Any]
-    """Device, date, versions, commit."""
-    results: list[Result]
-    clocks: dict[str, dict[str, str]]
-    """By kernel, under its last shape."""
-    failures: dict[str, str]
-    """Shapes that our own kernel did not run, and why."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **self.machine,
-            "clocks": self.clocks,
-            "failures": self.failures,
-            "results": [result.as_dict() for result in self.results],
-        }
-
-    def show(self, echo: Callable[[str], None]) -> None:
-        """Print a table for each kernel, who is absent from it, and what went wrong."""
-        device = self.machine["device"]
-        if self.machine["hardware"] is None:
-            echo(f"{device} is not in the catalogue, so there are no limits: name one like it with --hardware")
-        if "torch_matmul_tflops" in self.machine:
-            tflops, gbytes_per_s = self.machine["torch_matmul_tflops"], self.machine["torch_copy_gbytes_per_s"]
-            echo(f"{device}: torch's large product {tflops:.0f} TFLOP/s, its large copy {gbytes_per_s:.0f} GB/s")
-        for kernel, of_kernel in groupby(self.results, key=lambda result: result.kernel):
-            results = list(of_kernel)
-            clocks = ", ".join(f"{name} {value}" for name, value in self.clocks.get(kernel, {}).items())
-            show_table(f"{kernel} on {device} ({clocks or 'clocks unknown'})", *_table(results), echo)
-            for line in _notes(results):
-                echo(line)
-        for shape, reason in self.failures.items():
-            echo(f"FAILED: {shape}: {reason}")
+Echo = Callable[[str], None]
+_BAR_INCHES = 0.25
 
 
-def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: peers are told by how many times longer they take."""
-    peers = list(dict.fromkeys(name for result in results for name in result.ratios))
-    header = ["shape", "us", "TFLOP/s", "GB/s", "% of limit", *peers]
-    return header, [_row(result, peers) for result in results]
+class NoGpuError(RuntimeError):
+    """No GPU to measure on."""
 
 
-def _row(result: Result, peers: Sequence[str]) -> list[str]:
-    share = result.limit_share
-    cells = []
-    for name in peers:
-        mark = " !" if name in result.disagreeing else ""
-        cells.append(f"{result.ratios[name]:.2f}x{mark}" if name in result.ratios else "-")
+def cuda_device() -> torch.device:
+    """Return the current GPU.
+
+    Raises:
+        NoGpuError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise NoGpuError("no GPU here: --compile-only compiles the kernels without one")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def machine(device: torch.device, name: str = "") -> dict[str, Any]:
+    """Describe the device and the software; ``name`` overrides the device's name in the hardware catalogue."""
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = name or (catalogue_name(device_name) if device.type == "cuda" else "cpu")
+    return {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name,
+        "hardware": name or None,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def limits_of(name: str) -> Limits:
+    """Limits of a device of the catalogue.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    found = hardware(name)
+    return Limits(found.peak("bfloat16"), found.memory_bandwidth, found.host_bandwidth)
+
+
+@torch.no_grad()
+def measured_limits(device: torch.device, timer: Timer, *, size: int = 8192) -> dict[str, float]:
+    """Speed of torch's product of two bfloat16 matrices of ``size``, and of its copy of four of them."""
+    matrix = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    copied = torch.empty(4, size, size, dtype=torch.bfloat16, device=device)
+    source = torch.zeros_like(copied)
+    return {
+        "torch_matmul_tflops": 2 * size**3 / timer(lambda: matrix @ matrix) / 1e12,
+        "torch_copy_gbytes_per_s": 2 * copied.nbytes / timer(lambda: copied.copy_(source)) / 1e9,
+    }
+
+
+def write_dated(document: Mapping[str, Any], folder: Path, *words: str | None) -> Path:
+    """Write a document to a file named by its date and ``words``."""
+    file = folder / f"{'_'.join(filter(None, (document['measured'][:10], *words)))}.json"
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def show_kernels(document: Mapping[str, Any], results: Sequence[Result], echo: Echo) -> None:
+    """Print a table for each kernel, its absent peers, and failures."""
+    device = document["device"]
+    if document["hardware"] is None:
+        echo(f"{device} is not in the catalogue, so there are no limits: name one like it with --hardware")
+    if "torch_matmul_tflops" in document:
+        tflops, gbytes_per_s = document["torch_matmul_tflops"], document["torch_copy_gbytes_per_s"]
+        echo(f"{device}: torch's large product {tflops:.0f} TFLOP/s, its large copy {gbytes_per_s:.0f} GB/s")
+    for kernel, of_kernel in groupby(results, key=lambda result: result.case.kernel):
+        rows = list(of_kernel)
+        peers = list(dict.fromkeys(name for result in rows for name in result.ratios))
+        header = ["shape", "us", "TFLOP/s", "GB/s", "% of limit", *peers]
+        clocks = ", ".join(f"{name} {value}" for name, value in document["clocks"].get(kernel, {}).items())
+        title = f"{kernel} on {device} ({clocks or 'clocks unknown'})"
+        show_table(title, header, [_cells(result, peers) for result in rows], echo)
+        for line in _notes(rows):
+            echo(line)
+    for shape, reason in document["failures"].items():
+        echo(f"FAILED: {shape}: {reason}")
+
+
+def _cells(result: Result, peers: Sequence[str]) -> list[str]:
+    work, share = result.case.work, result.limit_share
+    ratios = {name: f"{ratio:.2f}x{' !' * (name in result.disagreeing)}" for name, ratio in result.ratios.items()}
     return [
-        result.shape,
+        result.case.shape,
         f"{result.own_s * 1e6:.1f}",
-        f"{result.flops / result.own_s / 1e12:.1f}" if result.flops else "-",
-        f"{result.num_bytes / result.own_s / 1e9:.0f}",
+        f"{work.flops / result.own_s / 1e12:.1f}" if work.flops else "-",
+        f"{work.num_bytes / result.own_s / 1e9:.0f}",
         "-" if share is None else f"{share:.0%}",
-        *cells,
+        *(ratios.get(name, "-") for name in peers),
     ]
 
 
 def _notes(results: Sequence[Result]) -> list[str]:
-    """Absent peers with their reasons, and those whose results are not ours."""
-    reasons = dict.fromkeys((name, reason) for result in results for name, reason in result.absent.items())
+    """Absent peers with their reasons, and peers with other results."""
+    reasons = dict.fromkeys(item for result in results for item in result.absent.items())
     notes = []
     for name, reason in reasons:
-        shapes = [result.shape for result in results if result.absent.get(name) == reason]
+        shapes = [result.case.shape for result in results if result.absent.get(name) == reason]
         where = "" if len(shapes) == len(results) else f" ({'; '.join(shapes)})"
         notes.append(f"  {name} is absent: {reason}{where}")
-    notes += [
-        f"  ! {name} computes something else for {result.shape}: {result.differences[name]:.2g} of the largest value"
+    return notes + [
+        f"  ! {name} differs for {result.case.shape}: by {result.differences[name]:.2g} of the largest value"
         for result in results
         for name in result.disagreeing
     ]
-    return notes
 
 
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], echo: Callable[[str], None]) -> None:
-    """Print one: with rich where it is installed and somebody looks, else plainly."""
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], echo: Echo) -> None:
+    """Print a table: with rich if it is installed and the output is a terminal, else plainly."""
     if sys.stdout.isatty() and find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table
@@ -104,9 +150,30 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
         return
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     echo(title)
-    for row in (header, *rows):
-        first, *others = (
-            f"{cell:<{width}}" if place == 0 else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        echo("  ".join((first, *others)))
+    for first, *others in (header, *rows):
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        echo("  ".join((f"{first:<{widths[0]}}", *cells)))
+
+
+def check_plot() -> None:
+    """
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError("pictures need matplotlib: pip install 'pdserve[bench]', or leave --plot out")
+
+
+def plot_shares(percents: Mapping[str, float], title: str, file: Path) -> None:
+    """Draw one bar per row: the percentage of its limit. Our own are of another colour."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.5 + _BAR_INCHES * len(percents)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(list(percents), list(percents.values()), color=["C0" if OWN in label else "C1" for label in percents])
+    axes.tick_params(axis="y", labelsize=7)
+    axes.invert_yaxis()
+    axes.axvline(100, color="black", linewidth=0.5)
+    axes.set_xlabel("% of the limit")
+    axes.set_title(title)
+    figure.savefig(file)

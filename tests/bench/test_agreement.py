@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 
-from pdserve.bench.agreement import Agreement, Figures, Limits, joined
+from pdserve.bench.agreement import Agreement, figures_of, joined
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.simulation import FloatArray, RequestTimes
 
@@ -31,49 +29,49 @@ def some_times(ttft_s: FloatArray, tpot_s: FloatArray, num_tokens: int = 101) ->
 
 def test_figures_of_known_arrays() -> None:
     ttft_s, tpot_s = np.linspace(0, 0.2, 101), np.linspace(0.02, 0, 101)
-    figures = Figures.of(some_times(ttft_s, tpot_s), SLO)
-    assert figures.attainment == pytest.approx(1 / 101)  # only the one in the middle meets both
-    assert (figures.ttft_p50_s, figures.ttft_p90_s) == pytest.approx((0.1, 0.18))
-    assert (figures.tpot_p50_s, figures.tpot_p90_s) == pytest.approx((0.01, 0.018))
+    figures = figures_of(some_times(ttft_s, tpot_s), SLO)
+    assert figures["attainment"] == pytest.approx(1 / 101)  # only the one in the middle meets both
+    assert (figures["ttft_p50_s"], figures["ttft_p90_s"]) == pytest.approx((0.1, 0.18))
+    assert (figures["tpot_p50_s"], figures["tpot_p90_s"]) == pytest.approx((0.01, 0.018))
 
 
 def test_figures_of_several_runs_are_of_all_their_requests() -> None:
     ttft_s, tpot_s = np.linspace(0, 0.2, 101), np.linspace(0.02, 0, 101)
     halves = [some_times(ttft_s[half], tpot_s[half]) for half in (slice(0, 30), slice(30, None))]
-    whole = Figures.of(some_times(ttft_s, tpot_s), SLO)
-    assert list(asdict(Figures.of(joined(halves), SLO)).values()) == pytest.approx(list(asdict(whole).values()))
+    whole = figures_of(some_times(ttft_s, tpot_s), SLO)
+    assert figures_of(joined(halves), SLO) == pytest.approx(whole)
 
 
 def test_what_never_ended_misses() -> None:
-    figures = Figures.of(some_times(np.array([0.05, 0.05, np.nan]), np.array([0.005, np.nan, np.nan])), SLO)
-    assert figures.attainment == pytest.approx(1 / 3)
-    assert figures.ttft_p90_s == pytest.approx(0.05)
+    figures = figures_of(some_times(np.array([0.05, 0.05, np.nan]), np.array([0.005, np.nan, np.nan])), SLO)
+    assert figures["attainment"] == pytest.approx(1 / 3)
+    assert figures["ttft_p90_s"] == pytest.approx(0.05)
 
 
 def test_equal_figures_agree() -> None:
-    assert Agreement(measured=Figures(**FIGURES), simulated=Figures(**FIGURES)).failures(Limits()) == []
+    assert Agreement(measured=FIGURES, simulated=FIGURES).failures() == []
 
 
 @pytest.mark.parametrize("name", ["ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s"])
 @pytest.mark.parametrize("factor", [0.94, 1.06])
 def test_each_percentile_must_agree_but_past_saturation(name: str, factor: float) -> None:
-    simulated = Figures(**{**FIGURES, name: FIGURES[name] * factor})
-    agreement = Agreement(measured=Figures(**FIGURES), simulated=simulated)
-    (failure,) = agreement.failures(Limits())
+    simulated = {**FIGURES, name: FIGURES[name] * factor}
+    agreement = Agreement(measured=FIGURES, simulated=simulated)
+    (failure,) = agreement.failures()
     assert failure.startswith(name.removesuffix("_s"))
     assert ("+" in failure) == (factor > 1)
-    assert not agreement.failures(Limits(relative=0.07))
-    assert not agreement.failures(Limits(), attainment_only=True)
+    assert not agreement.failures(relative=0.07)
+    assert not agreement.failures(attainment_only=True)
 
 
 @pytest.mark.parametrize(("attainment", "agrees"), [(0.92, True), (0.88, True), (0.925, False), (0.875, False)])
 def test_attainment_must_agree_everywhere(attainment: float, agrees: bool) -> None:
-    simulated = Figures(**{**FIGURES, "attainment": attainment})
-    agreement = Agreement(measured=Figures(**FIGURES), simulated=simulated)
-    assert (not agreement.failures(Limits())) == agrees
-    assert (not agreement.failures(Limits(), attainment_only=True)) == agrees
+    simulated = {**FIGURES, "attainment": attainment}
+    agreement = Agreement(measured=FIGURES, simulated=simulated)
+    assert (not agreement.failures()) == agrees
+    assert (not agreement.failures(attainment_only=True)) == agrees
 
 
 def test_what_was_not_measured_does_not_agree() -> None:
-    measured = Figures(**{**FIGURES, "tpot_p50_s": float("nan")})
-    assert len(Agreement(measured=measured, simulated=Figures(**FIGURES)).failures(Limits())) == 1
+    measured = {**FIGURES, "tpot_p50_s": float("nan")}
+    assert len(Agreement(measured=measured, simulated=FIGURES).failures()) == 1

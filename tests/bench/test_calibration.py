@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pdserve.bench.calibration import overheads_between, pipelined_overheads, saturation
-from pdserve.bench.emulated_llama import MODEL, placement
-from pdserve.bench.simulator_vs_emulation import LOGNORMAL, SLO
+from pdserve.bench.simulator_vs_emulation import LOGNORMAL, MODEL, SLO, placement
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulated_worker import StepCorrections

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from pdserve.bench.kernels.tile_launches import tile_launches
+from pdserve.bench.kernels.tune import tile_launches
 from pdserve.bench.kernels_compile import (
     MAX_SHARED_BYTES,
     Compiled,

@@ -163,3 +163,15 @@ def test_lateness_is_noticed() -> None:
     assert measured.health.problems()
     # Times begin when requests were due.
     assert measured.times.ttft_s.max() > 0.1
+
+
+def test_concurrency_is_bounded() -> None:
+    requests = [SimulatedRequest(0.0, 5, 5) for _ in range(6)]
+    with scripted_server(answer_in_full) as server:
+        measured = measure_load(server.url, requests, vocab_size=100, max_concurrency=2)
+    times = measured.times
+    assert measured.num_finished == 6
+    in_flight = [((times.arrived_s <= at_s) & (times.last_token_s > at_s)).sum() for at_s in times.arrived_s]
+    assert max(in_flight) == 2
+    # Waiting for a slot is not part of a request's time.
+    assert times.arrived_s.max() >= times.last_token_s.min()

@@ -1,53 +1,251 @@
+"""Limits, shapes, and the run as a whole on a CPU."""
+
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pdserve.bench.gpu_model.run import Request, run
-from pdserve.bench.kernels.run import NoGpuError
+from pdserve.bench.gpu_model import run as bench_run
+from pdserve.bench.gpu_model.checkpoint import LLAMA_8B
+from pdserve.bench.gpu_model.run import (
+    LLAMA,
+    ON_CPU,
+    Bench,
+    DeviceLostError,
+    Row,
+    Settings,
+    agreement,
+    decode_bytes,
+    decode_shapes,
+    kv_token_bytes,
+    num_blocks,
+    prefill_flops,
+    run,
+    show,
+)
+from pdserve.bench.gpu_model.steps import OwnModel, Variant
+from pdserve.bench.kernels.report import NoGpuError
+from pdserve.model.config.shape import ModelShape
+
+SHAPE = ModelShape.from_hf_config(LLAMA_8B)
+BF16, FLOAT32 = Variant(dtype="bfloat16"), Variant(dtype="float32")
+LAYER_WEIGHTS = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+TABLE = 128256 * 4096
+H100_BYTES, H200_BYTES = 79 * 2**30, 139 * 2**30
+MACHINE: dict[str, Any] = {
+    "measured": "2026-11-22T01:00:00+00:00",
+    "part": "",
+    "device": "GPU",
+    "hardware": "h200",
+    "commit": "abc",
+    "torch_matmul_tflops": 1e-3,
+    "torch_copy_gbytes_per_s": 1.0,
+    "peak_tflops": 989.0,
+    "peak_gbytes_per_s": 4800.0,
+}
+
+
+def test_a_decode_step_reads_the_weights_and_the_kv() -> None:
+    assert kv_token_bytes(SHAPE, BF16) == 2 * 2 * 8 * 128 * 32
+    weights = 2 * (32 * LAYER_WEIGHTS + TABLE)
+    assert decode_bytes(SHAPE, BF16, 64, 2000.5) == weights + 64 * 2000.5 * 131072
+
+
+def test_quantised_weights_and_kv_are_fewer_bytes() -> None:
+    int8_kv = Variant(dtype="bfloat16", kv_dtype="int8")
+    assert kv_token_bytes(SHAPE, int8_kv) == 2 * 8 * 32 * (128 + 4)
+    int4 = Variant(dtype="bfloat16", quantization="int4")
+    packed = 32 * LAYER_WEIGHTS * (1 / 2 + 4 / 128)
+    assert decode_bytes(SHAPE, int4, 0, 0) == packed + 2 * TABLE
+    assert (BF16.name, int8_kv.name, int4.name) == (
+        "bfloat16 weights, bfloat16 KV",
+        "bfloat16 weights, int8 KV",
+        "int4 weights, bfloat16 KV",
+    )
+
+
+def test_a_prompt_is_products_and_causal_attention() -> None:
+    # Scores and values: two products of 2 operations, of each of 32 heads of 128, with half of the keys.
+    attention = 32 * 32 * 128 * 2 * 2 * 2048 * 2048 / 2
+    assert prefill_flops(SHAPE, 2048) == 2 * 2048 * 32 * LAYER_WEIGHTS + 2 * TABLE + attention
+
+
+def test_all_of_the_context_fits_an_h200() -> None:
+    shapes = list(decode_shapes(LLAMA, SHAPE, BF16, H200_BYTES))
+    assert shapes == [(1, 2048), (16, 2048), (64, 2048), (256, 2048)]
+    assert num_blocks(LLAMA, shapes) == 256 * 128
+
+
+def test_there_is_less_context_where_it_does_not_fit() -> None:
+    *others, (_, context) = decode_shapes(LLAMA, SHAPE, BF16, H100_BYTES)
+    assert others == [(1, 2048), (16, 2048), (64, 2048)]
+    room = H100_BYTES - 2 * SHAPE.num_parameters - 6e9
+    assert 1024 <= context < 2048
+    assert context % 16 == 0
+    assert room - 256 * 16 * 131072 < 256 * context * 131072 <= room
+    with_int8 = decode_shapes(LLAMA, SHAPE, Variant(dtype="bfloat16", kv_dtype="int8"), H100_BYTES)
+    assert (256, 2048) in list(with_int8)
+
+
+def test_a_batch_that_would_be_another_is_left_out() -> None:
+    shapes = list(decode_shapes(LLAMA, SHAPE, BF16, 40 * 10**9))
+    assert [rows for rows, _ in shapes] == [1, 16, 64]
+
+
+def test_a_pool_holds_the_longest_prompt() -> None:
+    assert num_blocks(LLAMA, []) == 8192 // 16
+    assert num_blocks(replace(LLAMA, prompt_tokens=(17,)), [(3, 33)]) == 9
+
+
+def bench_of(folder: Path, results: Path) -> Bench:
+    document: dict[str, Any] = {**MACHINE, "clocks": {}, "notes": [], "failures": []}
+    return Bench(folder, ON_CPU, torch.device("cpu"), document, results, [])
+
+
+def test_every_row_is_written_as_it_comes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write = Bench.write
+
+    def count(bench: Bench) -> Path:
+        file = write(bench)
+        written.append(len(json.loads(file.read_text())["rows"]))
+        return file
+
+    monkeypatch.setattr(Bench, "write", count)
+    bench = bench_of(tiny, tmp_path)
+    assert len(bench.own(FLOAT32, decode=True, prefill=True)) == 8
+    shapes = [(row.phase, row.num_rows, row.context_tokens, row.num_tokens) for row in bench.rows]
+    assert shapes == [("decode", 1, 64, 1), ("decode", 3, 64, 3), ("prefill", 1, 40, 40)]
+    assert set(written) == {1, 2, 3}
+    one, three, prompt = bench.rows
+    # Read by two more rows, on average over the steps.
+    assert three.limit_s - one.limit_s == pytest.approx(2 * 61.5 * (2 * 2 * 2 * 16 * 4) / 1e9)
+    assert prompt.limit_s == pytest.approx(prefill_flops(bench._shape, 40) / 1e9)
+    assert (tmp_path / "2026-11-22_gpu_model_h200.json").exists()
+
+
+def test_a_failed_shape_does_not_stop_the_others(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("out of memory\nmore")
+
+    monkeypatch.setattr(OwnModel, "decode", fails)
+    bench = bench_of(tiny, tmp_path)
+    assert bench.own(FLOAT32, decode=True, prefill=True)
+    assert bench.document["failures"] == ["pdserve, 1 rows: out of memory", "pdserve, 3 rows: out of memory"]
+    assert [row.phase for row in bench.rows] == ["prefill"]
+
+
+def test_a_device_that_is_lost_ends_it(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_lost(*arguments: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: illegal address")
+
+    monkeypatch.setattr(OwnModel, "decode", is_lost)
+    bench = bench_of(tiny, tmp_path)
+    with pytest.raises(DeviceLostError):
+        bench.own(FLOAT32, decode=True, prefill=True)
+    assert bench.document["failures"] == ["pdserve, 1 rows: CUDA error: illegal address"]
+
+
+def test_shapes_that_do_not_fit_are_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "free_bytes", lambda device: 0)
+    bench = bench_of(tiny, tmp_path)
+    bench.own(FLOAT32, decode=True, prefill=False)
+    assert len(bench.document["notes"]) == 2
+    assert all("not half of their context fits" in note for note in bench.document["notes"])
+    assert not bench.rows
+
+
+def test_a_peer_that_is_not_installed_is_absent(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    bench = bench_of(tiny, tmp_path)
+    bench.peer([])
+    assert bench.document["notes"][0].startswith("transformers is absent: cannot be imported")
+    assert not bench.document["failures"]
+
+
+def test_agreement_is_in_words() -> None:
+    assert agreement([1, 2, 3], [1, 2, 4]) == "greedy answers to one prompt: the first 2 of 3 tokens are the same"
+    assert "first 3 of 3" in agreement([1, 2, 3], [1, 2, 3])
+
+
+def row(phase: str = "decode", **changes: Any) -> Row:
+    fields: dict[str, Any] = {
+        "phase": phase,
+        "engine": "pdserve",
+        "precision": "bfloat16 weights, bfloat16 KV",
+        "num_rows": 64,
+        "context_tokens": 2048,
+        "num_tokens": 64,
+        "step_s": 0.01,
+        "limit_s": 0.008,
+    }
+    return Row(**fields | changes)
+
+
+def test_rows_give_shares_of_their_limit() -> None:
+    assert (row().limit_share, row().as_dict()["tokens_per_s"]) == (0.8, 6400)
+
+
+def test_a_table_for_each_phase() -> None:
+    rows = [row("prefill"), row(num_rows=256), row(device_s=0.009, host_s=0.001), row(engine="transformers")]
+    document = {**MACHINE, "torch_matmul_tflops": 700.0, "torch_copy_gbytes_per_s": 4000.0}
+    extra = {"clocks": {"decoding": {"clocks.sm": "1980 MHz"}}, "notes": ["a note"], "failures": ["broken"]}
+    lines: list[str] = []
+    show({**document, **extra}, rows, lines.append)
+    assert lines[0] == (
+        "GPU: torch's large product 700 TFLOP/s, its large copy 4000 GB/s; by its data sheet 989 and 4800"
+    )
+    assert [line.split(",")[0] for line in lines if line.endswith((", a step", ", a prompt"))] == ["decode", "prefill"]
+    assert lines[3].split()[-5:] == ["10.000", "6400", "80.0%", "9.000", "1.000"]
+    assert [line.split(",")[0].split()[-1] for line in lines[3:6]] == ["pdserve", "transformers", "pdserve"]
+    assert lines[4].split()[-2:] == ["-", "-"]
+    assert lines[-3:] == ["decoding: clocks.sm 1980 MHz", "a note", "FAILED: broken"]
 
 
 def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
     printed: list[str] = []
-    assert run(Request(device="cpu", folder=tmp_path), printed.append) == 0
+    assert run(Settings(device="cpu", folder=tmp_path), printed.append) == 0
     document = json.loads(next(tmp_path.glob("*_gpu_model_cpu.json")).read_text())
     assert document["torch"] == torch.__version__
     assert not document["failures"]
-    told = [(row["engine"], row["phase"], row["num_rows"]) for row in document["rows"]]
+    shapes = [(row["engine"], row["phase"], row["num_rows"]) for row in document["rows"]]
     ours = [("pdserve", "decode", 1), ("pdserve", "decode", 3), ("pdserve", "prefill", 1)]
     theirs = [("transformers", "prefill", 1), ("transformers", "decode", 1), ("transformers", "decode", 3)]
-    assert told == [*ours, ("pdserve", "handoff", 1), *theirs]
+    assert shapes == [*ours, ("pdserve", "handoff", 1), *theirs]
     assert "greedy answers to one prompt: the first 8 of 8 tokens are the same" in document["notes"]
     assert printed[1] == "decode, a step"
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib, of the bench extra")
 def test_a_picture_of_a_part(tmp_path: Path) -> None:
-    run(Request(device="cpu", folder=tmp_path, only="decode", with_plot=True), lambda line: None)
+    run(Settings(device="cpu", folder=tmp_path, only="decode", with_plot=True), lambda line: None)
     assert next(tmp_path.glob("*.png")).stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("only", ["decode", "handoff"])
 def test_a_part_of_it_with_quantised_ones(tmp_path: Path, only: str) -> None:
-    run(Request(device="cpu", folder=tmp_path, only=only, quantised=only == "decode"), lambda line: None)
+    run(Settings(device="cpu", folder=tmp_path, only=only, quantised=only == "decode"), lambda line: None)
     rows = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
     assert {row["phase"] for row in rows} == {only}
-    assert len({row["held"] for row in rows}) == (5 if only == "decode" else 1)
+    assert len({row["precision"] for row in rows}) == (5 if only == "decode" else 1)
 
 
 def test_without_a_gpu_there_is_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(NoGpuError, match="--device cpu"):
-        run(Request(), lambda line: None)
+        run(Settings(), lambda line: None)
 
 
 def test_mistakes_are_found_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no part 'peers': use one of decode, prefill, handoff, peer"):
-        run(Request(only="peers"), lambda line: None)
-    monkeypatch.setattr("pdserve.bench.gpu_model.run.find_spec", lambda name: None)
+        run(Settings(only="peers"), lambda line: None)
+    monkeypatch.setattr("pdserve.bench.kernels.report.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="need matplotlib"):
-        run(Request(with_plot=True), lambda line: None)
+        run(Settings(with_plot=True), lambda line: None)

@@ -1,25 +1,15 @@
-"""Stand-ins for peers that run on GPUs only: what their documentation says that they compute, from the same arguments.
+"""A stand-in for FlashInfer, which runs on GPUs only: computes what its documentation says from the same arguments.
 
-With them it shows whether the benchmark gives such a peer the batch, the pages and the layout that it expects.
+Shows whether the benchmark gives it the batch, the pages and the layout that it expects.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-FA3_SCHEMA = """fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out,
-Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k,
-int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos,
-Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
-float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap,
-bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, Tensor? s_aux,
-int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"""
-"""Of vllm-project/flash-attention, hopper/flash_api_torch_lib.cpp."""
 
 
 def _attend(q_QND: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tensor) -> torch.Tensor:
@@ -33,7 +23,7 @@ def _attend(q_QND: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tensor) -> to
 
 
 class _Wrapper:
-    """What both wrappers of FlashInfer have in common; ``HND`` only: pages of ``[2, H, S, D]``."""
+    """Common part of both wrappers; ``HND`` only: pages of ``[2, H, S, D]``."""
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, use_tensor_cores: bool = False) -> None:
         assert workspace.dtype == torch.uint8
@@ -93,27 +83,3 @@ def flashinfer() -> SimpleNamespace:
         BatchDecodeWithPagedKVCacheWrapper=_DecodeWrapper,
         BatchPrefillWithPagedKVCacheWrapper=_PrefillWrapper,
     )
-
-
-@cache
-def define_fa3() -> torch.library.Library:
-    """Register the operator, for as long as this process lives."""
-    library = torch.library.Library("_vllm_fa3_C", "DEF")  # type: ignore[no-untyped-call]
-    library.define(FA3_SCHEMA)  # type: ignore[no-untyped-call]
-    library.impl("fwd", _fa3_forward, "CPU")  # type: ignore[no-untyped-call]
-    return library
-
-
-def _fa3_forward(*arguments: Any) -> list[torch.Tensor]:
-    names = [argument.name for argument in torch.ops._vllm_fa3_C.fwd.default._schema.arguments]
-    given = dict(zip(names, arguments, strict=False))
-    starts, lengths = given["cu_seqlens_q"].tolist(), given["seqused_k"].tolist()
-    assert given["is_causal"]
-    assert (given["window_size_left"], given["window_size_right"]) == (-1, -1)
-    assert given["max_seqlen_k"] == max(lengths)
-    outputs = []
-    for row, num_keys in enumerate(lengths):
-        pages = given["page_table"][row]
-        k_KHD, v_KHD = (given[name][pages.long()].flatten(0, 1)[:num_keys] for name in ("k", "v"))
-        outputs.append(_attend(given["q"][starts[row] : starts[row + 1]], k_KHD, v_KHD))
-    return [torch.cat(outputs), torch.empty(0)]

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from pdserve.deploy.commands import bench
 from tests.bench.scripted_server import Script, scripted_server, token_events
 from tests.deploy.clusters import pdserve
 
@@ -14,36 +17,77 @@ def answer_in_full(body: dict[str, Any]) -> Script:
     return Script(events=token_events(body["max_tokens"]))
 
 
-def test_serve_sends_what_was_asked_for_and_reports() -> None:
-    lengths = ("--input-tokens", "7", "--output-tokens", "3")
+def test_serve_takes_vllms_options_and_writes_its_keys(tmp_path: Path) -> None:
+    lengths = ("--random-input-len", "7", "--random-output-len", "3", "--request-rate", "50")
+    saved = ("--num-prompts", "6", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json")
     with scripted_server(answer_in_full) as server:
-        run = pdserve(
-            "bench", "serve", "--url", f"{server.url}/v1/", "--rate", "50", "--requests", "6", *lengths, "--json"
-        )
-        shown = pdserve("bench", "serve", "--url", server.url, "--rate", "50", "--requests", "2", *lengths)
-    report = json.loads(run.stdout)
-    assert report["num_finished"] == 6
-    assert report["output_tokens"] == 18
+        run = pdserve("bench", "serve", "--base-url", f"{server.url}/v1/", *lengths, *saved, "--json")
+        shown = pdserve("bench", "serve", "--url", server.url, *lengths, "--requests", "2")
+    result = json.loads(run.stdout)
+    assert (result["completed"], result["total_output_tokens"], result["total_input_tokens"]) == (6, 18, 42)
+    assert {"mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms"} <= result.keys()
+    assert (result["request_rate"], result["burstiness"], result["max_concurrency"]) == (50, 1, None)
+    assert json.loads((tmp_path / "result.json").read_text()) == result
     assert [len(body["prompt"]) for body in server.bodies] == [7] * 8
-    assert "2 finished, 0 rejected, 0 failed" in shown.stdout
+    assert shown.stdout.startswith("============ Serving Benchmark Result ============\n")
+    assert "Successful requests:                     2\n" in shown.stdout
 
 
 def test_lengths_of_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrived_s,prompt_tokens,output_tokens\n0.0,5,2\n0.1,6,3\n")
+    options = ("--dataset-path", str(trace), "--num-prompts", "2", "--request-rate", "inf", "--max-concurrency", "1")
     with scripted_server(answer_in_full) as server:
-        run = pdserve("bench", "serve", "--url", server.url, "--trace", str(trace), "--requests", "2", "--rate", "20")
-    assert "2 finished" in run.stdout, run.stderr
+        run = pdserve("bench", "serve", "--url", server.url, *options, "--percentile-metrics", "e2el")
+    assert "Maximum request concurrency:             1" in run.stdout, run.stderr
+    assert "P99 E2EL (ms)" in run.stdout
     assert sorted((len(body["prompt"]), body["max_tokens"]) for body in server.bodies) == [(5, 2), (6, 3)]
 
 
-@pytest.mark.parametrize(("ttft", "share"), [("10", 1.0), ("0.000001", 0.0)])
-def test_objectives_are_those_asked_for(ttft: str, share: float) -> None:
+@pytest.mark.parametrize(("ttft_ms", "share"), [("10000", 1.0), ("0.001", 0.0)])
+def test_objectives_are_those_asked_for(ttft_ms: str, share: float) -> None:
+    options = ("--num-prompts", "2", "--request-rate", "20", "--goodput", f"ttft:{ttft_ms}", "tpot:1000", "--json")
     with scripted_server(answer_in_full) as server:
-        run = pdserve(
-            "bench", "serve", "--url", server.url, "--requests", "2", "--rate", "20", "--ttft", ttft, "--json"
-        )
-    assert json.loads(run.stdout)["attainment"]["ttft"] == share
+        run = pdserve("bench", "serve", "--url", server.url, *options)
+    result = json.loads(run.stdout)
+    assert result["goodput_ms"] == {"ttft": float(ttft_ms), "tpot": 1000.0}
+    assert result["attainment"]["ttft"] == share
+    assert (result["request_goodput"] > 0) == bool(share)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--goodput", "ttft:fast"), "such as ttft:250 tpot:50"),
+        (("tpot:50",), "unexpected argument 'tpot:50'"),
+        (("--percentile-metrics", "tbt"), "use some of ttft, tpot, itl, e2el"),
+        (("--metric-percentiles", "p99"), "numbers from 0 to 100"),
+        (("--dataset-name", "sharegpt"), "add --dataset-path"),
+        (("--dataset-name", "chat", "--dataset-path", "x.csv"), "exclude each other"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_sent(options: tuple[str, ...], message: str) -> None:
+    run = CliRunner().invoke(bench.app, ["serve", "--url", "http://127.0.0.1:9", *options], terminal_width=300)
+    assert run.exit_code == 2
+    assert message in " ".join(run.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
+    sample = bench._workload("random", None, (10, 5, 0.0), burstiness).draw(20_000, seed=1)
+    gaps_s = np.diff([request.arrived_s for request in sample.at_rate(2.0)])
+    assert gaps_s.mean() == pytest.approx(0.5, rel=0.05)
+    assert (gaps_s.mean() / gaps_s.std()) ** 2 == pytest.approx(burstiness, rel=0.1)
+
+
+def test_random_lengths_vary_by_the_ratio() -> None:
+    requests = bench._workload("", None, (100, 50, 0.2), 1.0).draw(2_000, seed=1).conversations
+    inputs, outputs = zip(
+        *((request.num_prompt_tokens, request.num_output_tokens) for request in requests), strict=True
+    )
+    assert (min(inputs), max(inputs)) == pytest.approx((80, 120), abs=1)
+    assert (min(outputs), max(outputs)) == pytest.approx((40, 60), abs=1)
+    assert np.mean(inputs) == pytest.approx(100, abs=1)
 
 
 def test_nothing_finished_is_a_failure() -> None:

@@ -1,55 +1,73 @@
-"""The search for tiles over the kernels themselves, with a timer that prefers some."""
+"""Gains of tiles over the kernels themselves, with a timer that returns given seconds."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from itertools import chain, repeat
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from pdserve.bench.kernels.attention import AttentionCase, Row
-from pdserve.bench.kernels.products import ProductCase
-from pdserve.bench.kernels.tune import gains, runner, search
-from pdserve.kernels.triton.tuned_tiles import Tile
-from tests.bench.kernels.fake_timer import FakeTimer
+from pdserve.bench.kernels import tune
+from pdserve.bench.kernels.attention import Row
+from pdserve.bench.kernels.case import OWN, Case, Make
+from pdserve.bench.kernels.tune import Batch, gain, tiled_case
+from pdserve.kernels.triton.tuned_tiles import AttentionShape, Key, ProductShape, Tile
+from tests.bench.kernels.scripted_case import fake_timer
 
 CPU = torch.device("cpu")
-DECODE = AttentionCase(kernel="decode_attention", rows=(Row(1, 30),), num_heads=4, num_kv_heads=2, head_dim=32)
-TILES: list[Tile] = [{"rows": 16, "keys": keys, "num_warps": 4, "num_stages": 2} for keys in (16, 32)]
+DECODE = Key("cpu", "decode_attention", AttentionShape("bfloat16", "bfloat16", 32, 2))
+ROWS = (Row(1, 30),)
+TILE = {"rows": 16, "keys": 32, "num_warps": 4, "num_stages": 2}
 
 
-def test_the_largest_gain_over_all_cases_wins() -> None:
-    # Of each case: what serving takes now, and both candidates; first one round of all, then the finalists.
-    screen = [4.0, 2.0, 8.0, 4.0, 1.0, 2.0]
-    finals = [4.0, 1.0, 8.0, 4.0, 2.0, 1.0]  # 4 x and 2 x; 0.5 x and 4 x.
-    found = search([DECODE, DECODE], TILES, CPU, FakeTimer(iter([*screen, *finals])), 1)
-    assert found is not None
-    assert found.tile == TILES[0]
-    assert found.times_faster == pytest.approx(math.sqrt(8))
+def result(key: Key, batch: Batch, tile: Tile | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    value: torch.Tensor = tiled_case(key, batch, tile, num_kv_heads=2).own(CPU).run()
+    return value
 
 
-def test_a_candidate_that_computes_something_else_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong_with_32_keys(case: AttentionCase, device: torch.device) -> Callable[[Tile | None], Any]:
-        run_of = runner(case, device)
-        return lambda tile: run_of(tile) if tile != TILES[1] else lambda: run_of(tile)() + 1
+def test_gains_are_averaged_over_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds_of: dict[Callable[[], Any], float] = {}
 
-    monkeypatch.setattr("pdserve.bench.kernels.tune.runner", wrong_with_32_keys)
-    seconds: Iterator[float] = chain([2.0, 1.0], repeat(1.0))
-    assert [found.tile for found in gains([DECODE], TILES, CPU, FakeTimer(seconds), 1)] == TILES[:1]
+    def timed(key: Key, batch: Batch, tile: Tile | None, **sizes: int) -> Case:
+        case = tiled_case(key, batch, tile, **sizes)
+
+        def make(device: torch.device) -> Mapping[str, Make]:
+            own = case.own(device)
+            seconds_of[own.run] = (4.0, 4.0, 8.0, 2.0)[len(seconds_of)]
+            return {OWN: lambda: own}
+
+        return case._replace(make=make)
+
+    monkeypatch.setattr(tune, "tiled_case", timed)
+    # Equal in the first batch, 4 x in the second.
+    assert gain(DECODE, [ROWS, ROWS], TILE, CPU, lambda run: seconds_of[run], num_kv_heads=2) == pytest.approx(2.0)
+
+
+def test_a_tile_with_other_results_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(key: Key, batch: Batch, tile: Tile | None, **sizes: int) -> Case:
+        case = tiled_case(key, batch, tile, **sizes)
+        if tile is None:
+            return case
+        own = case.own(CPU)
+        changed = own._replace(run=lambda: own.run() + 1)
+        return case._replace(make=lambda device: {"pdserve": lambda: changed})
+
+    monkeypatch.setattr(tune, "tiled_case", wrong)
+    assert gain(DECODE, [ROWS], TILE, CPU, fake_timer(iter([2.0, 1.0])), num_kv_heads=2) == 0
 
 
 def test_cuts_are_those_asked_for() -> None:
-    run_of = runner(DECODE, CPU)
-    torch.testing.assert_close(run_of({"chunks_per_processor": 8, "chunk_tokens": 64})(), run_of(None)())
+    key = DECODE._replace(kernel="kv_split")
+    torch.testing.assert_close(
+        result(key, ROWS, {"chunks_per_processor": 8, "chunk_tokens": 64}), result(key, ROWS, None)
+    )
     with pytest.raises(AssertionError):
-        run_of({"chunks_per_processor": 8, "chunk_tokens": 24})()
+        result(key, ROWS, {"chunks_per_processor": 8, "chunk_tokens": 24})
 
 
 def test_tiles_of_products_are_those_asked_for() -> None:
-    case = ProductCase(weight="int8", num_tokens=3, num_inputs=64, num_outputs=80)
-    run_of = runner(case, CPU)
+    key = Key("cpu", "quantized_matmul", ProductShape("bfloat16", "int8", 16, 64, 80))
     tile = {"tokens": 16, "outputs": 32, "inputs": 32, "num_warps": 4, "num_stages": 2}
-    torch.testing.assert_close(run_of(tile)(), run_of(None)(), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(result(key, 3, tile), result(key, 3, None), atol=0.02, rtol=0.02)

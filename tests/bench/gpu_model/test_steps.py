@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.bench.gpu_model.limits import Variant
-from pdserve.bench.gpu_model.own import OwnModel, noise_pool, random_tokens
+from pdserve.bench.gpu_model.steps import OwnModel, Variant, noise_pool, random_tokens
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams

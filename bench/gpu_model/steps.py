@@ -1,7 +1,7 @@
 """Times steps of pdserve's executor, submitted as the step loop does: on a GPU, two in flight.
 
-Called by `pdserve.bench.gpu_model.measure`. Plans as a scheduler would, but keeps no sequences: timed decode steps read
-noise from the pool, and prompts overwrite each other.
+Called by `pdserve.bench.gpu_model.run`. Plans as a scheduler would, but keeps no sequences: timed decode steps read
+random KV from the pool, and prompts overwrite each other.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -17,12 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve.bench.gpu_model.limits import Variant
+from pdserve.bench.kernels.attention import random_pool
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepHandle, StepOutput, StepRow
-from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors.model import ModelExecutor
 
@@ -31,15 +32,33 @@ _WARM_STEPS = 4
 _GREEDY = SamplingParams(temperature=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """Precision of a model's weights and KV."""
+
+    dtype: str
+    quantization: str = "none"
+    kv_dtype: str = "auto"
+
+    @property
+    def pool_dtype(self) -> str:
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+
+    @property
+    def name(self) -> str:
+        weights = self.dtype if self.quantization == "none" else self.quantization
+        return f"{weights} weights, {self.pool_dtype} KV"
+
+
 class StepSeconds(NamedTuple):
     """Medians of some steps."""
 
     step_s: float
-    """From the end of one to the end of the next, as the host sees them."""
+    """Between the ends of steps, as the host sees them."""
     device_s: float
-    """Between its marks on the device."""
+    """Between the step's events on the device."""
     host_s: float
-    """That the host takes to submit it."""
+    """The host's time to submit it."""
 
 
 class OwnModel:
@@ -48,11 +67,11 @@ class OwnModel:
     def __init__(self, folder: Path, variant: Variant, device: torch.device, *, num_blocks: int, max_rows: int) -> None:
         """
         Args:
-            max_rows: of the largest decode step.
+            max_rows: rows of the largest decode step.
         """
         config = DecoderConfig.from_folder(folder)
         self.shape = config.shape
-        self.layout = config.kv_layout(num_blocks, BLOCK_SIZE, variant.held_kv_dtype, "random")
+        self.layout = config.kv_layout(num_blocks, BLOCK_SIZE, variant.pool_dtype, "random")
         self._executor = ModelExecutor(
             folder=folder,
             config=config,
@@ -64,21 +83,21 @@ class OwnModel:
         self._block_ids = random.Random(0).sample(range(num_blocks), num_blocks)
 
     def decode(self, num_rows: int, context_tokens: int, num_steps: int) -> StepSeconds:
-        """Decode, for as long as the last of ``num_steps`` measured steps sees ``context_tokens`` tokens a row."""
+        """Time ``num_steps`` decode steps, the last with ``context_tokens`` tokens a row."""
         first = context_tokens - num_steps - _WARM_STEPS
         tables = self._tables(num_rows, context_tokens)
         lengths = range(first, context_tokens)
         return _medians(self._run(_decode_batch(index, tables, length) for index, length in enumerate(lengths)))
 
     def prefill(self, num_tokens: int, num_steps: int) -> StepSeconds:
-        """Prefill as many prompts, one a step, after each other and all to the same blocks."""
+        """Time prompts of ``num_tokens``, one a step, all in the same blocks."""
         tokens = random_tokens(num_tokens, self.shape.vocab_size)
         table = self._tables(1, num_tokens)[0]
         num_batches = num_steps + _WARM_STEPS
         return _medians(self._run(_prefill_batch(index, tokens, table) for index in range(num_batches)))
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """What follows ``prompt``."""
+        """Continue ``prompt``."""
         tables = self._tables(1, len(prompt) + num_tokens)
         batches = [_prefill_batch(0, prompt, tables[0])]
         batches += [_decode_batch(index, tables, len(prompt) + index - 1) for index in range(1, num_tokens)]
@@ -86,27 +105,27 @@ class OwnModel:
         return [sampled.token for output in outputs for sampled in output.sampled if sampled is not None]
 
     def step_once(self, num_rows: int, context_tokens: int) -> None:
-        """One decode step, waited for."""
+        """Run one decode step to its end."""
         batch = _decode_batch(0, self._tables(num_rows, context_tokens), context_tokens - 1, is_first=True)
         self._executor.submit(batch).result()
 
     def _tables(self, num_rows: int, num_tokens: int) -> list[list[int]]:
-        """Blocks of each row, scattered over the pool."""
+        """Scattered blocks for each row."""
         each = self.layout.num_blocks_for(num_tokens)
         assert num_rows * each <= self.layout.num_blocks, f"{num_rows} x {num_tokens} tokens do not fit"
         return [self._block_ids[row * each : (row + 1) * each] for row in range(num_rows)]
 
     def _run(self, batches: Iterable[StepBatch]) -> Iterator[_Timed]:
         """Submit ahead of results as the step loop does."""
-        flying: deque[tuple[StepHandle, float]] = deque()
+        in_flight: deque[tuple[StepHandle, float]] = deque()
         for batch in batches:
             started_s = perf_counter()
             handle = self._executor.submit(batch)
-            flying.append((handle, perf_counter() - started_s))
-            if len(flying) == self._executor.pipeline_depth:
-                yield _wait(*flying.popleft())
-        while flying:
-            yield _wait(*flying.popleft())
+            in_flight.append((handle, perf_counter() - started_s))
+            if len(in_flight) == self._executor.pipeline_depth:
+                yield _wait(*in_flight.popleft())
+        while in_flight:
+            yield _wait(*in_flight.popleft())
 
 
 class _Timed(NamedTuple):
@@ -121,7 +140,7 @@ def _wait(handle: StepHandle, host_s: float) -> _Timed:
 
 
 def _medians(steps: Iterable[_Timed]) -> StepSeconds:
-    """Of all but the first, which find nothing warm."""
+    """Without the first steps, which warm up."""
     measured = list(steps)[_WARM_STEPS - 1 :]
     gaps = [after.ended_s - before.ended_s for before, after in pairwise(measured)]
     return StepSeconds(
@@ -134,13 +153,13 @@ def _medians(steps: Iterable[_Timed]) -> StepSeconds:
 def _decode_batch(
     index: int, tables: Sequence[Sequence[int]], cached: int, *, is_first: bool | None = None
 ) -> StepBatch:
-    """A token of every row; but in the first batch, the one that the batch before sampled."""
-    knows = index == 0 if is_first is None else is_first
+    """One row per table; its token is the one that the step before sampled, except in the first batch."""
+    has_token = index == 0 if is_first is None else is_first
     rows = [
         StepRow(
             sequence_id=row,
-            tokens=[1] if knows else [],
-            previous_row=-1 if knows else row,
+            tokens=[1] if has_token else [],
+            previous_row=-1 if has_token else row,
             cached_length=cached,
             block_table=table,
             sample=_GREEDY,
@@ -164,19 +183,9 @@ def _prefill_batch(index: int, tokens: Sequence[int], table: Sequence[int]) -> S
 
 
 def random_tokens(num_tokens: int, vocab_size: int, seed: int = 0) -> list[int]:
-    """A prompt, without the tokens that are special in Llama's."""
+    """A prompt without special tokens."""
     return random.Random(seed).choices(range(3, vocab_size), k=num_tokens)
 
 
 def noise_pool(layout: KvLayout, device: torch.device) -> KvPool:
-    """A pool whose every value is finite and random: zeros would draw less power, and clocks follow power."""
-    pool = KvPool(
-        torch.empty(layout.pool_bytes, dtype=torch.uint8, device=device), layout.shape, getattr(torch, layout.dtype)
-    )
-    if pool.scales is None:
-        pool.values.normal_()
-        return pool
-    # As int8 up to 126, and as float8 everything positive but NaN.
-    pool.blocks.random_(0, 0x7F)
-    pool.scales.fill_(1 / LARGEST_VALUES[pool.dtype])
-    return pool
+    return random_pool(layout.shape, getattr(torch, layout.dtype), device)

@@ -1,0 +1,57 @@
+"""Models that the planner's benchmarks share."""
+
+from __future__ import annotations
+
+from pdserve.contracts.precision import Precision
+from pdserve.model.config.shape import ModelShape
+from pdserve.planner.layout import PlannedModel
+
+
+def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> PlannedModel:
+    config = {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "ffn_dim": 4 * hidden_size,
+        "num_attention_heads": num_heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": hidden_size,
+        "do_layer_norm_before": True,
+        "tie_word_embeddings": True,
+    }
+    shape = ModelShape.from_hf_config(config)
+    return PlannedModel(shape=shape, name=name, precision=Precision(dtype="float16"), max_model_len=2048)
+
+
+def _dense(
+    name: str,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_heads: int,
+    vocab_size: int,
+    *,
+    qk_norm: bool = False,
+) -> PlannedModel:
+    shape = ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=vocab_size,
+        qk_norm=qk_norm,
+    )
+    return PlannedModel(shape=shape, name=name, max_model_len=16384)
+
+
+OPT_13B = _opt("OPT-13B", 40, 5120, 40)
+OPT_66B = _opt("OPT-66B", 64, 9216, 72)
+OPT_175B = _opt("OPT-175B", 96, 12288, 96)
+LLAMA_2_70B = _dense("Llama-2-70B", 80, 8192, 28672, 64, 32000)
+LLAMA_3_8B = _dense("Llama-3-8B", 32, 4096, 14336, 32, 128256)
+LLAMA_3_70B = _dense("Llama-3-70B", 80, 8192, 28672, 64, 128256)
+QWEN3_32B = _dense("Qwen3-32B", 64, 5120, 25600, 64, 151936, qk_norm=True)

@@ -1,0 +1,55 @@
+"""Common parts of the measurement scripts: arguments, and a result with its date, commit and machine.
+
+Tables and progress go to standard error, the result to standard output and, with ``--json``, to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+def script_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    return parser
+
+
+def commit() -> str:
+    """Commit of the running code, if git knows it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def publish(result: Mapping[str, Any], file: Path | None, *, unshown: Collection[str] = ()) -> None:
+    """Write a result with its origin.
+
+    Args:
+        unshown: long parts that only the file gets.
+    """
+    document = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "load_average": round(os.getloadavg()[0], 1),
+            "python": platform.python_version(),
+        },
+        **result,
+    }
+    if file is not None:
+        file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    shown = {name: value for name, value in document.items() if name not in unshown}
+    sys.stdout.write(json.dumps(shown, indent=1) + "\n")

@@ -1,0 +1,59 @@
+"""DistServe's rules: its fitted step times, its placements, and its cap of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.distserve import MAX_DECODE_TOKENS, FittedCost, highest_rate, layouts, read_fits
+from pdserve.bench.models import OPT_13B
+
+HEADER = "# source\nengine,model,tp,phase,a_ms,b_ms_per_token,c\n"
+ROWS = [
+    f"{engine},facebook/opt-13b,{tp},{phase},{a},{b},{c}\n"
+    for engine, factor in (("distserve", 1), ("vllm", 9))
+    for tp in (1, 2, 4)
+    for phase, a, b, c in (
+        ("prefill", 10 * factor, 0.02, 1e-5),
+        ("decoding_smallbs", 8 * factor, 0.001, 0.05),
+        ("decoding_largebs", 9 * factor, 0.001, 0.04),
+    )
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "fits.csv"
+    path.write_text(HEADER + "".join(ROWS))
+    return path
+
+
+def test_steps_take_what_the_fits_say(file: Path) -> None:
+    fits = read_fits(file, "facebook/opt-13b")
+    layout = next(iter(layouts()))
+    assert layout.prefill is not None
+    assert layout.decode is not None
+    cost = FittedCost(OPT_13B, layout.prefill, fits)
+    # 10 ms + 0.02 ms a token + 1e-5 ms a token squared, and what DistServe's engine adds to each call.
+    assert cost.prefill_s(100) == pytest.approx((10 + 2 + 0.1) / 1e3 + 1e-3 + 2e-3 + 1e-5)
+    assert cost.step_s([(100, 0), (50, 0)]) == pytest.approx((10 + 3 + 1e-5 * 12500) / 1e3 + 3e-3 + 1.5e-5)
+    assert cost.step_s([(1, 500), (1, 300)]) == pytest.approx((8 + 0.8 + 0.1) / 1e3)
+    assert cost.decode_s(100, 0) == pytest.approx((9 + 4) / 1e3)
+    assert cost.transfer_s(1000, same_host=False) == 0
+    assert cost.max_kv_blocks(16) == MAX_DECODE_TOKENS // 16
+
+
+def test_layouts_use_four_devices_at_most() -> None:
+    listed = list(layouts())
+    assert len({str(layout) for layout in listed}) == len(listed) == 9
+    assert max(layout.num_devices for layout in listed) == 4
+
+
+def test_slower_steps_sustain_less(file: Path) -> None:
+    fits = read_fits(file, "facebook/opt-13b")
+    layout = next(iter(layouts()))
+    slower = {key: replace(fit, b=3 * fit.b) for key, fit in fits.items()}
+    fast, slow = (highest_rate(layout, each, 40, is_finite=True, tolerance=0.5) for each in (fits, slower))
+    assert 0 < slow < fast
