@@ -18,67 +18,39 @@ from pdserve.router.requests.policy import WorkerSnapshot
 class InFlightLoad:
     """Requests sent to a worker that its reported load does not include yet, by request id."""
 
-    __slots__ = ("_decodes", "_num_blocks", "_num_context_tokens", "_num_prefill_tokens", "_prefills")
+    __slots__ = ("_decodes", "_prefills", "num_blocks", "num_context_tokens", "num_prefill_tokens")
 
     def __init__(self) -> None:
         self._prefills: dict[int, int] = {}
         self._decodes: dict[int, tuple[int, int]] = {}
         """Context tokens and blocks by request id."""
-        self._num_prefill_tokens = self._num_context_tokens = self._num_blocks = 0
+        self.num_prefill_tokens = self.num_context_tokens = self.num_blocks = 0
 
     def add_prefill(self, request_id: int, num_tokens: int) -> None:
         """Count the tokens of a prompt as waiting until it starts."""
         self._prefills[request_id] = num_tokens
-        self._num_prefill_tokens += num_tokens
+        self.num_prefill_tokens += num_tokens
 
     def add_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
         """Count the blocks of a decode request as taken until they are reserved."""
         self._decodes[request_id] = num_tokens, num_blocks
-        self._num_context_tokens += num_tokens
-        self._num_blocks += num_blocks
+        self.num_context_tokens += num_tokens
+        self.num_blocks += num_blocks
 
     def remove(self, request_id: int) -> None:
         """Remove a request that the reported load now includes, or that is over."""
-        self._num_prefill_tokens -= self._prefills.pop(request_id, 0)
+        self.num_prefill_tokens -= self._prefills.pop(request_id, 0)
         num_tokens, num_blocks = self._decodes.pop(request_id, (0, 0))
-        self._num_context_tokens -= num_tokens
-        self._num_blocks -= num_blocks
+        self.num_context_tokens -= num_tokens
+        self.num_blocks -= num_blocks
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self._decodes)
 
     def clear(self) -> None:
         for request_id in [*self._prefills, *self._decodes]:
             self.remove(request_id)
-
-    def snapshot(
-        self,
-        *,
-        worker_id: str,
-        role: WorkerRole,
-        max_batch_tokens: int,
-        max_batch_size: int,
-        load: SchedulerLoad,
-        cached_blocks: AbstractSet[bytes],
-        host: str,
-        prefill_correction: float = 1.0,
-        decode_correction: float = 1.0,
-    ) -> WorkerSnapshot:
-        """Snapshot for one decision of the policy. A waiting prompt appears in the reported load soon after it is sent
-        and stays in flight until it starts, so the larger of the two counts is used, not the sum; started ones are
-        added."""
-        return WorkerSnapshot(
-            worker_id=worker_id,
-            role=role,
-            max_batch_tokens=max_batch_tokens,
-            max_batch_size=max_batch_size,
-            num_running=load.num_running,
-            num_waiting_tokens=load.num_started_tokens + max(load.num_waiting_tokens, self._num_prefill_tokens),
-            num_context_tokens=load.num_context_tokens + self._num_context_tokens,
-            num_decoding=load.num_running + max(load.num_waiting, len(self._decodes)),
-            num_free_blocks=load.num_blocks_free + load.num_blocks_cached - self._num_blocks,
-            prefill_correction=prefill_correction,
-            decode_correction=decode_correction,
-            cached_blocks=cached_blocks,
-            host=host,
-        )
 
 
 class Worker(ABC):
@@ -112,17 +84,24 @@ class Worker(ABC):
         return self.is_up and not self.is_draining
 
     def snapshot(self) -> WorkerSnapshot:
-        """Snapshot for one decision of the policy."""
-        return self.in_flight.snapshot(
+        """Snapshot for one decision of the policy. A waiting prompt appears in the reported load soon after it is sent
+        and stays in flight until it starts, so the larger of the two counts is used, not the sum; started ones are
+        added."""
+        load, in_flight = self.load, self.in_flight
+        return WorkerSnapshot(
             worker_id=self.worker_id,
             role=self.role,
             max_batch_tokens=self.max_batch_tokens,
             max_batch_size=self.max_batch_size,
-            load=self.load,
-            cached_blocks=self.cached_blocks,
-            host=self.host,
+            num_running=load.num_running,
+            num_waiting_tokens=load.num_started_tokens + max(load.num_waiting_tokens, in_flight.num_prefill_tokens),
+            num_context_tokens=load.num_context_tokens + in_flight.num_context_tokens,
+            num_decoding=load.num_running + max(load.num_waiting, in_flight.num_decodes),
+            num_free_blocks=load.num_blocks_free + load.num_blocks_cached - in_flight.num_blocks,
             prefill_correction=self.prefill_correction,
             decode_correction=self.decode_correction,
+            cached_blocks=self.cached_blocks,
+            host=self.host,
         )
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.cluster.worker import InFlightLoad
+from pdserve.router.cluster.worker import InFlightLoad, Worker
 from pdserve.router.requests.policy import WorkerSnapshot
 
 LOAD = SchedulerLoad(
@@ -18,16 +18,16 @@ LOAD = SchedulerLoad(
 )
 
 
+class IdleWorker(Worker):
+    """Takes no commands."""
+
+    submit = prepare = cancel = None  # type: ignore[assignment]
+
+
 def view(in_flight: InFlightLoad) -> WorkerSnapshot:
-    return in_flight.snapshot(
-        worker_id="decode-0",
-        role=WorkerRole.DECODE,
-        max_batch_tokens=256,
-        max_batch_size=8,
-        load=LOAD,
-        cached_blocks=frozenset(),
-        host="",
-    )
+    worker = IdleWorker("decode-0", WorkerRole.DECODE)
+    worker.load, worker.in_flight = LOAD, in_flight
+    return worker.snapshot()
 
 
 def test_what_was_sent_counts_until_it_shows() -> None:
