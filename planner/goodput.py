@@ -125,7 +125,7 @@ class Runner:
             ValueError: the layout cannot run (`pdserve.planner.simulator.simulate`).
         """
         trial = run.trial
-        num_seats = sum(pool.replicas * pool.pipeline_parallel * pool.max_batch_size for pool in trial.layout.pools)
+        num_slots = sum(pool.replicas * pool.pipeline_parallel * pool.max_batch_size for pool in trial.layout.pools)
         return simulate(
             trial.model,
             trial.layout,
@@ -133,7 +133,7 @@ class Runner:
             slo=trial.slo,
             overheads=trial.overheads,
             # Placements are compared, not admission: accept a queue of any length.
-            max_in_flight=max(1024, 2 * num_seats),
+            max_in_flight=max(1024, 2 * num_slots),
             max_missed=None if run.is_whole else _max_missed(trial),
             cost_of=lambda pool: self._cost(trial.model, pool),
         )

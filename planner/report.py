@@ -25,7 +25,7 @@ from pdserve.planner.plan_rows import (
     screening_words,
     slo_words,
 )
-from pdserve.planner.report_charts import Figure, contenders, figures
+from pdserve.planner.report_charts import Figure, drawn_candidates, figures
 from pdserve.planner.report_style import STYLE
 
 MAX_ROWS = 20
@@ -43,10 +43,10 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
 
     Args:
         traffic: description of the traffic.
-        curves: see `pdserve.planner.report_charts.contenders`.
+        curves: see `pdserve.planner.report_charts.drawn_candidates`.
     """
     title = f"{plan.question.model.name or 'Model'} on {fleet_words(plan)}"
-    cards = map(_card, figures(plan, contenders(plan, curves)))
+    cards = map(_card, figures(plan, drawn_candidates(plan, curves)))
     body = "".join(
         (
             f"<h1>{escape(title)}</h1><p class=soft>{escape(f'{traffic}. {slo_words(plan)}.')}</p>",

@@ -25,7 +25,7 @@ class Figure(NamedTuple):
     note: str = ""
 
 
-class Contender(NamedTuple):
+class DrawnCandidate(NamedTuple):
     """A candidate in the charts, with its label."""
 
     name: str
@@ -34,11 +34,11 @@ class Contender(NamedTuple):
     """Its results in order of rate."""
 
 
-def contenders(plan: Plan, curves: Sequence[Sequence[Attainment]] = ()) -> list[Contender]:
+def drawn_candidates(plan: Plan, curves: Sequence[Sequence[Attainment]] = ()) -> list[DrawnCandidate]:
     """The winner, the runner-up, and the best of the kind that neither of them is, if they were simulated.
 
     Args:
-        curves: rates simulated for the report, per contender; by default the rates that the search tried.
+        curves: rates simulated for the report, per candidate; by default the rates that the search tried.
     """
     others = (plan.verdict.best_colocated, plan.verdict.best_disaggregated)
     chosen: list[tuple[str, Candidate]] = [("Winner", plan.best)]
@@ -48,7 +48,7 @@ def contenders(plan: Plan, curves: Sequence[Sequence[Attainment]] = ()) -> list[
             chosen.append((name, candidate))
     seen = [(name, candidate) for name, candidate in chosen if candidate.goodput is not None]
     return [
-        Contender(
+        DrawnCandidate(
             f"{name}: {candidate.layout}",
             candidate,
             tuple(curves[row]) if row < len(curves) else _searched(candidate),
@@ -61,11 +61,11 @@ def _searched(candidate: Candidate) -> tuple[Attainment, ...]:
     return candidate.goodput.points if candidate.goodput is not None else ()
 
 
-def figures(plan: Plan, drawn: Sequence[Contender]) -> Iterator[Figure]:
+def figures(plan: Plan, drawn: Sequence[DrawnCandidate]) -> Iterator[Figure]:
     """All charts of the report, in order."""
     highest = max((point.rate for each in drawn for point in each.curve), default=1.0)
-    for contender in drawn:
-        yield _attainment(plan, contender, highest)
+    for shown in drawn:
+        yield _attainment(plan, shown, highest)
     slo = plan.question.slo
     yield _latencies("TTFT near the goodput", drawn, lambda at_rate: at_rate.ttft, slo.ttft_seconds)
     yield _latencies("TPOT near the goodput", drawn, lambda at_rate: at_rate.tpot, slo.tpot_seconds)
@@ -82,7 +82,7 @@ def _plain(value: float) -> str:
     return f"{value:g}"
 
 
-def _attainment(plan: Plan, contender: Contender, highest: float) -> Figure:
+def _attainment(plan: Plan, shown: DrawnCandidate, highest: float) -> Figure:
     shares: tuple[tuple[str, int, Callable[[Attainment], float]], ...] = (
         ("both objectives", JOINT, lambda point: point.share),
         ("TTFT", TTFT, lambda point: point.ttft_share),
@@ -91,13 +91,13 @@ def _attainment(plan: Plan, contender: Contender, highest: float) -> Figure:
     series = []
     for label, color, share_of in shares:
         # A stopped run gives an upper bound on the joint share, and nothing on each objective.
-        told = [point for point in contender.curve if color == JOINT or not point.is_partial]
-        points = [_seen(point, share_of(point), label) for point in told]
+        points_shown = [point for point in shown.curve if color == JOINT or not point.is_partial]
+        points = [_seen(point, share_of(point), label) for point in points_shown]
         series.append(Series(label=label, points=points, color=color, is_dashed=color != JOINT))
     target = plan.question.slo.attainment
     rules = [Rule(f"target {wording.share(target)}", y=target)]
-    if contender.candidate.rate:
-        rules.append(Rule(f"goodput {wording.number(contender.candidate.rate)}", x=contender.candidate.rate))
+    if shown.candidate.rate:
+        rules.append(Rule(f"goodput {wording.number(shown.candidate.rate)}", x=shown.candidate.rate))
     svg = chart(
         Axis(label="requests/s", format=_plain, high=highest * 1.02),
         Axis(label="requests within the SLO", format=_percent, high=1.0),
@@ -105,8 +105,8 @@ def _attainment(plan: Plan, contender: Contender, highest: float) -> Figure:
         rules,
     )
     legend = tuple((color, label) for label, color, _ in shares)
-    note = f"Share within the SLO, {_origin(contender.curve)}.{_confidence(contender.candidate)}"
-    return Figure(contender.name, svg, legend, note)
+    note = f"Share within the SLO, {_origin(shown.curve)}.{_confidence(shown.candidate)}"
+    return Figure(shown.name, svg, legend, note)
 
 
 def _confidence(candidate: Candidate) -> str:
@@ -133,17 +133,17 @@ def _seen(point: Attainment, share: float, label: str) -> Point:
 
 
 def _latencies(
-    title: str, drawn: Sequence[Contender], of: Callable[[Attainment], Distribution], slo_s: float
+    title: str, drawn: Sequence[DrawnCandidate], of: Callable[[Attainment], Distribution], slo_s: float
 ) -> Figure:
     series, legend = [], []
-    for color, contender in enumerate(drawn):
-        at_rate = contender.candidate.goodput.at_rate if contender.candidate.goodput is not None else None
+    for color, shown in enumerate(drawn):
+        at_rate = shown.candidate.goodput.at_rate if shown.candidate.goodput is not None else None
         if at_rate is None:
             continue
         quantiles = of(at_rate).quantile_s
         points = [Point(latency_s * 1e3, percent / 100) for percent, latency_s in enumerate(quantiles)]
-        series.append(Series(label=contender.name, points=points, color=color, has_dots=False))
-        legend.append((color, contender.name))
+        series.append(Series(label=shown.name, points=points, color=color, has_dots=False))
+        legend.append((color, shown.name))
     # Clip the axis: values far beyond the objective would hide the ones near it.
     p99_ms = [each.points[99].x for each in series if len(each.points) > 99 and each.points[99].x < float("inf")]
     high = min(max([*p99_ms, slo_s * 1.3e3]), slo_s * 4e3)
@@ -179,12 +179,12 @@ def _ratios(plan: Plan) -> Figure:
     return Figure("Goodput by P:D ratio", svg, ((0, "full: simulated; hollow: estimated"),), "Per GPU, of each layout.")
 
 
-def _utilisation(drawn: Sequence[Contender]) -> Figure:
+def _utilisation(drawn: Sequence[DrawnCandidate]) -> Figure:
     rows = []
-    for color, contender in enumerate(drawn):
-        for pool in contender.candidate.pools:
+    for color, shown in enumerate(drawn):
+        for pool in shown.candidate.pools:
             name = wording.ROLE_NAMES[pool.role]
             rows.append(Bar(f"{name}: busy", pool.busy_share, wording.share(pool.busy_share), color))
             rows.append(Bar(f"{name}: KV in use", pool.kv_share, wording.share(pool.kv_share), color))
-    legend = tuple((color, contender.name) for color, contender in enumerate(drawn))
+    legend = tuple((color, shown.name) for color, shown in enumerate(drawn))
     return Figure("Utilisation by phase", bars(rows), legend, "Of the time and of the KV blocks, near the goodput.")

@@ -39,8 +39,8 @@ def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[st
     for note in notes:
         console.print(escape(note), highlight=False, soft_wrap=True)
     at = result.attainment
-    told = f"{at.num_requests:,} requests simulated in {wording.seconds(result.elapsed_s)}"
-    console.print(f"{told}; {at.num_requests - at.num_counted:,} of them are warm-up.", style="dim", highlight=False)
+    counts = f"{at.num_requests:,} requests simulated in {wording.seconds(result.elapsed_s)}"
+    console.print(f"{counts}; {at.num_requests - at.num_counted:,} of them are warm-up.", style="dim", highlight=False)
 
 
 def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:

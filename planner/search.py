@@ -74,8 +74,8 @@ def find_plan(
         ValueError: every request exceeds the model's length, or the least cost is asked for without a price.
     """
     started_s = time.perf_counter()
-    tell = progress or (lambda fraction, text: None)
-    tell(0.0, "listing layouts")
+    report = progress or (lambda fraction, text: None)
+    report(0.0, "listing layouts")
     _check_prices(question)
     model, effort = question.model, question.effort
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
@@ -83,7 +83,7 @@ def find_plan(
         drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
         demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
         bound_table = BoundTable(model, demand, question.slo)
-        search = _Search(question, bound_table, pool, tell)
+        search = _Search(question, bound_table, pool, report)
         search.weigh(enumeration)
         search.screen()
         search.finish()
@@ -126,13 +126,13 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
 class _Search:
     """One search in progress."""
 
-    def __init__(self, question: Question, bound_table: BoundTable, pool: ProcessPool, tell: Progress) -> None:
+    def __init__(self, question: Question, bound_table: BoundTable, pool: ProcessPool, progress: Progress) -> None:
         self._question = question
         self._bound_table = bound_table
         self._ranking = Ranking(question)
         self._pool = pool
-        self._progress = tell
-        self._told = 0.0
+        self._progress = progress
+        self._fraction = 0.0
         self._entries: list[Entry] = []
         """Feasible layouts in order of enumeration."""
         self._num_infeasible = 0
@@ -144,7 +144,7 @@ class _Search:
 
     def weigh(self, enumeration: Enumeration) -> None:
         """Compute bounds and estimates of all layouts."""
-        self._tell(0.02, f"weighing {len(enumeration.layouts)} layouts")
+        self._report(0.02, f"weighing {len(enumeration.layouts)} layouts")
         fleet = self._question.fleet
         for layout in enumeration.layouts:
             bounds = self._bound_table.bounds(layout)
@@ -165,7 +165,7 @@ class _Search:
         num_first = max(2, self._question.effort.num_screened // 2)
         num_more = self._question.effort.num_screened - num_first
         self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
-        while rest := self._contenders():
+        while rest := self._worth_simulating():
             self._screen(of_both_kinds(rest, num_more), 0.25, 0.35)
             if self._is_served(self._simulated()):
                 self._settle_screened()
@@ -214,7 +214,7 @@ class _Search:
                 estimate = entry.bounds.estimate * geometric_mean(seen)
                 entry.bounds = replace(entry.bounds, estimate=min(entry.bounds.rate, estimate))
 
-    def _contenders(self) -> list[Entry]:
+    def _worth_simulating(self) -> list[Entry]:
         """Unsimulated layouts that may beat all simulated ones of their kind, best first: the verdict needs the best of
         both kinds."""
         key = self._ranking.key
@@ -270,7 +270,7 @@ class _Search:
         num_done = count(1)
 
         def done() -> None:
-            self._tell(0.45 + 0.4 * (1 - len(entries) / (len(entries) + next(num_done))), "finalists")
+            self._report(0.45 + 0.4 * (1 - len(entries) / (len(entries) + next(num_done))), "finalists")
 
         finalists = [entry for entry in self._entries if entry.final or entry in entries]
         kinds = [[entry for entry in finalists if entry.layout.is_colocated is kind] for kind in (False, True)]
@@ -314,7 +314,7 @@ class _Search:
                     winner=assembled[0] if assembled else None,
                 )
             )
-        self._tell(1.0, "done")
+        self._report(1.0, "done")
         return tuple(assembled)
 
     def notes(self) -> tuple[str, ...]:
@@ -347,10 +347,10 @@ class _Search:
 
     # Helpers
 
-    def _tell(self, fraction: float, text: str) -> None:
+    def _report(self, fraction: float, text: str) -> None:
         """Report progress; a repeated round continues from the last fraction."""
-        self._told = max(self._told, fraction)
-        self._progress(self._told, text)
+        self._fraction = max(self._fraction, fraction)
+        self._progress(self._fraction, text)
 
     def _trial(self, layout: Layout, *, is_final: bool = False) -> Trial:
         effort, num_requests = self._question.effort, self._question.effort.screen_requests
@@ -392,8 +392,8 @@ class _Search:
         self._num_requests += sum(search.num_requests for search in searches) - num_before
 
     def _done(self, low: float, high: float, num_jobs: int, what: str) -> Callable[[int], None]:
-        self._tell(low, f"{what}: 0 of {num_jobs}")
-        return lambda num_done: self._tell(
+        self._report(low, f"{what}: 0 of {num_jobs}")
+        return lambda num_done: self._report(
             low + (high - low) * num_done / num_jobs, f"{what}: {num_done} of {num_jobs}"
         )
 

@@ -68,7 +68,7 @@ class _Step:
         return StepOutput(step_id=self.batch.step_id, sampled=sampled, duration_s=self.ends_s - self.begins_s)
 
 
-class _Run(NamedTuple):
+class _SteadyRun(NamedTuple):
     """Consecutive turns that each end with a step of the same batch; each step is slightly longer than the last."""
 
     batch_size: int
@@ -183,7 +183,7 @@ class SimulatedWorker:
         """Steps in flight."""
         self._free_at_s = 0.0
         """End of the last submitted step, plus the loop's turn if no step is in flight."""
-        self._run: _Run | None = None
+        self._run: _SteadyRun | None = None
         self._run_length = 0
         self._run_free_tokens: Counter[int] = Counter()
         """`DecodeScheduler.free_kv_tokens` at the start of the run; empty until asked for."""
@@ -329,7 +329,7 @@ class SimulatedWorker:
             begins_s = self._stage.enter(begins_s, first_s)
             first_s += self._turn_s
             begins_s -= self._turn_s
-        self._run = _Run(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
+        self._run = _SteadyRun(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
         self._run_length = steady.num_steps
         self._turn_at(self._run.end_s(steady.num_steps))
         if self._next_corrections:
@@ -349,7 +349,7 @@ class SimulatedWorker:
             self._run_length = num_turns
             self._turn_at(self._run.end_s(num_turns))
 
-    def _end_run(self, run: _Run) -> None:
+    def _end_run(self, run: _SteadyRun) -> None:
         num_turns, self._run = self._run_length, None
         self._run_free_tokens = Counter()
         assert self._decoding is not None

@@ -99,8 +99,8 @@ def simulate(
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
-    bounds = _Bounds(concurrency, max_in_flight, max_missed)
-    run = _Run(model, layout, requests, slo, overheads or Overheads(), bounds, cost_of, corrections or {})
+    bounds = _Limits(concurrency, max_in_flight, max_missed)
+    run = _Simulator(model, layout, requests, slo, overheads or Overheads(), bounds, cost_of, corrections or {})
     with _no_garbage_collection():
         return run.simulate(sample_every_s)
 
@@ -120,7 +120,7 @@ def _no_garbage_collection() -> Iterator[None]:
 class _Request(Request):
     """A simulated request, as the dispatcher sees it."""
 
-    def __init__(self, run: _Run, simulated: SimulatedRequest, prompt: Prompt, record: RequestRecord) -> None:
+    def __init__(self, run: _Simulator, simulated: SimulatedRequest, prompt: Prompt, record: RequestRecord) -> None:
         super().__init__(
             RequestSpec(
                 prompt_tokens=prompt.tokens,
@@ -151,13 +151,13 @@ def _sampling(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens)
 
 
-class _Bounds(NamedTuple):
+class _Limits(NamedTuple):
     concurrency: int
     max_in_flight: int
     max_missed: int | None
 
 
-class _Run:
+class _Simulator:
     """One simulation: arrivals, the dispatcher's driver, and the transfers."""
 
     def __init__(
@@ -167,7 +167,7 @@ class _Run:
         requests: Sequence[SimulatedRequest],
         slo: SloConfig,
         overheads: Overheads,
-        bounds: _Bounds,
+        bounds: _Limits,
         cost_of: Callable[[Pool], CostModel] | None,
         corrections: Mapping[WorkerRole, Sequence[StepCorrections]],
     ) -> None:

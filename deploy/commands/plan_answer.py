@@ -152,9 +152,9 @@ def _model_path(model: Path | None) -> str:
 def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_processes: int) -> None:
     from pdserve.planner.curves import attainment_curves
     from pdserve.planner.report import report_html
-    from pdserve.planner.report_charts import contenders
+    from pdserve.planner.report_charts import drawn_candidates
 
-    drawn = [contender.candidate for contender in contenders(plan)]
+    drawn = [each.candidate for each in drawn_candidates(plan)]
     with options.failure(), options.working("simulating curves for the report"):
         curves = attainment_curves(plan.question, drawn, traffic.workload, num_processes=num_processes)
     options.write_text(path, report_html(plan, words, curves))

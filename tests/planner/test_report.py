@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pdserve.planner.attainment import Attainment
 from pdserve.planner.plan import Verdict
 from pdserve.planner.report import report_html
-from pdserve.planner.report_charts import contenders, figures
+from pdserve.planner.report_charts import drawn_candidates, figures
 from tests.planner.plans import APART, TOGETHER, a_plan
 
 
@@ -71,7 +71,7 @@ def test_an_unclear_verdict_looks_so() -> None:
 
 
 def test_winner_and_runner_up_are_drawn_and_nothing_twice() -> None:
-    drawn = contenders(a_plan())
+    drawn = drawn_candidates(a_plan())
     assert [each.candidate.layout for each in drawn] == [APART, TOGETHER]
     titles = [figure.title for figure in figures(a_plan(), drawn)]
     assert titles[:2] == ["Winner: 1 x P(TP1) + 1 x D(TP1)", "Runner-up: 2 x M(TP1)"]
@@ -86,7 +86,7 @@ def test_winner_and_runner_up_are_drawn_and_nothing_twice() -> None:
 def test_the_best_colocated_layout_is_drawn_however_far_behind() -> None:
     plan = a_plan()
     plan = replace(plan, candidates=(plan.best, *(plan.candidates[2:] * 2), plan.candidates[1]))
-    assert [each.name for each in contenders(plan)] == [
+    assert [each.name for each in drawn_candidates(plan)] == [
         "Winner: 1 x P(TP1) + 1 x D(TP1)",
         "Best colocated: 2 x M(TP1)",
     ]
@@ -96,14 +96,14 @@ def test_points_of_runs_that_were_stopped_are_hollow_and_of_both_objectives_only
     plan = a_plan()
     assert plan.best.goodput is not None
     stopped: Attainment = replace(plan.best.goodput.points[0], is_partial=True)
-    whole = next(figures(plan, contenders(plan, [[plan.best.goodput.points[0]]])))
-    figure = next(figures(plan, contenders(plan, [[stopped]])))
+    whole = next(figures(plan, drawn_candidates(plan, [[plan.best.goodput.points[0]]])))
+    figure = next(figures(plan, drawn_candidates(plan, [[stopped]])))
     svg = figure.svg
     sure = "The goodput lies between 14.4 and 17.6, with 95 % confidence."
     assert whole.note == f"Share within the SLO, of 200 requests at each rate. {sure}"
     assert "each rate; hollow points stopped early: upper bounds. The" in figure.note
     longer = replace(stopped, num_requests=3000, is_partial=False)
-    mixed = next(figures(plan, contenders(plan, [[plan.best.goodput.points[0], longer]])))
+    mixed = next(figures(plan, drawn_candidates(plan, [[plan.best.goodput.points[0], longer]])))
     assert "of 200 to 3,000 requests at each rate" in mixed.note
     assert (whole.svg.count("<circle"), svg.count("<circle")) == (3, 1)
     assert "hollow" in svg
