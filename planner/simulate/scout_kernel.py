@@ -1,0 +1,916 @@
+"""The scout's event loop, compiled: router, prefill and decode schedulers, step loops and links on plain arrays.
+
+Called by `pdserve.planner.simulate.scout`, which fills the arrays and reads the results. Every function follows one of
+the live code and names it; all take the same `State`. Lists of requests are rings or arrays in ``State.lists``,
+indexed by worker and one of the constants below.
+
+Simplified against the live code: a sequence gets the block for its next token when it writes to it, not one block
+ahead; prefixes are cached on every worker to the length that the request says; a preempted sequence frees its blocks
+at once; nothing times out.
+"""
+
+from __future__ import annotations
+
+from math import inf, isnan
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+PREFILL, DECODE, MIXED = range(3)
+
+LOOKAHEAD_TOKENS = 64
+"""See `pdserve.engine.scheduling.sequence`."""
+STALL_TOKENS = 100
+"""See `pdserve.router.requests.policy`."""
+
+INBOX, WAITING, RESERVED, ADMITTED, COMPUTED, RUNNING, LAST_STEP, GROWTH, SWAPPED = range(9)
+"""Lists of a worker: messages; prompts and reservations in line; prompts in chunks; prompts whose last chunk is in
+flight; sequences that decode, and the step with the last row of each; sequences by the step, modulo the block size,
+that needs a block; sequences in host memory."""
+NUM_LISTS = 9
+
+ADD, PREPARE, PULLED, RELEASED = range(4)
+"""Messages to a worker: see `pdserve.engine.worker.loop`."""
+STARTED, RESERVED_BLOCKS, LAST_CHUNK, FINISHED = range(4)
+"""Messages to the router."""
+
+TOKENS, ROWS, PAIRS = range(3)
+"""Tables of a pool: seconds of a step by new tokens and by rows, and of one pair of tokens in a prefill chunk."""
+
+REQUEST = np.dtype(
+    [
+        ("arrived_s", "f8"),
+        ("started_s", "f8"),
+        ("first_token_s", "f8"),
+        ("last_token_s", "f8"),
+        ("pull_begun_s", "f8"),
+        ("granted_s", "f8"),
+        ("num_prompt", "i8"),
+        ("num_output", "i8"),
+        ("num_cached", "i8"),
+        ("num_shared_blocks", "i8"),
+        ("is_rejected", "i8"),
+        ("prefill", "i8"),
+        ("decode", "i8"),
+        ("ticket", "i8"),  # order of arrival at the worker
+        ("is_preempted", "i8"),
+        ("num_known", "i8"),  # tokens to prefill
+        ("num_computed", "i8"),
+        ("num_left", "i8"),  # decode rows still to plan
+        ("chunk_step", "i8"),  # step of the last chunk
+        ("num_last_blocks", "i8"),  # blocks in the last grant
+    ]
+)
+
+WORKER = np.dtype(
+    [
+        # Constant
+        ("role", "i8"),
+        ("pool", "i8"),
+        ("host", "i8"),
+        ("max_batch_tokens", "i8"),
+        ("max_batch_size", "i8"),
+        ("num_blocks", "i8"),
+        ("num_swap_slots", "i8"),
+        ("depth", "i8"),
+        ("num_stages", "i8"),
+        ("first_of_pipeline", "i8"),
+        ("decode_token_s", "f8"),
+        ("near_block_s", "f8"),
+        ("far_block_s", "f8"),
+        ("swap_block_s", "f8"),
+        # Step loop
+        ("free_at_s", "f8"),
+        ("stage_free_at_s", "f8"),  # of the first micro-batch
+        ("end_s", "f8"),  # of the step in flight
+        ("next_end_s", "f8"),  # of the step behind it
+        ("num_in_flight", "i8"),
+        ("num_steps", "i8"),  # planned
+        ("chunk_tokens", "i8"),  # of the step in flight
+        ("next_chunk_tokens", "i8"),
+        ("num_messages", "i8"),
+        # Prompts
+        ("waiting_head", "i8"),
+        ("waiting_tail", "i8"),
+        ("waiting_tokens", "i8"),
+        ("num_admitted", "i8"),
+        ("uncomputed_tokens", "i8"),
+        ("admitted_context", "i8"),
+        ("computed_head", "i8"),
+        ("computed_tail", "i8"),
+        ("is_held_up", "i8"),
+        ("num_tickets", "i8"),
+        # Sequences
+        ("reserved_head", "i8"),
+        ("reserved_tail", "i8"),
+        ("num_pulling", "i8"),
+        ("num_running", "i8"),
+        ("num_active", "i8"),  # running with rows to plan
+        ("active_context", "i8"),
+        ("ending_context", "i8"),
+        ("first_last_step", "i8"),  # the first step that ends an active sequence
+        ("num_ending", "i8"),
+        ("num_swapped", "i8"),
+        ("num_preemptions", "i8"),
+        # Blocks
+        ("num_free", "i8"),
+        ("handoff_blocks", "i8"),  # of prompts admitted or parked
+        ("soon_blocks", "i8"),  # expected by sequences that pull or prefill here
+        ("most_blocks", "i8"),  # of all that decode now or soon, at their ends
+        ("refused_blocks", "i8"),  # the least that did not fit since a sequence ended
+        # The router's view
+        ("sent_tokens", "i8"),
+        ("sent_context", "i8"),
+        ("sent_blocks", "i8"),
+        ("num_sent", "i8"),
+        # Links
+        ("egress_free_at_s", "f8"),
+        ("ingress_free_at_s", "f8"),
+    ]
+)
+
+EVENT = np.dtype([("at_s", "f8"), ("kind", "i8"), ("request", "i8")])
+
+CLUSTER = np.dtype(
+    [
+        ("block_size", "i8"),
+        ("max_in_flight", "i8"),
+        ("tpot_slo_s", "f8"),
+        ("arrival_s", "f8"),
+        ("message_s", "f8"),
+        ("answer_s", "f8"),
+        ("pull_s", "f8"),
+        ("turn_s", "f8"),
+        ("num_live", "i8"),
+        ("message_head", "i8"),
+        ("message_tail", "i8"),
+        ("num_pulls", "i8"),
+    ]
+)
+
+NEVER = np.iinfo(np.int64).max
+
+
+class State(NamedTuple):
+    """Arrays of one run."""
+
+    cluster: npt.NDArray[np.void]
+    """One `CLUSTER`."""
+    requests: npt.NDArray[np.void]
+    workers: npt.NDArray[np.void]
+    turn_at_s: npt.NDArray[np.float64]
+    """Next turn of each worker; infinite for an idle one."""
+    lists: npt.NDArray[np.int32]
+    """By worker, list and position; rings wrap around at its power of two."""
+    messages: npt.NDArray[np.void]
+    """Ring of `EVENT` to the router."""
+    pulls: npt.NDArray[np.void]
+    """Heap of `EVENT`: pulls by their end."""
+    tables: npt.NDArray[np.float64]
+    """By pool, table and count."""
+
+
+# Time of steps: `pdserve.model.cost.cost_model`
+
+
+@njit(cache=True)
+def attention_s(state, worker, num_new, num_cached):
+    if num_new == 1:
+        return (num_cached + 1) * worker.decode_token_s
+    pairs = num_new * num_cached + num_new * (num_new + 1) / 2
+    return max(
+        pairs * state.tables[worker.pool, PAIRS, num_new], (num_cached + num_new) * worker.decode_token_s
+    )
+
+
+@njit(cache=True)
+def sum_s(state, worker, num_tokens, num_rows, attention):
+    if num_tokens == 0:
+        return 0.0
+    return state.tables[worker.pool, TOKENS, num_tokens] + state.tables[worker.pool, ROWS, num_rows] + attention
+
+
+@njit(cache=True)
+def prefill_s(state, worker, num_new, num_cached):
+    return sum_s(state, worker, num_new, 1, attention_s(state, worker, num_new, num_cached))
+
+
+@njit(cache=True)
+def mixed_s(state, worker, num_new, num_cached, batch_size, num_context):
+    attention = attention_s(state, worker, num_new, num_cached) + (num_context + batch_size) * worker.decode_token_s
+    return sum_s(state, worker, num_new + batch_size, 1 + batch_size, attention)
+
+
+# Router: `pdserve.router.requests.policy` and `pdserve.router.cluster.worker.InFlightLoad.snapshot`
+
+
+@njit(cache=True)
+def waiting_tokens(worker):
+    started = worker.chunk_tokens + worker.next_chunk_tokens + worker.uncomputed_tokens
+    return started + max(worker.waiting_tokens, worker.sent_tokens)
+
+
+@njit(cache=True)
+def num_decoding(worker):
+    num_reserved = worker.reserved_tail - worker.reserved_head
+    num_waiting = worker.waiting_tail - worker.waiting_head + num_reserved + worker.num_swapped
+    return worker.num_running + worker.num_admitted + max(num_waiting, worker.num_sent)
+
+
+@njit(cache=True)
+def num_context_tokens(worker):
+    return worker.active_context + worker.ending_context + worker.admitted_context + worker.sent_context
+
+
+@njit(cache=True)
+def predict_ttft_s(state, worker, request):
+    num_waiting, budget = waiting_tokens(worker), worker.max_batch_tokens
+    num_cached = request.num_cached
+    num_new = request.num_prompt - num_cached
+    ttft_s = prefill_s(state, worker, num_new, num_cached)
+    if num_waiting > budget:
+        ttft_s += prefill_s(state, worker, budget, 0) * num_waiting / budget
+    elif num_waiting > 0:
+        ttft_s += prefill_s(state, worker, num_waiting, 0)
+    batch_size = num_decoding(worker)
+    if worker.role != PREFILL and batch_size > 0:
+        chunk = min(num_waiting + num_new, budget)
+        step_s = mixed_s(state, worker, chunk, num_cached, batch_size, num_context_tokens(worker))
+        num_steps = (num_waiting + num_new + budget - 1) // budget
+        ttft_s += num_steps * (step_s - prefill_s(state, worker, chunk, num_cached))
+    return ttft_s
+
+
+@njit(cache=True)
+def shortfall(state, worker, request):
+    num_blocks = request.num_prompt // state.cluster[0].block_size + 1
+    missing_blocks = max(0, num_blocks - (worker.num_free - worker.sent_blocks))
+    return missing_blocks + max(0, num_decoding(worker) + 1 - worker.max_batch_size)
+
+
+@njit(cache=True)
+def may_prefill_locally(state, worker, request):
+    num_new = waiting_tokens(worker) + request.num_prompt - request.num_cached
+    chunk = min(num_new, worker.max_batch_tokens)
+    batch_size, num_context = num_decoding(worker), num_context_tokens(worker)
+    return mixed_s(state, worker, chunk, request.num_cached, batch_size, num_context) <= state.cluster[0].tpot_slo_s
+
+
+@njit(cache=True)
+def place(state, index, now_s):
+    """`choose_prefill`, and `Attempt.submit`."""
+    request = state.requests[index]
+    best, least_s = -1, inf
+    for w in range(len(state.workers)):
+        worker = state.workers[w]
+        if worker.role != DECODE:
+            ttft_s = predict_ttft_s(state, worker, request)
+            if ttft_s < least_s:
+                best, least_s = w, ttft_s
+    for w in range(len(state.workers)):
+        worker = state.workers[w]
+        if worker.role == DECODE and shortfall(state, worker, request) == 0:
+            if may_prefill_locally(state, worker, request):
+                ttft_s = predict_ttft_s(state, worker, request)
+                if ttft_s < least_s:
+                    best, least_s = w, ttft_s
+    worker = state.workers[best]
+    request.prefill = best
+    worker.sent_tokens += request.num_prompt - request.num_cached
+    if worker.role != PREFILL:
+        request.decode = best
+        send_decode(state, worker, request)
+    tell(state, best, ADD, index, now_s)
+
+
+@njit(cache=True)
+def bind(state, index, now_s):
+    """`choose_decode`, and `Attempt.bind`."""
+    request = state.requests[index]
+    host = state.workers[request.prefill].host
+    block_size = state.cluster[0].block_size
+    best, least_missing, least_s = -1, NEVER, inf
+    for w in range(len(state.workers)):
+        worker = state.workers[w]
+        if worker.role != DECODE:
+            continue
+        missing = shortfall(state, worker, request)
+        batch_size, num_context = num_decoding(worker) + 1, num_context_tokens(worker) + request.num_prompt
+        tpot_s = sum_s(state, worker, batch_size, batch_size, (num_context + batch_size) * worker.decode_token_s)
+        block_s = worker.near_block_s if worker.host == host else worker.far_block_s
+        tpot_s += (request.num_prompt - request.num_cached) / block_size * block_s / STALL_TOKENS
+        if missing < least_missing or (missing == least_missing and tpot_s < least_s):
+            best, least_missing, least_s = w, missing, tpot_s
+    request.decode = best
+    send_decode(state, state.workers[best], request)
+    tell(state, best, PREPARE, index, now_s)
+
+
+@njit(cache=True)
+def send_decode(state, worker, request):
+    """`InFlightLoad.add_decode`."""
+    worker.num_sent += 1
+    worker.sent_context += request.num_prompt
+    worker.sent_blocks += request.num_prompt // state.cluster[0].block_size + 1
+
+
+@njit(cache=True)
+def settle_decode(state, worker, request):
+    worker.num_sent -= 1
+    worker.sent_context -= request.num_prompt
+    worker.sent_blocks -= request.num_prompt // state.cluster[0].block_size + 1
+
+
+@njit(cache=True)
+def tell(state, w, kind, index, now_s):
+    worker = state.workers[w]
+    state.lists[w, INBOX, worker.num_messages] = index * 4 + kind
+    worker.num_messages += 1
+    if state.turn_at_s[w] == inf:
+        state.turn_at_s[w] = now_s
+
+
+@njit(cache=True)
+def report(state, kind, index, now_s):
+    cluster = state.cluster[0]
+    message = state.messages[cluster.message_tail & (len(state.messages) - 1)]
+    message.at_s, message.kind, message.request = now_s + cluster.message_s, kind, index
+    cluster.message_tail += 1
+
+
+@njit(cache=True)
+def receive(state, kind, index, now_s):
+    """A message arrives at the router."""
+    request = state.requests[index]
+    if kind == STARTED:
+        worker = state.workers[request.prefill]
+        worker.sent_tokens -= request.num_prompt - request.num_cached
+        if worker.role != PREFILL:
+            settle_decode(state, worker, request)
+    elif kind == RESERVED_BLOCKS:
+        settle_decode(state, state.workers[request.decode], request)
+    elif kind == LAST_CHUNK:
+        bind(state, index, now_s)
+    else:
+        state.cluster[0].num_live -= 1
+
+
+# Transfers: `pdserve.planner.simulated_transfers`
+
+
+@njit(cache=True)
+def carry(state, index, now_s):
+    """Once blocks are reserved and the last chunk is written, the end of the pull is known."""
+    request, cluster = state.requests[index], state.cluster[0]
+    if isnan(request.pull_begun_s) or isnan(request.granted_s):
+        return
+    source, target = state.workers[request.prefill], state.workers[request.decode]
+    if source.host == target.host:
+        block_s = max(source.near_block_s, target.near_block_s)
+    else:
+        block_s = max(source.far_block_s, target.far_block_s)
+    num_blocks = blocks_for(state, request.num_prompt) - request.num_cached // cluster.block_size
+    num_last = min(request.num_last_blocks, num_blocks)
+    begins_s = max(request.pull_begun_s, now_s - (num_blocks - num_last) * block_s)
+    ends_s = max(begins_s, source.egress_free_at_s, target.ingress_free_at_s) + num_blocks * block_s
+    source.egress_free_at_s = target.ingress_free_at_s = ends_s
+    push(state, ends_s + cluster.pull_s, index)
+
+
+@njit(cache=True)
+def push(state, at_s, index):
+    pulls, cluster = state.pulls, state.cluster[0]
+    slot = cluster.num_pulls
+    cluster.num_pulls += 1
+    while slot > 0 and at_s < pulls[(slot - 1) // 2].at_s:
+        parent = (slot - 1) // 2
+        pulls[slot].at_s, pulls[slot].request = pulls[parent].at_s, pulls[parent].request
+        slot = parent
+    pulls[slot].at_s, pulls[slot].request = at_s, index
+
+
+@njit(cache=True)
+def pop(state):
+    pulls, cluster = state.pulls, state.cluster[0]
+    first = pulls[0].request
+    cluster.num_pulls -= 1
+    size = cluster.num_pulls
+    at_s, index, slot = pulls[size].at_s, pulls[size].request, 0
+    while 2 * slot + 1 < size:
+        child = 2 * slot + 1
+        if child + 1 < size and pulls[child + 1].at_s < pulls[child].at_s:
+            child += 1
+        if at_s <= pulls[child].at_s:
+            break
+        pulls[slot].at_s, pulls[slot].request = pulls[child].at_s, pulls[child].request
+        slot = child
+    pulls[slot].at_s, pulls[slot].request = at_s, index
+    return first
+
+
+# Step loop: `pdserve.engine.worker.loop` and `pdserve.planner.simulated_worker`
+
+
+@njit(cache=True)
+def turn(state, w, now_s):
+    worker, cluster = state.workers[w], state.cluster[0]
+    had_step = worker.num_in_flight > 0
+    while worker.num_in_flight > 0 and worker.end_s <= now_s:
+        complete(state, w, now_s)
+    if had_step and worker.num_in_flight == 0:
+        worker.free_at_s = now_s + cluster.turn_s
+    for position in range(worker.num_messages):
+        message = state.lists[w, INBOX, position]
+        handle(state, w, message & 3, message >> 2, now_s)
+    worker.num_messages = 0
+    before_s = worker.free_at_s
+    step_s, num_chunk_tokens = plan(state, w, now_s)
+    if step_s > 0.0:
+        begins_s = max(now_s, before_s)
+        if worker.num_stages > 1:
+            first = state.workers[worker.first_of_pipeline]
+            begins_s = max(begins_s, first.stage_free_at_s)
+            first.stage_free_at_s = begins_s + step_s / worker.num_stages
+        worker.free_at_s = begins_s + step_s
+        if worker.num_in_flight == 0:
+            worker.end_s, worker.chunk_tokens = worker.free_at_s, num_chunk_tokens
+        else:
+            worker.next_end_s, worker.next_chunk_tokens = worker.free_at_s, num_chunk_tokens
+        worker.num_in_flight += 1
+    if worker.num_in_flight == 0:
+        state.turn_at_s[w] = inf
+    elif step_s == 0.0 or worker.num_in_flight >= worker.depth:
+        state.turn_at_s[w] = worker.end_s
+    else:
+        state.turn_at_s[w] = max(now_s, before_s)
+
+
+@njit(cache=True)
+def handle(state, w, kind, index, now_s):
+    worker, request = state.workers[w], state.requests[index]
+    if kind == ADD:
+        take_ticket(worker, request)
+        request.num_known = request.num_prompt
+        request.num_computed = 0
+        worker.waiting_tokens += request.num_known
+        state.lists[w, WAITING, worker.waiting_tail & (state.lists.shape[2] - 1)] = index
+        worker.waiting_tail += 1
+    elif kind == PREPARE:
+        take_ticket(worker, request)
+        state.lists[w, RESERVED, worker.reserved_tail & (state.lists.shape[2] - 1)] = index
+        worker.reserved_tail += 1
+    elif kind == PULLED:
+        worker.num_pulling -= 1
+        worker.soon_blocks -= expected_blocks(state, request, request.num_prompt)
+        if request.num_output > 1:
+            join(state, w, index, worker.num_steps, request.num_output - 1)
+        else:
+            worker.most_blocks -= final_blocks(state, request)
+            worker.num_free += held_blocks(state, request, request.num_prompt)
+            worker.refused_blocks = NEVER
+    else:
+        release_prompt(state, worker, request)
+
+
+@njit(cache=True)
+def take_ticket(worker, request):
+    request.ticket = worker.num_tickets
+    worker.num_tickets += 1
+
+
+@njit(cache=True)
+def release_prompt(state, worker, request):
+    num_blocks = held_blocks(state, request, request.num_prompt)
+    worker.num_free += num_blocks
+    worker.handoff_blocks -= num_blocks
+
+
+@njit(cache=True)
+def complete(state, w, now_s):
+    """The oldest step in flight has ended."""
+    worker, cluster = state.workers[w], state.cluster[0]
+    step = worker.num_steps - worker.num_in_flight
+    worker.num_in_flight -= 1
+    worker.end_s, worker.chunk_tokens, worker.next_chunk_tokens = worker.next_end_s, worker.next_chunk_tokens, 0
+    seen_s = now_s + cluster.message_s + cluster.answer_s
+    while worker.computed_head < worker.computed_tail:
+        index = state.lists[w, COMPUTED, worker.computed_head & (state.lists.shape[2] - 1)]
+        request = state.requests[index]
+        if request.chunk_step != step:
+            break
+        worker.computed_head += 1
+        if isnan(request.first_token_s):
+            request.first_token_s = seen_s
+        if worker.role == PREFILL:
+            if request.num_output == 1:
+                request.last_token_s = seen_s
+                request.num_last_blocks = 0
+                release_prompt(state, worker, request)
+                report(state, FINISHED, index, now_s)
+            request.granted_s = now_s
+            carry(state, index, now_s)
+    if worker.num_ending > 0:
+        end_sequences(state, w, step, seen_s, now_s)
+
+
+@njit(cache=True)
+def end_sequences(state, w, step, seen_s, now_s):
+    worker = state.workers[w]
+    running, last_steps = state.lists[w, RUNNING], state.lists[w, LAST_STEP]
+    slot = 0
+    while slot < worker.num_running:
+        if last_steps[slot] > step:
+            slot += 1
+            continue
+        index = running[slot]
+        request = state.requests[index]
+        request.last_token_s = seen_s
+        report(state, FINISHED, index, now_s)
+        num_context = request.num_prompt + request.num_output - 1
+        worker.ending_context -= num_context
+        worker.num_ending -= 1
+        worker.num_free += held_blocks(state, request, num_context)
+        worker.most_blocks -= final_blocks(state, request)
+        worker.num_running -= 1
+        running[slot] = running[worker.num_running]
+        last_steps[slot] = last_steps[worker.num_running]
+    worker.refused_blocks = NEVER
+
+
+# Schedulers: `pdserve.decode_worker.scheduler` and `pdserve.prefill_worker.scheduler`
+
+
+@njit(cache=True)
+def blocks_for(state, num_tokens):
+    block_size = state.cluster[0].block_size
+    return (num_tokens + block_size - 1) // block_size
+
+
+@njit(cache=True)
+def held_blocks(state, request, num_tokens):
+    """Blocks of the request's own when ``num_tokens`` are written."""
+    return blocks_for(state, num_tokens) - request.num_shared_blocks
+
+
+@njit(cache=True)
+def final_blocks(state, request):
+    return held_blocks(state, request, request.num_prompt + request.num_output - 1)
+
+
+@njit(cache=True)
+def expected_blocks(state, request, num_known):
+    """`Sequence.num_blocks_expected`."""
+    block_size = state.cluster[0].block_size
+    num_tokens = num_known + max(LOOKAHEAD_TOKENS, block_size, num_known - request.num_prompt)
+    return held_blocks(state, request, min(num_tokens, request.num_prompt + request.num_output - 1))
+
+
+@njit(cache=True)
+def fits(state, w, num_expected, num_final):
+    """Whether one more sequence fits, by `DecodeScheduler._room`. Sequences can only grow until one ends, so that what
+    did not fit does not until then."""
+    worker = state.workers[w]
+    if worker.most_blocks + num_final <= worker.num_blocks:
+        return True
+    if num_expected >= worker.refused_blocks:
+        return False
+    spare = worker.num_blocks - worker.soon_blocks
+    for slot in range(worker.num_running):
+        request = state.requests[state.lists[w, RUNNING, slot]]
+        num_left = state.lists[w, LAST_STEP, slot] - worker.num_steps + worker.depth
+        num_known = request.num_prompt + request.num_output - num_left
+        spare -= expected_blocks(state, request, max(num_known, request.num_prompt + 1))
+    if num_expected <= spare:
+        return True
+    worker.refused_blocks = num_expected
+    return False
+
+
+@njit(cache=True)
+def join(state, w, index, first_step, num_rows):
+    """The sequence decodes from ``first_step`` on."""
+    worker, request = state.workers[w], state.requests[index]
+    num_context = request.num_prompt + request.num_output - 1 - num_rows
+    last_step = first_step + num_rows - 1
+    state.lists[w, RUNNING, worker.num_running] = index
+    state.lists[w, LAST_STEP, worker.num_running] = last_step
+    worker.num_running += 1
+    if num_rows == 0:
+        worker.num_ending += 1
+        worker.ending_context += num_context
+        return
+    worker.num_active += 1
+    worker.active_context += num_context
+    worker.first_last_step = min(worker.first_last_step, last_step)
+    state.lists[w, GROWTH, (first_step - num_context) % state.cluster[0].block_size] += 1
+
+
+@njit(cache=True)
+def leave(state, worker, w, request, last_step):
+    """The sequence has no more rows to plan; returns its context when its last row is written."""
+    num_context = request.num_prompt + request.num_output - 1
+    worker.num_active -= 1
+    state.lists[w, GROWTH, (last_step + 1 - num_context) % state.cluster[0].block_size] -= 1
+    return num_context
+
+
+@njit(cache=True)
+def find_first_last_step(state, w, step):
+    worker = state.workers[w]
+    last_steps = state.lists[w, LAST_STEP]
+    first = NEVER
+    for slot in range(worker.num_running):
+        if step <= last_steps[slot] < first:
+            first = last_steps[slot]
+    worker.first_last_step = first
+
+
+@njit(cache=True)
+def preempt_latest(state, w, step):
+    """`DecodeScheduler._preempt` the last arrival; returns the blocks to copy to the host."""
+    worker = state.workers[w]
+    running, last_steps = state.lists[w, RUNNING], state.lists[w, LAST_STEP]
+    latest, slot_of_latest = -1, -1
+    for slot in range(worker.num_running):
+        if last_steps[slot] >= step and state.requests[running[slot]].ticket > latest:
+            latest, slot_of_latest = state.requests[running[slot]].ticket, slot
+    index, last_step = running[slot_of_latest], last_steps[slot_of_latest]
+    request = state.requests[index]
+    worker.num_running -= 1
+    running[slot_of_latest] = running[worker.num_running]
+    last_steps[slot_of_latest] = last_steps[worker.num_running]
+    num_left = last_step - step + 1
+    num_context = leave(state, worker, w, request, last_step) - num_left
+    worker.active_context -= num_context
+    worker.most_blocks -= final_blocks(state, request)
+    worker.num_free += held_blocks(state, request, num_context)
+    worker.num_preemptions += 1
+    find_first_last_step(state, w, step)
+    request.num_left = num_left
+    num_blocks = blocks_for(state, num_context)
+    copies_s = 2 * num_blocks * worker.swap_block_s
+    if num_blocks <= worker.num_swap_slots and copies_s < prefill_s(state, worker, num_context, 0):
+        worker.num_swap_slots -= num_blocks
+        state.lists[w, SWAPPED, worker.num_swapped] = index
+        worker.num_swapped += 1
+        return num_blocks
+    request.num_left -= 1  # the last chunk samples
+    request.num_known = num_context + 1
+    request.num_computed = 0
+    request.is_preempted = 1
+    worker.waiting_tokens += request.num_known
+    worker.waiting_head -= 1
+    state.lists[w, WAITING, worker.waiting_head & (state.lists.shape[2] - 1)] = index
+    return 0
+
+
+@njit(cache=True)
+def resume_swapped(state, w, step):
+    """`Swapping.resume` in order of arrival; returns the blocks to copy back, and whether one is left that lacks
+    room."""
+    worker = state.workers[w]
+    num_copied = 0
+    while worker.num_swapped > 0:
+        position = 0
+        for other in range(1, worker.num_swapped):
+            first = state.requests[state.lists[w, SWAPPED, position]]
+            if state.requests[state.lists[w, SWAPPED, other]].ticket < first.ticket:
+                position = other
+        index = state.lists[w, SWAPPED, position]
+        request = state.requests[index]
+        num_context = request.num_prompt + request.num_output - 1 - request.num_left
+        num_final = final_blocks(state, request)
+        if num_places(worker) <= 0 or not fits(state, w, expected_blocks(state, request, num_context + 1), num_final):
+            return num_copied, True
+        worker.num_swapped -= 1
+        state.lists[w, SWAPPED, position] = state.lists[w, SWAPPED, worker.num_swapped]
+        worker.num_free -= held_blocks(state, request, num_context)
+        worker.most_blocks += num_final
+        join(state, w, index, step + 1, request.num_left)
+        num_blocks = blocks_for(state, num_context)
+        worker.num_swap_slots += num_blocks
+        num_copied += num_blocks
+    return num_copied, False
+
+
+@njit(cache=True)
+def num_places(worker):
+    return worker.max_batch_size - worker.num_running - worker.num_pulling - worker.num_admitted
+
+
+@njit(cache=True)
+def plan(state, w, now_s):
+    """Plan a step; returns its seconds, 0 for none, and the prompt tokens in it."""
+    worker = state.workers[w]
+    step = worker.num_steps
+    num_rows, num_context, num_copied = 0, 0, 0
+    may_admit = True
+    if worker.role != PREFILL:
+        block_size = state.cluster[0].block_size
+        while state.lists[w, GROWTH, step % block_size] > worker.num_free and worker.num_active > 1:
+            num_copied += preempt_latest(state, w, step)
+        num_rows, num_context = worker.num_active, worker.active_context
+        if num_rows > 0:
+            worker.num_free -= state.lists[w, GROWTH, step % block_size]
+            worker.active_context += num_rows
+            if worker.first_last_step == step:
+                for slot in range(worker.num_running):
+                    if state.lists[w, LAST_STEP, slot] == step:
+                        request = state.requests[state.lists[w, RUNNING, slot]]
+                        num_final = leave(state, worker, w, request, step)
+                        worker.active_context -= num_final
+                        worker.ending_context += num_final
+                        worker.num_ending += 1
+                find_first_last_step(state, w, step + 1)
+        if worker.num_swapped > 0:
+            num_resumed, is_stuck = resume_swapped(state, w, step)
+            num_copied += num_resumed
+            may_admit = not is_stuck
+        if worker.reserved_head < worker.reserved_tail:
+            may_admit = may_admit and reserve(state, w, now_s)
+    num_tokens, attention = num_rows, (num_context + num_rows) * worker.decode_token_s
+    num_chunk_tokens = 0
+    if worker.num_admitted > 0 or worker.waiting_head < worker.waiting_tail:
+        num_chunks, num_chunk_tokens, chunks_s = plan_chunks(state, w, num_rows, may_admit, now_s)
+        num_rows += num_chunks
+        num_tokens += num_chunk_tokens
+        attention += chunks_s
+    step_s = sum_s(state, worker, num_tokens, num_rows, attention) + num_copied * worker.swap_block_s
+    if step_s > 0.0:
+        worker.num_steps += 1
+    return step_s, num_chunk_tokens
+
+
+@njit(cache=True)
+def reserve(state, w, now_s):
+    """Reservations in order; returns whether prompts that wait here may start too."""
+    worker = state.workers[w]
+    mask = state.lists.shape[2] - 1
+    while worker.reserved_head < worker.reserved_tail:
+        index = state.lists[w, RESERVED, worker.reserved_head & mask]
+        request = state.requests[index]
+        local = -1
+        if worker.waiting_head < worker.waiting_tail:
+            local = state.lists[w, WAITING, worker.waiting_head & mask]
+        is_local_ahead = local >= 0 and (
+            state.requests[local].is_preempted == 1 or state.requests[local].ticket < request.ticket
+        )
+        is_hungry = worker.is_held_up == 1 or (local >= 0 and state.requests[local].is_preempted == 1)
+        if is_local_ahead and is_hungry:
+            return True
+        num_expected = expected_blocks(state, request, request.num_prompt)
+        num_final = final_blocks(state, request)
+        if num_places(worker) <= 0 or not fits(state, w, num_expected, num_final):
+            return local < 0 or is_local_ahead
+        worker.reserved_head += 1
+        worker.num_pulling += 1
+        worker.soon_blocks += num_expected
+        worker.most_blocks += num_final
+        worker.num_free -= held_blocks(state, request, request.num_prompt)
+        report(state, RESERVED_BLOCKS, index, now_s)
+        request.pull_begun_s = now_s
+        carry(state, index, now_s)
+    return True
+
+
+@njit(cache=True)
+def admit(state, w, index, may_admit, now_s):
+    """`PrefillScheduler._admit` if there is room; returns whether there was."""
+    worker, request = state.workers[w], state.requests[index]
+    if worker.role == PREFILL:
+        num_blocks = held_blocks(state, request, request.num_prompt)
+        num_held = worker.handoff_blocks
+        if worker.num_admitted >= worker.max_batch_size or num_blocks > worker.num_free:
+            return False
+        if num_held > 0 and 2 * (num_held + num_blocks) > worker.num_blocks:
+            return False
+        worker.handoff_blocks += num_blocks
+    else:
+        num_expected, num_final = expected_blocks(state, request, request.num_known), final_blocks(state, request)
+        if not may_admit or num_places(worker) <= 0 or not fits(state, w, num_expected, num_final):
+            return False
+        num_blocks = held_blocks(state, request, request.num_known)
+        worker.soon_blocks += num_expected
+        worker.most_blocks += num_final
+    worker.num_free -= num_blocks
+    worker.waiting_head += 1
+    worker.waiting_tokens -= request.num_known
+    request.num_computed = request.num_cached
+    worker.uncomputed_tokens += request.num_known - request.num_computed
+    worker.admitted_context += request.num_computed
+    worker.num_admitted += 1
+    if request.is_preempted == 0:
+        request.started_s = now_s + state.cluster[0].message_s
+        report(state, STARTED, index, now_s)
+    return True
+
+
+@njit(cache=True)
+def plan_chunks(state, w, num_rows, may_admit, now_s):
+    """Chunks in the rest of the token budget; returns their number, tokens and seconds of attention."""
+    worker = state.workers[w]
+    mask = state.lists.shape[2] - 1
+    admitted = state.lists[w, ADMITTED]
+    budget = worker.max_batch_tokens - num_rows
+    num_chunks, num_tokens, seconds = 0, 0, 0.0
+    worker.is_held_up = 0
+    while budget > num_tokens:
+        if worker.waiting_head < worker.waiting_tail and worker.is_held_up == 0:
+            index = state.lists[w, WAITING, worker.waiting_head & mask]
+            if num_chunks == worker.num_admitted or (
+                state.requests[index].is_preempted == 1 and state.requests[admitted[num_chunks]].is_preempted == 0
+            ):
+                if admit(state, w, index, may_admit, now_s):
+                    for slot in range(worker.num_admitted - 1, num_chunks, -1):
+                        admitted[slot] = admitted[slot - 1]
+                    admitted[num_chunks] = index
+                else:
+                    worker.is_held_up = 1
+        if num_chunks == worker.num_admitted:
+            break
+        request = state.requests[admitted[num_chunks]]
+        num_new = min(budget - num_tokens, request.num_known - request.num_computed)
+        seconds += attention_s(state, worker, num_new, request.num_computed)
+        num_granted = request.num_computed // state.cluster[0].block_size
+        request.num_last_blocks = blocks_for(state, request.num_prompt) - num_granted
+        request.num_computed += num_new
+        worker.uncomputed_tokens -= num_new
+        worker.admitted_context += num_new
+        num_tokens += num_new
+        num_chunks += 1
+    hand_over(state, w, now_s)
+    return num_chunks, num_tokens, seconds
+
+
+@njit(cache=True)
+def hand_over(state, w, now_s):
+    """Prompts whose last chunk is planned are offered, or decode here from the next step on."""
+    worker = state.workers[w]
+    mask = state.lists.shape[2] - 1
+    admitted = state.lists[w, ADMITTED]
+    num_kept = 0
+    for slot in range(worker.num_admitted):
+        index = admitted[slot]
+        request = state.requests[index]
+        if request.num_computed < request.num_known:
+            admitted[num_kept] = index
+            num_kept += 1
+            continue
+        worker.admitted_context -= request.num_known
+        request.chunk_step = worker.num_steps
+        state.lists[w, COMPUTED, worker.computed_tail & mask] = index
+        worker.computed_tail += 1
+        if worker.role == PREFILL:
+            report(state, LAST_CHUNK, index, now_s)
+        else:
+            num_left = request.num_left if request.is_preempted == 1 else request.num_output - 1
+            worker.soon_blocks -= expected_blocks(state, request, request.num_known)
+            request.is_preempted = 0
+            join(state, w, index, worker.num_steps + 1, num_left)
+    worker.num_admitted = num_kept
+
+
+@njit(cache=True)
+def run(state):
+    """Serve all requests."""
+    cluster, requests, turn_at_s = state.cluster[0], state.requests, state.turn_at_s
+    mask = len(state.messages) - 1
+    num_arrived = num_placed = 0
+    while True:
+        at_s, event, w = inf, -1, 0
+        for other in range(len(turn_at_s)):
+            if turn_at_s[other] < at_s:
+                at_s, event, w = turn_at_s[other], 0, other
+        if cluster.num_pulls > 0 and state.pulls[0].at_s <= at_s:
+            at_s, event = state.pulls[0].at_s, 1
+        if cluster.message_head < cluster.message_tail and state.messages[cluster.message_head & mask].at_s <= at_s:
+            at_s, event = state.messages[cluster.message_head & mask].at_s, 2
+        if num_placed < num_arrived and requests[num_placed].arrived_s + cluster.arrival_s <= at_s:
+            at_s, event = requests[num_placed].arrived_s + cluster.arrival_s, 3
+        if num_arrived < len(requests) and requests[num_arrived].arrived_s <= at_s:
+            at_s, event = requests[num_arrived].arrived_s, 4
+        if event == 0:
+            turn(state, w, at_s)
+        elif event == 1:
+            index = pop(state)
+            tell(state, requests[index].decode, PULLED, index, at_s)
+            if requests[index].num_output > 1:
+                tell(state, requests[index].prefill, RELEASED, index, at_s)
+        elif event == 2:
+            message = state.messages[cluster.message_head & mask]
+            cluster.message_head += 1
+            receive(state, message.kind, message.request, at_s)
+        elif event == 3:
+            if requests[num_placed].is_rejected == 0:
+                place(state, num_placed, at_s)
+            num_placed += 1
+        elif event == 4:
+            if cluster.num_live >= cluster.max_in_flight:
+                requests[num_arrived].is_rejected = 1
+            if requests[num_arrived].is_rejected == 0:
+                cluster.num_live += 1
+            num_arrived += 1
+        else:
+            return
