@@ -175,7 +175,7 @@ class State(NamedTuple):
 # Time of steps: `pdserve.model.cost.cost_model`
 
 
-@njit(cache=True)
+@njit(inline="always")
 def attention_s(state, worker, num_new, num_cached):
     if num_new == 1:
         return (num_cached + 1) * worker.decode_token_s
@@ -185,19 +185,19 @@ def attention_s(state, worker, num_new, num_cached):
     )
 
 
-@njit(cache=True)
+@njit(inline="always")
 def sum_s(state, worker, num_tokens, num_rows, attention):
     if num_tokens == 0:
         return 0.0
     return state.tables[worker.pool, TOKENS, num_tokens] + state.tables[worker.pool, ROWS, num_rows] + attention
 
 
-@njit(cache=True)
+@njit(inline="always")
 def prefill_s(state, worker, num_new, num_cached):
     return sum_s(state, worker, num_new, 1, attention_s(state, worker, num_new, num_cached))
 
 
-@njit(cache=True)
+@njit(inline="always")
 def mixed_s(state, worker, num_new, num_cached, batch_size, num_context):
     attention = attention_s(state, worker, num_new, num_cached) + (num_context + batch_size) * worker.decode_token_s
     return sum_s(state, worker, num_new + batch_size, 1 + batch_size, attention)
@@ -206,25 +206,25 @@ def mixed_s(state, worker, num_new, num_cached, batch_size, num_context):
 # Router: `pdserve.router.requests.policy` and `pdserve.router.cluster.worker.InFlightLoad.snapshot`
 
 
-@njit(cache=True)
+@njit(inline="always")
 def waiting_tokens(worker):
     started = worker.chunk_tokens + worker.next_chunk_tokens + worker.uncomputed_tokens
     return started + max(worker.waiting_tokens, worker.sent_tokens)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def num_decoding(worker):
     num_reserved = worker.reserved_tail - worker.reserved_head
     num_waiting = worker.waiting_tail - worker.waiting_head + num_reserved + worker.num_swapped
     return worker.num_running + worker.num_admitted + max(num_waiting, worker.num_sent)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def num_context_tokens(worker):
     return worker.active_context + worker.ending_context + worker.admitted_context + worker.sent_context
 
 
-@njit(cache=True)
+@njit(inline="always")
 def predict_ttft_s(state, worker, request):
     num_waiting, budget = waiting_tokens(worker), worker.max_batch_tokens
     num_cached = request.num_cached
@@ -243,14 +243,14 @@ def predict_ttft_s(state, worker, request):
     return ttft_s
 
 
-@njit(cache=True)
+@njit(inline="always")
 def shortfall(state, worker, request):
     num_blocks = request.num_prompt // state.cluster[0].block_size + 1
     missing_blocks = max(0, num_blocks - (worker.num_free - worker.sent_blocks))
     return missing_blocks + max(0, num_decoding(worker) + 1 - worker.max_batch_size)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def may_prefill_locally(state, worker, request):
     num_new = waiting_tokens(worker) + request.num_prompt - request.num_cached
     chunk = min(num_new, worker.max_batch_tokens)
@@ -258,7 +258,7 @@ def may_prefill_locally(state, worker, request):
     return mixed_s(state, worker, chunk, request.num_cached, batch_size, num_context) <= state.cluster[0].tpot_slo_s
 
 
-@njit(cache=True)
+@njit(inline="always")
 def place(state, index, now_s):
     """`choose_prefill`, and `Attempt.submit`."""
     request = state.requests[index]
@@ -285,7 +285,7 @@ def place(state, index, now_s):
     tell(state, best, ADD, index, now_s)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def bind(state, index, now_s):
     """`choose_decode`, and `Attempt.bind`."""
     request = state.requests[index]
@@ -308,7 +308,7 @@ def bind(state, index, now_s):
     tell(state, best, PREPARE, index, now_s)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def send_decode(state, worker, request):
     """`InFlightLoad.add_decode`."""
     worker.num_sent += 1
@@ -316,14 +316,14 @@ def send_decode(state, worker, request):
     worker.sent_blocks += request.num_prompt // state.cluster[0].block_size + 1
 
 
-@njit(cache=True)
+@njit(inline="always")
 def settle_decode(state, worker, request):
     worker.num_sent -= 1
     worker.sent_context -= request.num_prompt
     worker.sent_blocks -= request.num_prompt // state.cluster[0].block_size + 1
 
 
-@njit(cache=True)
+@njit(inline="always")
 def tell(state, w, kind, index, now_s):
     worker = state.workers[w]
     state.lists[w, INBOX, worker.num_messages] = index * 4 + kind
@@ -332,7 +332,7 @@ def tell(state, w, kind, index, now_s):
         state.turn_at_s[w] = now_s
 
 
-@njit(cache=True)
+@njit(inline="always")
 def report(state, kind, index, now_s):
     cluster = state.cluster[0]
     message = state.messages[cluster.message_tail & (len(state.messages) - 1)]
@@ -340,7 +340,7 @@ def report(state, kind, index, now_s):
     cluster.message_tail += 1
 
 
-@njit(cache=True)
+@njit(inline="always")
 def receive(state, kind, index, now_s):
     """A message arrives at the router."""
     request = state.requests[index]
@@ -360,7 +360,7 @@ def receive(state, kind, index, now_s):
 # Transfers: `pdserve.planner.simulated_transfers`
 
 
-@njit(cache=True)
+@njit(inline="always")
 def carry(state, index, now_s):
     """Once blocks are reserved and the last chunk is written, the end of the pull is known."""
     request, cluster = state.requests[index], state.cluster[0]
@@ -379,7 +379,7 @@ def carry(state, index, now_s):
     push(state, ends_s + cluster.pull_s, index)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def push(state, at_s, index):
     pulls, cluster = state.pulls, state.cluster[0]
     slot = cluster.num_pulls
@@ -391,7 +391,7 @@ def push(state, at_s, index):
     pulls[slot].at_s, pulls[slot].request = at_s, index
 
 
-@njit(cache=True)
+@njit(inline="always")
 def pop(state):
     pulls, cluster = state.pulls, state.cluster[0]
     first = pulls[0].request
@@ -413,7 +413,7 @@ def pop(state):
 # Step loop: `pdserve.engine.worker.loop` and `pdserve.planner.simulated_worker`
 
 
-@njit(cache=True)
+@njit(inline="always")
 def turn(state, w, now_s):
     worker, cluster = state.workers[w], state.cluster[0]
     had_step = worker.num_in_flight > 0
@@ -447,7 +447,7 @@ def turn(state, w, now_s):
         state.turn_at_s[w] = max(now_s, before_s)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def handle(state, w, kind, index, now_s):
     worker, request = state.workers[w], state.requests[index]
     if kind == ADD:
@@ -474,20 +474,20 @@ def handle(state, w, kind, index, now_s):
         release_prompt(state, worker, request)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def take_ticket(worker, request):
     request.ticket = worker.num_tickets
     worker.num_tickets += 1
 
 
-@njit(cache=True)
+@njit(inline="always")
 def release_prompt(state, worker, request):
     num_blocks = held_blocks(state, request, request.num_prompt)
     worker.num_free += num_blocks
     worker.handoff_blocks -= num_blocks
 
 
-@njit(cache=True)
+@njit(inline="always")
 def complete(state, w, now_s):
     """The oldest step in flight has ended."""
     worker, cluster = state.workers[w], state.cluster[0]
@@ -515,7 +515,7 @@ def complete(state, w, now_s):
         end_sequences(state, w, step, seen_s, now_s)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def end_sequences(state, w, step, seen_s, now_s):
     worker = state.workers[w]
     running, last_steps = state.lists[w, RUNNING], state.lists[w, LAST_STEP]
@@ -542,24 +542,24 @@ def end_sequences(state, w, step, seen_s, now_s):
 # Schedulers: `pdserve.decode_worker.scheduler` and `pdserve.prefill_worker.scheduler`
 
 
-@njit(cache=True)
+@njit(inline="always")
 def blocks_for(state, num_tokens):
     block_size = state.cluster[0].block_size
     return (num_tokens + block_size - 1) // block_size
 
 
-@njit(cache=True)
+@njit(inline="always")
 def held_blocks(state, request, num_tokens):
     """Blocks of the request's own when ``num_tokens`` are written."""
     return blocks_for(state, num_tokens) - request.num_shared_blocks
 
 
-@njit(cache=True)
+@njit(inline="always")
 def final_blocks(state, request):
     return held_blocks(state, request, request.num_prompt + request.num_output - 1)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def expected_blocks(state, request, num_known):
     """`Sequence.num_blocks_expected`."""
     block_size = state.cluster[0].block_size
@@ -567,7 +567,7 @@ def expected_blocks(state, request, num_known):
     return held_blocks(state, request, min(num_tokens, request.num_prompt + request.num_output - 1))
 
 
-@njit(cache=True)
+@njit(inline="always")
 def fits(state, w, num_expected, num_final):
     """Whether one more sequence fits, by `DecodeScheduler._room`. Sequences can only grow until one ends, so that what
     did not fit does not until then."""
@@ -588,7 +588,7 @@ def fits(state, w, num_expected, num_final):
     return False
 
 
-@njit(cache=True)
+@njit(inline="always")
 def join(state, w, index, first_step, num_rows):
     """The sequence decodes from ``first_step`` on."""
     worker, request = state.workers[w], state.requests[index]
@@ -607,7 +607,7 @@ def join(state, w, index, first_step, num_rows):
     state.lists[w, GROWTH, (first_step - num_context) % state.cluster[0].block_size] += 1
 
 
-@njit(cache=True)
+@njit(inline="always")
 def leave(state, worker, w, request, last_step):
     """The sequence has no more rows to plan; returns its context when its last row is written."""
     num_context = request.num_prompt + request.num_output - 1
@@ -616,7 +616,7 @@ def leave(state, worker, w, request, last_step):
     return num_context
 
 
-@njit(cache=True)
+@njit(inline="always")
 def find_first_last_step(state, w, step):
     worker = state.workers[w]
     last_steps = state.lists[w, LAST_STEP]
@@ -627,7 +627,7 @@ def find_first_last_step(state, w, step):
     worker.first_last_step = first
 
 
-@njit(cache=True)
+@njit(inline="always")
 def preempt_latest(state, w, step):
     """`DecodeScheduler._preempt` the last arrival; returns the blocks to copy to the host."""
     worker = state.workers[w]
@@ -666,7 +666,7 @@ def preempt_latest(state, w, step):
     return 0
 
 
-@njit(cache=True)
+@njit(inline="always")
 def resume_swapped(state, w, step):
     """`Swapping.resume` in order of arrival; returns the blocks to copy back, and whether one is left that lacks
     room."""
@@ -695,12 +695,12 @@ def resume_swapped(state, w, step):
     return num_copied, False
 
 
-@njit(cache=True)
+@njit(inline="always")
 def num_places(worker):
     return worker.max_batch_size - worker.num_running - worker.num_pulling - worker.num_admitted
 
 
-@njit(cache=True)
+@njit(inline="always")
 def plan(state, w, now_s):
     """Plan a step; returns its seconds, 0 for none, and the prompt tokens in it."""
     worker = state.workers[w]
@@ -743,7 +743,7 @@ def plan(state, w, now_s):
     return step_s, num_chunk_tokens
 
 
-@njit(cache=True)
+@njit(inline="always")
 def reserve(state, w, now_s):
     """Reservations in order; returns whether prompts that wait here may start too."""
     worker = state.workers[w]
@@ -775,7 +775,7 @@ def reserve(state, w, now_s):
     return True
 
 
-@njit(cache=True)
+@njit(inline="always")
 def admit(state, w, index, may_admit, now_s):
     """`PrefillScheduler._admit` if there is room; returns whether there was."""
     worker, request = state.workers[w], state.requests[index]
@@ -807,7 +807,7 @@ def admit(state, w, index, may_admit, now_s):
     return True
 
 
-@njit(cache=True)
+@njit(inline="always")
 def plan_chunks(state, w, num_rows, may_admit, now_s):
     """Chunks in the rest of the token budget; returns their number, tokens and seconds of attention."""
     worker = state.workers[w]
@@ -844,7 +844,7 @@ def plan_chunks(state, w, num_rows, may_admit, now_s):
     return num_chunks, num_tokens, seconds
 
 
-@njit(cache=True)
+@njit(inline="always")
 def hand_over(state, w, now_s):
     """Prompts whose last chunk is planned are offered, or decode here from the next step on."""
     worker = state.workers[w]
@@ -872,7 +872,7 @@ def hand_over(state, w, now_s):
     worker.num_admitted = num_kept
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def run(state):
     """Serve all requests."""
     cluster, requests, turn_at_s = state.cluster[0], state.requests, state.turn_at_s
