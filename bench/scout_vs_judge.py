@@ -4,8 +4,9 @@
 
 Each case draws a model, a GPU, a layout, its limits, a workload and an SLO in proportion to the latencies of an idle
 cluster, then a rate up to a little above the one at which the scout meets both objectives for half of the requests.
-Both simulate the same requests. They agree on a case if attainment differs by at most 2 points and the 90th
-percentiles of TTFT and TPOT by at most 5 %. Every disagreement is listed.
+Both simulate the same requests; where some share a system prompt, the scout is given the tokens of each that the judge
+found cached. They agree on a case if attainment differs by at most 2 points and the 90th percentiles of TTFT and TPOT
+by at most 5 %; a request without an answer counts as infinite. Every disagreement is listed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from pdserve.planner.conversations import Conversations, SystemPrompts
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.presets import preset
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout
-from pdserve.planner.simulation import RequestTimes
+from pdserve.planner.simulation import IntArray, RequestTimes
 from pdserve.planner.simulator import simulate
 from pdserve.planner.workload import Workload, WorkloadSample
 
 MAX_POINTS, MAX_RATIO = 2.0, 0.05
 _MAX_MODEL_LEN = 8192
 _WORKLOADS = ("chat", "code", "summarisation", "sharegpt-synthetic", "humaneval-synthetic", "longbench-synthetic")
+_NUM_SYSTEM_PROMPTS = 4
 _GPUS = ("h100-sxm", "a100-80gb-sxm", "l40s")
 
 
@@ -83,17 +85,23 @@ class Case:
         objectives = f"{self.slo.ttft_seconds * 1e3:.0f}/{self.slo.tpot_seconds * 1e3:.1f} ms"
         return f"{self.number:3} {self.model.name} {self.layout} ({pools}) {self.workload} {self.rate:.2f}/s {objectives}"
 
-    def requests(self) -> ScoutRequests:
-        return ScoutRequests.of(self.sample.at_rate(self.rate), num_cached=self.num_shared, num_shared=self.num_shared)
+    def requests(self, num_cached: IntArray | None = None) -> ScoutRequests:
+        requests = ScoutRequests.of(
+            self.sample.at_rate(self.rate),
+            num_cached=self.num_shared,
+            num_shared=self.num_shared,
+            num_prefix_tokens=_NUM_SYSTEM_PROMPTS * self.num_shared,
+        )
+        return requests if num_cached is None else replace(requests, num_cached_tokens=num_cached)
 
-    def scouted(self) -> ScoutResult:
-        return scout(self.model, self.layout, self.requests(), slo=self.slo)
+    def scouted(self, num_cached: IntArray | None = None) -> ScoutResult:
+        return scout(self.model, self.layout, self.requests(num_cached), slo=self.slo)
 
     def judged(self) -> RequestTimes:
         return simulate(self.model, self.layout, self.sample.at_rate(self.rate), slo=self.slo).times
 
 
-def draw_case(number: int, seed: int, num_requests: int) -> Case | None:
+def draw_case(number: int, seed: int, num_requests: int, *, has_pipelines: bool = True) -> Case | None:
     """Case ``number``; ``None`` if its model does not fit."""
     random = np.random.default_rng((seed, number))
     model, degrees = MODELS[random.integers(len(MODELS))]
@@ -105,7 +113,7 @@ def draw_case(number: int, seed: int, num_requests: int) -> Case | None:
             replicas=int(random.integers(1, 5)),
             hardware=gpu,
             tensor_parallel=int(random.choice(degrees)),
-            pipeline_parallel=int(random.choice((1, 1, 1, 2))),
+            pipeline_parallel=int(random.choice((1, 1, 1, 2 if has_pipelines else 1))),
             max_batch_tokens=int(random.choice((512, 2048, 8192))),
             max_batch_size=int(random.choice((64, 256))),
         )
@@ -128,7 +136,7 @@ def draw_case(number: int, seed: int, num_requests: int) -> Case | None:
     assert isinstance(contents, Conversations)
     num_shared = int(random.choice((0, 0, 0, 1024)))
     if num_shared:
-        contents = Conversations(lengths=contents.lengths, system_prompts=SystemPrompts(4, num_shared))
+        contents = Conversations(lengths=contents.lengths, system_prompts=SystemPrompts(_NUM_SYSTEM_PROMPTS, num_shared))
     arrivals = RandomGaps(float(random.choice((1.0, 1.0, 2.0))))
     workload = Workload(name=name, contents=contents, arrivals=arrivals)
     case = Case(
@@ -167,20 +175,25 @@ class Figures:
 
     @classmethod
     def of(cls, times: RequestTimes, slo: SloConfig) -> Figures:
-        answered = ~np.isnan(times.last_token_s)
+        ttft_s = np.nan_to_num(times.ttft_s, nan=np.inf)
+        tpot_s = np.nan_to_num(times.tpot_s[times.num_output_tokens > 1], nan=np.inf)
         return cls(
             attainment=attainment(times, slo) * 100,
-            ttft_p90=float(np.percentile(times.ttft_s[answered], 90) * 1e3),
-            tpot_p90=float(np.percentile(times.tpot_s[answered & (times.num_output_tokens > 1)], 90) * 1e3),
+            ttft_p90=float(np.percentile(ttft_s, 90, method="lower") * 1e3),
+            tpot_p90=float(np.percentile(tpot_s, 90, method="lower") * 1e3),
         )
 
     def disagreement(self, judge: Figures) -> tuple[float, float, float]:
         """Points of attainment, and relative differences of TTFT and TPOT."""
         return (
             self.attainment - judge.attainment,
-            self.ttft_p90 / judge.ttft_p90 - 1,
-            self.tpot_p90 / judge.tpot_p90 - 1,
+            _ratio(self.ttft_p90, judge.ttft_p90) - 1,
+            _ratio(self.tpot_p90, judge.tpot_p90) - 1,
         )
+
+
+def _ratio(value: float, other: float) -> float:
+    return 1.0 if value == other else value / other
 
 
 def agrees(disagreement: tuple[float, float, float]) -> bool:
@@ -188,10 +201,14 @@ def agrees(disagreement: tuple[float, float, float]) -> bool:
     return abs(points) <= MAX_POINTS and abs(ttft) <= MAX_RATIO and abs(tpot) <= MAX_RATIO
 
 
-def cases(num_cases: int, num_requests: int, seed: int, only: int | None) -> Iterator[Case]:
+def cases(
+    num_cases: int, num_requests: int, seed: int, *, only: int | None, has_pipelines: bool
+) -> Iterator[Case]:
     number = num_drawn = 0
     while num_drawn < num_cases:
-        case = draw_case(number, seed, num_requests) if only is None or number == only else None
+        case = None
+        if only is None or number == only:
+            case = draw_case(number, seed, num_requests, has_pipelines=has_pipelines)
         if case is not None:
             num_drawn += 1
             yield case
@@ -204,18 +221,27 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="number of the only case to run")
+    parser.add_argument("--no-pipelines", action="store_true", help="every worker has one pipeline stage")
     parser.add_argument("--json", type=Path, help="file for the figures of every case")
     arguments = parser.parse_args()
     num_cases = 1 if arguments.only is not None else arguments.cases
     records = []
     num_agreed, scout_s, judge_s = 0, 0.0, 0.0
-    for case in cases(num_cases, arguments.requests, arguments.seed, arguments.only):
-        requests = case.requests()
+    for case in cases(
+        num_cases,
+        arguments.requests,
+        arguments.seed,
+        only=arguments.only,
+        has_pipelines=not arguments.no_pipelines,
+    ):
         began_s = perf_counter()
+        judge = case.judged()
+        judged_s = perf_counter()
+        requests = case.requests(judge.num_cached_tokens if case.num_shared else None)
+        drawn_s = perf_counter()
         result = scout(case.model, case.layout, requests, slo=case.slo)
         scouted_s = perf_counter()
-        judge = case.judged()
-        scout_s, judge_s = scout_s + scouted_s - began_s, judge_s + perf_counter() - scouted_s
+        scout_s, judge_s = scout_s + scouted_s - drawn_s, judge_s + judged_s - began_s
         ours, theirs = Figures.of(result.times, case.slo), Figures.of(judge, case.slo)
         difference = ours.disagreement(theirs)
         num_agreed += agrees(difference)
@@ -226,7 +252,7 @@ def main() -> None:
                 f"TPOT p90 {ours.tpot_p90:.2f} / {theirs.tpot_p90:.2f} ms, {result.num_preemptions} preemptions",
                 flush=True,
             )
-        records.append({"case": str(case), "difference": difference, "seconds": scouted_s - began_s})
+        records.append({"case": str(case), "difference": difference, "requests_per_s": arguments.requests / (scouted_s - drawn_s)})
     columns = np.abs([record["difference"] for record in records]).T
     print(f"{num_agreed} of {num_cases} cases agree within {MAX_POINTS:g} points and {MAX_RATIO:.0%}")
     for name, values in zip(("attainment (points)", "TTFT p90", "TPOT p90"), columns, strict=True):

@@ -41,11 +41,20 @@ class ScoutRequests:
     num_cached_tokens: IntArray
     """Leading prompt tokens that every worker caches."""
     num_shared_tokens: IntArray
-    """Those of them that other running requests use too, so that their KV blocks count as nobody's."""
+    """Those of them in KV blocks that several running requests share."""
+    num_prefix_tokens: int = 0
+    """Sum of all distinct shared prefixes, whose KV every worker holds once."""
 
     @classmethod
-    def of(cls, requests: Sequence[SimulatedRequest], *, num_cached: int = 0, num_shared: int = 0) -> ScoutRequests:
-        """Requests of which ``num_cached`` tokens each are cached, ``num_shared`` of them in use by others."""
+    def of(
+        cls,
+        requests: Sequence[SimulatedRequest],
+        *,
+        num_cached: int = 0,
+        num_shared: int = 0,
+        num_prefix_tokens: int = 0,
+    ) -> ScoutRequests:
+        """Requests with ``num_cached`` tokens each in the prefix caches, ``num_shared`` of them shared."""
         rows = [(each.arrived_s, each.num_prompt_tokens, each.num_output_tokens) for each in requests]
         arrived_s, num_prompt, num_output = np.array(rows, np.float64).reshape(-1, 3).T
         return cls(
@@ -54,6 +63,7 @@ class ScoutRequests:
             num_output_tokens=num_output.astype(np.int64),
             num_cached_tokens=np.full(len(rows), num_cached, np.int64),
             num_shared_tokens=np.full(len(rows), num_shared, np.int64),
+            num_prefix_tokens=num_prefix_tokens,
         )
 
 
@@ -82,7 +92,7 @@ def scout(
     """
     pools = list(layout.pools)
     costs = [pool.cost(model) for pool in pools]
-    workers = _workers(model, layout, pools, costs)
+    workers = _workers(model, layout, pools, costs, requests.num_prefix_tokens // model.block_size)
     table = _request_table(model, requests, workers)
     longest = int(requests.num_prompt_tokens.max(initial=1))
     num_counts = max(longest, *(pool.max_batch_tokens for pool in pools)) + max_in_flight + 2
@@ -148,7 +158,7 @@ def _request_table(
 
 
 def _workers(
-    model: PlannedModel, layout: Layout, pools: Sequence[Pool], costs: Sequence[CostModel]
+    model: PlannedModel, layout: Layout, pools: Sequence[Pool], costs: Sequence[CostModel], num_prefix_blocks: int
 ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     """Idle workers, one per micro-batch, in order of their names."""
     rows = []
@@ -156,7 +166,7 @@ def _workers(
     for number, (pool, cost) in enumerate(zip(pools, costs, strict=True)):
         hosts = layout.worker_hosts[pool.role]
         num_stages = pool.pipeline_parallel
-        num_blocks = pool.kv_blocks(model, cost) // num_stages
+        num_blocks = pool.kv_blocks(model, cost) // num_stages - num_prefix_blocks
         if num_blocks < 1:
             raise ValueError(
                 f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "

@@ -88,6 +88,7 @@ WORKER = np.dtype(
         ("next_end_s", "f8"),  # of the step behind it
         ("num_in_flight", "i8"),
         ("num_steps", "i8"),  # planned
+        ("is_unstaged", "i8"),  # the last step planned has not entered the first stage
         ("chunk_tokens", "i8"),  # of the step in flight
         ("next_chunk_tokens", "i8"),
         ("num_messages", "i8"),
@@ -417,10 +418,14 @@ def pop(state):
 def turn(state, w, now_s):
     worker, cluster = state.workers[w], state.cluster[0]
     had_step = worker.num_in_flight > 0
+    ends_run = worker.num_messages > 0 or worker.num_ending > 0 or worker.computed_head < worker.computed_tail
     while worker.num_in_flight > 0 and worker.end_s <= now_s:
         complete(state, w, now_s)
     if had_step and worker.num_in_flight == 0:
         worker.free_at_s = now_s + cluster.turn_s
+    if worker.is_unstaged == 1 and ends_run:
+        worker.free_at_s = worker.end_s = enter_stage(state, worker, now_s, worker.end_s - now_s)
+        worker.is_unstaged = 0
     for position in range(worker.num_messages):
         message = state.lists[w, INBOX, position]
         handle(state, w, message & 3, message >> 2, now_s)
@@ -428,12 +433,10 @@ def turn(state, w, now_s):
     before_s = worker.free_at_s
     step_s, num_chunk_tokens = plan(state, w, now_s)
     if step_s > 0.0:
-        begins_s = max(now_s, before_s)
-        if worker.num_stages > 1:
-            first = state.workers[worker.first_of_pipeline]
-            begins_s = max(begins_s, first.stage_free_at_s)
-            first.stage_free_at_s = begins_s + step_s / worker.num_stages
-        worker.free_at_s = begins_s + step_s
+        worker.free_at_s = max(now_s, before_s) + step_s
+        worker.is_unstaged = int(num_chunk_tokens == 0 and is_steady(worker))
+        if worker.num_stages > 1 and worker.is_unstaged == 0:
+            worker.free_at_s = enter_stage(state, worker, worker.free_at_s - step_s, step_s)
         if worker.num_in_flight == 0:
             worker.end_s, worker.chunk_tokens = worker.free_at_s, num_chunk_tokens
         else:
@@ -445,6 +448,24 @@ def turn(state, w, now_s):
         state.turn_at_s[w] = worker.end_s
     else:
         state.turn_at_s[w] = max(now_s, before_s)
+
+
+@njit(inline="always")
+def is_steady(worker):
+    """`DecodeScheduler.steady_steps`: the step planned last is one of a run of decode steps, of which the simulated
+    worker submits, and so passes through the first stage of a pipeline, only the last."""
+    is_run = worker.num_stages > 1 and worker.num_active > 0 and worker.num_in_flight == worker.depth - 1
+    has_prompts = worker.waiting_head < worker.waiting_tail or worker.num_admitted > 0
+    return is_run and not has_prompts and worker.num_swapped == 0 and worker.depth > 1
+
+
+@njit(inline="always")
+def enter_stage(state, worker, from_s, step_s):
+    """`Stage.enter`; returns when the step ends."""
+    first = state.workers[worker.first_of_pipeline]
+    begins_s = max(from_s, first.stage_free_at_s)
+    first.stage_free_at_s = begins_s + step_s / worker.num_stages
+    return begins_s + step_s
 
 
 @njit(inline="always")
