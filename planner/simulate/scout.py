@@ -29,6 +29,8 @@ from pdserve.planner.simulator import Overheads
 _ROLES = {WorkerRole.PREFILL: kernel.PREFILL, WorkerRole.DECODE: kernel.DECODE, WorkerRole.MIXED: kernel.MIXED}
 _DENSE_COUNTS = 256
 _COUNT_RATIO = 1.01
+_LEAST_ANSWERED = 0.97
+_MOST_DRIFT = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +74,42 @@ class ScoutResult:
     """Times of the requests, and what follows from them."""
 
     times: RequestTimes
-    slo: SloConfig
+    """``second_token_s`` is not known."""
     num_preemptions: int
+    num_decoded: int
+    """Tokens after token 0, of all answers."""
+
+    @property
+    def offered_per_s(self) -> float:
+        """Requests per second in the second half of the run."""
+        start_s, end_s = self._second_half_s
+        return float((self.times.arrived_s > start_s).sum()) / (end_s - start_s)
+
+    @property
+    def answers_per_s(self) -> float:
+        """Answers that ended per second in the second half of the run."""
+        start_s, end_s = self._second_half_s
+        last_s = self.times.last_token_s
+        return float(((last_s > start_s) & (last_s <= end_s)).sum()) / (end_s - start_s)
+
+    @property
+    def drift(self) -> float:
+        """Relative growth of the mean time from arrival to last token between the second and the last third of the
+        answered requests; 0 in a steady state, but for noise."""
+        times = self.times
+        residence_s = (times.last_token_s - times.arrived_s)[~np.isnan(times.last_token_s)]
+        _, middle, last = np.array_split(residence_s, 3)
+        return float(last.mean() / middle.mean()) - 1 if len(middle) else 0.0
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the run had no steady state: answers lag behind arrivals, or latency grows as long as they come."""
+        return self.answers_per_s < _LEAST_ANSWERED * self.offered_per_s or self.drift > _MOST_DRIFT
+
+    @property
+    def _second_half_s(self) -> tuple[float, float]:
+        arrived_s = self.times.arrived_s
+        return float(arrived_s[len(arrived_s) // 2]), float(arrived_s[-1])
 
 
 def scout(
@@ -96,7 +132,7 @@ def scout(
     table = _request_table(model, requests, workers)
     longest = int(requests.num_prompt_tokens.max(initial=1))
     num_counts = max(longest, *(pool.max_batch_tokens for pool in pools)) + max_in_flight + 2
-    tables = [_step_table(pool, model, _power_of_two(num_counts)) for pool in pools]
+    tables = [_table_of(pool, model, _power_of_two(num_counts)) for pool in pools]
     length = _power_of_two(max(2 * max_in_flight, model.block_size, *(pool.max_batch_size for pool in pools)))
     state = kernel.State(
         cluster=_cluster(model, slo, overheads or Overheads(), max_in_flight),
@@ -120,7 +156,11 @@ def scout(
         num_output_tokens=requests.num_output_tokens,
         is_rejected=table["is_rejected"].astype(np.bool_),
     )
-    return ScoutResult(times=times, slo=slo, num_preemptions=int(workers["num_preemptions"].sum()))
+    return ScoutResult(
+        times=times,
+        num_preemptions=int(workers["num_preemptions"].sum()),
+        num_decoded=int(workers["num_decoded"].sum()),
+    )
 
 
 def _cluster(
@@ -196,12 +236,12 @@ def _workers(
 
 
 @lru_cache(maxsize=256)
-def _step_table(pool: Pool, model: PlannedModel, num_counts: int) -> FloatArray:
-    """`CostModel.terms` by count: exact for small ones, within 1e-4 for others."""
-    return _table_of(pool.cost(model), num_counts)
+def _table_of(pool: Pool, model: PlannedModel, num_counts: int) -> FloatArray:
+    return step_table(pool.cost(model), num_counts)
 
 
-def _table_of(cost: CostModel, num_counts: int) -> FloatArray:
+def step_table(cost: CostModel, num_counts: int) -> FloatArray:
+    """`CostModel.terms` by term and count: exact for small counts, within 1e-4 for others."""
     grid = np.arange(1, min(_DENSE_COUNTS, num_counts))
     num_more = int(np.log(num_counts / grid[-1]) / np.log(_COUNT_RATIO)) + 2
     grid = np.unique(np.concatenate([grid, np.geomspace(grid[-1], num_counts, num_more).astype(np.int64)]))

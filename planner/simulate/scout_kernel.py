@@ -115,6 +115,7 @@ WORKER = np.dtype(
         ("num_ending", "i8"),
         ("num_swapped", "i8"),
         ("num_preemptions", "i8"),
+        ("num_decoded", "i8"),
         # Blocks
         ("num_free", "i8"),
         ("handoff_blocks", "i8"),  # of prompts admitted or parked
@@ -736,6 +737,7 @@ def plan(state, w, now_s):
         if num_rows > 0:
             worker.num_free -= state.lists[w, GROWTH, step % block_size]
             worker.active_context += num_rows
+            worker.num_decoded += num_rows
             if worker.first_last_step == step:
                 for slot in range(worker.num_running):
                     if state.lists[w, LAST_STEP, slot] == step:
@@ -888,6 +890,7 @@ def hand_over(state, w, now_s):
         else:
             num_left = request.num_left if request.is_preempted == 1 else request.num_output - 1
             worker.soon_blocks -= expected_blocks(state, request, request.num_known)
+            worker.num_decoded += request.is_preempted
             request.is_preempted = 0
             join(state, w, index, worker.num_steps + 1, num_left)
     worker.num_admitted = num_kept
