@@ -452,6 +452,48 @@ def turn(state, w, now_s):
 
 
 @njit(inline="always")
+def coast(state, w, until_s):
+    """Turns of `turn` in which the same sequences decode and nothing else happens, up to ``until_s``: they change only
+    lengths."""
+    worker, cluster = state.workers[w], state.cluster[0]
+    if (
+        worker.num_in_flight != worker.depth
+        or worker.num_active == 0
+        or worker.num_messages > 0
+        or worker.num_ending > 0
+        or worker.num_stages > 1
+        or worker.chunk_tokens + worker.next_chunk_tokens > 0
+        or worker.computed_head < worker.computed_tail
+        or worker.waiting_head < worker.waiting_tail
+        or worker.reserved_head < worker.reserved_tail
+        or worker.num_admitted > 0
+        or worker.num_swapped > 0
+    ):
+        return
+    growth, num_rows, token_s = state.lists[w, GROWTH], worker.num_active, worker.decode_token_s
+    step_s = sum_s(state, worker, num_rows, num_rows, (worker.active_context + num_rows) * token_s)
+    step, last_step, num_free = worker.num_steps, worker.first_last_step, worker.num_free
+    end_s, next_end_s = worker.end_s, worker.next_end_s
+    slot = step % cluster.block_size
+    while end_s <= until_s and step < last_step and growth[slot] <= num_free:
+        num_free -= growth[slot]
+        if worker.depth == 1:
+            end_s += cluster.turn_s + step_s
+        else:
+            end_s, next_end_s = next_end_s, next_end_s + step_s
+        step_s += num_rows * token_s
+        step += 1
+        slot = slot + 1 if slot + 1 < cluster.block_size else 0
+    num_rows *= step - worker.num_steps
+    worker.active_context += num_rows
+    worker.num_decoded += num_rows
+    worker.num_steps, worker.num_free = step, num_free
+    worker.end_s, worker.next_end_s = end_s, next_end_s
+    worker.free_at_s = end_s if worker.depth == 1 else next_end_s
+    state.turn_at_s[w] = end_s
+
+
+@njit(inline="always")
 def is_steady(worker):
     """`DecodeScheduler.steady_steps`: the step planned last is one of a run of decode steps, of which the simulated
     worker submits, and so passes through the first stage of a pipeline, only the last."""
@@ -903,20 +945,37 @@ def run(state):
     mask = len(state.messages) - 1
     num_arrived = num_placed = 0
     while True:
-        at_s, event, w = inf, -1, 0
+        at_s, after_s, event, w = inf, inf, -1, 0
         for other in range(len(turn_at_s)):
             if turn_at_s[other] < at_s:
+                after_s = at_s
                 at_s, event, w = turn_at_s[other], 0, other
-        if cluster.num_pulls > 0 and state.pulls[0].at_s <= at_s:
-            at_s, event = state.pulls[0].at_s, 1
-        if cluster.message_head < cluster.message_tail and state.messages[cluster.message_head & mask].at_s <= at_s:
-            at_s, event = state.messages[cluster.message_head & mask].at_s, 2
-        if num_placed < num_arrived and requests[num_placed].arrived_s + cluster.arrival_s <= at_s:
-            at_s, event = requests[num_placed].arrived_s + cluster.arrival_s, 3
-        if num_arrived < len(requests) and requests[num_arrived].arrived_s <= at_s:
-            at_s, event = requests[num_arrived].arrived_s, 4
+            elif turn_at_s[other] < after_s:
+                after_s = turn_at_s[other]
+        turn_s = at_s
+        if cluster.num_pulls > 0:
+            if state.pulls[0].at_s <= at_s:
+                at_s, event = state.pulls[0].at_s, 1
+            after_s = min(after_s, state.pulls[0].at_s)
+        if cluster.message_head < cluster.message_tail:
+            message_s = state.messages[cluster.message_head & mask].at_s
+            if message_s <= at_s:
+                at_s, event = message_s, 2
+            after_s = min(after_s, message_s)
+        if num_placed < num_arrived:
+            placed_s = requests[num_placed].arrived_s + cluster.arrival_s
+            if placed_s <= at_s:
+                at_s, event = placed_s, 3
+            after_s = min(after_s, placed_s)
+        if num_arrived < len(requests):
+            arrived_s = requests[num_arrived].arrived_s
+            if arrived_s <= at_s:
+                at_s, event = arrived_s, 4
+            after_s = min(after_s, arrived_s)
         if event == 0:
-            turn(state, w, at_s)
+            coast(state, w, after_s)
+            if state.turn_at_s[w] == turn_s:
+                turn(state, w, at_s)
         elif event == 1:
             index = pop(state)
             tell(state, requests[index].decode, PULLED, index, at_s)
