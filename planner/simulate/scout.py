@@ -139,6 +139,7 @@ def scout(
         requests=table,
         workers=workers,
         turn_at_s=np.full(len(workers), np.inf),
+        quiet_until_s=np.full(len(workers), np.inf),
         lists=np.zeros((len(workers), kernel.NUM_LISTS, length), np.int32),
         messages=np.zeros(4 * length, kernel.EVENT),
         pulls=np.zeros(length, kernel.EVENT),

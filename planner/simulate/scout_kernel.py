@@ -164,6 +164,8 @@ class State(NamedTuple):
     workers: npt.NDArray[np.void]
     turn_at_s: npt.NDArray[np.float64]
     """Next turn of each worker; infinite for an idle one."""
+    quiet_until_s: npt.NDArray[np.float64]
+    """Earliest turn of each worker that may send a message."""
     lists: npt.NDArray[np.int32]
     """By worker, list and position; rings wrap around at its power of two."""
     messages: npt.NDArray[np.void]
@@ -273,10 +275,10 @@ def place(state, index, now_s):
                 best, least_s = w, ttft_s
     for w in range(len(state.workers)):
         worker = state.workers[w]
-        if worker.role == DECODE and shortfall(state, worker, request) == 0:
-            if may_prefill_locally(state, worker, request):
-                ttft_s = predict_ttft_s(state, worker, request)
-                if ttft_s < least_s:
+        if worker.role == DECODE:
+            ttft_s = predict_ttft_s(state, worker, request)
+            if ttft_s < least_s and shortfall(state, worker, request) == 0:
+                if may_prefill_locally(state, worker, request):
                     best, least_s = w, ttft_s
     worker = state.workers[best]
     request.prefill = best
@@ -332,6 +334,7 @@ def tell(state, w, kind, index, now_s):
     worker.num_messages += 1
     if state.turn_at_s[w] == inf:
         state.turn_at_s[w] = now_s
+    state.quiet_until_s[w] = state.turn_at_s[w]
 
 
 @njit(inline="always")
@@ -449,12 +452,13 @@ def turn(state, w, now_s):
         state.turn_at_s[w] = worker.end_s
     else:
         state.turn_at_s[w] = max(now_s, before_s)
+    state.quiet_until_s[w] = state.turn_at_s[w]
 
 
 @njit(inline="always")
 def coast(state, w, until_s):
-    """Turns of `turn` in which the same sequences decode and nothing else happens, up to ``until_s``: they change only
-    lengths."""
+    """Turns of `turn` in which the same sequences decode and nothing else happens, up to the next event at ``until_s``
+    or the next turn of another worker that may cause one: they change only lengths."""
     worker, cluster = state.workers[w], state.cluster[0]
     if (
         worker.num_in_flight != worker.depth
@@ -470,6 +474,9 @@ def coast(state, w, until_s):
         or worker.num_swapped > 0
     ):
         return
+    for other in range(len(state.quiet_until_s)):
+        if other != w and state.quiet_until_s[other] < until_s:
+            until_s = state.quiet_until_s[other]
     growth, num_rows, token_s = state.lists[w, GROWTH], worker.num_active, worker.decode_token_s
     step_s = sum_s(state, worker, num_rows, num_rows, (worker.active_context + num_rows) * token_s)
     step, last_step, num_free = worker.num_steps, worker.first_last_step, worker.num_free
@@ -491,6 +498,7 @@ def coast(state, w, until_s):
     worker.end_s, worker.next_end_s = end_s, next_end_s
     worker.free_at_s = end_s if worker.depth == 1 else next_end_s
     state.turn_at_s[w] = end_s
+    state.quiet_until_s[w] = end_s + (last_step - step) * step_s
 
 
 @njit(inline="always")
@@ -938,6 +946,16 @@ def hand_over(state, w, now_s):
     worker.num_admitted = num_kept
 
 
+@njit(inline="always")
+def first_turn(turn_at_s):
+    """The worker whose turn is next."""
+    first = 0
+    for w in range(1, len(turn_at_s)):
+        if turn_at_s[w] < turn_at_s[first]:
+            first = w
+    return first
+
+
 @njit(cache=True, error_model="numpy")
 def run(state):
     """Serve all requests."""
@@ -945,37 +963,21 @@ def run(state):
     mask = len(state.messages) - 1
     num_arrived = num_placed = 0
     while True:
-        at_s, after_s, event, w = inf, inf, -1, 0
-        for other in range(len(turn_at_s)):
-            if turn_at_s[other] < at_s:
-                after_s = at_s
-                at_s, event, w = turn_at_s[other], 0, other
-            elif turn_at_s[other] < after_s:
-                after_s = turn_at_s[other]
-        turn_s = at_s
-        if cluster.num_pulls > 0:
-            if state.pulls[0].at_s <= at_s:
-                at_s, event = state.pulls[0].at_s, 1
-            after_s = min(after_s, state.pulls[0].at_s)
-        if cluster.message_head < cluster.message_tail:
-            message_s = state.messages[cluster.message_head & mask].at_s
-            if message_s <= at_s:
-                at_s, event = message_s, 2
-            after_s = min(after_s, message_s)
-        if num_placed < num_arrived:
-            placed_s = requests[num_placed].arrived_s + cluster.arrival_s
-            if placed_s <= at_s:
-                at_s, event = placed_s, 3
-            after_s = min(after_s, placed_s)
+        at_s, event = inf, -1
         if num_arrived < len(requests):
-            arrived_s = requests[num_arrived].arrived_s
-            if arrived_s <= at_s:
-                at_s, event = arrived_s, 4
-            after_s = min(after_s, arrived_s)
-        if event == 0:
-            coast(state, w, after_s)
-            if state.turn_at_s[w] == turn_s:
-                turn(state, w, at_s)
+            at_s, event = requests[num_arrived].arrived_s, 4
+        if num_placed < num_arrived and requests[num_placed].arrived_s + cluster.arrival_s < at_s:
+            at_s, event = requests[num_placed].arrived_s + cluster.arrival_s, 3
+        if cluster.message_head < cluster.message_tail and state.messages[cluster.message_head & mask].at_s < at_s:
+            at_s, event = state.messages[cluster.message_head & mask].at_s, 2
+        if cluster.num_pulls > 0 and state.pulls[0].at_s < at_s:
+            at_s, event = state.pulls[0].at_s, 1
+        w = first_turn(turn_at_s)
+        if turn_at_s[w] < at_s:
+            turn_s = turn_at_s[w]
+            coast(state, w, at_s)
+            if turn_at_s[w] == turn_s:
+                turn(state, w, turn_s)
         elif event == 1:
             index = pop(state)
             tell(state, requests[index].decode, PULLED, index, at_s)
