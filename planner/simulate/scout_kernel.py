@@ -422,12 +422,13 @@ def pop(state):
 def turn(state, w, now_s):
     worker, cluster = state.workers[w], state.cluster[0]
     had_step = worker.num_in_flight > 0
-    ends_run = worker.num_messages > 0 or worker.num_ending > 0 or worker.computed_head < worker.computed_tail
+    num_running, computed_head = worker.num_running, worker.computed_head
     while worker.num_in_flight > 0 and worker.end_s <= now_s:
         complete(state, w, now_s)
     if had_step and worker.num_in_flight == 0:
         worker.free_at_s = now_s + cluster.turn_s
-    if worker.is_unstaged == 1 and ends_run:
+    is_steady_still = worker.num_running == num_running and worker.computed_head == computed_head
+    if worker.is_unstaged == 1 and not (is_steady_still and worker.num_messages == 0):
         worker.free_at_s = worker.end_s = enter_stage(state, worker, now_s, worker.end_s - now_s)
         worker.is_unstaged = 0
     for position in range(worker.num_messages):
