@@ -40,7 +40,9 @@ _NUM_SYSTEM_PROMPTS = 4
 _GPUS = ("h100-sxm", "a100-80gb-sxm", "l40s")
 
 
-def _model(name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> PlannedModel:
+def _model(
+    name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int
+) -> PlannedModel:
     shape = ModelShape(
         num_layers=layers,
         hidden_size=hidden,
@@ -83,7 +85,9 @@ class Case:
             for pool in self.layout.pools
         )
         objectives = f"{self.slo.ttft_seconds * 1e3:.0f}/{self.slo.tpot_seconds * 1e3:.1f} ms"
-        return f"{self.number:3} {self.model.name} {self.layout} ({pools}) {self.workload} {self.rate:.2f}/s {objectives}"
+        return (
+            f"{self.number:3} {self.model.name} {self.layout} ({pools}) {self.workload} {self.rate:.2f}/s {objectives}"
+        )
 
     def requests(self, num_cached: IntArray | None = None) -> ScoutRequests:
         requests = ScoutRequests.of(
@@ -136,7 +140,9 @@ def draw_case(number: int, seed: int, num_requests: int, *, has_pipelines: bool 
     assert isinstance(contents, Conversations)
     num_shared = int(random.choice((0, 0, 0, 1024)))
     if num_shared:
-        contents = Conversations(lengths=contents.lengths, system_prompts=SystemPrompts(_NUM_SYSTEM_PROMPTS, num_shared))
+        contents = Conversations(
+            lengths=contents.lengths, system_prompts=SystemPrompts(_NUM_SYSTEM_PROMPTS, num_shared)
+        )
     arrivals = RandomGaps(float(random.choice((1.0, 1.0, 2.0))))
     workload = Workload(name=name, contents=contents, arrivals=arrivals)
     case = Case(
@@ -201,9 +207,7 @@ def agrees(disagreement: tuple[float, float, float]) -> bool:
     return abs(points) <= MAX_POINTS and abs(ttft) <= MAX_RATIO and abs(tpot) <= MAX_RATIO
 
 
-def cases(
-    num_cases: int, num_requests: int, seed: int, *, only: int | None, has_pipelines: bool
-) -> Iterator[Case]:
+def cases(num_cases: int, num_requests: int, seed: int, *, only: int | None, has_pipelines: bool) -> Iterator[Case]:
     number = num_drawn = 0
     while num_drawn < num_cases:
         case = None
@@ -252,7 +256,9 @@ def main() -> None:
                 f"TPOT p90 {ours.tpot_p90:.2f} / {theirs.tpot_p90:.2f} ms, {result.num_preemptions} preemptions",
                 flush=True,
             )
-        records.append({"case": str(case), "difference": difference, "requests_per_s": arguments.requests / (scouted_s - drawn_s)})
+        records.append(
+            {"case": str(case), "difference": difference, "requests_per_s": arguments.requests / (scouted_s - drawn_s)}
+        )
     columns = np.abs([record["difference"] for record in records]).T
     print(f"{num_agreed} of {num_cases} cases agree within {MAX_POINTS:g} points and {MAX_RATIO:.0%}")
     for name, values in zip(("attainment (points)", "TTFT p90", "TPOT p90"), columns, strict=True):

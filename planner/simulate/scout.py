@@ -202,7 +202,7 @@ def _workers(
     model: PlannedModel, layout: Layout, pools: Sequence[Pool], costs: Sequence[CostModel], num_prefix_blocks: int
 ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     """Idle workers, one per micro-batch, in order of their names."""
-    rows = []
+    rows: list[np.ndarray[tuple[()], np.dtype[np.void]]] = []
     host_numbers: dict[tuple[int, ...], int] = {}
     for number, (pool, cost) in enumerate(zip(pools, costs, strict=True)):
         hosts = layout.worker_hosts[pool.role]

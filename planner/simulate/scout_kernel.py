@@ -39,117 +39,42 @@ STARTED, RESERVED_BLOCKS, LAST_CHUNK, FINISHED = range(4)
 TOKENS, ROWS, PAIRS = range(3)
 """Tables of a pool: seconds of a step by new tokens and by rows, and of one pair of tokens in a prefill chunk."""
 
-REQUEST = np.dtype(
-    [
-        ("arrived_s", "f8"),
-        ("started_s", "f8"),
-        ("first_token_s", "f8"),
-        ("last_token_s", "f8"),
-        ("pull_begun_s", "f8"),
-        ("granted_s", "f8"),
-        ("num_prompt", "i8"),
-        ("num_output", "i8"),
-        ("num_cached", "i8"),
-        ("num_shared_blocks", "i8"),
-        ("is_rejected", "i8"),
-        ("prefill", "i8"),
-        ("decode", "i8"),
-        ("ticket", "i8"),  # order of arrival at the worker
-        ("is_preempted", "i8"),
-        ("num_known", "i8"),  # tokens to prefill
-        ("num_computed", "i8"),
-        ("num_left", "i8"),  # decode rows still to plan
-        ("chunk_step", "i8"),  # step of the last chunk
-        ("num_last_blocks", "i8"),  # blocks in the last grant
-    ]
+
+def _record(seconds: str, counts: str) -> np.dtype[np.void]:
+    return np.dtype([(name, "f8") for name in seconds.split()] + [(name, "i8") for name in counts.split()])
+
+
+REQUEST = _record(
+    "arrived_s started_s first_token_s last_token_s pull_begun_s granted_s",
+    """num_prompt num_output num_cached num_shared_blocks is_rejected prefill decode ticket is_preempted num_known
+    num_computed num_left chunk_step num_last_blocks""",
 )
+"""``prefill`` and ``decode`` are its workers, ``ticket`` is its place among the arrivals of a worker. Prefill goes from
+``num_computed`` to ``num_known`` tokens, the last of them in step ``chunk_step``; ``num_left`` are decode rows to plan,
+``num_last_blocks`` the blocks in the last grant."""
 
-WORKER = np.dtype(
-    [
-        # Constant
-        ("role", "i8"),
-        ("pool", "i8"),
-        ("host", "i8"),
-        ("max_batch_tokens", "i8"),
-        ("max_batch_size", "i8"),
-        ("num_blocks", "i8"),
-        ("num_swap_slots", "i8"),
-        ("depth", "i8"),
-        ("num_stages", "i8"),
-        ("first_of_pipeline", "i8"),
-        ("decode_token_s", "f8"),
-        ("near_block_s", "f8"),
-        ("far_block_s", "f8"),
-        ("swap_block_s", "f8"),
-        # Step loop
-        ("free_at_s", "f8"),
-        ("stage_free_at_s", "f8"),  # of the first micro-batch
-        ("end_s", "f8"),  # of the step in flight
-        ("next_end_s", "f8"),  # of the step behind it
-        ("num_in_flight", "i8"),
-        ("num_steps", "i8"),  # planned
-        ("is_unstaged", "i8"),  # the last step planned has not entered the first stage
-        ("chunk_tokens", "i8"),  # of the step in flight
-        ("next_chunk_tokens", "i8"),
-        ("num_messages", "i8"),
-        # Prompts
-        ("waiting_head", "i8"),
-        ("waiting_tail", "i8"),
-        ("waiting_tokens", "i8"),
-        ("num_admitted", "i8"),
-        ("uncomputed_tokens", "i8"),
-        ("admitted_context", "i8"),
-        ("computed_head", "i8"),
-        ("computed_tail", "i8"),
-        ("is_held_up", "i8"),
-        ("num_tickets", "i8"),
-        # Sequences
-        ("reserved_head", "i8"),
-        ("reserved_tail", "i8"),
-        ("num_pulling", "i8"),
-        ("num_running", "i8"),
-        ("num_active", "i8"),  # running with rows to plan
-        ("active_context", "i8"),
-        ("ending_context", "i8"),
-        ("first_last_step", "i8"),  # the first step that ends an active sequence
-        ("num_ending", "i8"),
-        ("num_swapped", "i8"),
-        ("num_preemptions", "i8"),
-        ("num_decoded", "i8"),
-        # Blocks
-        ("num_free", "i8"),
-        ("handoff_blocks", "i8"),  # of prompts admitted or parked
-        ("soon_blocks", "i8"),  # expected by sequences that pull or prefill here
-        ("most_blocks", "i8"),  # of all that decode now or soon, at their ends
-        ("refused_blocks", "i8"),  # the least that did not fit since a sequence ended
-        # The router's view
-        ("sent_tokens", "i8"),
-        ("sent_context", "i8"),
-        ("sent_blocks", "i8"),
-        ("num_sent", "i8"),
-        # Links
-        ("egress_free_at_s", "f8"),
-        ("ingress_free_at_s", "f8"),
-    ]
+WORKER = _record(
+    """decode_token_s near_block_s far_block_s swap_block_s
+    free_at_s stage_free_at_s end_s next_end_s egress_free_at_s ingress_free_at_s""",
+    """role pool host max_batch_tokens max_batch_size num_blocks num_swap_slots depth num_stages first_of_pipeline
+    num_in_flight num_steps is_unstaged chunk_tokens next_chunk_tokens num_messages
+    waiting_head waiting_tail waiting_tokens num_admitted uncomputed_tokens admitted_context computed_head computed_tail
+    is_held_up num_tickets reserved_head reserved_tail num_pulling num_swapped num_preemptions num_decoded
+    num_running num_active active_context ending_context first_last_step num_ending
+    num_free handoff_blocks soon_blocks most_blocks refused_blocks
+    sent_tokens sent_context sent_blocks num_sent""",
 )
+"""By line: limits; steps, of which ``num_steps`` were planned, the oldest in flight ends at ``end_s`` and the last has
+not entered the first pipeline stage if ``is_unstaged``; prompts; handoffs and preemptions; sequences, of which those
+with rows to plan are active and ``first_last_step`` is the first step to end one; blocks: of prompts for other workers,
+expected by sequences that pull or prefill here, at the ends of all sequences, and the least number that did not fit
+since a sequence ended; load sent and not reported (`InFlightLoad`)."""
 
-EVENT = np.dtype([("at_s", "f8"), ("kind", "i8"), ("request", "i8")])
+EVENT = _record("at_s", "kind request")
 
-CLUSTER = np.dtype(
-    [
-        ("block_size", "i8"),
-        ("max_in_flight", "i8"),
-        ("tpot_slo_s", "f8"),
-        ("arrival_s", "f8"),
-        ("message_s", "f8"),
-        ("answer_s", "f8"),
-        ("pull_s", "f8"),
-        ("turn_s", "f8"),
-        ("num_live", "i8"),
-        ("message_head", "i8"),
-        ("message_tail", "i8"),
-        ("num_pulls", "i8"),
-    ]
+CLUSTER = _record(
+    "tpot_slo_s arrival_s message_s answer_s pull_s turn_s",
+    "block_size max_in_flight num_live message_head message_tail num_pulls",
 )
 
 NEVER = np.iinfo(np.int64).max
@@ -184,9 +109,7 @@ def attention_s(state, worker, num_new, num_cached):
     if num_new == 1:
         return (num_cached + 1) * worker.decode_token_s
     pairs = num_new * num_cached + num_new * (num_new + 1) / 2
-    return max(
-        pairs * state.tables[worker.pool, PAIRS, num_new], (num_cached + num_new) * worker.decode_token_s
-    )
+    return max(pairs * state.tables[worker.pool, PAIRS, num_new], (num_cached + num_new) * worker.decode_token_s)
 
 
 @njit(inline="always")
@@ -277,9 +200,9 @@ def place(state, index, now_s):
         worker = state.workers[w]
         if worker.role == DECODE:
             ttft_s = predict_ttft_s(state, worker, request)
-            if ttft_s < least_s and shortfall(state, worker, request) == 0:
-                if may_prefill_locally(state, worker, request):
-                    best, least_s = w, ttft_s
+            may_start = ttft_s < least_s and shortfall(state, worker, request) == 0
+            if may_start and may_prefill_locally(state, worker, request):
+                best, least_s = w, ttft_s
     worker = state.workers[best]
     request.prefill = best
     worker.sent_tokens += request.num_prompt - request.num_cached
