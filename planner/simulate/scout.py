@@ -3,8 +3,8 @@
 Takes what the judge, `pdserve.planner.simulator.simulate`, takes, and answers with the times of the same requests. It
 models the router's choices, queues, chunked prefill, decode batches, KV blocks, transfers and preemption on tables of
 the same cost model, with prefixes by the length that is cached instead of their contents; see
-`pdserve.planner.simulate.scout_kernel`. The first call in a process loads the kernel, the first after an installation
-compiles it (20 s).
+`pdserve.planner.simulate.scout_kernel`. The first call in a process loads the compiled kernel from the disk; the first
+after an installation compiles it, which takes a minute.
 """
 
 from __future__ import annotations
