@@ -880,7 +880,7 @@ def first_turn(turn_at_s):
     return first
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy")
 def run(state):
     """Serve all requests."""
     cluster, requests, turn_at_s = state.cluster[0], state.requests, state.turn_at_s
