@@ -152,11 +152,17 @@ def num_context_tokens(worker):
 
 
 @njit(inline="always")
+def own_prefill_s(state, worker, request):
+    """Seconds to prefill the request alone: a lower bound of its TTFT."""
+    return prefill_s(state, worker, request.num_prompt - request.num_cached, request.num_cached)
+
+
+@njit(inline="always")
 def predict_ttft_s(state, worker, request):
     num_waiting, budget = waiting_tokens(worker), worker.max_batch_tokens
     num_cached = request.num_cached
     num_new = request.num_prompt - num_cached
-    ttft_s = prefill_s(state, worker, num_new, num_cached)
+    ttft_s = own_prefill_s(state, worker, request)
     if num_waiting > budget:
         ttft_s += prefill_s(state, worker, budget, 0) * num_waiting / budget
     elif num_waiting > 0:
@@ -192,13 +198,13 @@ def place(state, index, now_s):
     best, least_s = -1, inf
     for w in range(len(state.workers)):
         worker = state.workers[w]
-        if worker.role != DECODE:
+        if worker.role != DECODE and own_prefill_s(state, worker, request) < least_s:
             ttft_s = predict_ttft_s(state, worker, request)
             if ttft_s < least_s:
                 best, least_s = w, ttft_s
     for w in range(len(state.workers)):
         worker = state.workers[w]
-        if worker.role == DECODE:
+        if worker.role == DECODE and own_prefill_s(state, worker, request) < least_s:
             ttft_s = predict_ttft_s(state, worker, request)
             may_start = ttft_s < least_s and shortfall(state, worker, request) == 0
             if may_start and may_prefill_locally(state, worker, request):
