@@ -57,6 +57,17 @@ class StepParts(NamedTuple):
     overhead_s: float
 
 
+class CountTerms(NamedTuple):
+    """Terms of a step's duration that depend on one count."""
+
+    tokens_s: float
+    """Layers, communication and overhead for so many new tokens, without attention."""
+    rows_s: float
+    """Output projection and overhead of so many rows."""
+    pair_s: float
+    """One token attending to one other, in a chunk of so many new tokens."""
+
+
 class RankMemory(NamedTuple):
     """Memory of the fullest rank."""
 
@@ -171,6 +182,20 @@ class CostModel:
         decode_attention_s = (context_tokens + batch_size) * self._decode_token_s
         attention_s = self._attention_s(num_new, num_cached) + decode_attention_s
         return self._sum_s(num_new + batch_size, 1 + batch_size, attention_s)
+
+    def terms(self, count: int) -> CountTerms:
+        """Terms of `step_s` for a ``count`` of 1 or more, for tables of them."""
+        pair_s = self._pair_s / self.hardware.prefill_attention_efficiency.at(count)
+        return CountTerms(
+            tokens_s=sum(self._token_parts(count)),
+            rows_s=self._output_s(count) + count * self.hardware.row_overhead_s,
+            pair_s=pair_s,
+        )
+
+    @property
+    def decode_token_s(self) -> float:
+        """Seconds of decode attention for each cached token, and the lower bound for those of prefill."""
+        return self._decode_token_s
 
     def parts(self, rows: Iterable[tuple[int, int]]) -> StepParts:
         """Breakdown of `step_s`; ``rows`` must not be empty."""

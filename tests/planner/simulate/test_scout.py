@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="the scout needs the planner's extra")
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner.layout import Layout
+from pdserve.planner.presets import preset
+from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout, step_table
+from pdserve.planner.simulation import FloatArray, RequestTimes
+from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from tests.planner.stand_ins import LLAMA_3_8B, a_pool, colocated, disaggregated
+
+SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
+ALL_HANDED_OFF = SloConfig(ttft_seconds=0.25, tpot_seconds=1e-4)
+"""No decode worker may compute a prompt."""
+
+
+def requests_of(name: str, rate: float, num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
+    return preset(name).draw(num_requests, seed, max_model_len=8192).at_rate(rate)
+
+
+def poisson(rate: float, num_requests: int, num_prompt: int, num_output: int) -> ScoutRequests:
+    arrived_s = np.cumsum(np.random.default_rng(0).exponential(1 / rate, num_requests))
+    return ScoutRequests.of([SimulatedRequest(at_s, num_prompt, num_output) for at_s in arrived_s.tolist()])
+
+
+def assert_each_ends_once(result: ScoutResult) -> None:
+    times = result.times
+    is_answered = ~np.isnan(times.last_token_s)
+    np.testing.assert_array_equal(is_answered, ~times.is_rejected)
+    answered = [column[is_answered] for column in (times.arrived_s, times.started_s, times.first_token_s)]
+    assert (answered[0] < answered[1]).all()
+    assert (answered[1] <= answered[2]).all()
+    assert (answered[2] <= times.last_token_s[is_answered]).all()
+    assert result.num_decoded == int((times.num_output_tokens - 1)[is_answered].sum())
+
+
+def share(times: RequestTimes, slo: SloConfig) -> float:
+    met = (times.ttft_s <= slo.ttft_seconds) & (times.tpot_s <= slo.tpot_seconds) & ~times.is_rejected
+    return float(met.mean())
+
+
+def p90(values: FloatArray) -> float:
+    return float(np.nanpercentile(values, 90))
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "rate"),
+    [
+        (disaggregated(), "chat", 14.0),
+        (disaggregated(2, 1), "code", 14.0),
+        (disaggregated(2, 3), "summarisation", 12.0),
+        (colocated(), "chat", 8.0),
+        (colocated(2), "sharegpt-synthetic", 30.0),
+    ],
+    ids=str,
+)
+def test_the_judge_agrees(layout: Layout, name: str, rate: float) -> None:
+    requests = requests_of(name, rate, 600)
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    assert share(ours, SLO) == pytest.approx(share(judge, SLO), abs=0.02)
+    assert p90(ours.ttft_s) == pytest.approx(p90(judge.ttft_s), rel=0.05)
+    assert p90(ours.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.05)
+
+
+def test_one_request_takes_what_the_judge_says() -> None:
+    for num_prompt, num_output in ((2000, 11), (1, 1), (3000, 1), (17, 300)):
+        requests = [SimulatedRequest(1.0, num_prompt, num_output)]
+        for layout in (disaggregated(), colocated()):
+            ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=ALL_HANDED_OFF).times
+            judge = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF).times
+            assert ours.first_token_s == pytest.approx(judge.first_token_s, rel=1e-5)
+            assert ours.last_token_s == pytest.approx(judge.last_token_s, rel=1e-5)
+
+
+def test_prefill_alone_is_an_m_d_1_queue() -> None:
+    """Equal prompts that fill a step, of one token of answer: the mean wait is ``load / (2 (1 - load))`` service times
+    (Pollaczek and Khinchine)."""
+    pool = replace(a_pool(WorkerRole.MIXED), max_batch_tokens=2048, max_batch_size=1)
+    service_s = pool.cost(LLAMA_3_8B).prefill_s(2048)
+    for load in (0.3, 0.6, 0.8):
+        requests = poisson(load / service_s, 100_000, 2048, 1)
+        result = scout(LLAMA_3_8B, Layout(mixed=pool), requests, slo=SLO, overheads=NO_OVERHEADS, max_in_flight=4096)
+        waited = float((result.times.ttft_s - service_s).mean()) / service_s
+        assert waited == pytest.approx(load / (2 * (1 - load)), rel=0.05)
+
+
+@pytest.mark.parametrize("layout", [disaggregated(), disaggregated(3, 2), colocated(3)], ids=str)
+@pytest.mark.parametrize("rate", [2.0, 40.0, 400.0])
+def test_every_request_ends_once(layout: Layout, rate: float) -> None:
+    result = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests_of("chat", rate, 3000)), slo=SLO)
+    assert_each_ends_once(result)
+
+
+@pytest.mark.parametrize("role", [WorkerRole.DECODE, WorkerRole.MIXED])
+def test_sequences_that_outgrow_the_blocks_are_preempted_and_end(role: WorkerRole) -> None:
+    pool = replace(a_pool(role), num_kv_blocks=600)
+    layout = Layout(mixed=pool) if role is WorkerRole.MIXED else replace(disaggregated(), decode=pool)
+    requests = [SimulatedRequest(n / 50, 100 + n % 7, 800) for n in range(200)]
+    result = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO)
+    assert result.num_preemptions > 0
+    assert_each_ends_once(result)
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    assert result.times.last_token_s.max() == pytest.approx(judge.last_token_s.max(), rel=0.05)
+    assert p90(result.times.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.1)
+
+
+def test_what_can_never_run_or_finds_the_router_full_is_rejected() -> None:
+    long, rest = SimulatedRequest(0.0, 8000, 500), [SimulatedRequest(0.1, 500, 50) for _ in range(20)]
+    times = scout(LLAMA_3_8B, disaggregated(), ScoutRequests.of([long, *rest]), slo=SLO, max_in_flight=8).times
+    assert times.is_rejected.tolist() == [True] + [False] * 8 + [True] * 12
+
+
+def test_cached_tokens_are_not_computed_and_shared_ones_hold_no_blocks() -> None:
+    requests = requests_of("code", 10.0, 500)
+    bare, cached = (
+        scout(LLAMA_3_8B, disaggregated(), ScoutRequests.of(requests, num_cached=num_cached), slo=SLO).times
+        for num_cached in (0, 1024)
+    )
+    assert cached.ttft_s.mean() < 0.8 * bare.ttft_s.mean()
+    assert (cached.num_cached_tokens < cached.num_prompt_tokens).all()
+    few_blocks = replace(disaggregated(), decode=replace(a_pool(WorkerRole.DECODE), num_kv_blocks=800))
+    long, shared = (
+        scout(LLAMA_3_8B, few_blocks, ScoutRequests.of(requests, num_cached=1024, num_shared=num), slo=SLO).times
+        for num in (0, 1024)
+    )
+    assert shared.tpot_s.mean() < 0.9 * long.tpot_s.mean()
+
+
+def test_the_same_arguments_give_the_same_result_to_the_bit() -> None:
+    requests = ScoutRequests.of(requests_of("chat", 30.0, 2000))
+    first, second = (scout(LLAMA_3_8B, disaggregated(2, 2), requests, slo=SLO).times for _ in range(2))
+    np.testing.assert_array_equal(first.last_token_s, second.last_token_s)
+    np.testing.assert_array_equal(first.first_token_s, second.first_token_s)
+
+
+def test_a_table_holds_the_cost_models_terms() -> None:
+    cost = a_pool(WorkerRole.DECODE, 1, 2).cost(LLAMA_3_8B)
+    table = step_table(cost, 8192)
+    for num_new in (1, 100, 511, 2048, 5000, 8191):
+        step_s = table[0, num_new] + table[1, 1] + max(num_new * (num_new + 1) / 2 * table[2, num_new], 0)
+        assert num_new == 1 or step_s == pytest.approx(cost.prefill_s(num_new), rel=1e-3)
+        decode_s = table[0, num_new] + table[1, num_new] + 2 * num_new * cost.decode_token_s
+        assert decode_s == pytest.approx(cost.decode_s(num_new, num_new), rel=1e-3)
+
+
+def test_a_run_beyond_capacity_is_saturated() -> None:
+    calm, late, drowned = (
+        scout(LLAMA_3_8B, disaggregated(), ScoutRequests.of(requests_of("chat", rate, 10_000)), slo=SLO)
+        for rate in (10.0, 44.0, 80.0)
+    )
+    assert not calm.is_saturated
+    assert calm.answers_per_s == pytest.approx(10.0, rel=0.05)
+    assert abs(calm.drift) < 0.1
+    assert late.is_saturated
+    assert late.drift > 0.25
+    assert drowned.is_saturated
+    assert drowned.answers_per_s < 44.0
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    huge = replace(LLAMA_3_8B, shape=replace(LLAMA_3_8B.shape, num_layers=400))
+    with pytest.raises(ValueError, match="leave no memory for KV"):
+        scout(huge, colocated(), poisson(1.0, 10, 100, 10), slo=SLO)
