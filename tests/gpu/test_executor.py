@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.contracts.kv_layout import resolve_kv_dtype
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
@@ -24,6 +25,7 @@ from tests.model.checkpoints import reference_logits, write_family
 from tests.model.traffic import Served, random_request, serve
 
 NUM_BLOCKS, BLOCK_SIZE = 60, 16
+FLOAT32 = Precision()
 FAMILIES = some(("demo", "qwen3", "gemma2", "llama", "qwen2"), 1)
 
 
@@ -32,14 +34,15 @@ def checkpoint(family: str, folder: Path) -> Path:
 
 
 def executors(
-    folder: Path, *, max_captured_rows: int, kv_dtype: str = "float32", **options: Any
+    folder: Path, *, max_captured_rows: int, precision: Precision = FLOAT32
 ) -> tuple[ModelExecutor, ModelExecutor]:
     """Over pools of NaN, in float32."""
     config = DecoderConfig.from_folder(folder)
     config = config.at_length(config.limits(512).max_model_len)
+    kv_dtype = resolve_kv_dtype(precision.kv_dtype, precision.dtype)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, kv_dtype, "hash")
     shared: dict[str, Any] = {
-        "folder": folder, "config": config, "layout": layout, "precision": Precision(), "num_swap_slots": 4, **options,
+        "folder": folder, "config": config, "layout": layout, "precision": precision, "num_swap_slots": 4,
     }  # fmt: skip
     near = nan_pool(layout.shape, getattr(torch, kv_dtype))
     there = KvPool(near.blocks.flatten().to(DEVICE, copy=True), near.shape, near.dtype)
@@ -75,9 +78,13 @@ def test_random_traffic_gets_the_tokens_of_a_cpu(
     assert len(answers[0].tokens) >= len(requests)
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"kv_dtype": "int8"}, {"quantization": "int4"}], ids=str)
-def test_quantised_models_get_the_tokens_of_a_cpu(options: dict[str, str]) -> None:
-    expected, executor = executors(DEMO_MODEL, max_captured_rows=4, **options)
+@pytest.mark.parametrize(
+    "precision",
+    [Precision(quantization="int8"), Precision(kv_dtype="int8"), Precision(quantization="int4")],
+    ids=["int8-weights", "int8-kv", "int4-weights"],
+)
+def test_quantised_models_get_the_tokens_of_a_cpu(precision: Precision) -> None:
+    expected, executor = executors(DEMO_MODEL, max_captured_rows=4, precision=precision)
     config = DecoderConfig.from_folder(DEMO_MODEL)
     requests = [random_request(number, config.shape.vocab_size, is_plain=True) for number in range(sized(40, 6))]
     served, wanted = (
