@@ -33,10 +33,11 @@ from pdserve.decode_worker.steady_steps import (
     fast_forward,
 )
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
-from pdserve.engine.scheduling.interface import REFUSED, Event, PullResult
+from pdserve.engine.scheduling.interface import Event, PullResult
 from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
 from pdserve.engine.scheduling.table import PlannedStep, Room
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.kv_transfer.transports import REFUSED
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
 
 DEFAULT_PULL_TIMEOUT_S = 60.0
@@ -253,7 +254,7 @@ class DecodeScheduler:
             self._end(sequence, RequestEventKind.FAILED, message)
         self._swapping.step_ended(step_id)
 
-    # Steady decode steps
+    # Steady decode steps, for the simulator
 
     def steady_steps(self, now_s: float) -> SteadySteps:
         """Expire and reserve as `plan` does, and count the steps that `fast_forward` may take instead of `plan` and

@@ -39,7 +39,7 @@ class KvPoolShape(NamedTuple):
 
 
 class PoolStruct(ctypes.Structure):
-    """Mirrors ``struct Pool`` of cpu_pool.h."""
+    """Mirrors ``struct Pool`` of cpu/pool.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

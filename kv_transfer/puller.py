@@ -20,7 +20,7 @@ from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_reques
 from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
 from pdserve.kv_transfer.rpc import call_metadata, channel_options
 from pdserve.kv_transfer.transfer_client import TransferConfig
-from pdserve.kv_transfer.transports import GrantedBlock, GrpcReceiver, MemfdReceiver, PullError, Receiver
+from pdserve.kv_transfer.transports import REFUSED, GrantedBlock, GrpcReceiver, MemfdReceiver, PullError, Receiver
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 BUSY_TIMEOUT_S = 2.0
@@ -108,8 +108,8 @@ class PullStream:
 def _pull_error(error: grpc.aio.AioRpcError, stage: str) -> PullError:
     message = f"{error.code().name}: {error.details()}"
     if error.code() is grpc.StatusCode.ALREADY_EXISTS:
-        return SourceBusyError("refused", message)
-    return PullError("refused" if error.code() in _REFUSALS else stage, message)
+        return SourceBusyError(REFUSED, message)
+    return PullError(REFUSED if error.code() in _REFUSALS else stage, message)
 
 
 class _PoolUnreachableError(Exception):
@@ -184,7 +184,7 @@ class Puller:
         num_blocks = self._memory.layout.num_blocks
         targets = set(order.block_ids)
         if len(targets) != len(order.block_ids) or any(block_id >= num_blocks for block_id in targets):
-            raise PullError("refused", f"the target blocks are not distinct blocks of a pool of {num_blocks}")
+            raise PullError(REFUSED, f"the target blocks are not distinct blocks of a pool of {num_blocks}")
 
     async def _fetch_over(self, transport: str, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
         async with self._stream(order.source.address) as stream:
@@ -201,11 +201,11 @@ class Puller:
                 )
             )
             if opened.transport not in ("memfd", "grpc") or transport not in ("auto", opened.transport):
-                raise PullError("refused", f"the source chose transport {opened.transport!r} for {transport!r}")
+                raise PullError(REFUSED, f"the source chose transport {opened.transport!r} for {transport!r}")
             try:
                 layout = check_layout(opened.layout, self._memory.layout)
             except ValueError as error:
-                raise PullError("refused", str(error)) from error
+                raise PullError(REFUSED, str(error)) from error
             receiver = self._receiver(opened, layout, stream)
             return await _receive_prompt(order, opened.transport, layout, stream, receiver)
 

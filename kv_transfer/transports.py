@@ -19,6 +19,9 @@ from pdserve.proto.v1 import kv_pb2
 
 COPY_BYTES_PER_TURN = 4 << 20
 
+REFUSED = "refused"
+"""Failure stage of a pull that no other decode worker could complete either."""
+
 
 class PullError(Exception):
     """Reason why a pull failed. ``stage`` is one of `PullDone.failure_stage`."""

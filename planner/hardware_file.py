@@ -1,8 +1,8 @@
 """Reads and writes a file of devices: a user's hardware, or measurements of `pdserve profile`.
 
     devices:
-      my-l40s:                      # any name; a name of the catalogue changes that device
-        my-l40s:                      # any name; the name of a catalogue device changes that device
+      my-l40s:                      # any name; the name of a catalogue device changes that device
+        base: l40s
         price_per_hour_usd: 1.2
         link_bandwidth: 28e9
       this-machine:

@@ -18,9 +18,6 @@ from pdserve.contracts.events import ClientEvent, RequestKey, SchedulerLoad
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource
 from pdserve.contracts.step import StepBatch, StepOutput
 
-REFUSED = "refused"
-"""Failure stage of a pull that the source refused."""
-
 
 class FirstToken(NamedTuple):
     """Token 0 of a handed-off prompt."""
@@ -97,7 +94,7 @@ class PullResult(NamedTuple):
     failure: str = ""
     """Empty on success."""
     failure_stage: str = ""
-    """Empty on success. `REFUSED`: no other worker could pull the prompt either."""
+    """Empty on success; see `PullDone.failure_stage` of transfer.proto."""
     num_tokens: int = 0
     first_token: FirstToken | None = None
     """``None`` on failure."""

@@ -330,7 +330,7 @@ class StepLoop:
         self._publish()
 
     def skip_to(self, batch: StepBatch | None) -> None:
-        """Continue after a driver called the scheduler directly: publish, and submit ``batch``, which replaces the
+        """Continue after the simulator fast-forwarded the scheduler: publish, and submit ``batch``, which replaces the
         step in flight."""
         self._in_flight.clear()
         self.flush()

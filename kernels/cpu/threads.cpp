@@ -1,4 +1,4 @@
-// What cpu_threads.py calls of the team of cpu_threads.h.
+// Functions of the thread team of threads.h that threads.py calls.
 
 #include "threads.h"
 

@@ -1,6 +1,6 @@
 """Thread count and cores of the compiled kernels.
 
-Each process has one thread team (cpu_threads.h), of one thread by default. torch then computes on the calling thread
+Each process has one thread team (threads.h), of one thread by default. torch then computes on the calling thread
 alone, so that OpenMP threads do not spin on the same cores. Where nothing compiles, torch gets the threads.
 """
 

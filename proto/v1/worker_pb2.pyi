@@ -643,7 +643,7 @@ class RequestEvent(_message.Message):
         KV_UNAVAILABLE: RequestEvent._Kind.ValueType  # 9
         """terminal: the KV could not be pulled (pull it elsewhere), or expired unpulled (prefill again)"""
         RELEASED: RequestEvent._Kind.ValueType  # 10
-        """the puller has it all: the prefill worker is done with the request"""
+        """terminal: the puller has it all: the prefill worker is done with the request"""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: RequestEvent.Kind.ValueType  # 0
@@ -664,7 +664,7 @@ class RequestEvent(_message.Message):
     KV_UNAVAILABLE: RequestEvent.Kind.ValueType  # 9
     """terminal: the KV could not be pulled (pull it elsewhere), or expired unpulled (prefill again)"""
     RELEASED: RequestEvent.Kind.ValueType  # 10
-    """the puller has it all: the prefill worker is done with the request"""
+    """terminal: the puller has it all: the prefill worker is done with the request"""
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int

@@ -93,7 +93,6 @@ class Worker(ABC):
             role=self.role,
             max_batch_tokens=self.max_batch_tokens,
             max_batch_size=self.max_batch_size,
-            num_running=load.num_running,
             num_waiting_tokens=load.num_started_tokens + max(load.num_waiting_tokens, in_flight.num_prefill_tokens),
             num_context_tokens=load.num_context_tokens + in_flight.num_context_tokens,
             num_decoding=load.num_running + max(load.num_waiting, in_flight.num_decodes),

@@ -164,8 +164,8 @@ class Edge:
         if body.stream:
             return EventStream(answers, writer, timer)
         async with cancel_on_disconnect(request.receive), aclosing(deltas_of(answers)) as deltas:
-            async for together in deltas:
-                for delta in together:
+            async for batch in deltas:
+                for delta in batch:
                     timer.token(delta.choice)
                     writer.add(delta)
         timer.finished()

@@ -52,13 +52,13 @@ class EventStream(StreamingResponse):
         last = b""
         try:
             async with aclosing(deltas_of(self._answers)) as deltas:
-                async for together in deltas:
-                    data = await self._writer.events(together)
+                async for batch in deltas:
+                    data = await self._writer.events(batch)
                     if not self._is_started:
                         self._is_started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await self._write(send, data)
-                    for delta in together:
+                    for delta in batch:
                         self._timer.token(delta.choice)
             self._timer.finished()
         except Exception as error:

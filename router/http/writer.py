@@ -72,10 +72,10 @@ class AnswerWriter:
 
     # Streams
 
-    async def events(self, together: Sequence[TextDelta]) -> bytes:
+    async def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end choices and the stream."""
-        num_echoed = sum(delta.num_echoed for delta in together) if self._shows_prompt else 0
-        return await off_loop(num_echoed, lambda: b"".join(map(self._events, together)))
+        num_echoed = sum(delta.num_echoed for delta in batch) if self._shows_prompt else 0
+        return await off_loop(num_echoed, lambda: b"".join(map(self._events, batch)))
 
     def _events(self, delta: TextDelta) -> bytes:
         data = b""

@@ -29,7 +29,6 @@ class WorkerSnapshot(NamedTuple):
     role: WorkerRole
     max_batch_tokens: int
     max_batch_size: int
-    num_running: int
     num_waiting_tokens: int
     """Prompt tokens still to be prefilled, including those just sent and those of steps in flight."""
     num_context_tokens: int

@@ -201,8 +201,8 @@ async def _interleaved(answers: Sequence[Answer]) -> AsyncGenerator[list[TextDel
     async def read(answer: Answer) -> None:
         try:
             async with aclosing(answer.deltas()) as deltas:
-                async for together in deltas:
-                    await queue.put(together)
+                async for batch in deltas:
+                    await queue.put(batch)
         except Exception as error:
             await queue.put(error)
         else:

@@ -45,7 +45,6 @@ def worker(worker_id: str, role: WorkerRole = WorkerRole.PREFILL, **fields: obje
         role=role,
         max_batch_tokens=2048,
         max_batch_size=8,
-        num_running=0,
         num_waiting_tokens=0,
         num_context_tokens=0,
         num_decoding=0,
