@@ -24,8 +24,8 @@ class RequestKey(NamedTuple):
 
 
 class RequestEventKind(IntEnum):
-    """Changes in an attempt's life. CANCELLED, REJECTED, FAILED, KV_UNAVAILABLE and RELEASED end the attempt on this worker
-    only; the router may retry the request. Values are the wire's `RequestEvent.Kind`."""
+    """Changes in an attempt's life. CANCELLED, REJECTED, FAILED, KV_UNAVAILABLE and RELEASED end the attempt on this
+    worker only; the router may retry the request. Values are the wire's `RequestEvent.Kind`."""
 
     STARTED = 1
     LAST_CHUNK = 2

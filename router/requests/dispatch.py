@@ -226,8 +226,8 @@ class Dispatcher:
                 self._take(attempt, worker, token)
 
     def tokens_skipped(self, key: RequestKey, num_tokens: int) -> None:
-        """Count ``num_tokens`` more tokens of a choice as delivered. For the simulator, whose workers emit no token events
-        during steady decode steps."""
+        """Count ``num_tokens`` more tokens of a choice as delivered. For the simulator, whose workers emit no token
+        events during steady decode steps."""
         attempt = self._attempts.get(key.request_id)
         if attempt is not None and attempt.number == key.attempt:
             attempt.emitted.extend(itertools.repeat(0, num_tokens))
@@ -372,8 +372,8 @@ class Dispatcher:
         )
 
     def _bind(self, attempt: Attempt) -> None:
-        """Bind the attempt to the decode worker chosen by the policy. It stays parked while choice 0 pulls the prompt, or
-        until a decode worker has room."""
+        """Bind the attempt to the decode worker chosen by the policy. It stays parked while choice 0 pulls the prompt,
+        or until a decode worker has room."""
         prefill = attempt.prefill
         assert prefill is not None
         first = attempt.request.attempts.get(0)
