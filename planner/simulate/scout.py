@@ -10,7 +10,7 @@ after an installation compiles it, which takes a minute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import nan
 
@@ -21,16 +21,16 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.requests import SimulatedRequest
+from pdserve.planner.requests import DrawnRequests, SimulatedRequest
 from pdserve.planner.simulate import scout_kernel as kernel
-from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes
+from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes, Simulation
 from pdserve.planner.simulator import Overheads
 
 _ROLES = {WorkerRole.PREFILL: kernel.PREFILL, WorkerRole.DECODE: kernel.DECODE, WorkerRole.MIXED: kernel.MIXED}
 _DENSE_COUNTS = 256
 _COUNT_RATIO = 1.01
-_LEAST_ANSWERED = 0.97
-_MOST_DRIFT = 0.25
+_IDLE_SHARE = 0.6
+"""Share of the objectives that a turn takes on average, where its answer must be known to tell when the next begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,62 @@ class ScoutRequests:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """A draw whose follow-up turns come at times of their own instead of after the answers before them.
+
+    Every worker is assumed to have cached what came before: the earlier turns, and prefixes of earlier conversations.
+    """
+
+    starts_s: FloatArray
+    """Start of each request's conversation, at one conversation per second."""
+    delays_s: FloatArray
+    """From there to the request, at any rate."""
+    requests: ScoutRequests
+    """In order of conversations."""
+
+    @classmethod
+    def of(cls, drawn: DrawnRequests, slo: SloConfig) -> OpenLoop:
+        rows: list[tuple[float, float, int, int, int]] = []
+        seen: set[tuple[int, ...]] = set()
+        for first in drawn.at_rate(1.0):
+            delay_s, num_cached = 0.0, 0
+            path: tuple[int, ...] = ()
+            for segment in first.segments:
+                path = (*path, *segment)
+                if path in seen:
+                    num_cached += segment.num_tokens
+                seen.add(path)
+            for turn in first.turns():
+                if turn is not first:
+                    delay_s += turn.arrived_s
+                rows.append((first.arrived_s, delay_s, turn.num_prompt_tokens, turn.num_output_tokens, num_cached))
+                delay_s += _IDLE_SHARE * (slo.ttft_seconds + (turn.num_output_tokens - 1) * slo.tpot_seconds)
+                num_cached = turn.num_prompt_tokens + turn.num_output_tokens
+        starts_s, delays_s, *counts = np.array(rows, np.float64).T
+        num_prompt, num_output, cached = (column.astype(np.int64) for column in counts)
+        return cls(
+            starts_s.copy(),
+            delays_s.copy(),
+            ScoutRequests(
+                arrived_s=starts_s + delays_s,
+                num_prompt_tokens=num_prompt,
+                num_output_tokens=num_output,
+                num_cached_tokens=cached,
+                num_shared_tokens=np.zeros(len(rows), np.int64),
+            ),
+        )
+
+    def at_rate(self, requests_per_s: float) -> ScoutRequests:
+        """The requests at this rate, counting every turn, in order of arrival."""
+        num_conversations = np.count_nonzero(self.delays_s == 0)
+        arrived_s = self.starts_s * (len(self.starts_s) / num_conversations / requests_per_s) + self.delays_s
+        order = np.argsort(arrived_s, kind="stable")
+        columns = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_shared_tokens")
+        ordered = {name: getattr(self.requests, name)[order] for name in columns}
+        return replace(self.requests, arrived_s=arrived_s[order], **ordered)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoutResult:
     """Times of the requests, and what follows from them."""
@@ -79,37 +135,11 @@ class ScoutResult:
     num_decoded: int
     """Tokens after token 0, of all answers."""
 
-    @property
-    def offered_per_s(self) -> float:
-        """Requests per second in the second half of the run."""
-        start_s, end_s = self._second_half_s
-        return float((self.times.arrived_s > start_s).sum()) / (end_s - start_s)
-
-    @property
-    def answers_per_s(self) -> float:
-        """Answers that ended per second in the second half of the run."""
-        start_s, end_s = self._second_half_s
-        last_s = self.times.last_token_s
-        return float(((last_s > start_s) & (last_s <= end_s)).sum()) / (end_s - start_s)
-
-    @property
-    def drift(self) -> float:
-        """Relative growth of the mean time from arrival to last token between the second and the last third of the
-        answered requests; 0 in a steady state, but for noise."""
-        times = self.times
-        residence_s = (times.last_token_s - times.arrived_s)[~np.isnan(times.last_token_s)]
-        _, middle, last = np.array_split(residence_s, 3)
-        return float(last.mean() / middle.mean()) - 1 if len(middle) else 0.0
-
-    @property
-    def is_saturated(self) -> bool:
-        """Whether the run had no steady state: answers lag behind arrivals, or latency grows as long as they come."""
-        return self.answers_per_s < _LEAST_ANSWERED * self.offered_per_s or self.drift > _MOST_DRIFT
-
-    @property
-    def _second_half_s(self) -> tuple[float, float]:
-        arrived_s = self.times.arrived_s
-        return float(arrived_s[len(arrived_s) // 2]), float(arrived_s[-1])
+    def simulation(self) -> Simulation:
+        """The result as the judge's, without figures of workers and gaps between tokens."""
+        ended_s = np.nanmax(self.times.last_token_s, initial=0.0)
+        none = np.zeros(0)
+        return Simulation(times=self.times, workers=[], gap_s=none, gap_weights=none, ended_s=float(ended_s))
 
 
 def scout(
@@ -132,7 +162,7 @@ def scout(
     table = _request_table(model, requests, workers)
     longest = int(requests.num_prompt_tokens.max(initial=1))
     num_counts = max(longest, *(pool.max_batch_tokens for pool in pools)) + max_in_flight + 2
-    tables = [_table_of(pool, model, _power_of_two(num_counts)) for pool in pools]
+    tables = [_table_of(replace(pool, replicas=1), model, _power_of_two(num_counts)) for pool in pools]
     length = _power_of_two(max(2 * max_in_flight, model.block_size, *(pool.max_batch_size for pool in pools)))
     state = kernel.State(
         cluster=_cluster(model, slo, overheads or Overheads(), max_in_flight),
