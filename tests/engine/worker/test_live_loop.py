@@ -24,7 +24,6 @@ from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.engine.scheduling.interface import (
-    REFUSED,
     AbortPullEvent,
     Event,
     FirstToken,
@@ -46,6 +45,7 @@ from pdserve.engine.worker.loop import (
     StepTimes,
 )
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.kv_transfer.transports import REFUSED
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
