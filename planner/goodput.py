@@ -22,7 +22,7 @@ from pdserve.planner.simulation import Simulation
 from pdserve.planner.simulator import Overheads, simulate
 
 if TYPE_CHECKING:
-    from pdserve.planner.simulate.scout import OpenLoop
+    from pdserve.planner.simulate.scout import ScoutRequests
 
 _COARSE_STEP, _COARSE_TOLERANCE = 1.6, 1.1
 """Of the first seed's search: ratio of neighbouring rates, and of the two rates that it ends with."""
@@ -95,7 +95,7 @@ class Runner:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._drawn = lru_cache(maxsize=32)(self._draw)
-        self._open_loop = lru_cache(maxsize=32)(self._as_open_loop)
+        self._unit_rate = lru_cache(maxsize=32)(self._at_unit_rate)
         self._cost = lru_cache(maxsize=None)(_cost)
 
     def attainment(self, trial: Trial, rate: float, *, num_seeds: int = 0) -> Attainment:
@@ -123,11 +123,11 @@ class Runner:
         # Loads compiled code, which a simulation by the judge alone does not need.
         from pdserve.planner.simulate.scout import scout
 
-        open_loop = self._open_loop(trial.num_requests, seed, trial.model.max_model_len, trial.slo)
+        requests = self._unit_rate(trial.num_requests, seed, trial.model.max_model_len)
         found = scout(
             trial.model,
             trial.layout,
-            open_loop.at_rate(rate),
+            requests.faster(rate),
             slo=trial.slo,
             overheads=trial.overheads,
             max_in_flight=_max_in_flight(trial),
@@ -137,10 +137,11 @@ class Runner:
     def _draw(self, num_requests: int, seed: int, max_model_len: int) -> DrawnRequests:
         return self._workload.draw(num_requests, seed, max_model_len=max_model_len)
 
-    def _as_open_loop(self, num_requests: int, seed: int, max_model_len: int, slo: SloConfig) -> OpenLoop:
-        from pdserve.planner.simulate.scout import OpenLoop
+    def _at_unit_rate(self, num_requests: int, seed: int, max_model_len: int) -> ScoutRequests:
+        """Requests of the scout, at one per second."""
+        from pdserve.planner.simulate.scout import ScoutRequests
 
-        return OpenLoop.of(self._drawn(num_requests, seed, max_model_len), slo)
+        return ScoutRequests.of(self._drawn(num_requests, seed, max_model_len).at_rate(1.0))
 
 
 def _cost(model: PlannedModel, pool: Pool) -> CostModel:

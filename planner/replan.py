@@ -97,14 +97,17 @@ def propose(
     """
     question, best = plan.question, plan.best
     effort = question.effort
+    assert best.goodput is not None, "the best was simulated"
+    # As long as the runs that found the best layout's goodput: shorter ones overstate it.
+    near = max(best.goodput.points, key=lambda point: point.num_runs)
     runs, found = (
         Trial(
             model=question.model,
             layout=each,
             slo=question.slo,
-            num_requests=min(effort.final_requests, effort.most_requests or effort.final_requests),
-            seeds=effort.seeds,
-            is_scouted=True,
+            num_requests=near.num_requests // near.num_runs,
+            seeds=effort.seeds[: near.num_runs],
+            is_scouted=best.goodput.is_scouted,
         )
         for each in (layout, best.layout)
     )

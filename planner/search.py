@@ -56,6 +56,9 @@ _SCREEN_OPTIMISM = 1.15
 _MOST_POINTS = 0.02
 """Difference in attainment between scout and judge that counts as agreement."""
 _JUDGE_STEP, _JUDGE_TOLERANCE = 1.05, 0.02
+_JUDGE_SHARE, _JUDGE_SEEDS, _NUM_SHORTEST = 0.05, 2, 300
+"""Where prompts share prefixes only the judge simulates: its runs relative to the scout's, its seeds, and its
+shortest run."""
 
 Result = TypeVar("Result")
 
@@ -79,12 +82,14 @@ def find_plan(
     report(0.0, "listing layouts")
     _check_prices(question)
     model, effort = question.model, question.effort
+    report(0.01, "loading the scout (the first time compiles it, in a minute)")
+    _load_scout()
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
         enumeration = enumerate_layouts(question)
         drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
         demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
         bound_table = BoundTable(model, demand, question.slo)
-        search = _Search(question, bound_table, pool, report)
+        search = _Search(question, bound_table, pool, report, is_scouted=not demand.num_cached_tokens.any())
         search.weigh(enumeration)
         search.screen()
         search.finish()
@@ -100,6 +105,15 @@ def find_plan(
         elapsed_s=time.perf_counter() - started_s,
         notes=notes + search.notes() + _notes(question, candidates),
     )
+
+
+def _load_scout() -> None:
+    """Before the processes of the pool start, so that they find it compiled."""
+    try:
+        from pdserve.planner.simulate.scout import load_scout
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the search needs {error.name}: pip install 'pdserve[plan]'") from error
+    load_scout()
 
 
 def _check_prices(question: Question) -> None:
@@ -127,7 +141,16 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
 class _Search:
     """One search in progress."""
 
-    def __init__(self, question: Question, bound_table: BoundTable, pool: ProcessPool, progress: Progress) -> None:
+    def __init__(
+        self,
+        question: Question,
+        bound_table: BoundTable,
+        pool: ProcessPool,
+        progress: Progress,
+        *,
+        is_scouted: bool,
+    ) -> None:
+        self._is_scouted = is_scouted
         self._question = question
         self._bound_table = bound_table
         self._ranking = Ranking(question)
@@ -229,7 +252,7 @@ class _Search:
         while True:
             best = best_of_kinds(self._ranking.ranked(self._finalists())).values()
             unjudged = [entry for entry in best if entry.rate and entry not in self._judged]
-            if not unjudged:
+            if not unjudged or not self._is_scouted:
                 return
             jobs: list[Job[Goodput]] = [
                 partial(_judged, trial=self._judge_trial(entry), scouted=entry.final, max_rate=entry.bounds.rate)
@@ -338,15 +361,21 @@ class _Search:
         self._progress(self._fraction, text)
 
     def _trial(self, layout: Layout, *, is_final: bool = False) -> Trial:
-        """A trial of the scout."""
+        """A trial of the scout; of the judge if prompts share prefixes, which the scout does not follow to the worker
+        that caches them."""
         effort = self._question.effort
+        num_requests, seeds = effort.screen_requests, effort.seeds[:1]
+        if is_final:
+            num_requests, seeds = effort.final_requests, effort.seeds
+        if not self._is_scouted:
+            num_requests, seeds = max(round(num_requests * _JUDGE_SHARE), _NUM_SHORTEST), seeds[:_JUDGE_SEEDS]
         return Trial(
             model=self._question.model,
             layout=layout,
             slo=self._question.slo,
-            num_requests=self._limited(effort.final_requests if is_final else effort.screen_requests),
-            seeds=effort.seeds if is_final else effort.seeds[:1],
-            is_scouted=True,
+            num_requests=self._limited(num_requests),
+            seeds=seeds,
+            is_scouted=self._is_scouted,
         )
 
     def _limited(self, num_requests: int) -> int:

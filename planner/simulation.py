@@ -17,6 +17,8 @@ IntArray = npt.NDArray[np.int64]
 
 _LEAST_ANSWERED, _MOST_DRIFT = 0.97, 0.25
 """Limits of a steady state: answers over arrivals, and growth of a request's mean time from one third to the next."""
+_LEAST_RESIDENCES = 30
+"""Length of a run that reaches a steady state, in mean times of its first requests."""
 _DEVIATIONS = 3.0
 """Standard deviations that pass for chance."""
 
@@ -53,11 +55,12 @@ class RequestTimes:
     @property
     def is_saturated(self) -> bool:
         """Whether the run had no steady state: over its second half answers lag behind arrivals, or from its second to
-        its last third the time from arrival to last token grows, by more than chance would explain."""
+        its last third the time from arrival to last token grows, by more than chance would explain. Runs too short to
+        reach a steady state from an empty cluster do not count."""
         residence_s = self.last_token_s - self.arrived_s
         is_over = np.isfinite(residence_s)
-        _, middle_s, last_s = np.array_split(residence_s[is_over], 3)
-        if len(middle_s) < 2:
+        first_s, middle_s, last_s = np.array_split(residence_s[is_over], 3)
+        if len(middle_s) < 2 or self.arrived_s[-1] - self.arrived_s[0] < _LEAST_RESIDENCES * first_s.mean():
             return False
         error_s = _DEVIATIONS * float(np.hypot(middle_s.std(), last_s.std())) / np.sqrt(len(middle_s))
         if last_s.mean() - middle_s.mean() > _MOST_DRIFT * middle_s.mean() + error_s:

@@ -19,9 +19,11 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
+from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.requests import DrawnRequests, SimulatedRequest
+from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulate import scout_kernel as kernel
 from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes, Simulation
 from pdserve.planner.simulator import Overheads
@@ -29,8 +31,6 @@ from pdserve.planner.simulator import Overheads
 _ROLES = {WorkerRole.PREFILL: kernel.PREFILL, WorkerRole.DECODE: kernel.DECODE, WorkerRole.MIXED: kernel.MIXED}
 _DENSE_COUNTS = 256
 _COUNT_RATIO = 1.01
-_IDLE_SHARE = 0.6
-"""Share of the objectives that a turn takes on average, where its answer must be known to tell when the next begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,61 +68,9 @@ class ScoutRequests:
             num_prefix_tokens=num_prefix_tokens,
         )
 
-
-@dataclass(frozen=True, slots=True)
-class OpenLoop:
-    """A draw whose follow-up turns come at times of their own instead of after the answers before them.
-
-    Every worker is assumed to have cached what came before: the earlier turns, and prefixes of earlier conversations.
-    """
-
-    starts_s: FloatArray
-    """Start of each request's conversation, at one conversation per second."""
-    delays_s: FloatArray
-    """From there to the request, at any rate."""
-    requests: ScoutRequests
-    """In order of conversations."""
-
-    @classmethod
-    def of(cls, drawn: DrawnRequests, slo: SloConfig) -> OpenLoop:
-        rows: list[tuple[float, float, int, int, int]] = []
-        seen: set[tuple[int, ...]] = set()
-        for first in drawn.at_rate(1.0):
-            delay_s, num_cached = 0.0, 0
-            path: tuple[int, ...] = ()
-            for segment in first.segments:
-                path = (*path, *segment)
-                if path in seen:
-                    num_cached += segment.num_tokens
-                seen.add(path)
-            for turn in first.turns():
-                if turn is not first:
-                    delay_s += turn.arrived_s
-                rows.append((first.arrived_s, delay_s, turn.num_prompt_tokens, turn.num_output_tokens, num_cached))
-                delay_s += _IDLE_SHARE * (slo.ttft_seconds + (turn.num_output_tokens - 1) * slo.tpot_seconds)
-                num_cached = turn.num_prompt_tokens + turn.num_output_tokens
-        starts_s, delays_s, *counts = np.array(rows, np.float64).T
-        num_prompt, num_output, cached = (column.astype(np.int64) for column in counts)
-        return cls(
-            starts_s.copy(),
-            delays_s.copy(),
-            ScoutRequests(
-                arrived_s=starts_s + delays_s,
-                num_prompt_tokens=num_prompt,
-                num_output_tokens=num_output,
-                num_cached_tokens=cached,
-                num_shared_tokens=np.zeros(len(rows), np.int64),
-            ),
-        )
-
-    def at_rate(self, requests_per_s: float) -> ScoutRequests:
-        """The requests at this rate, counting every turn, in order of arrival."""
-        num_conversations = np.count_nonzero(self.delays_s == 0)
-        arrived_s = self.starts_s * (len(self.starts_s) / num_conversations / requests_per_s) + self.delays_s
-        order = np.argsort(arrived_s, kind="stable")
-        columns = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_shared_tokens")
-        ordered = {name: getattr(self.requests, name)[order] for name in columns}
-        return replace(self.requests, arrived_s=arrived_s[order], **ordered)
+    def faster(self, factor: float) -> ScoutRequests:
+        """The same requests, ``factor`` times as many per second."""
+        return replace(self, arrived_s=self.arrived_s / factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +140,16 @@ def scout(
         num_preemptions=int(workers["num_preemptions"].sum()),
         num_decoded=int(workers["num_decoded"].sum()),
     )
+
+
+def load_scout() -> None:
+    """Load the compiled kernel, or compile it."""
+    shape = ModelShape(
+        num_layers=1, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=8
+    )
+    pool = Pool(role=WorkerRole.MIXED, replicas=1, hardware=hardware("h100-sxm"))
+    requests = ScoutRequests.of([SimulatedRequest(0.0, 1, 2)])
+    scout(PlannedModel(name="", shape=shape), Layout(mixed=pool), requests, slo=SloConfig())
 
 
 def _cluster(
@@ -285,3 +243,7 @@ def step_table(cost: CostModel, num_counts: int) -> FloatArray:
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+if __name__ == "__main__":
+    load_scout()
