@@ -238,9 +238,12 @@ def _mean(values: Iterable[BoolArray | FloatArray]) -> float:
 
 def _interval(met: Sequence[BoolArray], *, of_further_run: bool = False) -> Interval:
     """Confidence interval from the means of batches of consecutive requests, which hardly depend on each other (Law,
-    "Simulation Modeling and Analysis", section 9.5.3); never narrower than Wilson's for independent requests, which
-    does not collapse if all of them met the objectives. That of a further run adds the variance of one run."""
-    share, num_counted = _mean(met), float(sum(len(each) for each in met))
+    "Simulation Modeling and Analysis", section 9.5.3).
+
+    That of the mean is never narrower than Wilson's for independent requests, which does not collapse if all of them
+    met the objectives. That of a further run adds the variance of one run.
+    """
+    share, num_counted = _mean(met), sum(len(each) for each in met)
     if not num_counted:
         return Interval(0.0, 1.0)
     means = [float(batch.mean()) for each in met for batch in np.array_split(each, NUM_BATCHES) if len(batch)]
@@ -248,12 +251,13 @@ def _interval(met: Sequence[BoolArray], *, of_further_run: bool = False) -> Inte
     if len(means) > 1:
         student = next(quantile for degrees, quantile in _STUDENT_T if len(means) - 1 >= degrees)
         half = student * float(np.std(means, ddof=1)) * sqrt(1 / len(means) + of_further_run / NUM_BATCHES)
-    if of_further_run:
-        num_counted /= 1 + len(met)
-    z_squared = _NORMAL_Z**2 / num_counted
-    centre = (share + z_squared / 2) / (1 + z_squared)
-    spread = _NORMAL_Z * sqrt(share * (1 - share) / num_counted + z_squared / (4 * num_counted)) / (1 + z_squared)
-    return Interval(max(0.0, min(share - half, centre - spread)), min(1.0, max(share + half, centre + spread)))
+    low, high = share - half, share + half
+    if not of_further_run:
+        z_squared = _NORMAL_Z**2 / num_counted
+        centre = (share + z_squared / 2) / (1 + z_squared)
+        spread = _NORMAL_Z * sqrt(share * (1 - share) / num_counted + z_squared / (4 * num_counted)) / (1 + z_squared)
+        low, high = min(low, centre - spread), max(high, centre + spread)
+    return Interval(max(0.0, low), min(1.0, high))
 
 
 def _distribution(latency_s: FloatArray) -> Distribution:
