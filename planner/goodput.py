@@ -61,8 +61,8 @@ class Goodput:
     """The highest rate that met the target, and all points on the way to it."""
 
     rate: float
-    """Highest simulated rate, in requests per second of the whole layout, that meets the target with 95 % confidence;
-    0 if none does."""
+    """Highest simulated rate, in requests per second of the whole layout, that meets the target, with 95 % confidence
+    if it was simulated with several seeds; 0 if none does."""
     interval: Interval
     """From ``rate`` to the rate at which the target is missed with 95 % confidence."""
     target: float
@@ -166,6 +166,8 @@ def find_goodput(
 ) -> Goodput:
     """Goodput of ``trial``: the first seed finds the rate roughly, all seeds precisely.
 
+    One run meets the target by its share, several with 95 % confidence.
+
     Args:
         start_rate: a guess; any rate above 0 leads to the same goodput, within the tolerance.
         step: ratio of the first two rates; 0 for a guess that may be far off.
@@ -186,7 +188,7 @@ def find_goodput(
             if point is None or point.num_runs < num_seeds:
                 points[rate] = point = runner.attainment(trial, rate, num_seeds=num_seeds)
                 num_requests += point.num_requests
-            return point.surely_meets(target)
+            return point.surely_meets(target) if num_seeds > 1 else point.meets(target)
 
         return meets
 

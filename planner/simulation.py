@@ -54,9 +54,11 @@ class RequestTimes:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether the run had no steady state: over its second half answers lag behind arrivals, or from its second to
-        its last third the time from arrival to last token grows, by more than chance would explain. Runs too short to
-        reach a steady state from an empty cluster do not count."""
+        """Whether the run had no steady state: requests were rejected, over its second half answers lag behind
+        arrivals, or from its second to its last third the time from arrival to last token grows, by more than chance
+        would explain. Without rejections, runs too short to reach a steady state from an empty cluster do not count."""
+        if self.is_rejected.mean() > 1 - _LEAST_ANSWERED:
+            return True
         residence_s = self.last_token_s - self.arrived_s
         is_over = np.isfinite(residence_s)
         first_s, middle_s, last_s = np.array_split(residence_s[is_over], 3)

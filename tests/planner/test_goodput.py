@@ -78,12 +78,14 @@ def falling(middle: float, steepness: float = 8.0) -> Callable[[float], float]:
 
 
 @pytest.mark.parametrize("start_rate", [0.5, 9.0, 10.5, 400.0])
-@pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)], ids=str)
-def test_the_goodput_is_the_highest_rate_that_a_further_run_meets(start_rate: float, seeds: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("seeds", "least_share"), [((0,), 0.9), ((0, 1, 2), 0.91)], ids=str)
+def test_the_goodput_is_the_highest_rate_that_one_run_meets_or_several_surely_meet(
+    start_rate: float, seeds: tuple[int, ...], least_share: float
+) -> None:
     share = falling(10.0)
     goodput = find_goodput(CurveRunner(share), replace(a_trial(), seeds=seeds), start_rate, tolerance=0.01)
-    assert share(goodput.rate) >= 0.91
-    assert share(goodput.rate * 1.01) < 0.91
+    assert share(goodput.rate) >= least_share
+    assert share(goodput.rate * 1.01) < least_share
     low, high = goodput.interval
     assert low == goodput.rate
     assert low < 10.0 < high
@@ -132,11 +134,10 @@ def test_known_results_are_not_simulated_again() -> None:
     assert runner.num_runs == len(goodput.points) - 1
 
 
-def test_scout_and_judge_find_about_the_same_goodput() -> None:
+def test_the_judge_attains_the_same_at_the_goodput_that_the_scout_finds() -> None:
     pytest.importorskip("numba", reason="the scout needs the planner's extra")
-    trial = a_trial(num_requests=1500)
-    judged, scouted = (
-        find_goodput(Runner(SHORT), replace(trial, is_scouted=is_scouted), 25.0) for is_scouted in (False, True)
-    )
+    trial, runner = replace(a_trial(num_requests=1500), seeds=(0,)), Runner(SHORT)
+    scouted = find_goodput(runner, replace(trial, is_scouted=True), 25.0)
     assert scouted.is_scouted
-    assert scouted.rate == pytest.approx(judged.rate, rel=0.05)
+    assert scouted.at_rate is not None
+    assert runner.attainment(trial, scouted.rate).share == pytest.approx(scouted.at_rate.share, abs=0.02)
