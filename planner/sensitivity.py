@@ -17,6 +17,8 @@ from pdserve.planner.process_pool import Job
 _TIME_FACTORS = (0.9, 1.1)
 _SATURATION = 1.1
 """Start rate for saturation, as a multiple of the goodput."""
+_HIGHEST_RATE = 4.0
+"""Where a search ends, as a multiple of the goodput: with conversations no rate may saturate a short run."""
 
 
 class SensitivityAnalysis:
@@ -35,13 +37,15 @@ class SensitivityAnalysis:
         # Their rates are on a clock of their own: see `slowed`.
         searches += [(slowed(trial, factor), rate / sqrt(factor)) for factor in _TIME_FACTORS]
         self.jobs: list[Job[Goodput]] = [
-            partial(find_goodput, trial=each, start_rate=start_rate, step=1.1) for each, start_rate in searches
+            partial(find_goodput, trial=each, start_rate=start_rate, step=1.1, max_rate=rate * _HIGHEST_RATE)
+            for each, start_rate in searches
         ]
         """Simulations to run before `results`."""
 
     def results(self, goodputs: Sequence[Goodput]) -> tuple[float | None, tuple[Sensitivity, ...]]:
         """Rate at which the winner's attainment falls to half of its target or the cluster saturates, and its goodput
-        with faster and slower steps; ``None`` and nothing if one run of the winner meets the target at no rate.
+        with faster and slower steps; ``None`` and nothing if one run of the winner meets the target at no rate, ``None``
+        if it saturates at none.
 
         Args:
             goodputs: results of `jobs`.
@@ -50,6 +54,7 @@ class SensitivityAnalysis:
         if not predicted.rate:
             return None, ()
         scale = self._rate / predicted.rate
-        return max(self._rate, scale * saturation.rate), tuple(
+        saturation_rate = None if saturation.is_capped else max(self._rate, scale * saturation.rate)
+        return saturation_rate, tuple(
             Sensitivity(factor, scale * each.rate / factor) for factor, each in zip(_TIME_FACTORS, slow, strict=True)
         )
