@@ -140,8 +140,8 @@ def findings(plan: Plan) -> Iterator[str]:
     yield from best.reasons
     if best.saturation_rate is not None and best.saturation_margin is not None:
         yield (
-            f"Saturation: attainment falls to half of its target, or answers lag behind arrivals, at "
-            f"{wording.rate(best.saturation_rate)}, {wording.number(best.saturation_margin)} times the goodput."
+            f"Saturation: attainment halves, or answers lag behind arrivals, at {wording.rate(best.saturation_rate)}, "
+            f"{wording.number(best.saturation_margin)} times the goodput."
         )
     for each in best.sensitivity:
         percent = round(abs(each.time_factor - 1) * 100)
