@@ -333,7 +333,13 @@ class _Search:
 
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
-        return tuple(self._notes)
+        if self._is_scouted:
+            return tuple(self._notes)
+        num_requests = self._trial(self._finalists()[0].layout, is_final=True).num_requests
+        return (
+            f"Prompts share prefixes: runs of {num_requests:,} requests, which may be too short to show slow "
+            "saturation. Confirm the rate with a long `pdserve simulate`.",
+        )
 
     def screening(self, num_without_memory: int) -> Screening:
         """Number of layouts by outcome."""

@@ -224,6 +224,7 @@ def test_prompts_that_share_prefixes_are_the_judges_alone() -> None:
     assert plan.best.goodput is not None
     assert not plan.best.goodput.is_scouted
     assert plan.best.rate > 0
+    assert any("runs of 300 requests, which may be too short" in note for note in plan.notes)
 
 
 def test_the_least_cost_needs_prices() -> None:
