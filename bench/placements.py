@@ -27,7 +27,7 @@ from pdserve.planner.plan import Candidate, Effort, InfeasibleSloError, Plan, Qu
 from pdserve.planner.presets import preset
 from pdserve.planner.search import find_plan
 
-QUICK = Effort(screen_requests=300, final_requests=1000, seeds=(0,), num_screened=12, num_finalists=2)
+QUICK = Effort(final_requests=5000, judge_requests=2000, seeds=(0, 1), num_screened=12, num_finalists=2)
 
 
 @dataclass(frozen=True, slots=True)

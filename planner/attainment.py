@@ -74,10 +74,12 @@ class Attainment:
     rate: float
     """Offered requests per second."""
     share: float
-    """Counted requests that met both objectives. If the run was stopped early (``is_partial``), an upper bound. With
-    ``is_finite`` of `measure`, as papers do it, the smaller of the shares below."""
+    """Counted requests that met both objectives. With ``is_finite`` of `measure`, as papers do it, the smaller of the
+    shares below."""
     interval: Interval
     """Confidence interval of ``share``, from the means of consecutive batches of requests."""
+    of_further_run: Interval
+    """The share of a further run of this length lies in it with 95 % confidence."""
     ttft_share: float
     """Counted requests that met the TTFT objective, whatever their TPOT."""
     tpot_share: float
@@ -100,16 +102,21 @@ class Attainment:
     pools: tuple[PoolUse, ...]
     num_runs: int = 1
     """Runs of equal length with different seeds."""
-    is_partial: bool = False
+    is_saturated: bool = False
+    """A run had no steady state (`RequestTimes.is_saturated`): a longer one would attain less."""
 
     @property
     def network_share(self) -> float:
         """Pulls that crossed the network, as a share of all pulls."""
-        return max(pool.network_share for pool in self.pools)
+        return max((pool.network_share for pool in self.pools), default=0.0)
 
     def meets(self, target: float) -> bool:
-        """Whether enough requests met both objectives."""
-        return self.share >= target and not self.is_partial
+        """Whether enough requests met both objectives, in a steady state."""
+        return self.share >= target and not self.is_saturated
+
+    def surely_meets(self, target: float) -> bool:
+        """Whether a further run would meet the target, with 95 % confidence."""
+        return self.of_further_run.low >= target and not self.is_saturated
 
     @property
     def binding_slo(self) -> str:
@@ -132,33 +139,29 @@ def measure(
     slo: SloConfig,
     rate: float,
     *,
-    num_offered: int = 0,
     is_finite: bool = False,
 ) -> Attainment:
     """Evaluate runs of one layout at one rate that differ in their seeds.
 
     Args:
         rate: offered requests per second.
-        num_offered: requests of each run; required if a run was stopped early.
-        is_finite: count every request, and compare each objective's own share with the target, not the joint share.
+        is_finite: count every request, and compare each objective's own share with the target, not the joint share; no
+            run counts as saturated.
     """
     assert runs
     judged = [_Judged.of(run, slo, is_finite=is_finite) for run in runs]
-    is_partial = any(run.was_stopped for run in runs)
     met = [each.met for each in judged]
-    share, interval = _mean(met), _interval(met)
+    share, interval, of_further_run = _mean(met), _interval(met), _interval(met, of_further_run=True)
     ttft_share, tpot_share = _mean([each.met_ttft for each in judged]), _mean([each.met_tpot for each in judged])
     if is_finite:
         share = min(ttft_share, tpot_share)
         interval = min(_interval([each.met_ttft for each in judged]), _interval([each.met_tpot for each in judged]))
-    if is_partial:
-        assert num_offered, "a stopped run needs the number of offered requests"
-        share = 1 - sum(each.num_missed for each in judged) / (num_offered * len(runs))
-        interval = Interval(0.0, share)
+        of_further_run = interval
     return Attainment(
         rate=rate,
         share=share,
         interval=interval,
+        of_further_run=of_further_run,
         ttft_share=ttft_share,
         tpot_share=tpot_share,
         ttft=_distribution(np.concatenate([each.ttft_s for each in judged])),
@@ -172,7 +175,7 @@ def measure(
         output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
         pools=tuple(_pool_uses(runs)),
         num_runs=len(runs),
-        is_partial=is_partial,
+        is_saturated=not is_finite and any(run.times.is_saturated for run in runs),
     )
 
 
@@ -187,8 +190,6 @@ class _Judged(NamedTuple):
     """Answers of two tokens or more."""
     num_answered: int
     """Tokens of all finished answers, including the warm-up's."""
-    num_missed: int
-    """Requests known to have missed an objective, including the warm-up's."""
     warm_up_s: float
     mean_residence_s: float
 
@@ -201,7 +202,6 @@ class _Judged(NamedTuple):
         ttft_s, tpot_s = _or_never(times.ttft_s), _or_never(times.tpot_s)
         met_ttft, met_tpot = ttft_s <= slo.ttft_seconds, tpot_s <= slo.tpot_seconds
         is_over = np.isfinite(tpot_s)
-        was_late = (np.isfinite(ttft_s) & ~met_ttft) | (is_over & ~met_tpot) | times.is_rejected
         return cls(
             met=(met_ttft & met_tpot)[counts],
             met_ttft=met_ttft[counts],
@@ -209,7 +209,6 @@ class _Judged(NamedTuple):
             ttft_s=ttft_s[counts],
             tpot_s=tpot_s[counts & (times.num_output_tokens > 1)],
             num_answered=int(times.num_output_tokens[is_over].sum()),
-            num_missed=int(was_late.sum()),
             warm_up_s=start_s,
             mean_residence_s=residence_s,
         )
@@ -237,10 +236,13 @@ def _mean(values: Iterable[BoolArray | FloatArray]) -> float:
     return float(together.mean()) if len(together) else 0.0
 
 
-def _interval(met: Sequence[BoolArray]) -> Interval:
+def _interval(met: Sequence[BoolArray], *, of_further_run: bool = False) -> Interval:
     """Confidence interval from the means of batches of consecutive requests, which hardly depend on each other (Law,
-    "Simulation Modeling and Analysis", section 9.5.3); never narrower than Wilson's for independent requests, which
-    does not collapse if all of them met the objectives."""
+    "Simulation Modeling and Analysis", section 9.5.3).
+
+    That of the mean is never narrower than Wilson's for independent requests, which does not collapse if all of them
+    met the objectives. That of a further run adds the variance of one run.
+    """
     share, num_counted = _mean(met), sum(len(each) for each in met)
     if not num_counted:
         return Interval(0.0, 1.0)
@@ -248,11 +250,14 @@ def _interval(met: Sequence[BoolArray]) -> Interval:
     half = inf
     if len(means) > 1:
         student = next(quantile for degrees, quantile in _STUDENT_T if len(means) - 1 >= degrees)
-        half = student * float(np.std(means, ddof=1)) / sqrt(len(means))
-    z_squared = _NORMAL_Z**2 / num_counted
-    centre = (share + z_squared / 2) / (1 + z_squared)
-    spread = _NORMAL_Z * sqrt(share * (1 - share) / num_counted + z_squared / (4 * num_counted)) / (1 + z_squared)
-    return Interval(max(0.0, min(share - half, centre - spread)), min(1.0, max(share + half, centre + spread)))
+        half = student * float(np.std(means, ddof=1)) * sqrt(1 / len(means) + of_further_run / NUM_BATCHES)
+    low, high = share - half, share + half
+    if not of_further_run:
+        z_squared = _NORMAL_Z**2 / num_counted
+        centre = (share + z_squared / 2) / (1 + z_squared)
+        spread = _NORMAL_Z * sqrt(share * (1 - share) / num_counted + z_squared / (4 * num_counted)) / (1 + z_squared)
+        low, high = min(low, centre - spread), max(high, centre + spread)
+    return Interval(max(0.0, low), min(1.0, high))
 
 
 def _distribution(latency_s: FloatArray) -> Distribution:

@@ -67,9 +67,9 @@ def _resource(layout: Layout, bounds: Bounds, seen: Attainment | None) -> Resour
     """The limiting resource at the goodput, from the objective that more requests miss, or from the bound."""
     if seen is None:
         return bounds.resource
-    use = next(use for use in seen.pools if use.role is not WorkerRole.PREFILL)
-    if use.num_preemptions or use.kv_share > _FULL_SHARE:
-        return Resource.KV_MEMORY
+    for use in seen.pools:
+        if use.role is not WorkerRole.PREFILL and (use.num_preemptions or use.kv_share > _FULL_SHARE):
+            return Resource.KV_MEMORY
     if layout.is_colocated:
         return bounds.resource
     if seen.binding_slo == "ttft":
@@ -148,7 +148,7 @@ def _figures(
     worker, model = bound_table.figures(pool), question.model
     use: PoolUse | None = None
     if seen is not None:
-        use = next(use for use in seen.pools if use.role is pool.role)
+        use = next((use for use in seen.pools if use.role is pool.role), None)
     cost = worker.cost
     num_tokens = worker.num_kv_blocks * model.block_size
     return PoolFigures(

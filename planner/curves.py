@@ -1,17 +1,18 @@
 """Attainment of a plan's leading candidates at rates around their goodput, for the curves of its report.
 
-The search tries few rates and stops most of them early; a curve needs runs that reach their end. These runs are as
-long as the ones that found the goodput, because shorter ones overstate it, and reuse their results as points.
+The search tries few rates, near the goodput. These runs are as long as the ones that found it, because shorter ones
+overstate it, and its results are points of the curves, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import Trial, Workload
+from pdserve.planner.goodput import Runner, Trial, Workload
 from pdserve.planner.plan import Candidate, Question
-from pdserve.planner.process_pool import AttainJob, ProcessPool
+from pdserve.planner.process_pool import Job, ProcessPool
 
 _SHARES_OF_GOODPUT = (0.5, 0.8, 0.92, 1.1, 1.3)
 
@@ -24,39 +25,44 @@ def attainment_curves(
     Args:
         candidates: simulated ones. Each runs once per rate, in addition to the existing results near its goodput.
     """
-    trials = [_trial(question, candidate) for candidate in candidates]
-    jobs = [
-        AttainJob(trial, (candidate.rate or _judged_by(candidate)[0].rate) * share)
-        for trial, candidate in zip(trials, candidates, strict=True)
+    jobs: list[Job[Attainment]] = [
+        partial(Runner.attainment, trial=_trial(question, candidate), rate=_middle(candidate) * share)
+        for candidate in candidates
         for share in _SHARES_OF_GOODPUT
     ]
     with ProcessPool(workload, num_processes) as pool:
-        seen = pool.attainments(jobs, lambda num_done: None)
+        seen = pool.run(jobs)
     length = len(_SHARES_OF_GOODPUT)
     return [
-        sorted([*seen[row * length : (row + 1) * length], *_judged_by(candidate)], key=lambda point: point.rate)
+        sorted([*seen[row * length : (row + 1) * length], *_precise(candidate)], key=lambda point: point.rate)
         for row, candidate in enumerate(candidates)
     ]
 
 
-def _judged_by(candidate: Candidate) -> list[Attainment]:
-    """Results with the most seeds, which enclose the goodput; at least one."""
-    goodput = candidate.goodput
-    assert goodput is not None, "only simulated candidates have curves"
-    at_rate = goodput.at_rate
-    if at_rate is None:
-        return [goodput.points[0]]
-    return [point for point in goodput.points if not point.is_partial and point.num_runs == at_rate.num_runs]
+def _points(candidate: Candidate) -> Sequence[Attainment]:
+    assert candidate.goodput is not None, "only simulated candidates have curves"
+    return candidate.goodput.points
+
+
+def _middle(candidate: Candidate) -> float:
+    """The goodput; the lowest simulated rate if it is 0."""
+    return candidate.rate or _points(candidate)[0].rate
+
+
+def _precise(candidate: Candidate) -> list[Attainment]:
+    """Results with the most seeds."""
+    points = _points(candidate)
+    most = max(point.num_runs for point in points)
+    return [point for point in points if point.num_runs == most]
 
 
 def _trial(question: Question, candidate: Candidate) -> Trial:
-    effort = question.effort
-    judged = _judged_by(candidate)[0]
+    point = _points(candidate)[0]
     return Trial(
         model=question.model,
         layout=candidate.layout,
         slo=question.slo,
-        num_requests=judged.num_requests // judged.num_runs,
-        seeds=effort.seeds[:1],
-        is_finite=effort.is_finite,
+        num_requests=point.num_requests // point.num_runs,
+        seeds=question.effort.seeds[:1],
+        is_scouted=candidate.goodput is not None and candidate.goodput.is_scouted,
     )

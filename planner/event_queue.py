@@ -23,15 +23,10 @@ class EventQueue:
         heappush(self._entries, (instant_s, self._num_entered, call))
 
     def run(self) -> None:
-        """Make calls until none is left or `stop` is called."""
+        """Make calls until none is left."""
         entries = self._entries
         while entries:
             instant_s, _, call = heappop(entries)
             if instant_s > self.now_s:
                 self.now_s = instant_s
             call()
-
-    def stop(self) -> None:
-        """Drop all calls, including those that the current call adds later."""
-        self._entries.clear()
-        self._entries = []  # `run` sees the empty list

@@ -30,9 +30,9 @@ def nothing_met(question: Question, simulated: Sequence[Entry]) -> InfeasibleSlo
     """No simulated layout met the SLO at any tried rate."""
     seen = [(entry, point) for entry in simulated if entry.goodput for point in entry.goodput.points]
     entry, point = max(seen, key=lambda each: each[1].share)
-    best = f"at most {share(point.share)}" if point.is_partial else share(point.share)
+    surely = f", surely {share(point.of_further_run.low)}," if point.meets(question.slo.attainment) else ""
     return InfeasibleSloError(
-        f"no layout meets {_slo_words(question)} at any rate: the best was {best} at "
+        f"no layout meets {_slo_words(question)} at any rate: the best was {share(point.share)}{surely} at "
         f"{rate_words(point.rate)}, by {entry.layout}; loosen the SLO, or plan for faster devices"
     )
 

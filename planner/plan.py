@@ -78,21 +78,20 @@ class Space:
 class Effort:
     """Amount of simulation."""
 
-    screen_requests: int = 400
-    """Minimum per screened layout and rate; more if many requests are in flight."""
-    final_requests: int = 1000
-    """Minimum per finalist, seed and rate."""
+    screen_requests: int = 2000
+    """Per screened layout and rate."""
+    final_requests: int = 20_000
+    """Per finalist, seed and rate."""
+    judge_requests: int = 10_000
+    """Per run of the judge."""
     most_requests: int | None = None
-    """Maximum of any simulation, even if many requests are in flight: a trace has no more. ``None`` for no limit."""
-    seeds: tuple[int, ...] = (0, 1)
-    """For the best finalists; all candidates see the same workloads. Other layouts, and screening, use the first."""
+    """Maximum of any simulation: a trace has no more. ``None`` for no limit."""
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """For finalists; all candidates see the same workloads. Screening uses the first, the judge another one."""
     num_screened: int = 8
     num_finalists: int = 4
-    tolerance: float = 0.06
-    """Largest distance, as a share, of the best finalists' goodput from a rate simulated with all seeds."""
-    is_finite: bool = False
-    """Count all requests of a short run, and compare each objective's own percentile instead of both jointly: as papers
-    do, and only for comparison with theirs."""
+    tolerance: float = 0.02
+    """Ratio, less 1, of two neighbouring rates of which one meets the target and the other does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +149,11 @@ class Candidate:
     pools: tuple[PoolFigures, ...]
     dollars_per_hour: float | None
     is_final: bool = False
-    """Simulated at length, the best of a kind with several seeds; ``goodput.interval`` is a confidence interval."""
+    """Simulated at length, with several seeds."""
     at_winners_rate: Attainment | None = None
-    """Result at the winner's rate, or within `Effort.tolerance` of it; finalists only."""
+    """Result at the winner's rate; finalists only."""
     saturation_rate: float | None = None
-    """Rate at which attainment falls to half of its target; winner only."""
+    """Rate at which attainment falls to half of its target, or answers lag behind arrivals; winner only."""
     sensitivity: tuple[Sensitivity, ...] = ()
     """Winner only."""
     reasons: tuple[str, ...] = ()

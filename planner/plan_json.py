@@ -92,7 +92,7 @@ def attainment_json(point: Attainment) -> Json:
         "mean_residence_s": _finite(point.mean_residence_s),
         "output_tokens_per_s": point.output_tokens_per_s,
         "pools": to_plain(point.pools),
-        "is_partial": point.is_partial,
+        "is_saturated": point.is_saturated,
     }
 
 

@@ -140,7 +140,7 @@ def findings(plan: Plan) -> Iterator[str]:
     yield from best.reasons
     if best.saturation_rate is not None and best.saturation_margin is not None:
         yield (
-            f"Saturation: attainment falls to half of its target at {wording.rate(best.saturation_rate)}, "
+            f"Saturation: attainment halves, or answers lag behind arrivals, at {wording.rate(best.saturation_rate)}, "
             f"{wording.number(best.saturation_margin)} times the goodput."
         )
     for each in best.sensitivity:

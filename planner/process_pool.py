@@ -11,34 +11,19 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, connection, get_context, parent_process
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self, TypeVar
 
-from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import Goodput, OneRate, RateSearch, Run, Runner, Trial, Workload, run_search
-from pdserve.planner.goodput_search import GoodputSearch
-from pdserve.planner.simulation import Simulation
+from pdserve.planner.goodput import Runner, Workload
 
 _GC_THRESHOLD = 100_000
 """New objects between searches for cycles in a process of the pool."""
 
-
-class GoodputJob(NamedTuple):
-    """Arguments of a `GoodputSearch`."""
-
-    trial: Trial
-    start_rate: float
-    tolerance: float
-    max_rate: float = float("inf")
-
-
-class AttainJob(NamedTuple):
-    """Attainment at one rate, with every seed."""
-
-    trial: Trial
-    rate: float
+Result = TypeVar("Result")
+Job = Callable[[Runner], Result]
+"""A simulation, or a search that takes several; it crosses to another process, so it is a partial call."""
 
 
 class ProcessPool:
@@ -70,49 +55,23 @@ class ProcessPool:
                 child.terminate()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def run(self, searches: Sequence[RateSearch], done: Callable[[int], None]) -> None:
-        """Execute all runs of ``searches``, each as soon as it is requested; ``done`` receives the number ended.
+    def run(self, jobs: Sequence[Job[Result]], done: Callable[[int], None] = lambda num_done: None) -> list[Result]:
+        """Results of ``jobs``, in order; ``done`` receives the number that have ended.
 
         Raises:
             ValueError: a layout cannot run.
         """
         if self._executor is None:
-            for num_done, search in enumerate(searches, 1):
-                run_search(search, self._runner)
+            results = []
+            for num_done, job in enumerate(jobs, 1):
+                results.append(job(self._runner))
                 done(num_done)
-            return
-        under_way: dict[Future[Simulation], tuple[RateSearch, Run]] = {}
-        num_done = 0
-        idle = list(searches)
-        while idle or under_way:
-            for search in idle:
-                runs = search.ask()
-                under_way |= {self._executor.submit(_carry_out, run): (search, run) for run in runs}
-                if not runs:
-                    num_done += 1
-                    done(num_done)
-            idle = []
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                search, run = under_way.pop(future)
-                search.tell(run, future.result())
-                if all(search is not busy for busy, _ in under_way.values()):
-                    idle.append(search)
-
-    def goodputs(self, jobs: Sequence[GoodputJob], done: Callable[[int], None]) -> list[Goodput]:
-        """Goodput of each job, in order.
-
-        Raises:
-            ValueError: a layout cannot run.
-        """
-        searches = [GoodputSearch(*job) for job in jobs]
-        self.run(searches, done)
-        return [search.goodput() for search in searches]
-
-    def attainments(self, jobs: Sequence[AttainJob], done: Callable[[int], None]) -> list[Attainment]:
-        """Attainment of each job, in order; raises like `goodputs`."""
-        rates = [OneRate(*job) for job in jobs]
-        self.run(rates, done)
-        return [each.attainment() for each in rates]
+            return results
+        futures = [self._executor.submit(_carry_out, job) for job in jobs]
+        for num_done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            done(num_done)
+        return [future.result() for future in futures]
 
 
 _runner_of_process: list[Runner] = []
@@ -137,5 +96,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _carry_out(run: Run) -> Simulation:
-    return _runner_of_process[0].carry_out(run)
+def _carry_out(job: Job[Result]) -> Result:
+    return job(_runner_of_process[0])

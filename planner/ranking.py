@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from pdserve.planner.bounds import Bounds
 from pdserve.planner.goodput import Goodput
-from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout
 from pdserve.planner.plan import Objective, Question
 
@@ -26,17 +25,10 @@ class Entry:
     """From short runs."""
     final: Goodput | None = None
     """From long runs."""
-    search: GoodputSearch | None = None
-    """The latest search."""
 
     @property
     def goodput(self) -> Goodput | None:
         return self.final or self.screened
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether its latest search asks for no more runs."""
-        return self.search is not None and self.search.is_settled
 
     @property
     def rate(self) -> float:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import Goodput, Trial, Workload
+from pdserve.planner.goodput import Goodput, Runner, Trial, Workload, find_goodput
 from pdserve.planner.hosts import host_sentence
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.plan import Candidate, Plan
 from pdserve.planner.plan_json import Json, attainment_json, layout_json, plan_json
-from pdserve.planner.process_pool import AttainJob, GoodputJob, ProcessPool
+from pdserve.planner.process_pool import Job, ProcessPool
 from pdserve.planner.running import RunningWorker
 
 DEFAULT_HYSTERESIS = 0.1
@@ -97,28 +98,30 @@ def propose(
     question, best = plan.question, plan.best
     effort = question.effort
     assert best.goodput is not None, "the best was simulated"
-    assert best.goodput.at_rate is not None
+    # As long as the runs that found the best layout's goodput: shorter ones overstate it.
+    near = max(best.goodput.points, key=lambda point: point.num_runs)
     runs, found = (
         Trial(
             model=question.model,
             layout=each,
             slo=question.slo,
-            # As long as the search's run of the best layout: shorter runs overstate goodput.
-            num_requests=best.goodput.at_rate.num_requests // len(effort.seeds),
-            seeds=effort.seeds,
+            num_requests=near.num_requests // near.num_runs,
+            seeds=effort.seeds[: near.num_runs],
+            is_scouted=best.goodput.is_scouted,
         )
         for each in (layout, best.layout)
     )
+    search: Job[Goodput] = partial(
+        find_goodput, trial=runs, start_rate=best.rate, tolerance=effort.tolerance, max_rate=_HIGHEST * best.bounds.rate
+    )
+    at_observed: list[Job[Attainment]] = [
+        partial(Runner.attainment, trial=each, rate=observed_rate) for each in (runs, found)
+    ]
     with ProcessPool(workload, num_processes) as pool:
-        limit = _HIGHEST * best.bounds.rate
-        (goodput,) = pool.goodputs([GoodputJob(runs, best.rate, effort.tolerance, limit)], _unheard)
-        running_at, best_at = pool.attainments([AttainJob(each, observed_rate) for each in (runs, found)], _unheard)
+        (goodput,) = pool.run([search])
+        running_at, best_at = pool.run(at_observed)
     running = Running(layout=layout, goodput=goodput, at_observed=running_at)
     return compare(running, best, best_at, model=question.model, workers=workers, hysteresis=hysteresis)
-
-
-def _unheard(num_done: int) -> None:
-    """Ignore progress: the runs are short."""
 
 
 def compare(

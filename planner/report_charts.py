@@ -90,9 +90,7 @@ def _attainment(plan: Plan, shown: DrawnCandidate, highest: float) -> Figure:
     )
     series = []
     for label, color, share_of in shares:
-        # A stopped run gives an upper bound on the joint share, and nothing on each objective.
-        points_shown = [point for point in shown.curve if color == JOINT or not point.is_partial]
-        points = [_seen(point, share_of(point), label) for point in points_shown]
+        points = [_seen(point, share_of(point), label) for point in shown.curve]
         series.append(Series(label=label, points=points, color=color, is_dashed=color != JOINT))
     target = plan.question.slo.attainment
     rules = [Rule(f"target {wording.share(target)}", y=target)]
@@ -121,15 +119,15 @@ def _origin(curve: Sequence[Attainment]) -> str:
     """Number of requests behind a curve's points."""
     low, high = min(point.num_requests for point in curve), max(point.num_requests for point in curve)
     count = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-    stopped = "; hollow points stopped early: upper bounds" if any(each.is_partial for each in curve) else ""
-    return f"of {count} requests at each rate{stopped}"
+    saturated = (
+        "; hollow points are saturated: longer runs attain less" if any(each.is_saturated for each in curve) else ""
+    )
+    return f"of {count} requests at each rate{saturated}"
 
 
 def _seen(point: Attainment, share: float, label: str) -> Point:
-    most = "at most " if point.is_partial else ""
-    return Point(
-        point.rate, share, f"{wording.rate(point.rate)}: {most}{wording.share(share)} within {label}", point.is_partial
-    )
+    title = f"{wording.rate(point.rate)}: {wording.share(share)} within {label}"
+    return Point(point.rate, share, title, point.is_saturated)
 
 
 def _latencies(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Segment(NamedTuple):
@@ -36,3 +36,36 @@ class SimulatedRequest:
         while turn is not None:
             yield turn
             turn = turn.follow_up
+
+
+class Clamped(NamedTuple):
+    """Requests shortened or dropped to fit the model's length."""
+
+    num_prompts: int = 0
+    """Shortened, to leave room for one token."""
+    num_answers: int = 0
+    """Shortened to the model's length."""
+    num_turns: int = 0
+    """Dropped: the turns before them fill the model's length."""
+
+    def __str__(self) -> str:
+        """Such as ``3 prompts shortened, 1 turn left out``; empty if everything fitted."""
+        parts = (
+            (self.num_prompts, "prompt", "shortened"),
+            (self.num_answers, "answer", "shortened"),
+            (self.num_turns, "turn", "left out"),
+        )
+        return ", ".join(f"{count} {what}{'s' * (count > 1)} {done}" for count, what, done in parts if count)
+
+
+class DrawnRequests(Protocol):
+    """Requests without a rate yet."""
+
+    @property
+    def clamped(self) -> Clamped:
+        """Requests shortened to the model's length."""
+        ...
+
+    def at_rate(self, requests_per_s: float) -> Sequence[SimulatedRequest]:
+        """The requests in order of arrival, at this rate."""
+        ...

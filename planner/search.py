@@ -6,11 +6,11 @@ successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same reques
 1. Closed-form bounds and estimates of every layout. Each phase's worker is evaluated once, and the demand of each phase
    sets the ratio of prefill to decode workers, as in DistServe's algorithm 1 (OSDI 2024, section 4.1), but with queues,
    the link, and the prompts that decode workers compute.
-2. Screening: short simulations of the best estimates of both kinds of layout; the first ones correct the remaining
-   estimates. One simulation each suffices to choose finalists; if the question asks for a rate, layouts close to the
-   best get as many as their goodput needs.
-3. Finalists: one long simulation each, at the same rates where possible; then, for the best of either kind, as many as
-   their goodput needs, with several seeds. Last, the sensitivity: the losers at the winner's rate, the saturation
+2. Screening: the scout (`pdserve.planner.simulate.scout`) finds the goodput of the best estimates of both kinds of
+   layout in short runs; the first ones correct the remaining estimates.
+3. Finalists: the scout finds their goodput in long runs with several seeds. The judge (`pdserve.planner.simulator`)
+   then serves the best of either kind at its goodput; where it misses the target, or differs from the scout by more
+   than 2 points, the goodput is the judge's. Last, the sensitivity: the losers at the winner's rate, the saturation
    rate, and the effect of faster or slower steps.
 
 The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
@@ -23,40 +23,44 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from statistics import geometric_mean
+from typing import TypeVar
 
+from pdserve.planner.attainment import Attainment
 from pdserve.planner.bounds import BoundTable
 from pdserve.planner.candidates import assemble, verdict_of
 from pdserve.planner.demand import Demand
-from pdserve.planner.final_round import FinalRound, start_rate
-from pdserve.planner.goodput import Goodput, RateSearch, Trial, Workload
-from pdserve.planner.goodput_search import GoodputSearch
+from pdserve.planner.goodput import Goodput, Runner, Trial, Workload, find_goodput
 from pdserve.planner.hosts import ONE_HOST_TODAY
 from pdserve.planner.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.layout import Layout
 from pdserve.planner.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.plan import Candidate, Objective, Plan, Question, Screening
-from pdserve.planner.process_pool import ProcessPool
+from pdserve.planner.process_pool import Job, ProcessPool
 from pdserve.planner.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
 from pdserve.planner.sensitivity import SensitivityAnalysis
+from pdserve.planner.wording import rate as rate_words
+from pdserve.planner.wording import share
 
 Progress = Callable[[float, str], None]
 """Receives the progress of the search: a fraction from 0 to 1, and the current activity."""
 
 _NUM_SAMPLED = 1000
 """Requests drawn to measure the demand."""
-_SCREEN_TOLERANCE = 0.15
-_LONG_RUN = 0.85
-"""First guess of a long run's goodput relative to a short run's: queues have more time to grow."""
-_SCREEN_RESIDENCES, _FINAL_RESIDENCES = 2.5, 4.0
-"""Minimum length of a run, in mean residence times of a request: a shorter run would be mostly warm-up ..."""
-_MOST_LONGER = 3
-"""... up to this multiple of the configured number of requests."""
+_SCREEN_TOLERANCE = 0.1
 _OPTIMISM = 1.2
 """Factor by which an estimate may be too low."""
-_SCREEN_OPTIMISM = 1.25
-"""Factor by which one short run's goodput may be too low relative to another's."""
+_SCREEN_OPTIMISM = 1.15
+"""Factor by which a short run's goodput may be too low relative to another's."""
+_MOST_POINTS = 0.02
+"""Difference in attainment between scout and judge that counts as agreement."""
+_JUDGE_STEP, _JUDGE_TOLERANCE = 1.05, 0.02
+_JUDGE_SHARE, _JUDGE_SEEDS, _NUM_SHORTEST = 0.05, 2, 300
+"""Where prompts share prefixes only the judge simulates: its runs relative to the scout's, its seeds, and its
+shortest run."""
+
+Result = TypeVar("Result")
 
 
 def find_plan(
@@ -78,12 +82,14 @@ def find_plan(
     report(0.0, "listing layouts")
     _check_prices(question)
     model, effort = question.model, question.effort
+    report(0.01, "loading the scout (the first time compiles it, in a minute)")
+    _load_scout()
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
         enumeration = enumerate_layouts(question)
         drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
         demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
         bound_table = BoundTable(model, demand, question.slo)
-        search = _Search(question, bound_table, pool, report)
+        search = _Search(question, bound_table, pool, report, is_scouted=not demand.num_cached_tokens.any())
         search.weigh(enumeration)
         search.screen()
         search.finish()
@@ -99,6 +105,15 @@ def find_plan(
         elapsed_s=time.perf_counter() - started_s,
         notes=notes + search.notes() + _notes(question, candidates),
     )
+
+
+def _load_scout() -> None:
+    """Before the processes of the pool start, so that they find it compiled."""
+    try:
+        from pdserve.planner.simulate.scout import load_scout
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the search needs {error.name}: pip install 'pdserve[plan]'") from error
+    load_scout()
 
 
 def _check_prices(question: Question) -> None:
@@ -126,7 +141,16 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
 class _Search:
     """One search in progress."""
 
-    def __init__(self, question: Question, bound_table: BoundTable, pool: ProcessPool, progress: Progress) -> None:
+    def __init__(
+        self,
+        question: Question,
+        bound_table: BoundTable,
+        pool: ProcessPool,
+        progress: Progress,
+        *,
+        is_scouted: bool,
+    ) -> None:
+        self._is_scouted = is_scouted
         self._question = question
         self._bound_table = bound_table
         self._ranking = Ranking(question)
@@ -137,8 +161,8 @@ class _Search:
         """Feasible layouts in order of enumeration."""
         self._num_infeasible = 0
         self._num_requests = 0
-        self._num_in_flight = 0.0
-        """In-flight requests of the best estimate, by Little's law."""
+        self._judged: list[Entry] = []
+        self._notes: list[str] = []
 
     # The three rounds
 
@@ -153,11 +177,9 @@ class _Search:
         self._num_infeasible = len(enumeration.layouts) - len(self._entries)
         if not self._entries:
             raise slo_infeasible(self._question, self._bound_table, enumeration.layouts)
-        best = self._ranking.ranked(self._entries)[0]
-        self._num_in_flight = best.rate * self._bound_table.residence_s
 
     def screen(self) -> None:
-        """Simulate the best estimates briefly, until one answers the question.
+        """Simulate the best estimates briefly, until no other layout may win.
 
         Half of them go first and calibrate the estimates of either kind of layout; then the best of the remaining ones
         that may still win.
@@ -168,37 +190,14 @@ class _Search:
         while rest := self._worth_simulating():
             self._screen(of_both_kinds(rest, num_more), 0.25, 0.35)
             if self._is_served(self._simulated()):
-                self._settle_screened()
-            if self._is_served(self._simulated()):
                 break
-        self._settle_screened()
         if not any(entry.rate for entry in self._simulated()):
             raise nothing_met(self._question, self._simulated())
 
     def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
-        """Roughly: a layout far behind the best needs no precise goodput."""
-        for entry in entries:
-            entry.search = GoodputSearch(
-                self._trial(entry.layout), entry.bounds.estimate, _SCREEN_TOLERANCE, entry.bounds.rate, is_rough=True
-            )
         for entry, goodput in zip(entries, self._goodputs(entries, low, high, "screening"), strict=True):
             entry.screened = goodput
         self._correct_estimates(entries)
-
-    def _settle_screened(self) -> None:
-        """If the question asks for a rate, settle the layouts that may be as good as the best of their kind."""
-        if not self._question.objective.has_rate:
-            return
-        while unsettled := [entry for entry in self._within_reach_of_screened() if not entry.is_settled]:
-            for entry in unsettled:
-                assert entry.search is not None
-                entry.search.settle()
-            for entry, goodput in zip(unsettled, self._goodputs(unsettled, 0.35, 0.45, "screening"), strict=True):
-                entry.screened = goodput
-
-    def _within_reach_of_screened(self) -> list[Entry]:
-        screened = [entry for entry in self._simulated() if not entry.final]
-        return self._ranking.within_reach(self._ranking.ranked(screened), _SCREEN_OPTIMISM)
 
     def _correct_estimates(self, screened: Sequence[Entry]) -> None:
         """Scale the estimates of either kind by its simulated ratios. Pipelines have ratios of their own once one was
@@ -234,7 +233,11 @@ class _Search:
         while rest and not self._is_served(self._finalists()):
             reach = self._ranking.within_reach(self._ranking.ranked(rest), _SCREEN_OPTIMISM)
             chosen = of_both_kinds(reach, self._question.effort.num_finalists)
-            self._simulate_at_length(chosen)
+            for entry, goodput in zip(
+                chosen, self._goodputs(chosen, 0.45, 0.7, "finalists", is_final=True), strict=True
+            ):
+                entry.final = goodput
+            self._judge()
             rest = [entry for entry in rest if entry not in chosen and self._ranking.serves(entry.rate)]
             if not rest and not self._is_served(self._finalists()):
                 rest = self._screened_further()
@@ -244,6 +247,44 @@ class _Search:
         if not self._is_served(finalists):
             raise too_slow(self._question, finalists)
 
+    def _judge(self) -> None:
+        """Let the judge serve the best finalist of either kind, until it agrees with both or has replaced them."""
+        while True:
+            best = best_of_kinds(self._ranking.ranked(self._finalists())).values()
+            unjudged = [entry for entry in best if entry.rate and entry not in self._judged]
+            if not unjudged or not self._is_scouted:
+                return
+            jobs: list[Job[Goodput]] = [
+                partial(_judged, trial=self._judge_trial(entry), scouted=entry.final, max_rate=entry.bounds.rate)
+                for entry in unjudged
+                if entry.final is not None
+            ]
+            for entry, goodput in zip(unjudged, self._run(jobs, 0.7, 0.85, "judging"), strict=True):
+                self._note_difference(entry, goodput)
+                entry.final = goodput
+                self._judged.append(entry)
+
+    def _note_difference(self, entry: Entry, judged: Goodput) -> None:
+        scouted = entry.final
+        assert scouted is not None
+        assert scouted.at_rate is not None
+        seen = judged.judged or next(point for point in judged.points if point.rate == scouted.rate)
+        if _differ(scouted, seen):
+            self._notes.append(
+                f"Scout and judge differ on {entry.layout}: at {rate_words(scouted.rate)} the scout finds "
+                f"{share(scouted.at_rate.share)} of requests within the SLO, the judge {share(seen.share)}. The "
+                "judge's figures count."
+            )
+
+    def _judge_trial(self, entry: Entry) -> Trial:
+        effort = self._question.effort
+        return replace(
+            self._trial(entry.layout),
+            num_requests=self._limited(effort.judge_requests),
+            seeds=(effort.seeds[-1] + 1,),
+            is_scouted=False,
+        )
+
     def _screened_further(self) -> list[Entry]:
         """Screen more layouts that may answer the question, if no screened one did."""
         unseen = [entry for entry in self._entries if entry.goodput is None]
@@ -251,31 +292,7 @@ class _Search:
         further = of_both_kinds(self._ranking.ranked(hopeful), self._question.effort.num_screened // 2)
         if further:
             self._screen(further, 0.45, 0.5)
-            self._settle_screened()
         return [entry for entry in further if entry.rate]
-
-    def _simulate_at_length(self, entries: Sequence[Entry]) -> None:
-        """With the first seed; then the best of either kind with all seeds."""
-        rates = [_LONG_RUN * entry.rate for entry in best_of_kinds(entries).values()]
-        if self._question.objective.has_rate:
-            rates = [self._question.rate]
-        for entry in entries:
-            entry.search = GoodputSearch(
-                self._trial(entry.layout, is_final=True),
-                start_rate(_LONG_RUN * entry.rate, rates, _SCREEN_TOLERANCE),
-                self._question.effort.tolerance,
-                entry.bounds.rate,
-                is_rough=True,
-            )
-        num_done = count(1)
-
-        def done() -> None:
-            self._report(0.45 + 0.4 * (1 - len(entries) / (len(entries) + next(num_done))), "finalists")
-
-        finalists = [entry for entry in self._entries if entry.final or entry in entries]
-        kinds = [[entry for entry in finalists if entry.layout.is_colocated is kind] for kind in (False, True)]
-        tolerance = self._question.effort.tolerance
-        self._run_searches([FinalRound(self._ranking, kind, tolerance, done) for kind in kinds if kind])
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with their reasons."""
@@ -284,18 +301,15 @@ class _Search:
         estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
         winner = finalists[0]
         asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
-        look = SensitivityAnalysis(
-            winner,
-            finalists[1:],
-            asked_rate,
-            tolerance=self._question.effort.tolerance,
-            short=self._trial(winner.layout),
-            long=replace(self._trial(winner.layout, is_final=True), seeds=self._first_seed),
-        )
-        self._run_searches(
-            look.searches, self._done(0.85, 1.0, len(look.searches), "losers, saturation and sensitivity")
-        )
-        seen, saturation_rate, sensitivity = look.losers_at_rate(), look.saturation_rate(), look.sensitivity()
+        analysis = SensitivityAnalysis(self._trial(winner.layout, is_final=True), winner.rate)
+        losers: list[Job[Attainment]] = [
+            partial(Runner.attainment, trial=self._trial(entry.layout, is_final=True), rate=asked_rate)
+            for entry in finalists[1:]
+        ]
+        seen = self._run(losers, 0.85, 0.9, "losers")
+        analysed = self._run(analysis.jobs, 0.9, 1.0, "saturation and sensitivity")
+        self._num_requests += sum(each.num_requests for each in seen) + sum(each.num_requests for each in analysed)
+        saturation_rate, sensitivity = analysis.results(analysed)
         assembled: list[Candidate] = []
         for entry in (*finalists, *screened, *estimated):
             index = finalists.index(entry) if entry.final else -1
@@ -319,12 +333,12 @@ class _Search:
 
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
-        num_residences = self._most_requests(self._question.effort.final_requests) / self._num_in_flight
-        if self._question.effort.is_finite or num_residences >= _FINAL_RESIDENCES:
-            return ()
+        if self._is_scouted:
+            return tuple(self._notes)
+        num_requests = self._trial(self._finalists()[0].layout, is_final=True).num_requests
         return (
-            f"Simulations last only about {num_residences:.1f} times as long as a request, so goodput may be slightly "
-            "overestimated. Simulate more requests.",
+            f"Prompts share prefixes: runs of {num_requests:,} requests, which may be too short to show slow "
+            "saturation. Confirm the rate with a long `pdserve simulate`.",
         )
 
     def screening(self, num_without_memory: int) -> Screening:
@@ -353,49 +367,54 @@ class _Search:
         self._progress(self._fraction, text)
 
     def _trial(self, layout: Layout, *, is_final: bool = False) -> Trial:
-        effort, num_requests = self._question.effort, self._question.effort.screen_requests
-        num_residences = _SCREEN_RESIDENCES
+        """A trial of the scout; of the judge if prompts share prefixes, which the scout does not follow to the worker
+        that caches them."""
+        effort = self._question.effort
+        num_requests, seeds = effort.screen_requests, effort.seeds[:1]
         if is_final:
-            num_requests, num_residences = effort.final_requests, _FINAL_RESIDENCES
-        if not effort.is_finite:
-            num_long = min(round(num_residences * self._num_in_flight), self._most_requests(num_requests))
-            num_requests = max(num_requests, num_long)
+            num_requests, seeds = effort.final_requests, effort.seeds
+        if not self._is_scouted:
+            num_requests, seeds = max(round(num_requests * _JUDGE_SHARE), _NUM_SHORTEST), seeds[:_JUDGE_SEEDS]
         return Trial(
             model=self._question.model,
             layout=layout,
             slo=self._question.slo,
-            num_requests=num_requests,
-            seeds=effort.seeds if is_final else self._first_seed,
-            is_finite=effort.is_finite,
+            num_requests=self._limited(num_requests),
+            seeds=seeds,
+            is_scouted=self._is_scouted,
         )
 
-    def _most_requests(self, num_requests: int) -> int:
-        """Maximum length of a simulation whose minimum is ``num_requests``."""
+    def _limited(self, num_requests: int) -> int:
+        """At most as many as the workload has."""
         most = self._question.effort.most_requests
-        return _MOST_LONGER * num_requests if most is None else min(most, _MOST_LONGER * num_requests)
+        return num_requests if most is None else min(num_requests, most)
 
-    @property
-    def _first_seed(self) -> tuple[int, ...]:
-        return self._question.effort.seeds[:1]
+    def _goodputs(
+        self, entries: Sequence[Entry], low: float, high: float, what: str, *, is_final: bool = False
+    ) -> list[Goodput]:
+        """Goodput of each layout, by the scout."""
+        tolerance = self._question.effort.tolerance if is_final else _SCREEN_TOLERANCE
+        jobs: list[Job[Goodput]] = [
+            partial(
+                find_goodput,
+                trial=self._trial(entry.layout, is_final=is_final),
+                start_rate=entry.rate,
+                tolerance=tolerance,
+                max_rate=entry.bounds.rate,
+            )
+            for entry in entries
+        ]
+        goodputs = self._run(jobs, low, high, what)
+        self._num_requests += sum(goodput.num_requests for goodput in goodputs)
+        return goodputs
 
-    def _goodputs(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
-        """Run each entry's search until it asks for no more."""
-        searches = [entry.search for entry in entries if entry.search is not None]
-        self._run_searches(searches, self._done(low, high, len(searches), what))
-        return [search.goodput() for search in searches]
+    def _run(self, jobs: Sequence[Job[Result]], low: float, high: float, what: str) -> list[Result]:
+        self._report(low, f"{what}: 0 of {len(jobs)}")
 
-    def _run_searches(
-        self, searches: Sequence[RateSearch], done: Callable[[int], None] = lambda num_done: None
-    ) -> None:
-        num_before = sum(search.num_requests for search in searches)
-        self._pool.run(searches, done)
-        self._num_requests += sum(search.num_requests for search in searches) - num_before
+        def done(num_done: int) -> None:
+            self._report(low + (high - low) * num_done / len(jobs), f"{what}: {num_done} of {len(jobs)}")
 
-    def _done(self, low: float, high: float, num_jobs: int, what: str) -> Callable[[int], None]:
-        self._report(low, f"{what}: 0 of {num_jobs}")
-        return lambda num_done: self._report(
-            low + (high - low) * num_done / num_jobs, f"{what}: {num_done} of {num_jobs}"
-        )
+        return self._pool.run(jobs, done)
 
     def _simulated(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.goodput is not None]
@@ -406,6 +425,20 @@ class _Search:
     def _is_served(self, entries: Sequence[Entry]) -> bool:
         """Whether one of them answers the question."""
         return any(entry.rate and self._ranking.serves(entry.rate) for entry in entries)
+
+
+def _judged(runner: Runner, trial: Trial, scouted: Goodput, max_rate: float) -> Goodput:
+    """The goodput that the scout found, with the judge's result at that rate; the judge's own goodput if it misses the
+    target there or differs from the scout."""
+    seen = runner.attainment(trial, scouted.rate)
+    if seen.meets(trial.slo.attainment) and not _differ(scouted, seen):
+        return replace(scouted, judged=seen)
+    return find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, tolerance=_JUDGE_TOLERANCE, max_rate=max_rate)
+
+
+def _differ(scouted: Goodput, seen: Attainment) -> bool:
+    assert scouted.at_rate is not None
+    return abs(seen.share - scouted.at_rate.share) > _MOST_POINTS
 
 
 def _family(entry: Entry) -> tuple[bool, bool]:

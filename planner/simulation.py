@@ -15,6 +15,13 @@ from pdserve.contracts.placement import WorkerRole
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_LEAST_ANSWERED, _MOST_DRIFT = 0.97, 0.25
+"""Limits of a steady state: answers over arrivals, and growth of a request's mean time from one third to the next."""
+_LEAST_RESIDENCES = 30
+"""Length of a run that reaches a steady state, in mean times of its first requests."""
+_DEVIATIONS = 3.0
+"""Standard deviations that pass for chance."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
@@ -44,6 +51,28 @@ class RequestTimes:
         num_gaps = np.maximum(self.num_output_tokens - 1, 1)
         tpot_s: FloatArray = (self.last_token_s - self.first_token_s) / num_gaps
         return tpot_s
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the run had no steady state: requests were rejected, over its second half answers lag behind
+        arrivals, or from its second to its last third the time from arrival to last token grows, by more than chance
+        would explain. Without rejections, runs too short to reach a steady state from an empty cluster do not count."""
+        if self.is_rejected.mean() > 1 - _LEAST_ANSWERED:
+            return True
+        residence_s = self.last_token_s - self.arrived_s
+        is_over = np.isfinite(residence_s)
+        first_s, middle_s, last_s = np.array_split(residence_s[is_over], 3)
+        if len(middle_s) < 2 or self.arrived_s[-1] - self.arrived_s[0] < _LEAST_RESIDENCES * first_s.mean():
+            return False
+        error_s = _DEVIATIONS * float(np.hypot(middle_s.std(), last_s.std())) / np.sqrt(len(middle_s))
+        if last_s.mean() - middle_s.mean() > _MOST_DRIFT * middle_s.mean() + error_s:
+            return True
+        start_s, end_s = self.arrived_s[len(self.arrived_s) // 2], self.arrived_s[-1]
+        num_offered = int(((self.arrived_s > start_s) & ~self.is_rejected).sum())
+        num_answered = int(((self.last_token_s > start_s) & (self.last_token_s <= end_s)).sum())
+        num_in_flight = num_offered / max(end_s - start_s, 1e-9) * residence_s[is_over].mean()
+        chance = _DEVIATIONS * np.sqrt(2 * num_in_flight)
+        return bool(num_offered - num_answered > (1 - _LEAST_ANSWERED) * num_offered + chance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,5 +123,3 @@ class Simulation:
     """... and the number of gaps of each length."""
     ended_s: float
     """Time of the last event."""
-    was_stopped: bool = False
-    """Too many requests missed an objective: some did not arrive, and some are unfinished."""

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
@@ -75,7 +73,6 @@ def simulate(
     overheads: Overheads | None = None,
     concurrency: int = 0,
     max_in_flight: int = 1024,
-    max_missed: int | None = None,
     sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
     corrections: Mapping[WorkerRole, Sequence[StepCorrections]] | None = None,
@@ -89,8 +86,6 @@ def simulate(
         concurrency: above 0, a closed loop: arrival times are ignored, this many requests are in flight, and each
             finished request starts the next one.
         max_in_flight: limit on requests in flight at the router; further ones are rejected.
-        max_missed: stop once this many requests have missed an objective, for a search that needs no more; requests
-            still in flight have NaN times. ``None`` runs to the end.
         sample_every_s: above 0, the interval of `Simulation.timelines`.
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
         corrections: per role, factors on the predicted step times, which the policy knows; at least one per role
@@ -99,8 +94,9 @@ def simulate(
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
-    bounds = _Limits(concurrency, max_in_flight, max_missed)
-    run = _Simulator(model, layout, requests, slo, overheads or Overheads(), bounds, cost_of, corrections or {})
+    run = _Simulator(
+        model, layout, requests, slo, overheads or Overheads(), concurrency, max_in_flight, cost_of, corrections or {}
+    )
     with _no_garbage_collection():
         return run.simulate(sample_every_s)
 
@@ -151,12 +147,6 @@ def _sampling(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens)
 
 
-class _Limits(NamedTuple):
-    concurrency: int
-    max_in_flight: int
-    max_missed: int | None
-
-
 class _Simulator:
     """One simulation: arrivals, the dispatcher's driver, and the transfers."""
 
@@ -167,18 +157,16 @@ class _Simulator:
         requests: Sequence[SimulatedRequest],
         slo: SloConfig,
         overheads: Overheads,
-        bounds: _Limits,
+        concurrency: int,
+        max_in_flight: int,
         cost_of: Callable[[Pool], CostModel] | None,
         corrections: Mapping[WorkerRole, Sequence[StepCorrections]],
     ) -> None:
-        self._slo = slo
         self._overheads = overheads
-        self._bounds = bounds
         self._events = EventQueue()
         self._sampler = Sampler()
         self._prompts = PromptTable(requests, model.block_size)
         self._records: list[RequestRecord] = []
-        self._num_missed = 0
         self._ended_s = 0.0
         self._delivered_s = 0.0
         """Arrival of the events that the dispatcher is handling."""
@@ -196,19 +184,17 @@ class _Simulator:
         ).workers()
         self._dispatcher = Dispatcher(
             costs,
-            DispatchSettings(
-                max_in_flight=bounds.max_in_flight, ttft_slo_s=slo.ttft_seconds, tpot_slo_s=slo.tpot_seconds
-            ),
+            DispatchSettings(max_in_flight=max_in_flight, ttft_slo_s=slo.ttft_seconds, tpot_slo_s=slo.tpot_seconds),
             now_s=lambda: self._events.now_s,
         )
         for worker in self._workers.values():
             self._dispatcher.worker_up(worker)
         self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
         self._queue: Iterator[SimulatedRequest] = iter(requests)
-        self._is_closed_loop = bounds.concurrency > 0
+        self._is_closed_loop = concurrency > 0
         self._num_expected = 0
         """Arrivals in the event queue, follow-ups included."""
-        for _ in range(bounds.concurrency or 1):
+        for _ in range(concurrency or 1):
             self._expect_next()
 
     @property
@@ -284,8 +270,6 @@ class _Simulator:
         seen_s = self._delivered_s + self._overheads.answer_s
         if token.index == 0:
             record.first_token_s = seen_s
-            if self._missed_ttft(record):
-                self._miss()
         elif token.index == 1:
             record.second_token_s = seen_s
         if token.finish:
@@ -295,8 +279,6 @@ class _Simulator:
         """The request finished, failed or was rejected; only a finished request has a follow-up."""
         record, simulated = request.record, request.simulated
         record.is_rejected = request.outcome is not Outcome.FINISHED
-        if (record.is_rejected or self._missed_tpot(record)) and not self._missed_ttft(record):
-            self._miss()
         self._ended_s = self.now_s
         follow_up = simulated.follow_up
         if follow_up is not None and not record.is_rejected:
@@ -305,18 +287,6 @@ class _Simulator:
             self._expect(follow_up, self.now_s + think_s, before)
         elif self._is_closed_loop:
             self._expect_next()
-
-    def _missed_ttft(self, record: RequestRecord) -> bool:
-        return record.first_token_s - record.arrived_s > self._slo.ttft_seconds
-
-    def _missed_tpot(self, record: RequestRecord) -> bool:
-        num_gaps = record.num_output_tokens - 1
-        return num_gaps > 0 and (record.last_token_s - record.first_token_s) / num_gaps > self._slo.tpot_seconds
-
-    def _miss(self) -> None:
-        self._num_missed += 1
-        if self._num_missed == self._bounds.max_missed:
-            self._events.stop()
 
     # The result
     def _sample(self, every_s: float) -> None:
@@ -337,7 +307,6 @@ class _Simulator:
             gap_s=np.array(lengths_us, np.float64) / 1e6,
             gap_weights=np.array([gaps_us[length_us] for length_us in lengths_us], np.float64),
             ended_s=self._ended_s,
-            was_stopped=self._num_missed >= (self._bounds.max_missed or inf),
         )
 
 

@@ -7,37 +7,16 @@ numbers): the same lengths, in the same order, with the same arrival pattern. De
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.arrivals import POISSON, Arrivals, Recorded
 from pdserve.planner.conversations import Contents
-from pdserve.planner.requests import Segment, SimulatedRequest
+from pdserve.planner.requests import Clamped, Segment, SimulatedRequest
 from pdserve.planner.simulation import FloatArray
 from pdserve.planner.trace import Trace, TracePrompts
 from pdserve.planner.workload_statistics import WorkloadStatistics, measure
-
-
-class Clamped(NamedTuple):
-    """Requests shortened or dropped to fit the model's length."""
-
-    num_prompts: int = 0
-    """Shortened, to leave room for one token."""
-    num_answers: int = 0
-    """Shortened to the model's length."""
-    num_turns: int = 0
-    """Dropped: the turns before them fill the model's length."""
-
-    def __str__(self) -> str:
-        """Such as ``3 prompts shortened, 1 turn left out``; empty if everything fitted."""
-        parts = (
-            (self.num_prompts, "prompt", "shortened"),
-            (self.num_answers, "answer", "shortened"),
-            (self.num_turns, "turn", "left out"),
-        )
-        return ", ".join(f"{count} {what}{'s' * (count > 1)} {done}" for count, what, done in parts if count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_WORKLOAD = "chat"
 MAX_NODES = 64
 MAX_GPUS_PER_NODE = 72
-DEFAULT_REQUESTS = 1000
+DEFAULT_REQUESTS = 20_000
 MIN_REQUESTS = 100
 """With fewer requests, an objective can be met at any rate."""
 _MIN_TRAFFIC_REQUESTS = 1000
@@ -69,7 +69,8 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 5,
     jobs: Annotated[int, typer.Option(min=0, help="Simulation processes; 0: one per core.")] = 0,
     requests: Annotated[
-        int, typer.Option(min=MIN_REQUESTS, help="Requests per simulation of a finalist.")
+        int,
+        typer.Option(min=MIN_REQUESTS, help="Requests per run of a finalist; at most 10,000 per run of the judge."),
     ] = DEFAULT_REQUESTS,
     seed: options.SeedOption = 0,
     explain: Annotated[
@@ -126,7 +127,7 @@ def plan(
         max_model_len=planned.max_model_len,
         lenient=lenient,
         burstiness=burstiness,
-    ).with_at_least(max(requests, _MIN_TRAFFIC_REQUESTS))
+    ).with_at_least(_MIN_TRAFFIC_REQUESTS)
     question = Question(
         model=planned,
         slo=options.objectives(traffic.usual_slo, objectives),
@@ -148,6 +149,7 @@ def _effort(num_requests: int, seed: int) -> Effort:
     return Effort(
         final_requests=num_requests,
         screen_requests=min(num_requests, usual.screen_requests),
+        judge_requests=min(num_requests, usual.judge_requests),
         seeds=tuple(seed + index for index in range(len(usual.seeds))),
     )
 

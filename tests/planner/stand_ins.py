@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import inf
 
 import numpy as np
 
@@ -12,12 +11,10 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import Goodput, OneRate, Runner, Trial, run_search
+from pdserve.planner.goodput import Runner, Trial
 from pdserve.planner.goodput import Workload as RequestSource
-from pdserve.planner.goodput_search import GoodputSearch
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.workload import Clamped
+from pdserve.planner.requests import Clamped, SimulatedRequest
 
 H100 = hardware("h100-sxm")
 LLAMA_3_8B = PlannedModel(
@@ -93,16 +90,6 @@ def colocated(replicas: int = 1, num_kv_blocks: int = 0) -> Layout:
     return Layout(mixed=a_pool(WorkerRole.MIXED, replicas, num_kv_blocks=num_kv_blocks))
 
 
-def find_goodput(
-    trial: Trial, workload: RequestSource, start_rate: float, *, tolerance: float = 0.03, max_rate: float = inf
-) -> Goodput:
-    search = GoodputSearch(trial, start_rate, tolerance, max_rate)
-    run_search(search, Runner(workload))
-    return search.goodput()
-
-
 def attain(trial: Trial, workload: RequestSource, rate: float) -> Attainment:
     """Serve the workload at ``rate``, once for each seed."""
-    one = OneRate(trial, rate)
-    run_search(one, Runner(workload))
-    return one.attainment()
+    return Runner(workload).attainment(trial, rate)

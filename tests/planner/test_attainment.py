@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -76,23 +74,6 @@ def test_what_is_rejected_or_never_ends_is_missed() -> None:
     assert judged.ttft.percentile(100) == float("inf")
 
 
-def test_a_run_that_was_stopped_gives_an_upper_bound() -> None:
-    run = replace(a_run([2.0, 2.0, 0.5, np.nan], [0.05, 0.05, 0.05, np.nan]), was_stopped=True)
-    judged = measure([run], SLO, 0.1, num_offered=10)
-    assert judged.is_partial
-    assert judged.share == pytest.approx(0.8)
-    assert judged.interval.low == 0.0
-    assert not judged.meets(0.5)
-
-
-def test_a_conversation_that_ends_early_does_not_make_a_run_a_stopped_one() -> None:
-    """Follow-ups of a rejected request never come, so that there are fewer requests than were offered."""
-    run = a_run([0.5, 0.5, np.nan], [0.05, 0.05, np.nan], is_rejected=[False, False, True])
-    judged = measure([run], SLO, 0.1, num_offered=10)
-    assert not judged.is_partial
-    assert judged.num_requests == 3
-
-
 def test_the_warm_up_is_ten_residence_times_within_a_share_of_the_run() -> None:
     arrived_s = np.array([5.0, 1005.0])
     assert warm_up_s(arrived_s, 2.0) == pytest.approx(20.0)
@@ -143,3 +124,40 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
         interval = measure([run], SLO, 0.1).interval
         held += interval.low <= 0.9 <= interval.high
     assert held >= 180
+
+
+def test_a_further_run_may_differ_more_than_the_mean_of_many() -> None:
+    random = np.random.default_rng(0)
+    runs = [a_run(list(np.where(random.random(400) < 0.9, 0.5, 2.0)), [0.05] * 400) for _ in range(9)]
+    of_eight = measure(runs[:8], SLO, 0.1)
+    assert of_eight.of_further_run.low < of_eight.interval.low
+    assert of_eight.of_further_run.high > of_eight.interval.high
+    assert of_eight.of_further_run.low < measure(runs[8:], SLO, 0.1).share < of_eight.of_further_run.high
+    assert of_eight.surely_meets(of_eight.of_further_run.low)
+    assert not of_eight.surely_meets(of_eight.interval.low)
+
+
+def growing(growth_s: float, num_requests: int = 900) -> Simulation:
+    """Requests 10 s apart, each of which takes ``growth_s`` longer than the one before."""
+    return a_run([1.0 + growth_s * n for n in range(num_requests)], [0.01] * num_requests)
+
+
+def test_a_run_whose_latencies_grow_is_saturated_whatever_it_attains() -> None:
+    patient = SloConfig(ttft_seconds=1000.0, tpot_seconds=1.0)
+    steady, drifting = (measure([growing(growth_s)], patient, 0.1) for growth_s in (0.0, 0.02))
+    assert (steady.share, drifting.share) == (1.0, 1.0)
+    assert (steady.is_saturated, drifting.is_saturated) == (False, True)
+    assert steady.meets(0.9)
+    assert not drifting.meets(0.9)
+    assert not drifting.surely_meets(0.9)
+    assert not measure([growing(0.02)], patient, 0.1, is_finite=True).is_saturated
+
+
+def test_a_run_whose_answers_lag_behind_is_saturated() -> None:
+    """Every tenth answer of the second half never comes."""
+    ttft_s = [np.nan if n > 450 and n % 10 == 0 else 1.0 for n in range(900)]
+    assert measure([a_run(ttft_s, [0.01] * 900)], SLO, 0.1).is_saturated
+
+
+def test_a_run_too_short_for_a_steady_state_is_not_called_saturated() -> None:
+    assert not measure([growing(5.0, 60)], SLO, 0.1).is_saturated

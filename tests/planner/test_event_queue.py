@@ -17,16 +17,3 @@ def test_what_lies_in_the_past_happens_now() -> None:
     queue.at(2.0, lambda: queue.at(1.0, lambda: seen_s.append(queue.now_s)))
     queue.run()
     assert seen_s == [2.0]
-
-
-def test_nothing_happens_after_a_stop() -> None:
-    queue, made = EventQueue(), list[int]()
-
-    def stop() -> None:
-        queue.stop()
-        queue.at(3.0, lambda: made.append(3))
-
-    queue.at(1.0, stop)
-    queue.at(2.0, lambda: made.append(2))
-    queue.run()
-    assert made == []

@@ -3,11 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdserve.planner.bounds import Bounds, Resource
-from pdserve.planner.goodput import Trial
+from pdserve.planner.goodput import Runner, Trial, find_goodput
 from pdserve.planner.infeasible import nothing_met, too_slow
 from pdserve.planner.plan import Objective, Question, Supply
 from pdserve.planner.ranking import Entry
-from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, find_goodput
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated
 
 QUESTION = Question(
     model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),), objective=Objective.FEWEST_DEVICES, rate=80.0
@@ -17,7 +17,7 @@ QUESTION = Question(
 def test_the_best_that_was_seen_is_named() -> None:
     slo = replace(SLO, ttft_seconds=0.03)
     trial = Trial(model=LLAMA_3_8B, layout=colocated(), slo=slo, num_requests=60, seeds=(0,))
-    goodput = find_goodput(trial, PoissonWorkload(1500, 20), 10.0)
+    goodput = find_goodput(Runner(PoissonWorkload(1500, 20)), trial, 10.0)
     assert goodput.rate == 0
     bounds = Bounds(rate=100.0, estimate=10.0, resource=Resource.LINK)
     entry = Entry(trial.layout, bounds, None, screened=goodput)

@@ -92,19 +92,18 @@ def test_the_best_colocated_layout_is_drawn_however_far_behind() -> None:
     ]
 
 
-def test_points_of_runs_that_were_stopped_are_hollow_and_of_both_objectives_only() -> None:
+def test_points_of_saturated_runs_are_hollow() -> None:
     plan = a_plan()
     assert plan.best.goodput is not None
-    stopped: Attainment = replace(plan.best.goodput.points[0], is_partial=True)
+    saturated: Attainment = replace(plan.best.goodput.points[0], is_saturated=True)
     whole = next(figures(plan, drawn_candidates(plan, [[plan.best.goodput.points[0]]])))
-    figure = next(figures(plan, drawn_candidates(plan, [[stopped]])))
+    figure = next(figures(plan, drawn_candidates(plan, [[saturated]])))
     svg = figure.svg
     sure = "The goodput lies between 14.4 and 17.6, with 95 % confidence."
     assert whole.note == f"Share within the SLO, of 200 requests at each rate. {sure}"
-    assert "each rate; hollow points stopped early: upper bounds. The" in figure.note
-    longer = replace(stopped, num_requests=3000, is_partial=False)
+    assert "each rate; hollow points are saturated: longer runs attain less. The" in figure.note
+    longer = replace(saturated, num_requests=3000, is_saturated=False)
     mixed = next(figures(plan, drawn_candidates(plan, [[plan.best.goodput.points[0], longer]])))
     assert "of 200 to 3,000 requests at each rate" in mixed.note
-    assert (whole.svg.count("<circle"), svg.count("<circle")) == (3, 1)
+    assert (whole.svg.count("<circle"), svg.count("<circle")) == (3, 3)
     assert "hollow" in svg
-    assert "at most" in svg

@@ -286,18 +286,6 @@ def test_a_full_router_rejects() -> None:
     assert np.isfinite(times.last_token_s).sum() == 5
 
 
-def test_a_search_may_stop_early() -> None:
-    slo = SloConfig(ttft_seconds=1e-6, tpot_seconds=0.02)
-    simulation = simulate(LLAMA_3_8B, disaggregated(), poisson(8, 200), slo=slo, max_missed=10)
-    assert simulation.was_stopped
-    assert 10 <= len(simulation.times.arrived_s) < 30
-    missing_both = SloConfig(ttft_seconds=1e-6, tpot_seconds=1e-6)
-    assert not simulate(LLAMA_3_8B, disaggregated(), poisson(8, 20), slo=missing_both, max_missed=30).was_stopped
-    # Several of a step miss together.
-    for max_missed in range(1, 8):
-        assert simulate(LLAMA_3_8B, colocated(), poisson(1000, 40), slo=slo, max_missed=max_missed).was_stopped
-
-
 def test_a_closed_loop_keeps_its_concurrency() -> None:
     requests = poisson(1, 100)
     times = simulate(LLAMA_3_8B, disaggregated(), requests, slo=SLO, concurrency=4, overheads=NO_OVERHEADS).times

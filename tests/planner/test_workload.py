@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pdserve.planner.arrivals import POISSON, RandomGaps, Recorded
 from pdserve.planner.conversations import Conversations, SystemPrompts, Turns
 from pdserve.planner.lengths import FixedLengths, LogNormalLengths
+from pdserve.planner.requests import Clamped
 from pdserve.planner.trace import Trace
 from pdserve.planner.trace_lines import read_plain
-from pdserve.planner.workload import Clamped, Workload, WorkloadSample, trace_workload
+from pdserve.planner.workload import Workload, WorkloadSample, trace_workload
 from tests.planner.test_conversations import turns_of
 
 CHAT = Workload(

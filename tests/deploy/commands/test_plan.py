@@ -61,7 +61,7 @@ def test_the_best_layouts_are_ranked_with_reasons_and_a_verdict(planned: Planned
     lines = printed.splitlines()
     assert lines[0].startswith("fixed lengths: prompts of 1,000 tokens and answers of 3 on average, Poisson arrivals")
     assert [line[0] for line in lines if line[:3] in ("1  ", "2  ", "3  ")] == ["1", "2"]
-    for said in ("Saturation: attainment falls to half", "If every step and transfer were 10 % slower", "Number 2, "):
+    for said in ("Saturation: attainment halves", "If every step and transfer were 10 % slower", "Number 2, "):
         assert said in printed
     assert planned.plan["verdict"]["text"] in " ".join(printed.split())
 

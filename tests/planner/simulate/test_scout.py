@@ -157,13 +157,9 @@ def test_a_run_beyond_capacity_is_saturated() -> None:
         scout(LLAMA_3_8B, disaggregated(), ScoutRequests.of(requests_of("chat", rate, 10_000)), slo=SLO)
         for rate in (10.0, 44.0, 80.0)
     )
-    assert not calm.is_saturated
-    assert calm.answers_per_s == pytest.approx(10.0, rel=0.05)
-    assert abs(calm.drift) < 0.1
-    assert late.is_saturated
-    assert late.drift > 0.25
-    assert drowned.is_saturated
-    assert drowned.answers_per_s < 44.0
+    assert not calm.times.is_saturated
+    assert late.times.is_saturated
+    assert drowned.times.is_saturated
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
