@@ -1,6 +1,6 @@
 """Error of the simulator against a measurement of the same requests: attainment and percentiles of both.
 
-Pure; used by the benchmarks that compare `pdserve.planner.simulator` with real and emulated clusters.
+Pure; used by the benchmarks that compare `pdserve.planner.simulate.simulator` with real and emulated clusters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.planner.simulation import FloatArray, RequestTimes
+from pdserve.planner.arrays import FloatArray
+from pdserve.planner.simulate.simulation import RequestTimes
 
 Figures = Mapping[str, float]
 """``attainment``, the share of requests that met both objectives, and `PERCENTILES` in seconds. All requests count; one

@@ -1,6 +1,6 @@
 """Inputs of a comparison between simulator and cluster: the rate at saturation, and the overheads.
 
-Used by the benchmarks that compare `pdserve.planner.simulator` with real and emulated clusters.
+Used by the benchmarks that compare `pdserve.planner.simulate.simulator` with real and emulated clusters.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy.typing as npt
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.layout import Layout, PlannedModel
-from pdserve.planner.simulated_worker import StepCorrections
-from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
-from pdserve.planner.workload import Workload
+from pdserve.planner.simulate.simulated_worker import StepCorrections
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.workload.workload import Workload
 
 _NUM_HALVINGS = 5
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -36,8 +35,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
-
-FloatArray = npt.NDArray[np.float64]
+from pdserve.planner.arrays import FloatArray
 
 SHAPES = {"opt-13b": OPT_13B.shape, "opt-66b": OPT_66B.shape, "llama-2-70b": LLAMA_2_70B.shape}
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2000)

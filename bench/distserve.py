@@ -27,10 +27,10 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.attainment import measure
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.presets import preset
-from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.simulate.attainment import measure
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.workload.presets import preset
 
 MAX_DECODE_TOKENS = 50_000
 DEVICES = 4

@@ -1,9 +1,9 @@
 """An open-loop load generator: sends each request at its due time, whatever happens to earlier ones.
 
-`measure_load` sends a workload (`pdserve.planner.requests`) to an OpenAI-compatible server and returns the same arrays
-as the simulator, so the same code computes attainment and percentiles of both. A request's time starts when it was due,
-not when it was sent: a late generator makes figures worse, never better. The result includes the generator's lateness
-and CPU use; a measurement with too much of either is invalid (`GeneratorHealth.problems`).
+`measure_load` sends a workload (`pdserve.planner.workload.requests`) to an OpenAI-compatible server and returns the
+same arrays as the simulator, so the same code computes attainment and percentiles of both. A request's time starts when
+it was due, not when it was sent: a late generator makes figures worse, never better. The result includes the
+generator's lateness and CPU use; a measurement with too much of either is invalid (`GeneratorHealth.problems`).
 
 Prompts are token ids. Answers have exactly the workload's length, by ``ignore_eos``, which pdserve and vLLM support.
 """
@@ -22,8 +22,9 @@ import numpy as np
 import uvloop
 
 from pdserve.bench.stream_client import StreamClient, StreamedAnswer
-from pdserve.planner.requests import Segment, SimulatedRequest
-from pdserve.planner.simulation import FloatArray, RequestTimes
+from pdserve.planner.arrays import FloatArray
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.workload.requests import Segment, SimulatedRequest
 
 LEAD_S = 0.2
 """From the call to instant 0 of the workload."""

@@ -23,9 +23,9 @@ from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel
-from pdserve.planner.plan import Candidate, Effort, InfeasibleSloError, Plan, Question, Supply
-from pdserve.planner.presets import preset
-from pdserve.planner.search import find_plan
+from pdserve.planner.search.plan import Candidate, Effort, InfeasibleSloError, Plan, Question, Supply
+from pdserve.planner.search.search import find_plan
+from pdserve.planner.workload.presets import preset
 
 QUICK = Effort(final_requests=5000, judge_requests=2000, seeds=(0, 1), num_screened=12, num_finalists=2)
 

@@ -17,9 +17,9 @@ from pdserve.bench.models import LLAMA_3_70B
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.plan import Effort, Question, Supply
-from pdserve.planner.presets import preset
-from pdserve.planner.search import find_plan
+from pdserve.planner.search.plan import Effort, Question, Supply
+from pdserve.planner.search.search import find_plan
+from pdserve.planner.workload.presets import preset
 
 DISTSERVE = {"layouts": 208, "elapsed_s": 371}
 

@@ -25,14 +25,15 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.arrivals import RandomGaps
-from pdserve.planner.conversations import Conversations, SystemPrompts
+from pdserve.planner.arrays import IntArray
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.presets import preset
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout
-from pdserve.planner.simulation import IntArray, RequestTimes
-from pdserve.planner.simulator import simulate
-from pdserve.planner.workload import Workload, WorkloadSample
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.workload.arrivals import RandomGaps
+from pdserve.planner.workload.conversations import Conversations, SystemPrompts
+from pdserve.planner.workload.presets import preset
+from pdserve.planner.workload.workload import Workload, WorkloadSample
 
 MAX_POINTS, MAX_RATIO = 2.0, 0.05
 _MAX_MODEL_LEN = 8192

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pdserve.bench.load import Measurement
-from pdserve.planner.simulation import FloatArray
+from pdserve.planner.arrays import FloatArray
 
 METRICS: Mapping[str, str] = {
     "ttft": "Time to First Token",

@@ -30,12 +30,12 @@ from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner import simulator
-from pdserve.planner.conversations import Conversations, SystemPrompts
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.presets import preset
-from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.workload import Workload, WorkloadSample
+from pdserve.planner.simulate import simulator
+from pdserve.planner.workload.conversations import Conversations, SystemPrompts
+from pdserve.planner.workload.presets import preset
+from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.workload import Workload, WorkloadSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

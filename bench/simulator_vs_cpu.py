@@ -6,8 +6,8 @@
 `pdserve profile` measures the cores that a prefill and a decode worker get by default, and writes a hardware file,
 which `--profile` reuses. A cluster of one worker each then serves the small shape of `pdserve.bench.shapes`. An open
 loop sends Poisson arrivals at three shares of saturation, in turn, for several rounds. Saturation is the rate of a
-simulated closed loop at the speed that the cores have just before. `pdserve.planner.simulator` gets the same requests
-and the hardware file. p50 and p90 of TTFT and TPOT, over all rounds, must agree within 10 %.
+simulated closed loop at the speed that the cores have just before. `pdserve.planner.simulate.simulator` gets the same
+requests and the hardware file. p50 and p90 of TTFT and TPOT, over all rounds, must agree within 10 %.
 
 Workers keep their cores to themselves (`lend_cores: false`), because neither profile nor simulator models the influence
 of one worker on another's steps. The generator and the reader of the router's metrics get the machine's last core, and
@@ -57,15 +57,15 @@ from pdserve.contracts.precision import Precision
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import Hardware
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
-from pdserve.planner.conversations import Conversations
 from pdserve.planner.hardware_file import read_hardware_file
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.lengths import LogNormalLengths
-from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.simulated_worker import StepCorrections
-from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
-from pdserve.planner.workload import Workload
+from pdserve.planner.simulate.simulated_worker import StepCorrections
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.workload.conversations import Conversations
+from pdserve.planner.workload.lengths import LogNormalLengths
+from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.workload import Workload
 
 MAX_ERROR = 0.1
 """Largest relative error of a percentile."""

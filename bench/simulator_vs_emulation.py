@@ -5,9 +5,10 @@
 
 `pdserve up --emulate` runs every part of a cluster except the arithmetic: steps and transfers last as long as the cost
 model predicts, times the time scale, which makes the host's own work relatively small. An open-loop generator measures
-at the client, at seven rates up to 0.9 of saturation and at two beyond it; `pdserve.planner.simulator` gets the same
-requests and the same cost model. Up to 0.9, joint attainment must agree within 2 points, and p50 / p90 of TTFT and TPOT
-within 5 %; beyond it only attainment. Saturation is the rate of a simulated closed loop with more requests than slots.
+at the client, at seven rates up to 0.9 of saturation and at two beyond it; `pdserve.planner.simulate.simulator` gets
+the same requests and the same cost model. Up to 0.9, joint attainment must agree within 2 points, and p50 / p90 of TTFT
+and TPOT within 5 %; beyond it only attainment. Saturation is the rate of a simulated closed loop with more requests
+than slots.
 
 The time of HTTP, gRPC and step loops is measured once, on other requests at a lower rate, and becomes the simulator's
 `Overheads`. A run fails if the router or the generator used more than 70 % of a core, if the generator was late, or if
@@ -40,14 +41,14 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.random_checkpoint import write_tokenizer
-from pdserve.planner.conversations import Conversations
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.lengths import LogNormalLengths
-from pdserve.planner.presets import PRESETS, preset
-from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
-from pdserve.planner.workload import Workload
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.workload.conversations import Conversations
+from pdserve.planner.workload.lengths import LogNormalLengths
+from pdserve.planner.workload.presets import PRESETS, preset
+from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.workload import Workload
 
 LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,12 +17,12 @@ from math import exp, log
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, Measured
 from pdserve.model.cost.step_grid import Step, StepKind
+from pdserve.planner.arrays import FloatArray
 from pdserve.planner.layout import PlannedModel
 
 HELD_OUT_EVERY = 4
@@ -44,8 +44,6 @@ _NUM_DIGITS = 4
 _CURVE_MARGIN = 1e-3
 """Distance of fitted curves below the steepest allowed one, so that rounding never exceeds it."""
 _MAX_ITERATIONS = 60
-
-FloatArray = npt.NDArray[np.float64]
 
 
 class TimedStep(NamedTuple):

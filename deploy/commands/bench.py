@@ -20,7 +20,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.folder import find_cluster
 
 if TYPE_CHECKING:
-    from pdserve.planner.workload import Workload
+    from pdserve.planner.workload.workload import Workload
 
 _FILE_DATASETS = ("sharegpt", "mooncake", "azure", "burstgpt", "plain", "custom")
 _AT_ONCE = 1e9
@@ -203,12 +203,12 @@ def _workload(name: str, path: Path | None, lengths: tuple[int, int, float], bur
         ValueError: unknown dataset, or a file that is not a trace.
         DeployError: the file cannot be read.
     """
-    from pdserve.planner.arrivals import RandomGaps
-    from pdserve.planner.conversations import Conversations
-    from pdserve.planner.lengths import FixedLengths, QuantileLengths
-    from pdserve.planner.presets import preset
-    from pdserve.planner.trace_reading import read_trace
-    from pdserve.planner.workload import Workload, trace_workload
+    from pdserve.planner.workload.arrivals import RandomGaps
+    from pdserve.planner.workload.conversations import Conversations
+    from pdserve.planner.workload.lengths import FixedLengths, QuantileLengths
+    from pdserve.planner.workload.presets import preset
+    from pdserve.planner.workload.trace_reading import read_trace
+    from pdserve.planner.workload.workload import Workload, trace_workload
 
     if path is not None:
         if name not in ("", *_FILE_DATASETS):

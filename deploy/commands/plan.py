@@ -19,7 +19,7 @@ from pdserve.deploy.commands.plan_answer import Outputs, answer, show_formulas
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 
 if TYPE_CHECKING:
-    from pdserve.planner.plan import Effort, Objective
+    from pdserve.planner.search.plan import Effort, Objective
 
 DEFAULT_WORKLOAD = "chat"
 MAX_NODES = 64
@@ -120,7 +120,7 @@ def plan(
             )
     planned = options.planned_model(model_config)
 
-    from pdserve.planner.plan import Question, Supply
+    from pdserve.planner.search.plan import Question, Supply
 
     traffic = options.traffic(
         named or workload or DEFAULT_WORKLOAD,
@@ -143,7 +143,7 @@ def plan(
 
 
 def _effort(num_requests: int, seed: int) -> Effort:
-    from pdserve.planner.plan import Effort
+    from pdserve.planner.search.plan import Effort
 
     usual = Effort()
     return Effort(
@@ -156,7 +156,7 @@ def _effort(num_requests: int, seed: int) -> Effort:
 
 def _objective(name: str, rate: float | None) -> Objective:
     """Objective of that name; by default the fewest GPUs with a rate, else the most goodput."""
-    from pdserve.planner.plan import Objective
+    from pdserve.planner.search.plan import Objective
 
     name = name or (Objective.RATE if rate is None else Objective.FEWEST_DEVICES).value
     found = {objective.value: objective for objective in Objective}.get(name)

@@ -15,8 +15,8 @@ from pdserve.deploy.commands import plan_options as options
 if TYPE_CHECKING:
     from pdserve.model.cost.hardware import Hardware
     from pdserve.planner.layout import PlannedModel, Pool
-    from pdserve.planner.plan import Plan, Question
-    from pdserve.planner.traffic import Traffic
+    from pdserve.planner.search.plan import Plan, Question
+    from pdserve.planner.workload.traffic import Traffic
 
 
 _NUM_EXPLAINED = 1000
@@ -43,8 +43,8 @@ class Outputs(NamedTuple):
 
 def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
     """Find the plan, print it and write the requested files; returns the exit status."""
-    from pdserve.planner.plan_json import plan_json
-    from pdserve.planner.tables import print_plan
+    from pdserve.planner.report.plan_json import plan_json
+    from pdserve.planner.report.tables import print_plan
 
     words, notes = traffic.described()
     found = search(question, traffic, num_processes=outputs.num_processes)
@@ -61,8 +61,8 @@ def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
 
 def show_formulas(question: Question, traffic: Traffic, outputs: Outputs) -> int:
     """Print how memory and step times of a worker follow, on the fewest GPUs of each kind that hold the model."""
-    from pdserve.planner.explain import explain
-    from pdserve.planner.tables import print_explanations
+    from pdserve.planner.report.explain import explain
+    from pdserve.planner.report.tables import print_explanations
 
     statistics = traffic.draw(traffic.at_most(_NUM_EXPLAINED), 0).statistics()
     found = {}
@@ -85,7 +85,7 @@ def show_formulas(question: Question, traffic: Traffic, outputs: Outputs) -> int
 
 
 def _smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool:
-    from pdserve.planner.layouts import smallest_worker
+    from pdserve.planner.search.layouts import smallest_worker
 
     pool = smallest_worker(hardware, model)
     if pool is None:
@@ -106,7 +106,7 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from pdserve.planner.extrapolation import extrapolations
-    from pdserve.planner.search import find_plan
+    from pdserve.planner.search.search import find_plan
 
     terminal = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -132,7 +132,7 @@ def write_files(plan: Plan, traffic: Traffic, words: str, outputs: Outputs) -> N
 
 
 def _write_deployment(plan: Plan, outputs: Outputs) -> None:
-    from pdserve.planner.deployment_file import NOT_SERVED_YET, deployment_text, has_parallel_workers
+    from pdserve.planner.report.deployment_file import NOT_SERVED_YET, deployment_text, has_parallel_workers
 
     path, model = outputs.deployment, outputs.model
     assert path is not None
@@ -150,9 +150,9 @@ def _model_path(model: Path | None) -> str:
 
 
 def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_processes: int) -> None:
-    from pdserve.planner.curves import attainment_curves
-    from pdserve.planner.report import report_html
-    from pdserve.planner.report_charts import drawn_candidates
+    from pdserve.planner.report.curves import attainment_curves
+    from pdserve.planner.report.report import report_html
+    from pdserve.planner.report.report_charts import drawn_candidates
 
     drawn = [each.candidate for each in drawn_candidates(plan)]
     with options.failure(), options.working("simulating curves for the report"):

@@ -1,7 +1,7 @@
 """``pdserve plan --live``: watches a running cluster and compares its placement with the best one.
 
 Reads placement, model, objectives and devices from the router's admin port; options override them.
-`pdserve.planner.replan` compares. Changes nothing.
+`pdserve.planner.live.replan` compares. Changes nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pdserve.deploy.commands.status import fetch_status
 
 if TYPE_CHECKING:
     from pdserve.model.cost.hardware import Hardware
-    from pdserve.planner.live import ObservedTraffic
-    from pdserve.planner.plan import Effort, Plan, Question
-    from pdserve.planner.replan import Proposal
-    from pdserve.planner.running import RunningCluster, RunningWorker
+    from pdserve.planner.live.live import ObservedTraffic
+    from pdserve.planner.live.replan import Proposal
+    from pdserve.planner.live.running import RunningCluster, RunningWorker
+    from pdserve.planner.search.plan import Effort, Plan, Question
 
 _TIMEOUT_S = 10.0
 
@@ -46,9 +46,9 @@ def plan_live(
     watch: Watch, model_options: ModelOptions, objectives: Objectives, effort: Effort, outputs: Outputs
 ) -> int:
     """Watch, search, compare and print; returns the exit status. Options override the cluster's settings."""
-    from pdserve.planner.plan import Question
-    from pdserve.planner.replan import propose
-    from pdserve.planner.running import observed_traffic, running_cluster, running_layout, supplies
+    from pdserve.planner.live.replan import propose
+    from pdserve.planner.live.running import observed_traffic, running_cluster, running_layout, supplies
+    from pdserve.planner.search.plan import Question
 
     added = options.added_hardware(watch.hardware_file)
     with options.failure():
@@ -82,7 +82,7 @@ def plan_live(
 
 
 def _print_proposal(proposal: Proposal, plan: Plan, introduction: Sequence[str], outputs: Outputs) -> None:
-    from pdserve.planner.replan import proposal_json, sentences
+    from pdserve.planner.live.replan import proposal_json, sentences
 
     lines = (*introduction, *sentences(proposal))
     if not outputs.is_json_alone:
@@ -136,7 +136,7 @@ def _overrides(
 
 
 def _observe(watch: Watch) -> ObservedTraffic:
-    from pdserve.planner.live import observe
+    from pdserve.planner.live.live import observe
 
     before, begun_s = _fetch_metrics(watch.url), time.monotonic()
     with options.working(f"watching {watch.url} for {watch.window_s:g} s"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pdserve.model.cost.hardware import Hardware
     from pdserve.planner.layout import PlannedModel
-    from pdserve.planner.traffic import Traffic
+    from pdserve.planner.workload.traffic import Traffic
 
 GpuOption = Annotated[
     str, typer.Option(metavar="KIND", help="GPU of every worker, such as h100-sxm; an unknown name lists all.")
@@ -133,7 +133,7 @@ def traffic(
     named: str | tuple[int, int], *, max_model_len: int, lenient: bool = False, burstiness: float | None = None
 ) -> Traffic:
     """Traffic of the preset or trace of that name, or of prompts and answers of constant length."""
-    from pdserve.planner.traffic import fixed_traffic, named_traffic
+    from pdserve.planner.workload.traffic import fixed_traffic, named_traffic
 
     with usage():
         if isinstance(named, str):

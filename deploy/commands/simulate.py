@@ -1,7 +1,7 @@
 """``pdserve simulate``: performance of a placement under a workload, without a GPU.
 
-Reads options and a deployment file and builds the layout; `pdserve.planner.simulated_run` does the work. Imports no
-planner module before the options are checked.
+Reads options and a deployment file and builds the layout; `pdserve.planner.simulate.simulated_run` does the work.
+Imports no planner module before the options are checked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pdserve.deploy.config import (
 
 if TYPE_CHECKING:
     from pdserve.planner.layout import Layout, PlannedModel
-    from pdserve.planner.simulated_run import Run
-    from pdserve.planner.traffic import Traffic
+    from pdserve.planner.simulate.simulated_run import Run
+    from pdserve.planner.workload.traffic import Traffic
 
 DEFAULT_REQUESTS = 3000
 _TRAFFIC_HELP = "give --workload chat, --trace FILE, or --input-tokens and --output-tokens"
@@ -107,7 +107,7 @@ def simulate(
     if rate is not None and not 0 < rate < float("inf"):
         raise ConfigError(f"--rate is {rate}; write requests per second, a number above 0")
 
-    from pdserve.planner.simulated_run import Run
+    from pdserve.planner.simulate.simulated_run import Run
 
     planned = options.planned_model(config.model)
     traffic = options.traffic(named, max_model_len=planned.max_model_len, lenient=lenient, burstiness=burstiness)
@@ -190,7 +190,7 @@ def _rate(rate: float | None, traffic: Traffic, num_requests: int, seed: int) ->
 
 
 def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) -> Layout:
-    from pdserve.planner.deployment_file import DevicePool, layout_of
+    from pdserve.planner.report.deployment_file import DevicePool, layout_of
 
     added = {**read_profile(config), **options.added_hardware(devices.hardware_file)}
     usual = options.device(devices.gpu, added, devices.engine)
@@ -205,8 +205,8 @@ def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) 
 
 def _report(run: Run, json: Path | None) -> int:
     from pdserve.planner.extrapolation import extrapolations
-    from pdserve.planner.run_tables import print_run, run_json
-    from pdserve.planner.simulated_run import carry_out
+    from pdserve.planner.report.run_tables import print_run, run_json
+    from pdserve.planner.simulate.simulated_run import carry_out
 
     with options.failure():
         words, notes = run.traffic.described()

@@ -1,8 +1,8 @@
 """The scout: a compiled model of a placement under an open loop, fast enough to try every rate on long runs.
 
-Takes what the judge, `pdserve.planner.simulator.simulate`, takes, and answers with the times of the same requests. It
-models the router's choices, queues, chunked prefill, decode batches, KV blocks, transfers and preemption on tables of
-the same cost model, with prefixes by the length that is cached instead of their contents; see
+Takes what the judge, `pdserve.planner.simulate.simulator.simulate`, takes, and answers with the times of the same
+requests. It models the router's choices, queues, chunked prefill, decode batches, KV blocks, transfers and preemption
+on tables of the same cost model, with prefixes by the length that is cached instead of their contents; see
 `pdserve.planner.simulate.scout_kernel`. The first call in a process loads the compiled kernel from the disk; the first
 after an installation compiles it, which takes a minute.
 """
@@ -22,11 +22,12 @@ from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
+from pdserve.planner.arrays import FloatArray, IntArray
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulate import scout_kernel as kernel
-from pdserve.planner.simulation import FloatArray, IntArray, RequestTimes, Simulation
-from pdserve.planner.simulator import Overheads
+from pdserve.planner.simulate.simulation import RequestTimes, Simulation
+from pdserve.planner.simulate.simulator import Overheads
+from pdserve.planner.workload.requests import SimulatedRequest
 
 _ROLES = {WorkerRole.PREFILL: kernel.PREFILL, WorkerRole.DECODE: kernel.DECODE, WorkerRole.MIXED: kernel.MIXED}
 _DENSE_COUNTS = 256
@@ -99,7 +100,7 @@ def scout(
     overheads: Overheads | None = None,
     max_in_flight: int = 1024,
 ) -> ScoutResult:
-    """Serve ``requests`` on ``layout``; see `pdserve.planner.simulator.simulate` for the arguments.
+    """Serve ``requests`` on ``layout``; see `pdserve.planner.simulate.simulator.simulate` for the arguments.
 
     Raises:
         ValueError: the model does not fit, or does not divide as the layout says.

@@ -291,7 +291,7 @@ def receive(state, kind, index, now_s):
         state.cluster[0].num_live -= 1
 
 
-# Transfers: `pdserve.planner.simulated_transfers`
+# Transfers: `pdserve.planner.simulate.simulated_transfers`
 
 
 @njit(inline="always")
@@ -344,7 +344,7 @@ def pop(state):
     return first
 
 
-# Step loop: `pdserve.engine.worker.loop` and `pdserve.planner.simulated_worker`
+# Step loop: `pdserve.engine.worker.loop` and `pdserve.planner.simulate.simulated_worker`
 
 
 @njit(inline="always")

@@ -5,7 +5,8 @@ import pytest
 
 from pdserve.bench.agreement import Agreement, figures_of, joined
 from pdserve.contracts.deployment import SloConfig
-from pdserve.planner.simulation import FloatArray, RequestTimes
+from pdserve.planner.arrays import FloatArray
+from pdserve.planner.simulate.simulation import RequestTimes
 
 SLO = SloConfig(ttft_seconds=0.1, tpot_seconds=0.01)
 FIGURES = {"attainment": 0.9, "ttft_p50_s": 0.05, "ttft_p90_s": 0.1, "tpot_p50_s": 0.007, "tpot_p90_s": 0.008}

@@ -8,10 +8,10 @@ import pytest
 from pdserve.bench.calibration import overheads_between, pipelined_overheads, saturation
 from pdserve.bench.simulator_vs_emulation import LOGNORMAL, MODEL, SLO, placement
 from pdserve.contracts.placement import WorkerRole
-from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.simulated_worker import StepCorrections
-from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.simulate.simulated_worker import StepCorrections
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.workload.requests import SimulatedRequest
 
 LAYOUT = placement("h100-sxm", 1)
 PROBES = [SimulatedRequest(0.15 * number, 100 + 80 * number, 3) for number in range(10)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pdserve.bench.load import GeneratorHealth, PromptWriter, measure_load
-from pdserve.planner.requests import Segment, SimulatedRequest
+from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from tests.bench.scripted_server import Script, scripted_server, token_events
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pdserve.bench.plan_speed import measure
-from pdserve.planner.plan import Effort
+from pdserve.planner.search.plan import Effort
 
 
 def test_a_plan_is_timed_and_counted() -> None:

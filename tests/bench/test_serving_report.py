@@ -15,7 +15,7 @@ from pdserve.bench.serving_report import (
     result_lines,
     serving_result,
 )
-from pdserve.planner.simulation import RequestTimes
+from pdserve.planner.simulate.simulation import RequestTimes
 
 OBJECTIVES = {"ttft": 200.0, "tpot": 20.0}
 METRICS = ("ttft", "tpot", "itl", "e2el")

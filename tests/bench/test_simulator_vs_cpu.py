@@ -38,10 +38,10 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel
-from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.simulated_worker import StepCorrections
-from pdserve.planner.simulation import RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.simulate.simulated_worker import StepCorrections
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.metrics import STEP_KINDS
 
 CONFIG = {

@@ -9,11 +9,10 @@ import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.planner.attainment import Attainment, Interval, measure
-from pdserve.planner.bounds import Bounds, Resource
-from pdserve.planner.goodput import Goodput
 from pdserve.planner.layout import Layout
-from pdserve.planner.plan import (
+from pdserve.planner.search.bounds import Bounds, Resource
+from pdserve.planner.search.goodput import Goodput
+from pdserve.planner.search.plan import (
     Candidate,
     Plan,
     PoolFigures,
@@ -23,8 +22,9 @@ from pdserve.planner.plan import (
     Supply,
     Verdict,
 )
-from pdserve.planner.requests import SimulatedRequest
-from pdserve.planner.simulator import simulate
+from pdserve.planner.simulate.attainment import Attainment, Interval, measure
+from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.workload.requests import SimulatedRequest
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool
 
 MODEL = replace(LLAMA_3_8B, name="Llama-3-8B <i>")

@@ -10,11 +10,11 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.attainment import Attainment
-from pdserve.planner.goodput import Runner, Trial
-from pdserve.planner.goodput import Workload as RequestSource
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.requests import Clamped, SimulatedRequest
+from pdserve.planner.search.goodput import Runner, Trial
+from pdserve.planner.search.goodput import Workload as RequestSource
+from pdserve.planner.simulate.attainment import Attainment
+from pdserve.planner.workload.requests import Clamped, SimulatedRequest
 
 H100 = hardware("h100-sxm")
 LLAMA_3_8B = PlannedModel(

@@ -16,7 +16,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.running import running_cluster
+from pdserve.planner.live.running import running_cluster
 from pdserve.router.admin import create_admin_app
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.request import GenerationError

@@ -20,9 +20,9 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.deploy.cli import run
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
-from tests.planner.test_live import Router
+from tests.planner.live.test_live import Router
+from tests.planner.live.test_running import SLOW, status, status_of
 from tests.planner.test_planned_model import written
-from tests.planner.test_running import SLOW, status, status_of
 from tests.router.test_main import RouterProcess, running_router
 from tests.workers import WorkerProcess, emulated_config
 

@@ -9,12 +9,13 @@ pytest.importorskip("numba", reason="the scout needs the planner's extra")
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.planner.arrays import FloatArray
 from pdserve.planner.layout import Layout
-from pdserve.planner.presets import preset
-from pdserve.planner.requests import SimulatedRequest
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout, step_table
-from pdserve.planner.simulation import FloatArray, RequestTimes
-from pdserve.planner.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.workload.presets import preset
+from pdserve.planner.workload.requests import SimulatedRequest
 from tests.planner.stand_ins import LLAMA_3_8B, a_pool, colocated, disaggregated
 
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)

@@ -1,0 +1,10 @@
+"""Types of numpy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]

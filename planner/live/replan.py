@@ -1,0 +1,254 @@
+"""Decides whether to change a running cluster's placement: the gain, its confidence, and the cost of the change.
+
+Compares a plan for the observed traffic with the running placement, both simulated. Proposes a change only if its gain
+is statistically clear and above a threshold (hysteresis), so that noise never triggers a rebuild. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner import wording
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.live.running import RunningWorker
+from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, plan_json
+from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, find_goodput
+from pdserve.planner.search.hosts import host_sentence
+from pdserve.planner.search.plan import Candidate, Plan
+from pdserve.planner.search.process_pool import Job, ProcessPool
+from pdserve.planner.simulate.attainment import Attainment
+
+DEFAULT_HYSTERESIS = 0.1
+"""Minimum gain in goodput for a proposal."""
+_HIGHEST = 4.0
+"""Highest rate to try for the running layout, as a multiple of the best layout's goodput."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """The running placement, simulated under the observed traffic."""
+
+    layout: Layout
+    goodput: Goodput
+    at_observed: Attainment
+    """Its result at the observed rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Cost of going from one placement to another."""
+
+    num_kept: int
+    """Workers in both placements."""
+    num_stopped: int
+    num_started: int
+    load_s: float
+    """Minimum time until the new workers have their weights, if all devices load from host memory in parallel."""
+    num_requests: float
+    """In flight on the stopped workers; each is recomputed elsewhere."""
+    num_cached_tokens: float
+    """KV tokens in the pools of stopped workers, which are lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The comparison and its advice."""
+
+    running: Running
+    best: Candidate
+    at_observed: Attainment
+    """The best candidate's result at the observed rate."""
+    gain: float
+    """Its goodput relative to the running placement's, minus 1; infinite if the latter never meets the SLO."""
+    is_clear: bool
+    """The confidence intervals do not overlap."""
+    hysteresis: float
+    change: Change
+
+    @property
+    def is_proposed(self) -> bool:
+        return self.is_clear and self.gain >= self.hysteresis and bool(self.change.num_started)
+
+
+def propose(
+    plan: Plan,
+    layout: Layout,
+    workers: Sequence[RunningWorker],
+    workload: Workload,
+    *,
+    observed_rate: float,
+    hysteresis: float = DEFAULT_HYSTERESIS,
+    num_processes: int = 1,
+) -> Proposal:
+    """Simulate the running layout like the plan's best, and both at the observed rate; then compare them.
+
+    Args:
+        plan: for the observed traffic, on the running layout's devices.
+        layout: the running layout.
+        num_processes: parallel simulations.
+
+    Raises:
+        ValueError: the running layout cannot be simulated.
+    """
+    question, best = plan.question, plan.best
+    effort = question.effort
+    assert best.goodput is not None, "the best was simulated"
+    # As long as the runs that found the best layout's goodput: shorter ones overstate it.
+    near = max(best.goodput.points, key=lambda point: point.num_runs)
+    runs, found = (
+        Trial(
+            model=question.model,
+            layout=each,
+            slo=question.slo,
+            num_requests=near.num_requests // near.num_runs,
+            seeds=effort.seeds[: near.num_runs],
+            is_scouted=best.goodput.is_scouted,
+        )
+        for each in (layout, best.layout)
+    )
+    search: Job[Goodput] = partial(
+        find_goodput, trial=runs, start_rate=best.rate, tolerance=effort.tolerance, max_rate=_HIGHEST * best.bounds.rate
+    )
+    at_observed: list[Job[Attainment]] = [
+        partial(Runner.attainment, trial=each, rate=observed_rate) for each in (runs, found)
+    ]
+    with ProcessPool(workload, num_processes) as pool:
+        (goodput,) = pool.run([search])
+        running_at, best_at = pool.run(at_observed)
+    running = Running(layout=layout, goodput=goodput, at_observed=running_at)
+    return compare(running, best, best_at, model=question.model, workers=workers, hysteresis=hysteresis)
+
+
+def compare(
+    running: Running,
+    best: Candidate,
+    at_observed: Attainment,
+    *,
+    model: PlannedModel,
+    workers: Sequence[RunningWorker],
+    hysteresis: float = DEFAULT_HYSTERESIS,
+) -> Proposal:
+    """Compare the best candidate of a plan, which was simulated, with the running placement."""
+    assert best.goodput is not None
+    old, new = running.goodput, best.goodput
+    gain = new.rate / old.rate - 1 if old.rate else float("inf") if new.rate else 0.0
+    return Proposal(
+        running=running,
+        best=best,
+        at_observed=at_observed,
+        gain=gain,
+        is_clear=new.interval.low > old.interval.high,
+        hysteresis=hysteresis,
+        change=change_between(running.layout, best.layout, model, workers),
+    )
+
+
+def change_between(old: Layout, new: Layout, model: PlannedModel, workers: Sequence[RunningWorker]) -> Change:
+    """Workers that differ in role, device, degree or limits are restarted."""
+    old_pools, new_pools = ({pool.role: pool for pool in layout.pools} for layout in (old, new))
+    num_kept = num_stopped = num_started = 0
+    load_s = num_requests = num_cached_tokens = 0.0
+    for role in WorkerRole:
+        before, after = old_pools.get(role), new_pools.get(role)
+        num_before, num_after = before.replicas if before else 0, after.replicas if after else 0
+        kept = min(num_before, num_after) if before and after and _is_alike(before, after) else 0
+        num_kept += kept
+        num_stopped += num_before - kept
+        num_started += num_after - kept
+        if after is not None and num_after > kept:
+            load_s = max(load_s, _load_s(after, model))
+        of_role = [worker for worker in workers if worker.role is role]
+        if of_role:
+            share = (num_before - kept) / num_before
+            num_requests += share * sum(worker.num_requests for worker in of_role)
+            num_cached_tokens += share * sum(worker.num_cached_blocks * worker.block_size for worker in of_role)
+    return Change(
+        num_kept=num_kept,
+        num_stopped=num_stopped,
+        num_started=num_started,
+        load_s=load_s,
+        num_requests=num_requests,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def _is_alike(before: Pool, after: Pool) -> bool:
+    """Whether a worker of one pool can stay in the other; the size of its KV pool does not matter."""
+    return dataclasses.replace(before, replicas=1, num_kv_blocks=0) == dataclasses.replace(
+        after, replicas=1, num_kv_blocks=0
+    )
+
+
+def _load_s(pool: Pool, model: PlannedModel) -> float:
+    return pool.cost(model).weight_bytes / pool.devices_per_worker / pool.hardware.host_bandwidth
+
+
+def sentences(proposal: Proposal) -> Iterator[str]:
+    """The comparison and the advice as sentences."""
+    running, best, change = proposal.running, proposal.best, proposal.change
+    observed = wording.rate(running.at_observed.rate)
+    yield (
+        f"Running: {running.layout}, goodput {_with_interval(running.goodput)}; at the observed {observed}, "
+        f"{wording.share(running.at_observed.share)} of requests meet both objectives."
+        f"{_where(running.layout, running.at_observed)}"
+    )
+    yield (
+        f"Best found: {best.layout}, goodput {_with_interval(best.goodput)}; at the observed {observed}, "
+        f"{wording.share(proposal.at_observed.share)}.{_where(best.layout, proposal.at_observed)}"
+    )
+    if not change.num_started and not change.num_stopped:
+        elsewhere = ", apart from the hosts of its workers" if running.layout.spans_hosts else ""
+        yield f"Keep the placement: it is the best one found{elsewhere}."
+        return
+    yield (
+        f"The change would stop {change.num_stopped} workers, start {change.num_started} and keep {change.num_kept}. "
+        f"Loading weights takes at least {wording.seconds(change.load_s)}; about {change.num_requests:.0f} requests in "
+        f"flight would be recomputed, and KV of about {change.num_cached_tokens:,.0f} tokens would be lost."
+    )
+    yield _advice(proposal)
+
+
+def _where(layout: Layout, seen: Attainment) -> str:
+    return f" {host_sentence(layout, seen)}" if layout.spans_hosts else ""
+
+
+def _advice(proposal: Proposal) -> str:
+    gain = f"{proposal.gain:+.0%} goodput" if proposal.gain != float("inf") else "a goodput, where there is none now"
+    if proposal.is_proposed:
+        return f"Change the placement: {gain}, beyond the confidence intervals."
+    if not proposal.is_clear:
+        return f"Keep the placement: {gain} is within the confidence intervals."
+    return f"Keep the placement: {gain} is below the minimum gain of {wording.share(proposal.hysteresis)}."
+
+
+def _with_interval(goodput: Goodput | None) -> str:
+    assert goodput is not None
+    low, high = goodput.interval
+    if goodput.is_capped:
+        return f"{wording.rate(goodput.rate)} or more"
+    return f"{wording.rate(goodput.rate)} ({wording.number(low)} to {wording.number(high)})"
+
+
+def proposal_json(proposal: Proposal, plan: Plan) -> Json:
+    """The proposal as JSON, with its plan."""
+    running = proposal.running
+    return {
+        "is_proposed": proposal.is_proposed,
+        "gain": proposal.gain if isfinite(proposal.gain) else None,
+        "is_clear": proposal.is_clear,
+        "hysteresis": proposal.hysteresis,
+        "running": {
+            "layout": layout_json(running.layout),
+            "rate": running.goodput.rate,
+            "interval": list(running.goodput.interval),
+            "at_observed": attainment_json(running.at_observed),
+        },
+        "best_at_observed": attainment_json(proposal.at_observed),
+        "change": dataclasses.asdict(proposal.change),
+        "plan": plan_json(plan, "observed"),
+    }

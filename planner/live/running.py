@@ -1,0 +1,227 @@
+"""The planner's view of a running cluster: its workers from the router's status, its traffic as a workload.
+
+Parses data that the caller fetched. Used by `pdserve plan --live`, with `pdserve.planner.live.live` and
+`pdserve.planner.live.replan`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from pdserve.contracts.codec import from_plain, read_value, to_plain
+from pdserve.contracts.deployment import ModelConfig, SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
+from pdserve.model.cost.hardware import Hardware
+from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
+from pdserve.planner.live.live import LiveError, ObservedTraffic
+from pdserve.planner.search.plan import Supply
+from pdserve.planner.workload.requests import Segment, SimulatedRequest
+from pdserve.planner.workload.traffic import Traffic
+from pdserve.planner.workload.workload import Workload
+
+_MIN_CACHED_SHARE = 0.01
+"""Share of prompt tokens below which the traffic is treated as sharing nothing, which simulates much faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningWorker:
+    """One worker that is up."""
+
+    worker_id: str
+    role: WorkerRole
+    host: str
+    hardware: str
+    tensor_parallel: int
+    precision: Precision
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    max_batch_tokens: int
+    max_batch_size: int
+    num_requests: int
+    """Running, parked and waiting."""
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCluster:
+    """The cluster behind a router, from its status."""
+
+    workers: tuple[RunningWorker, ...]
+    """Workers that are up; at least one."""
+    model: ModelConfig
+    """As loaded by the workers; its path is on the router's host."""
+    slo: SloConfig
+    devices: Mapping[WorkerRole, Hardware]
+    """Predicted device of each role's workers."""
+
+
+def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
+    """Parse the router's `/status`.
+
+    Raises:
+        LiveError: it is not a router's status, no worker is up, or their models differ.
+    """
+    try:
+        workers = tuple(_worker(each) for each in status["workers"] if each["up"])
+        slo = from_plain(SloConfig, status["slo"], "the status")
+        devices = read_value(dict[WorkerRole, Hardware], status["devices"], "the status", "devices")
+        path, name = str(status["model"]["path"]), str(status["model"]["name"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LiveError("this is not the status of a pdserve router of this version; give its admin address") from error
+    if not workers:
+        raise LiveError("no worker of the cluster is up; wait until pdserve status reports that it is ready")
+    return RunningCluster(workers=workers, model=_held(path, name, workers), slo=slo, devices=devices)
+
+
+def _held(path: str, name: str, workers: Sequence[RunningWorker]) -> ModelConfig:
+    ways = {(each.precision, each.block_size) for each in workers}
+    if len(ways) > 1:
+        words = " and ".join(
+            sorted(
+                f"{held.dtype}, KV {held.kv_dtype}, weights {held.quantization}, blocks of {size}"
+                for held, size in ways
+            )
+        )
+        raise LiveError(f"the workers differ in precision or block size: {words}; a placement has one of each")
+    ((precision, block_size),) = ways
+    return ModelConfig(
+        path=path,
+        **to_plain(precision),
+        max_model_len=min(each.max_model_len for each in workers),
+        block_size=block_size,
+        served_name=name,
+    )
+
+
+def _worker(status: Mapping[str, Any]) -> RunningWorker:
+    limits, load = status["limits"], status["load"]
+    return RunningWorker(
+        worker_id=str(status["worker_id"]),
+        role=WorkerRole(status["role"]),
+        host=str(status["address"]).rpartition(":")[0],
+        hardware=str(status["hardware"]),
+        tensor_parallel=int(status["tensor_parallel"]),
+        precision=from_plain(Precision, {name: status[name] for name in to_plain(Precision())}, "the status"),
+        max_model_len=int(limits["max_model_len"]),
+        block_size=int(limits["block_size"]),
+        num_kv_blocks=int(limits["num_blocks"]),
+        max_batch_tokens=int(limits["max_batch_tokens"]),
+        max_batch_size=int(limits["max_batch_size"]),
+        num_requests=sum(int(load[name]) for name in ("num_running", "num_waiting", "num_parked")),
+        num_cached_blocks=int(load["num_blocks_cached"]) + int(load["num_blocks_referenced"]),
+    )
+
+
+def running_layout(workers: Sequence[RunningWorker], device: Callable[[RunningWorker], Hardware]) -> Layout:
+    """The placement of the workers.
+
+    Args:
+        device: maps a worker to the hardware of its ranks.
+
+    Raises:
+        LiveError: a phase has no workers, or the workers of one role differ.
+        ValueError: unknown hardware.
+    """
+    pools = {role: _pool(role, [each for each in workers if each.role is role], device) for role in WorkerRole}
+    prefill, decode, mixed = pools[WorkerRole.PREFILL], pools[WorkerRole.DECODE], pools[WorkerRole.MIXED]
+    if (prefill is None) != (decode is None):
+        absent = "prefill" if prefill is None else "decode"
+        raise LiveError(f"no {absent} worker is up; wait until pdserve status reports that the cluster is ready")
+    return Layout(prefill=prefill, decode=decode, mixed=mixed, hosts=_hosts(workers))
+
+
+def _hosts(workers: Sequence[RunningWorker]) -> tuple[tuple[Hosts, ...], ...]:
+    """`Layout.hosts` of the workers, numbered in order of appearance; a worker's address names its host."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(each.host for each in workers))}
+    if len(numbers) == 1:
+        return ()
+    by_role = (tuple((numbers[each.host],) for each in workers if each.role is role) for role in WorkerRole)
+    return tuple(filter(None, by_role))
+
+
+def _pool(
+    role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[RunningWorker], Hardware]
+) -> Pool | None:
+    if not workers:
+        return None
+    kinds = {(each.hardware, each.tensor_parallel, each.max_batch_tokens, each.max_batch_size) for each in workers}
+    if len(kinds) > 1:
+        raise LiveError(f"the {role.value} workers differ: {sorted(kinds)}; a placement has one kind per role")
+    first = workers[0]
+    return Pool(
+        role=role,
+        replicas=len(workers),
+        hardware=device(first),
+        tensor_parallel=first.tensor_parallel,
+        max_batch_tokens=first.max_batch_tokens,
+        max_batch_size=first.max_batch_size,
+        num_kv_blocks=min(each.num_kv_blocks for each in workers),
+    )
+
+
+def supplies(layout: Layout, workers: Sequence[RunningWorker]) -> tuple[Supply, ...]:
+    """The layout's devices on their hosts, which a new layout may use too."""
+    kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
+    counts: dict[str, Counter[str]] = {name: Counter() for name in kinds}
+    for pool in layout.pools:
+        for worker in workers:
+            if worker.role is pool.role:
+                counts[pool.hardware.name][worker.host] += pool.devices_per_worker
+    widest = max(pool.tensor_parallel for pool in layout.pools)
+    return tuple(_supply(kinds[name], list(hosts.values()), widest) for name, hosts in counts.items())
+
+
+def _supply(hardware: Hardware, host_sizes: Sequence[int], widest: int) -> Supply:
+    # The search supports uniform hosts only. Split others into equal parts, although KV between two parts of a host
+    # need not cross the network: the result is a lower bound. If no part would hold the widest running worker,
+    # treat them as one host.
+    devices_per_node = gcd(*host_sizes)
+    if devices_per_node < widest:
+        devices_per_node = sum(host_sizes)
+    return Supply(
+        hardware=hardware,
+        num_nodes=sum(host_sizes) // devices_per_node,
+        devices_per_node=devices_per_node,
+        dollars_per_hour=hardware.price_per_hour_usd,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedContents:
+    """Requests with the observed lengths: `pdserve.planner.workload.conversations.Contents`.
+
+    Prefix-cache hits become one prefix that all prompts share, in proportion to their length: metrics do not record
+    who shared what.
+    """
+
+    observed: ObservedTraffic
+
+    def draw(self, num_requests: int, seed: int) -> list[SimulatedRequest]:
+        random = np.random.default_rng(seed)
+        prompts = self.observed.prompt_tokens.draw(num_requests, random).tolist()
+        outputs = self.observed.output_tokens.draw(num_requests, random).tolist()
+        share = self.observed.cached_share if self.observed.cached_share >= _MIN_CACHED_SHARE else 0.0
+        return [
+            SimulatedRequest(0.0, prompt, output, _segments(row, prompt, share) if share else ())
+            for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+
+
+def _segments(row: int, num_tokens: int, share: float) -> tuple[Segment, ...]:
+    num_shared = min(round(num_tokens * share), num_tokens - 1)
+    segments = (Segment(0, num_shared), Segment(row + 1, num_tokens - num_shared))
+    return segments if num_shared else segments[1:]
+
+
+def observed_traffic(observed: ObservedTraffic, model: PlannedModel) -> Traffic:
+    """The traffic to plan for."""
+    workload = Workload(name="observed", contents=ObservedContents(observed))
+    return Traffic(workload=workload, max_model_len=model.max_model_len)

@@ -1,0 +1,194 @@
+"""Converts between layouts and deployment files: to serve what the search found, and to simulate what is served.
+
+`pdserve up` reads the file; its comments hold the planner's predictions. Writes text and builds layouts; accesses no
+file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import yaml
+
+from pdserve.contracts.codec import to_plain
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.cost.hardware import Hardware
+from pdserve.planner import wording
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.search.hosts import ONE_HOST_TODAY, host_sentence, placed
+from pdserve.planner.search.plan import Candidate, Plan, Supply
+
+_MIB = 2**20
+_PLANNED_KEYS = (
+    "replicas",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "kv_memory",
+    "max_batch_tokens",
+    "max_batch_size",
+)
+"""Keys of a pool; the others keep their defaults."""
+NOT_SERVED_YET = (
+    "pdserve up takes tensor_parallel above 1 only with --emulate today, and pipeline_parallel above 1 not at all; "
+    "pdserve simulate reads this file"
+)
+"""Note for a file with such workers."""
+
+
+def deployment_text(plan: Plan, candidate: Candidate, model_path: str) -> str:
+    """A deployment file for ``candidate``.
+
+    Args:
+        model_path: absolute, or relative to the folder of the deployment file.
+    """
+    config = deployment_of(candidate.layout, plan.question.model, plan.question.slo, model_path)
+    comments = "".join(f"# {line}\n" for line in _predictions(plan, candidate))
+    sections = "".join(f"{name}: {_flow(values)}\n" for name, values in _sections(config))
+    return comments + sections
+
+
+def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_path: str) -> DeploymentConfig:
+    """The deployment that ``layout`` describes."""
+    phases = {pool.role: _phase(pool, model) for pool in layout.pools}
+    none = PhaseConfig(replicas=0)
+    return DeploymentConfig(
+        model=ModelConfig(
+            path=model_path,
+            **to_plain(model.precision),
+            max_model_len=model.max_model_len,
+            block_size=model.block_size,
+        ),
+        slo=slo,
+        prefill=phases.get(WorkerRole.PREFILL, none),
+        decode=phases.get(WorkerRole.DECODE, none),
+        mixed=phases.get(WorkerRole.MIXED, none),
+    )
+
+
+def has_parallel_workers(layout: Layout) -> bool:
+    """Whether a worker takes several devices, which the engine does not support yet."""
+    return any(pool.devices_per_worker > 1 for pool in layout.pools)
+
+
+class DevicePool(NamedTuple):
+    """Properties of a pool that a deployment file does not record."""
+
+    hardware: Hardware
+    kv_bytes: int = 0
+    """KV pool of each worker; 0 uses the free memory."""
+
+
+def layout_of(
+    config: DeploymentConfig, model: PlannedModel, pools: Mapping[WorkerRole, DevicePool], *, devices_per_host: int = 0
+) -> Layout:
+    """The layout that a deployment describes, on the given hardware.
+
+    Args:
+        devices_per_host: not part of a deployment; each kind of device has hosts of its own. 0 uses one host if the
+            devices are no more than it usually has, otherwise hosts of the usual size.
+
+    Raises:
+        ValueError: the model does not divide by the degrees, or a host has too few devices for a worker.
+    """
+    found: dict[str, Pool] = {}
+    for role in WorkerRole:
+        phase: PhaseConfig = config.phase(role)
+        if phase.replicas:
+            found[role.value] = _pool(role, phase, model, pools[role])
+    layout = Layout(prefill=found.get("prefill"), decode=found.get("decode"), mixed=found.get("mixed"))
+    usual = min(pool.hardware.devices_per_host for pool in layout.pools)
+    if not devices_per_host and layout.num_devices <= usual:
+        return layout
+    # A larger group has a host of its own: the cost model covers its network traffic.
+    size = devices_per_host or max(usual, *(pool.tensor_parallel for pool in layout.pools))
+    kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
+    return placed(
+        layout, [Supply(hardware=kind, num_nodes=layout.num_devices, devices_per_node=size) for kind in kinds.values()]
+    )
+
+
+def _pool(role: WorkerRole, phase: PhaseConfig, model: PlannedModel, devices: DevicePool) -> Pool:
+    pool = Pool(
+        role=role,
+        replicas=phase.replicas,
+        hardware=devices.hardware,
+        tensor_parallel=phase.tensor_parallel,
+        pipeline_parallel=phase.pipeline_parallel,
+        max_batch_tokens=phase.max_batch_tokens,
+        max_batch_size=phase.max_batch_size,
+    )
+    if not devices.kv_bytes:
+        return pool
+    num_blocks = devices.kv_bytes // _block_bytes(pool, model)
+    if num_blocks < 1:
+        raise ValueError(f"{role.value}.kv_memory of {devices.kv_bytes} bytes holds no KV block: raise it, or say auto")
+    return dataclasses.replace(pool, num_kv_blocks=num_blocks)
+
+
+def _block_bytes(pool: Pool, model: PlannedModel) -> int:
+    return pool.cost(model).kv_bytes_per_token * model.block_size
+
+
+def _phase(pool: Pool, model: PlannedModel) -> PhaseConfig:
+    num_blocks = pool.kv_blocks(model, pool.cost(model))
+    return PhaseConfig(
+        replicas=pool.replicas,
+        tensor_parallel=pool.tensor_parallel,
+        pipeline_parallel=pool.pipeline_parallel,
+        kv_memory=f"{num_blocks * _block_bytes(pool, model) // _MIB}MiB",
+        max_batch_tokens=pool.max_batch_tokens,
+        max_batch_size=pool.max_batch_size,
+    )
+
+
+def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
+    question = plan.question
+    yield f"Planned by pdserve for {question.model.name or 'the model'}: {candidate.layout}"
+    yield ", ".join(
+        f"{wording.ROLE_NAMES[pool.role]} on {pool.num_devices} x {pool.hardware.name}"
+        for pool in candidate.layout.pools
+    )
+    goodput = candidate.goodput
+    if goodput is None:
+        yield f"Estimated goodput, not simulated: {wording.rate(candidate.rate)}"
+    else:
+        low, high = goodput.interval
+        interval = f"{wording.number(low)} to {wording.number(high)} with 95 % confidence"
+        sure = "or more: as far as was simulated" if goodput.is_capped else interval
+        yield (
+            f"Predicted goodput: {wording.rate(goodput.rate)} ({sure}), at which "
+            f"{wording.share(question.slo.attainment)} of requests meet both objectives"
+        )
+        at_rate = goodput.at_rate
+        if at_rate is not None:
+            yield (
+                f"At {wording.rate(at_rate.rate)}: TTFT {wording.seconds(at_rate.ttft.percentile(50))} median, "
+                f"{wording.seconds(at_rate.ttft.percentile(90))} p90; TPOT "
+                f"{wording.seconds(at_rate.tpot.percentile(50))} median, "
+                f"{wording.seconds(at_rate.tpot.percentile(90))} p90"
+            )
+    yield f"What runs out first: {candidate.resource.value}"
+    if candidate.layout.num_hosts > 1:
+        at_rate = goodput.at_rate if goodput is not None else None
+        yield host_sentence(candidate.layout, at_rate)
+        yield ONE_HOST_TODAY
+    if has_parallel_workers(candidate.layout):
+        yield NOT_SERVED_YET
+
+
+def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:
+    yield "model", to_plain(dataclasses.replace(config.model, served_name=""))
+    yield "slo", to_plain(config.slo)
+    for role in WorkerRole:
+        phase: PhaseConfig = config.phase(role)
+        planned = _PLANNED_KEYS if phase.replicas else ("replicas",)
+        yield role.value, {key: getattr(phase, key) for key in planned}
+
+
+def _flow(values: dict[str, object]) -> str:
+    """On one line, as people write it."""
+    shown = {key: value for key, value in values.items() if value != ""}
+    return yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True).strip()

@@ -1,0 +1,182 @@
+"""Formats a plan's candidates as rows of text, for both the terminal and the HTML report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner import wording
+from pdserve.planner.report.explain import Explanation
+from pdserve.planner.search.plan import Candidate, Plan, PoolFigures
+
+_SHORT = "(short)"
+"""Marks results of short simulations."""
+
+
+class Column(NamedTuple):
+    heading: str
+    is_number: bool = True
+    is_detail: bool = False
+    """Omitted if there is little room."""
+
+
+CANDIDATE_COLUMNS = (
+    Column("#"),
+    Column("layout", is_number=False),
+    Column("GPUs"),
+    Column("goodput/s"),
+    Column("95 % interval"),
+    Column("per GPU"),
+    Column("per $", is_detail=True),
+    Column("$/M tokens"),
+    Column("tokens/s", is_detail=True),
+    Column("binds", is_number=False, is_detail=True),
+)
+"""Goodput is in requests within the SLO; money and tokens count answers, at the goodput."""
+
+POOL_COLUMNS = (
+    Column("phase", is_number=False),
+    Column("workers", is_number=False),
+    Column("weights/GPU"),
+    Column("KV/GPU"),
+    Column("memory", is_detail=True),
+    Column("concurrent"),
+    Column("longest", is_detail=True),
+    Column("busy"),
+    Column("KV used"),
+)
+"""Per worker; "at once" counts sequences of the workload's mean length, and of ``max_model_len``."""
+
+
+def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
+    """The candidate of a rank, from 1, in the order of `CANDIDATE_COLUMNS`."""
+    candidate = plan.candidates[rank - 1]
+    per_hour = candidate.dollars_per_hour
+    return (
+        str(rank),
+        layout_words(plan, candidate),
+        str(candidate.layout.num_devices),
+        ("~" if candidate.is_estimated else "") + wording.number(candidate.rate),
+        _interval(candidate),
+        wording.number(candidate.rate_per_device),
+        wording.number(candidate.rate * 3600 / per_hour) if per_hour else "-",
+        wording.dollars(candidate.dollars_per_million_tokens(plan.mean_output_tokens)),
+        wording.number(candidate.rate * plan.mean_output_tokens),
+        binds(candidate),
+    )
+
+
+def layout_words(plan: Plan, candidate: Candidate) -> str:
+    """The layout, with the chunk budget of colocated workers, the GPUs if the fleet has several kinds, and the number
+    of hosts that KV moves between."""
+    pools = list(candidate.layout.pools)
+    chunk = f", chunk {candidate.layout.mixed.max_batch_tokens}" if candidate.layout.mixed is not None else ""
+    kinds = " and ".join(dict.fromkeys(pool.hardware.name for pool in pools))
+    where = f" on {kinds}" if len(plan.question.fleet) > 1 else ""
+    apart = f", {candidate.layout.num_hosts} hosts" if candidate.layout.spans_hosts else ""
+    return f"{candidate.layout}{chunk}{where}{apart}"
+
+
+def binds(candidate: Candidate) -> str:
+    """The objective that is missed first, if known, and the limiting resource."""
+    goodput = candidate.goodput
+    at_rate = goodput.at_rate if goodput is not None and not goodput.is_capped else None
+    slo = f"{at_rate.binding_slo.upper()}: " if at_rate is not None else ""
+    return slo + candidate.resource.value
+
+
+def pool_cells(candidate: Candidate) -> Iterator[tuple[str, ...]]:
+    """A row for each pool, in the order of `POOL_COLUMNS`."""
+    for figures in candidate.pools:
+        yield _pool_cells(candidate, figures)
+
+
+def _pool_cells(candidate: Candidate, figures: PoolFigures) -> tuple[str, ...]:
+    pool = next(pool for pool in candidate.layout.pools if pool.role is figures.role)
+    degrees = f"{pool.replicas} x TP{pool.tensor_parallel}"
+    if pool.pipeline_parallel > 1:
+        degrees += f" PP{pool.pipeline_parallel}"
+    return (
+        wording.ROLE_NAMES[figures.role],
+        f"{degrees}, {pool.hardware.name}",
+        wording.size(figures.weight_bytes_per_device),
+        wording.size(figures.kv_bytes_per_device),
+        wording.size(figures.memory_bytes_per_device),
+        "-" if figures.role is WorkerRole.PREFILL else f"{figures.max_concurrency:,}",
+        f"{figures.max_long_sequences:,}",
+        wording.share(figures.busy_share),
+        wording.share(figures.kv_share),
+    )
+
+
+def _interval(candidate: Candidate) -> str:
+    if candidate.goodput is None:
+        return "estimated"
+    low, high = candidate.goodput.interval
+    short = "" if candidate.is_final else f" {_SHORT}"
+    if candidate.goodput.is_capped:
+        return f"{wording.number(low)} or more{short}"
+    return f"{wording.number(low)} - {wording.number(high)}{short}"
+
+
+def fleet_words(plan: Plan) -> str:
+    """Such as ``8 x h100-sxm``."""
+    return " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in plan.question.fleet)
+
+
+def slo_words(plan: Plan) -> str:
+    """The question's SLO in words."""
+    slo = plan.question.slo
+    return (
+        f"{wording.share(slo.attainment)} of requests within TTFT {wording.seconds(slo.ttft_seconds)} and TPOT "
+        f"{wording.seconds(slo.tpot_seconds)}"
+    )
+
+
+def findings(plan: Plan) -> Iterator[str]:
+    """Sentences on the winner and the losers: binding objective, reasons, saturation, effect of 10 % on step times."""
+    best = plan.best
+    yield from best.reasons
+    if best.saturation_rate is not None and best.saturation_margin is not None:
+        yield (
+            f"Saturation: attainment halves, or answers lag behind arrivals, at {wording.rate(best.saturation_rate)}, "
+            f"{wording.number(best.saturation_margin)} times the goodput."
+        )
+    for each in best.sensitivity:
+        percent = round(abs(each.time_factor - 1) * 100)
+        change = each.rate / best.rate - 1 if best.rate else 0.0
+        yield (
+            f"If every step and transfer were {percent} % {'slower' if each.time_factor > 1 else 'faster'}, the "
+            f"goodput would be {wording.rate(each.rate)} ({change:+.0%})."
+        )
+    for rank, candidate in enumerate(plan.candidates[1:3], start=2):
+        for reason in candidate.reasons:
+            yield f"Number {rank}, {candidate.layout}: {reason}"
+
+
+def result_words(explanation: Explanation) -> str:
+    """Such as ``131,072 bytes (131 kB)``."""
+    result, unit = explanation.result, explanation.unit
+    if unit == "bytes":
+        return f"{result:,.0f} bytes ({wording.size(result)})"
+    whole = f"{result:,.0f}" if float(result).is_integer() or result >= 1000 else wording.number(result)
+    return f"{whole} {unit}".rstrip()
+
+
+def screening_words(plan: Plan) -> str:
+    """Number of layouts by outcome, in a sentence."""
+    it = plan.screening
+    left_out = (
+        (it.num_without_memory, "do not fit"),
+        (it.num_infeasible, "miss the SLO even when idle"),
+        (it.num_bounded, "cannot reach the goodput of another"),
+        (it.num_estimated, "were only estimated"),
+    )
+    told = ", ".join(f"{count} {why}" for count, why in left_out if count)
+    is_short = any(candidate.goodput is not None and not candidate.is_final for candidate in plan.candidates)
+    return (
+        f"{it.num_layouts} layouts: {told}{', ' if told else ''}{it.num_simulated} simulated, with "
+        f"{it.num_requests:,} requests in {wording.seconds(plan.elapsed_s)}."
+        + (f" Those marked {_SHORT} were simulated briefly, and rank behind those simulated at length." * is_short)
+    )

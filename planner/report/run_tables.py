@@ -1,0 +1,139 @@
+"""Prints a simulated run in a terminal and as JSON: latencies, attainment, throughput and worker utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pdserve.contracts.codec import to_plain
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner import wording
+from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, model_json
+from pdserve.planner.search.hosts import host_sentence
+from pdserve.planner.simulate.attainment import PoolUse
+from pdserve.planner.simulate.simulated_run import RunResult
+from pdserve.planner.simulate.simulation import Timeline
+
+_PERCENTILES = (50, 90, 95, 99)
+
+
+def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[str, ...]) -> None:
+    """Print the whole report of a run.
+
+    Args:
+        traffic: description of the traffic.
+        notes: notes for the reader.
+    """
+    for line in _introduction(result, traffic):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_latencies(result))
+    console.print()
+    for line in _judgement(result):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_pools(result))
+    for note in notes:
+        console.print(escape(note), highlight=False, soft_wrap=True)
+    at = result.attainment
+    counts = f"{at.num_requests:,} requests simulated in {wording.seconds(result.elapsed_s)}"
+    console.print(f"{counts}; {at.num_requests - at.num_counted:,} of them are warm-up.", style="dim", highlight=False)
+
+
+def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
+    """The report as JSON; time series have one value per sample."""
+    run = result.run
+    return {
+        "model": model_json(run.model),
+        "layout": layout_json(run.layout),
+        "traffic": traffic,
+        "slo": to_plain(run.slo),
+        "concurrency": run.concurrency or None,
+        "seed": run.seed,
+        "requests_per_s": result.requests_per_s,
+        "attainment": attainment_json(result.attainment),
+        "over_time": [_timeline_json(timeline) for timeline in result.simulation.timelines],
+        "notes": list(notes),
+        "elapsed_s": result.elapsed_s,
+    }
+
+
+def _introduction(result: RunResult, traffic: str) -> Iterator[str]:
+    run = result.run
+    kinds = ", ".join(f"{wording.ROLE_NAMES[pool.role]} on {pool.hardware.name}" for pool in run.layout.pools)
+    yield f"{run.model.name or 'The model'}, {run.model.precision.dtype}: {run.layout} ({kinds})"
+    if run.layout.spans_hosts:
+        yield host_sentence(run.layout, result.attainment)
+    load = f"{run.concurrency} at a time" if run.concurrency else wording.rate(run.rate)
+    yield f"{traffic}; {load}"
+
+
+def _latencies(result: RunResult) -> Table:
+    at, slo = result.attainment, result.run.slo
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("latency")
+    for percent in _PERCENTILES:
+        table.add_column(f"p{percent}", justify="right")
+    table.add_column("objective", justify="right")
+    table.add_column("met by", justify="right")
+    rows = (
+        ("TTFT", at.ttft, wording.seconds(slo.ttft_seconds), wording.share(at.ttft_share)),
+        ("TPOT", at.tpot, wording.seconds(slo.tpot_seconds), wording.share(at.tpot_share)),
+        ("ITL", at.itl, "", ""),
+    )
+    for name, latency, objective, met in rows:
+        table.add_row(name, *(wording.seconds(latency.percentile(each)) for each in _PERCENTILES), objective, met)
+    return table
+
+
+def _judgement(result: RunResult) -> Iterator[str]:
+    at, target = result.attainment, result.run.slo.attainment
+    low, high = at.interval
+    verdict = "met" if at.meets(target) else "missed"
+    yield (
+        f"Both objectives are met by {wording.share(at.share)} of requests ({wording.share(low)} to "
+        f"{wording.share(high)} with 95 % confidence): the target of {wording.share(target)} is {verdict}."
+    )
+    rejected = f"; {at.num_rejected:,} requests were rejected" if at.num_rejected else ""
+    yield (
+        f"Throughput: {wording.rate(result.requests_per_s)}, {wording.number(at.output_tokens_per_s)} answer tokens/s"
+        f"{rejected}."
+    )
+
+
+def _pools(result: RunResult) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("phase")
+    for heading in ("busy", "batch", "KV blocks", "KV used", "KV peak", "queue", "preempted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for use in result.attainment.pools:
+        table.add_row(*_pool_row(result, use))
+    return table
+
+
+def _pool_row(result: RunResult, use: PoolUse) -> tuple[str, ...]:
+    num_blocks = sum(worker.num_kv_blocks for worker in result.simulation.workers if worker.role is use.role)
+    timeline = next((each for each in result.simulation.timelines if each.role is use.role), None)
+    return (
+        wording.ROLE_NAMES[use.role],
+        wording.share(use.busy_share),
+        "-" if use.role is WorkerRole.PREFILL else wording.number(use.mean_batch_size),
+        f"{num_blocks:,}",
+        wording.share(use.kv_share),
+        wording.share(float(timeline.kv_share.max())) if timeline is not None else "-",
+        str(int(timeline.num_waiting.max())) if timeline is not None else "-",
+        str(use.num_preemptions),
+    )
+
+
+def _timeline_json(timeline: Timeline) -> Json:
+    return {
+        "role": timeline.role.value,
+        "sampled_s": timeline.sampled_s.tolist(),
+        "num_waiting": timeline.num_waiting.tolist(),
+        "num_running": timeline.num_running.tolist(),
+        "kv_share": timeline.kv_share.tolist(),
+    }

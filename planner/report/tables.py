@@ -1,0 +1,72 @@
+"""Prints a plan in a terminal: the ranked table, the memory of the winner's workers, the reasons and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from pdserve.planner.report.explain import Explanation
+from pdserve.planner.report.plan_rows import (
+    CANDIDATE_COLUMNS,
+    POOL_COLUMNS,
+    Column,
+    candidate_cells,
+    findings,
+    fleet_words,
+    pool_cells,
+    result_words,
+    screening_words,
+    slo_words,
+)
+from pdserve.planner.search.plan import Plan
+
+_GAP = 2
+"""Spaces between columns."""
+
+
+def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
+    """Print the whole plan, the verdict last."""
+    _print_heading(console, f"{plan.question.model.held_name} on {fleet_words(plan)}: {slo_words(plan)}")
+    ranks = range(1, min(num_rows, len(plan.candidates)) + 1)
+    console.print(_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks), console.width))
+    _print_heading(console, f"Each worker of {plan.best.layout}")
+    console.print(_table(POOL_COLUMNS, pool_cells(plan.best), console.width))
+    _print_heading(console, "Why")
+    for sentence in (*findings(plan), *plan.notes):
+        console.print(Padding(escape(sentence), (0, 0, 0, 2)), highlight=False)
+    console.print(Padding(screening_words(plan), (0, 0, 0, 2)), style="dim", highlight=False)
+    _print_heading(console, plan.verdict.text)
+
+
+def print_explanations(title: str, explanations: Iterable[Explanation], console: Console) -> None:
+    """Results with their formulas and numbers."""
+    console.print(escape(title), style="bold", highlight=False, soft_wrap=True)
+    for each in explanations:
+        console.print()
+        console.print(f"{escape(each.name)}: [bold]{result_words(each)}[/]", highlight=False, soft_wrap=True)
+        for line in (each.formula, each.numbers):
+            console.print(f"  {escape(line)}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _print_heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(escape(text), style="bold", highlight=False)
+
+
+def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> Table:
+    """Drops detail columns if they do not fit on a line."""
+    cells = list(rows)
+    widths = [max(map(len, (column.heading, *texts))) for column, *texts in zip(columns, *cells, strict=True)]
+    is_wide = sum(widths) + _GAP * (len(widths) - 1) <= width
+    shown = [index for index, column in enumerate(columns) if is_wide or not column.is_detail]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for index in shown:
+        column = columns[index]
+        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=column.is_number)
+    for row in cells:
+        table.add_row(*(escape(row[index]) for index in shown))
+    return table

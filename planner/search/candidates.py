@@ -1,0 +1,251 @@
+"""Turns simulations into candidates: their figures, bottlenecks and reasons for losing, and the verdict.
+
+Used by `pdserve.planner.search.search`. Simulates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner.layout import Layout, Pool
+from pdserve.planner.search.bounds import Bounds, BoundTable, Resource
+from pdserve.planner.search.goodput import Goodput
+from pdserve.planner.search.hosts import host_sentence
+from pdserve.planner.search.plan import Candidate, Objective, PoolFigures, Question, Sensitivity, Verdict
+from pdserve.planner.simulate.attainment import Attainment, PoolUse
+from pdserve.planner.wording import dollars, share
+from pdserve.planner.wording import rate as rate_words
+
+_FULL_SHARE = 0.9
+"""Mean share of KV blocks in use from which KV memory is the limiting resource."""
+
+
+def assemble(
+    question: Question,
+    bound_table: BoundTable,
+    layout: Layout,
+    bounds: Bounds,
+    goodput: Goodput | None,
+    dollars_per_hour: float | None,
+    *,
+    is_final: bool,
+    at_winners_rate: Attainment | None,
+    saturation_rate: float | None,
+    sensitivity: tuple[Sensitivity, ...],
+    winner: Candidate | None,
+) -> Candidate:
+    """A candidate with its figures and reasons; ``winner`` is ``None`` for the first in rank."""
+    seen = goodput.at_rate if goodput is not None else None
+    is_capped = goodput is not None and goodput.is_capped
+    resource = _resource(layout, bounds, None if is_capped else seen)
+    rate = bounds.estimate if goodput is None else goodput.rate
+    reasons = [_binding_words(seen, resource, bound_table.idle_ttft_miss_share(layout), is_capped=is_capped)]
+    if winner is None and layout.spans_hosts:
+        reasons.append(host_sentence(layout, seen))
+    if winner is not None:
+        reasons.append(_losing_words(question, winner, layout, goodput, rate, at_winners_rate, is_final=is_final))
+        if question.objective.has_rate and rate >= question.rate:
+            reasons += _cost_words(question, winner, layout, dollars_per_hour)
+    return Candidate(
+        layout=layout,
+        bounds=bounds,
+        goodput=goodput,
+        resource=resource,
+        pools=tuple(_figures(question, bound_table, pool, bounds, seen) for pool in layout.pools),
+        dollars_per_hour=dollars_per_hour,
+        is_final=is_final,
+        at_winners_rate=at_winners_rate,
+        saturation_rate=saturation_rate,
+        sensitivity=sensitivity,
+        reasons=tuple(reasons),
+    )
+
+
+def _resource(layout: Layout, bounds: Bounds, seen: Attainment | None) -> Resource:
+    """The limiting resource at the goodput, from the objective that more requests miss, or from the bound."""
+    if seen is None:
+        return bounds.resource
+    for use in seen.pools:
+        if use.role is not WorkerRole.PREFILL and (use.num_preemptions or use.kv_share > _FULL_SHARE):
+            return Resource.KV_MEMORY
+    if layout.is_colocated:
+        return bounds.resource
+    if seen.binding_slo == "ttft":
+        return Resource.PREFILL_COMPUTE
+    return Resource.DECODE_BANDWIDTH if bounds.resource is Resource.PREFILL_COMPUTE else bounds.resource
+
+
+def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share: float, *, is_capped: bool) -> str:
+    if seen is None:
+        return f"Estimated, not simulated: {resource.value} would run out first."
+    if is_capped:
+        return (
+            f"At {rate_words(seen.rate)}, the most that its steps can sustain, {share(seen.share)} of requests still "
+            f"meet both objectives; longer simulations may show fewer. {resource.value} runs out first."
+        )
+    objective = seen.binding_slo.upper()
+    text = (
+        f"{objective} binds: at {rate_words(seen.rate)} {share(seen.ttft_share)} meet TTFT and "
+        f"{share(seen.tpot_share)} TPOT; {resource.value} runs out first."
+    )
+    if seen.binding_slo == "ttft" and idle_miss_share:
+        text += f" Even on an idle cluster, {share(idle_miss_share)} of the prompts miss TTFT: they are too long."
+    return text
+
+
+def _losing_words(
+    question: Question,
+    winner: Candidate,
+    layout: Layout,
+    goodput: Goodput | None,
+    rate: float,
+    seen: Attainment | None,
+    *,
+    is_final: bool,
+) -> str:
+    if seen is not None:
+        text = (
+            f"At {rate_words(seen.rate)} it meets both objectives for {share(seen.share)}: TTFT is missed by "
+            f"{share(1 - seen.ttft_share)}, TPOT by {share(1 - seen.tpot_share)}."
+        )
+        if goodput is not None and goodput.is_capped and goodput.rate < seen.rate:
+            text += f" It cannot sustain that rate: its steps sustain {rate_words(goodput.rate)}."
+        if goodput is not None and _overlaps(question, winner, goodput):
+            text += " Its confidence interval overlaps the winner's."
+        return text
+    how = "Estimated at" if goodput is None else "Screened at" if not is_final else "Simulated at"
+    less = 1 - rate / layout.num_devices / winner.rate_per_device
+    than = f"{share(abs(less))} {'less' if less >= 0 else 'more'} per device than the winner"
+    return f"{how} {rate_words(rate)} with {layout.num_devices} devices, {than}."
+
+
+def _cost_words(question: Question, winner: Candidate, layout: Layout, dollars_per_hour: float | None) -> Iterator[str]:
+    """Extra cost over the winner, for a layout that serves the required rate."""
+    if question.objective is Objective.LEAST_COST:
+        if dollars_per_hour != winner.dollars_per_hour:
+            yield f"It costs {dollars(dollars_per_hour)} an hour, the winner {dollars(winner.dollars_per_hour)}."
+    elif layout.num_devices != winner.layout.num_devices:
+        yield f"It takes {_devices(layout)}, the winner {winner.layout.num_devices}."
+
+
+def _devices(layout: Layout) -> str:
+    return f"{layout.num_devices} device{'s' * (layout.num_devices > 1)}"
+
+
+def _overlaps(question: Question, winner: Candidate, goodput: Goodput) -> bool:
+    """Whether the confidence intervals overlap, of goodput or, for that objective, of goodput per device."""
+    assert winner.goodput is not None
+    size = winner.goodput.num_devices / goodput.num_devices if question.objective is Objective.RATE_PER_DEVICE else 1.0
+    its, other = winner.goodput.interval, goodput.interval
+    return other.high * size >= its.low and its.high >= other.low * size
+
+
+def _figures(
+    question: Question, bound_table: BoundTable, pool: Pool, bounds: Bounds, seen: Attainment | None
+) -> PoolFigures:
+    worker, model = bound_table.figures(pool), question.model
+    use: PoolUse | None = None
+    if seen is not None:
+        use = next((use for use in seen.pools if use.role is pool.role), None)
+    cost = worker.cost
+    num_tokens = worker.num_kv_blocks * model.block_size
+    return PoolFigures(
+        role=pool.role,
+        weight_bytes_per_device=cost.rank_memory().weight_bytes,
+        kv_bytes_per_device=num_tokens * cost.rank_kv_bytes_per_token,
+        memory_bytes_per_device=pool.hardware.memory_bytes,
+        num_kv_blocks=worker.num_kv_blocks,
+        max_concurrency=worker.max_concurrency,
+        max_long_sequences=num_tokens // model.max_model_len,
+        busy_share=use.busy_share if use is not None else min(1.0, bounds.estimate / bounds.rate),
+        kv_share=use.kv_share if use is not None else 0.0,
+    )
+
+
+def verdict_of(question: Question, candidates: Sequence[Candidate]) -> Verdict:
+    """Disaggregated or colocated: compares the best of either kind among the longest simulations, by the objective.
+
+    Args:
+        candidates: in order of rank.
+    """
+    best = {kind: next(_best_of(candidates, is_colocated=kind), None) for kind in (False, True)}
+    apart, together = best[False], best[True]
+    if apart is None or together is None:
+        only = apart or together
+        assert only is not None, "the winner was simulated"
+        kind = "colocated" if only.layout.is_colocated else "disaggregated"
+        text = f"Only {kind} layouts fit and meet the SLO here; the best is {only.layout}."
+        return Verdict(best_disaggregated=apart, best_colocated=together, gain=None, is_clear=True, text=text)
+    comparison = _compared(question, apart, together)
+    return Verdict(
+        best_disaggregated=apart,
+        best_colocated=together,
+        gain=comparison.merit(apart) / comparison.merit(together) - 1,
+        is_clear=comparison.is_clear,
+        text=_verdict_words(question, comparison, *sorted((apart, together), key=comparison.merit, reverse=True)),
+    )
+
+
+def _best_of(candidates: Sequence[Candidate], *, is_colocated: bool) -> Iterator[Candidate]:
+    """Simulated candidates of a kind with a goodput above 0, finalists first."""
+    of_kind = [each for each in candidates if each.layout.is_colocated is is_colocated and each.goodput and each.rate]
+    return iter(sorted(of_kind, key=lambda each: not each.is_final))
+
+
+class _Comparison(NamedTuple):
+    """Measure by which two candidates are compared."""
+
+    merit: Callable[[Candidate], float]
+    """Higher is better."""
+    is_by_cost: bool
+    """By devices or dollars: both serve the required rate."""
+    is_clear: bool
+
+
+def _compared(question: Question, first: Candidate, second: Candidate) -> _Comparison:
+    """Compare by the objective; by goodput if one of them does not serve the rate, or if both cost the same."""
+    objective = question.objective
+    cheaper, dearer = sorted((first, second), key=lambda each: _cost(question, each))
+    is_served = objective.has_rate and min(first.rate, second.rate) >= question.rate
+    if is_served and _cost(question, cheaper) < _cost(question, dearer):
+        assert cheaper.goodput is not None
+        is_sure = cheaper.goodput.interval.low >= question.rate
+        return _Comparison(lambda each: 1 / _cost(question, each), is_by_cost=True, is_clear=is_sure)
+    assert second.goodput is not None
+    is_clear = not _overlaps(question, first, second.goodput)
+    if objective is Objective.RATE_PER_DEVICE:
+        return _Comparison(lambda each: each.rate_per_device, is_by_cost=False, is_clear=is_clear)
+    return _Comparison(lambda each: each.rate, is_by_cost=False, is_clear=is_clear)
+
+
+def _cost(question: Question, candidate: Candidate) -> float:
+    """Devices, or dollars per hour."""
+    if question.objective is not Objective.LEAST_COST:
+        return candidate.layout.num_devices
+    assert candidate.dollars_per_hour is not None, "the search asks for prices"
+    return candidate.dollars_per_hour
+
+
+def _verdict_words(question: Question, comparison: _Comparison, better: Candidate, worse: Candidate) -> str:
+    advice = "Serve colocated" if better.layout.is_colocated else "Disaggregate"
+    other = f"the best {'colocated' if worse.layout.is_colocated else 'disaggregated'} layout, {worse.layout}"
+    served = f"{advice}: {better.layout} serves {rate_words(better.rate)} within the SLO"
+    if comparison.is_by_cost:
+        unsure = (
+            "" if comparison.is_clear else "; the former's confidence interval reaches below the rate that was asked"
+        )
+        if question.objective is Objective.LEAST_COST:
+            prices = dollars(better.dollars_per_hour), dollars(worse.dollars_per_hour)
+            return f"{served} for {prices[0]} an hour; {other}, costs {prices[1]}{unsure}."
+        return f"{served} with {_devices(better.layout)}; {other}, takes {worse.layout.num_devices}{unsure}."
+    margin = comparison.merit(better) / comparison.merit(worse) - 1
+    per = instead = ""
+    if better.layout.num_devices != worse.layout.num_devices:
+        if question.objective is Objective.RATE_PER_DEVICE:
+            per = " per device"
+        else:
+            instead = f", with {_devices(better.layout)} instead of {worse.layout.num_devices}"
+    unsure = "" if comparison.is_clear else "; their confidence intervals overlap"
+    return f"{served}, {share(margin)} more{per} than {other}{instead}{unsure}."

@@ -1,0 +1,268 @@
+"""Goodput of one layout: the highest rate at which enough requests meet both objectives, by simulation.
+
+Defines a trial (`Trial`), who simulates it (`Runner`) and the result (`Goodput`), and searches the rate
+(`find_goodput`). All rates, and all layouts with the same workload and seeds, see the same requests in the same
+pattern, only scaled in time (common random numbers), so that differences come from the layouts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from math import exp, inf, log
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.simulate.attainment import Attainment, Interval, measure
+from pdserve.planner.simulate.simulation import Simulation
+from pdserve.planner.simulate.simulator import Overheads, simulate
+from pdserve.planner.workload.requests import DrawnRequests
+
+if TYPE_CHECKING:
+    from pdserve.planner.simulate.scout import ScoutRequests
+
+_COARSE_STEP, _COARSE_TOLERANCE = 1.6, 1.1
+"""Of the first seed's search: ratio of neighbouring rates, and of the two rates that it ends with."""
+_FINE_STEP = 1.04
+"""Ratio of neighbouring rates of the search with all seeds."""
+_LEAST_SHARE = 1 / 200
+"""Share of the first rate below which the goodput counts as 0."""
+
+
+class Workload(Protocol):
+    """Source of requests: `pdserve.planner.workload.workload`."""
+
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int) -> DrawnRequests:
+        """``num_requests`` requests, shortened to ``max_model_len`` tokens; equal arguments draw equal ones."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Parameters common to all rates."""
+
+    model: PlannedModel
+    layout: Layout
+    slo: SloConfig
+    num_requests: int = 1500
+    """Per run."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run each."""
+    is_scouted: bool = False
+    """Simulated by the scout (`pdserve.planner.simulate.scout`) instead of the judge
+    (`pdserve.planner.simulate.simulator`)."""
+    overheads: Overheads = field(default_factory=Overheads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """The highest rate that met the target, and all points on the way to it."""
+
+    rate: float
+    """Highest simulated rate, in requests per second of the whole layout, that meets the target, with 95 % confidence
+    if it was simulated with several seeds; 0 if none does."""
+    interval: Interval
+    """From ``rate`` to the rate at which the target is missed with 95 % confidence."""
+    target: float
+    """Required attainment."""
+    num_devices: int
+    points: tuple[Attainment, ...]
+    """Every simulated rate, in order."""
+    num_requests: int
+    """Simulated requests over all runs."""
+    is_scouted: bool = False
+    """The points are the scout's."""
+    is_capped: bool = False
+    """The highest allowed rate met the target: the goodput is at least that high."""
+    judged: Attainment | None = None
+    """The judge's result at ``rate``, if the scout found it."""
+
+    @property
+    def at_rate(self) -> Attainment | None:
+        """Result at the goodput; ``None`` if no rate met the target."""
+        return self.judged or next((point for point in self.points if point.rate == self.rate), None)
+
+    @property
+    def rate_per_device(self) -> float:
+        return self.rate / self.num_devices
+
+
+class Runner:
+    """Simulates trials of one workload; caches draws and cost models."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._drawn = lru_cache(maxsize=32)(self._draw)
+        self._unit_rate = lru_cache(maxsize=32)(self._at_unit_rate)
+        self._cost = lru_cache(maxsize=None)(_cost)
+
+    def attainment(self, trial: Trial, rate: float, *, num_seeds: int = 0) -> Attainment:
+        """Attainment at ``rate`` over the first ``num_seeds`` seeds; 0 for all of them.
+
+        Raises:
+            ValueError: the layout cannot run (`pdserve.planner.simulate.simulator.simulate`).
+        """
+        run = self._scouted if trial.is_scouted else self._judged
+        seeds = trial.seeds[: num_seeds or len(trial.seeds)]
+        return measure([run(trial, rate, seed) for seed in seeds], trial.slo, rate)
+
+    def _judged(self, trial: Trial, rate: float, seed: int) -> Simulation:
+        return simulate(
+            trial.model,
+            trial.layout,
+            self._drawn(trial.num_requests, seed, trial.model.max_model_len).at_rate(rate),
+            slo=trial.slo,
+            overheads=trial.overheads,
+            max_in_flight=_max_in_flight(trial),
+            cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
+        )
+
+    def _scouted(self, trial: Trial, rate: float, seed: int) -> Simulation:
+        # Loads compiled code, which a simulation by the judge alone does not need.
+        from pdserve.planner.simulate.scout import scout
+
+        requests = self._unit_rate(trial.num_requests, seed, trial.model.max_model_len)
+        found = scout(
+            trial.model,
+            trial.layout,
+            requests.faster(rate),
+            slo=trial.slo,
+            overheads=trial.overheads,
+            max_in_flight=_max_in_flight(trial),
+        )
+        return found.simulation()
+
+    def _draw(self, num_requests: int, seed: int, max_model_len: int) -> DrawnRequests:
+        return self._workload.draw(num_requests, seed, max_model_len=max_model_len)
+
+    def _at_unit_rate(self, num_requests: int, seed: int, max_model_len: int) -> ScoutRequests:
+        """Requests of the scout, at one per second."""
+        from pdserve.planner.simulate.scout import ScoutRequests
+
+        return ScoutRequests.of(self._drawn(num_requests, seed, max_model_len).at_rate(1.0))
+
+
+def _cost(model: PlannedModel, pool: Pool) -> CostModel:
+    return pool.cost(model)
+
+
+def _max_in_flight(trial: Trial) -> int:
+    """Placements are compared, not admission: accept long queues."""
+    num_slots = sum(pool.replicas * pool.pipeline_parallel * pool.max_batch_size for pool in trial.layout.pools)
+    return max(1024, 2 * num_slots)
+
+
+def find_goodput(
+    runner: Runner,
+    trial: Trial,
+    start_rate: float,
+    *,
+    step: float = 0.0,
+    tolerance: float = 0.02,
+    max_rate: float = inf,
+    known: Sequence[Attainment] = (),
+) -> Goodput:
+    """Goodput of ``trial``: the first seed finds the rate roughly, all seeds precisely.
+
+    One run meets the target by its share, several with 95 % confidence.
+
+    Args:
+        start_rate: a guess; any rate above 0 leads to the same goodput, within the tolerance.
+        step: ratio of the first two rates; 0 for a guess that may be far off.
+        tolerance: ratio, less 1, of the lowest rate that missed the target and the highest that met it.
+        max_rate: the highest rate to try.
+        known: results of all seeds.
+
+    Raises:
+        ValueError: the layout cannot run.
+    """
+    assert start_rate > 0
+    target, points, num_requests = trial.slo.attainment, {point.rate: point for point in known}, 0
+
+    def meets(num_seeds: int) -> Callable[[float], bool]:
+        def meets(rate: float) -> bool:
+            nonlocal num_requests
+            point = points.get(rate)
+            if point is None or point.num_runs < num_seeds:
+                points[rate] = point = runner.attainment(trial, rate, num_seeds=num_seeds)
+                num_requests += point.num_requests
+            return point.surely_meets(target) if num_seeds > 1 else point.meets(target)
+
+        return meets
+
+    num_seeds, rate = len(trial.seeds), min(start_rate, max_rate)
+    if num_seeds > 1:
+        rate = _highest(meets(1), rate, step or _COARSE_STEP, _COARSE_TOLERANCE, max_rate) or start_rate * _LEAST_SHARE
+        step = _FINE_STEP
+    rate = _highest(meets(num_seeds), rate, step or _COARSE_STEP, 1 + tolerance, max_rate)
+    whole = [point for point in points.values() if point.num_runs == num_seeds]
+    return Goodput(
+        rate=rate,
+        interval=Interval(rate, _surely_missed(whole, rate, target, max_rate)),
+        target=target,
+        num_devices=trial.layout.num_devices,
+        points=tuple(points[each] for each in sorted(points)),
+        num_requests=num_requests,
+        is_scouted=trial.is_scouted,
+        is_capped=rate == max_rate,
+    )
+
+
+def _highest(
+    meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float, max_rate: float
+) -> float:
+    """Highest tried rate that meets the target, below one that does not and is at most ``tolerance`` times as high; 0
+    if no rate does. The steps to bracket it grow, then the bracket is halved."""
+    low, high, rate = 0.0, inf, start_rate
+    while not low or high == inf:
+        if meets(rate):
+            low = rate
+            if rate == max_rate:
+                return rate
+        else:
+            high = rate
+            if rate < start_rate * _LEAST_SHARE:
+                return 0.0
+        if not low or high == inf:
+            rate = min(rate * step, max_rate) if low else rate / step
+            step **= 1.5
+    while high / low > tolerance:
+        rate = (low * high) ** 0.5
+        if meets(rate):
+            low = rate
+        else:
+            high = rate
+    return low
+
+
+def _surely_missed(points: Sequence[Attainment], rate: float, target: float, max_rate: float) -> float:
+    """Rate at which the upper end of attainment's interval falls to ``target``: between two simulated rates in
+    proportion, beyond the highest one along the line through the last two; at most ``max_rate``."""
+    ends = [(point.rate, point.interval.high) for point in sorted(points, key=lambda point: point.rate)]
+    ends = [end for end in ends if end[0] >= rate]
+    above = next((index for index, (_, high) in enumerate(ends) if high < target), len(ends) - 1)
+    if above < 1:
+        return ends[0][0] if ends else rate
+    (low, high_share), (high, low_share) = ends[above - 1 : above + 1]
+    if high_share <= low_share or high_share <= target:
+        return high
+    steps = (high_share - target) / (high_share - low_share)
+    return min(low * exp(min(steps, 3.0) * log(high / low)), max(max_rate, rate))
+
+
+def slowed(trial: Trial, time_factor: float) -> Trial:
+    """The same trial on a clock that runs ``time_factor`` times as fast.
+
+    If all steps and transfers take ``time_factor`` times as long, the run is unchanged in a time unit that is longer by
+    the same factor: in that unit, objectives and overheads are shorter, and rates higher by the factor. The goodput of
+    the slowed cluster is this trial's goodput divided by ``time_factor``.
+    """
+    slo, overheads = trial.slo, trial.overheads
+    return replace(
+        trial,
+        slo=replace(slo, ttft_seconds=slo.ttft_seconds / time_factor, tpot_seconds=slo.tpot_seconds / time_factor),
+        overheads=Overheads(**{each.name: getattr(overheads, each.name) / time_factor for each in fields(overheads)}),
+    )

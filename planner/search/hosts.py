@@ -1,0 +1,152 @@
+"""Places a layout's workers on hosts, which decides whether KV moves over links within a host or over the network.
+
+`pdserve.planner.search.layouts` uses it for the search and `pdserve.planner.report.deployment_file` for simulation; a
+running cluster reports its hosts (`pdserve.planner.live.running`). Nothing starts workers on several hosts yet: the
+placement assumes what an operator, or Ray with its SPREAD strategy, would do.
+
+- Each host has devices of one kind; a layout takes as few hosts as its workers fit on.
+- A stage's tensor-parallel group is on one host, and the stages of a pipeline fill a host before the next one, as
+  `pdserve.model.cost.cost_model` assumes.
+- Each worker takes the emptiest remaining host, larger workers first. This spreads both phases over all hosts, and as
+  many workers as possible share a host with the other phase: the low node affinity of Zhong et al., "DistServe" (OSDI
+  2024, section 4.2), without its splitting of both phases' pipelines over the same hosts.
+- If the workers do not fit that way, each takes the first host with room, one phase after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner.layout import Hosts, Layout, Pool
+from pdserve.planner.search.plan import Supply
+from pdserve.planner.simulate.attainment import Attainment
+from pdserve.planner.wording import ROLE_NAMES, share
+
+ONE_HOST_TODAY = "pdserve up starts workers on one host today."
+"""Note for a layout on several hosts."""
+
+
+def placed(layout: Layout, fleet: Iterable[Supply]) -> Layout:
+    """``layout`` with its workers placed on hosts of ``fleet``.
+
+    Raises:
+        ValueError: the workers do not fit.
+    """
+    hosts: dict[WorkerRole, tuple[Hosts, ...]] = {}
+    num_taken = 0
+    for supply in fleet:
+        pools = [pool for pool in layout.pools if pool.hardware.name == supply.hardware.name]
+        if pools:
+            kinds = tuple(
+                _Kind(pool.role, pool.replicas, pool.tensor_parallel, pool.pipeline_parallel) for pool in pools
+            )
+            found = _on_fewest(kinds, supply.num_nodes, supply.devices_per_node, num_taken)
+            if found is None:
+                raise ValueError(
+                    f"{layout} does not fit hosts of {supply.devices_per_node} x {supply.hardware.name}: use more or "
+                    "larger ones, or smaller workers"
+                )
+            hosts |= {pool.role: workers for pool, workers in zip(pools, found.workers, strict=True)}
+            num_taken += found.num_hosts
+    if num_taken == 1:
+        return replace(layout, hosts=())
+    return replace(layout, hosts=tuple(hosts[pool.role] for pool in layout.pools))
+
+
+def host_words(layout: Layout) -> str:
+    """The workers of each host: ``4 hosts, by devices: 2 with 8 prefill, 2 with 4 prefill and 4 decode``."""
+    kinds = Counter(_devices_by_host(layout).values())
+    told = ", ".join(f"{count} with {what}" for what, count in kinds.items())
+    return f"{layout.num_hosts} host{'s' * (layout.num_hosts > 1)}, by devices: {told}"
+
+
+def host_sentence(layout: Layout, seen: Attainment | None) -> str:
+    """`host_words` as a sentence, with the share of pulls that crossed the network."""
+    crossing = ""
+    if seen is not None and layout.spans_hosts:
+        crossing = f"; {share(seen.network_share)} of the pulls cross the network"
+    return f"On {host_words(layout)}{crossing}."
+
+
+class _Kind(NamedTuple):
+    """Identical workers."""
+
+    role: WorkerRole
+    replicas: int
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    @property
+    def size(self) -> int:
+        """Devices per worker."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+class _Found(NamedTuple):
+    num_hosts: int
+    workers: tuple[tuple[Hosts, ...], ...]
+    """Per kind."""
+
+
+@cache
+def _on_fewest(kinds: tuple[_Kind, ...], most_hosts: int, devices_per_host: int, first: int) -> _Found | None:
+    """Place on as few hosts as possible, numbered from ``first``."""
+    num_devices = sum(kind.replicas * kind.size for kind in kinds)
+    largest_first = sorted(kinds, key=lambda kind: (kind.size, kind.tensor_parallel), reverse=True)
+    for num_hosts in range(-(-num_devices // devices_per_host), most_hosts + 1):
+        for order, is_spread in ((largest_first, True), (kinds, False)):
+            free = dict.fromkeys(range(first, first + num_hosts), devices_per_host)
+            workers = {kind: _place(kind, free, is_spread=is_spread) for kind in order}
+            if all(len(workers[kind]) == kind.replicas for kind in kinds):
+                return _Found(num_hosts, tuple(workers[kind] for kind in kinds))
+    return None
+
+
+def _place(kind: _Kind, free: dict[int, int], *, is_spread: bool) -> tuple[Hosts, ...]:
+    """Hosts of as many of the workers as fit.
+
+    Args:
+        free: free devices by host; reduced by the devices taken.
+        is_spread: each worker takes the emptiest host, while one has room for all of it.
+    """
+    placed_workers: list[Hosts] = []
+    if is_spread:
+        # Slots in the order in which their hosts become the emptiest, each with the room left by then.
+        places = [(n * kind.size - room, host) for host, room in free.items() for n in range(room // kind.size)]
+        placed_workers = [(host,) for _, host in sorted(places)[: kind.replicas]]
+        for (host,) in placed_workers:
+            free[host] -= kind.size
+    num_left, num_stages = kind.replicas - len(placed_workers), kind.pipeline_parallel
+    if num_left:
+        emptiest_first = sorted(free, key=free.__getitem__, reverse=True)
+        groups = [host for host in emptiest_first for _ in range(free[host] // kind.tensor_parallel)]
+        for start in range(0, min(num_left, len(groups) // num_stages) * num_stages, num_stages):
+            stages = tuple(groups[start : start + num_stages])
+            placed_workers.append(stages if len(set(stages)) > 1 else stages[:1])
+            for host in stages:
+                free[host] -= kind.tensor_parallel
+    return tuple(placed_workers)
+
+
+def _devices_by_host(layout: Layout) -> dict[int, str]:
+    """Devices of each role, by host number."""
+    words: dict[int, list[str]] = {}
+    hosts = layout.worker_hosts
+    for pool in layout.pools:
+        counts: Counter[int] = Counter()
+        for worker in hosts[pool.role]:
+            for host in worker:
+                counts[host] += _devices_on_each(pool, worker)
+        for host, count in counts.items():
+            words.setdefault(host, []).append(f"{count} {ROLE_NAMES[pool.role]}")
+    return {host: " and ".join(words[host]) for host in sorted(words)}
+
+
+def _devices_on_each(pool: Pool, worker: Hosts) -> int:
+    """Devices behind one entry of a worker's hosts: those of a stage, or of the whole worker."""
+    return pool.devices_per_worker // len(worker)

@@ -1,0 +1,54 @@
+"""One-line errors for infeasible questions: the best that is possible, and the remedy.
+
+`pdserve.planner.search.search` raises the errors that these functions return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.planner.layout import Layout
+from pdserve.planner.search.bounds import BoundTable
+from pdserve.planner.search.plan import InfeasibleRateError, InfeasibleSloError, Question
+from pdserve.planner.search.ranking import Entry
+from pdserve.planner.wording import rate as rate_words
+from pdserve.planner.wording import seconds, share
+
+
+def slo_infeasible(question: Question, bound_table: BoundTable, layouts: Sequence[Layout]) -> InfeasibleSloError:
+    """Even an idle cluster of any of ``layouts`` is too slow."""
+    percent = 100 * question.slo.attainment
+    ttft_s = min(bound_table.idle_ttft_s(layout, percent) for layout in layouts)
+    tpot_s = min(bound_table.idle_tpot_s(layout, percent) for layout in layouts)
+    return InfeasibleSloError(
+        f"even an idle cluster does not meet {_slo_words(question)}: the best possible here is {seconds(ttft_s)} and "
+        f"{seconds(tpot_s)}; loosen the SLO, shorten the prompts, or plan for faster devices"
+    )
+
+
+def nothing_met(question: Question, simulated: Sequence[Entry]) -> InfeasibleSloError:
+    """No simulated layout met the SLO at any tried rate."""
+    seen = [(entry, point) for entry in simulated if entry.goodput for point in entry.goodput.points]
+    entry, point = max(seen, key=lambda each: each[1].share)
+    surely = f", surely {share(point.of_further_run.low)}," if point.meets(question.slo.attainment) else ""
+    return InfeasibleSloError(
+        f"no layout meets {_slo_words(question)} at any rate: the best was {share(point.share)}{surely} at "
+        f"{rate_words(point.rate)}, by {entry.layout}; loosen the SLO, or plan for faster devices"
+    )
+
+
+def too_slow(question: Question, finalists: Sequence[Entry]) -> InfeasibleRateError:
+    """The fleet does not serve the required rate."""
+    best = max(finalists, key=lambda entry: entry.rate)
+    return InfeasibleRateError(
+        f"the fleet serves at most {rate_words(best.rate)} within the SLO, with {best.layout}, not the required "
+        f"{rate_words(question.rate)}: add devices, or loosen the SLO"
+    )
+
+
+def _slo_words(question: Question) -> str:
+    slo = question.slo
+    return (
+        f"TTFT {seconds(slo.ttft_seconds)} and TPOT {seconds(slo.tpot_seconds)} for {share(slo.attainment)} of these "
+        "requests"
+    )

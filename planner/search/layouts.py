@@ -1,0 +1,210 @@
+"""Enumerates the layouts that a question allows: degrees, replicas, devices and limits that fit on the hosts.
+
+Used by `pdserve.planner.search.search`. Judges memory only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.cost.hardware import Hardware
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.search.bounds import fits
+from pdserve.planner.search.hosts import placed
+from pdserve.planner.search.plan import FitsNowhereError, Objective, Question, Space, Supply
+
+_MAX_REMEDY_DEGREE = 64
+"""Highest degree of either kind to try for the smallest layout that holds the model."""
+
+
+class Enumeration(NamedTuple):
+    """All layouts of a question."""
+
+    layouts: list[Layout]
+    """Layouts whose workers hold the model."""
+    num_without_memory: int
+    """Number of layouts of the same kinds whose workers do not."""
+
+
+def enumerate_layouts(question: Question) -> Enumeration:
+    """Every layout that the question allows.
+
+    If the objective is to get the most out of the fleet, only layouts to which no worker can be added.
+
+    Raises:
+        FitsNowhereError: none of them holds the model.
+        ValueError: there are none, because a device does not support the model's KV dtype.
+    """
+    layouts, num_without_memory = [], 0
+    for layout, holds in _all(question):
+        if holds:
+            layouts.append(placed(layout, question.fleet))
+        else:
+            num_without_memory += 1
+    if not layouts:
+        for supply in question.fleet:
+            supply.hardware.check_reads(question.model.precision.kv_dtype)
+        raise FitsNowhereError(_remedy(question))
+    return Enumeration(layouts, num_without_memory)
+
+
+def dollars_per_hour(layout: Layout, fleet: Iterable[Supply]) -> float | None:
+    """Price of the layout's devices; ``None`` if a price is unknown."""
+    prices = {supply.hardware.name: supply.price for supply in fleet}
+    total = 0.0
+    for pool in layout.pools:
+        price = prices[pool.hardware.name]
+        if price is None:
+            return None
+        total += price * pool.num_devices
+    return total
+
+
+class _Worker(NamedTuple):
+    """One kind of worker, as a pool of one."""
+
+    pool: Pool
+    supply: Supply
+    holds: bool
+
+
+def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
+    space = question.space
+    wants_all = question.objective is Objective.RATE
+    if space.may_colocate:
+        for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens):
+            for (replicas,) in _replicas((worker,), space, wants_all=wants_all):
+                yield Layout(mixed=replace(worker.pool, replicas=replicas)), worker.holds
+    if space.may_disaggregate:
+        prefills = _workers(question, WorkerRole.PREFILL, space.prefill_batch_tokens)
+        decodes = _workers(question, WorkerRole.DECODE, (_DECODE_BATCH_TOKENS,))
+        for prefill, decode in product(prefills, decodes):
+            for num_prefill, num_decode in _replicas((prefill, decode), space, wants_all=wants_all):
+                layout = Layout(
+                    prefill=replace(prefill.pool, replicas=num_prefill),
+                    decode=replace(decode.pool, replicas=num_decode),
+                )
+                yield layout, prefill.holds and decode.holds
+
+
+_DECODE_BATCH_TOKENS = 2048
+"""Token budget of a decode worker's steps, for prompts that it prefills itself."""
+
+
+def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> list[_Worker]:
+    space = question.space
+    batch_sizes = (256,) if role is WorkerRole.PREFILL else space.decode_batch_size
+    workers = []
+    for supply in question.fleet:
+        degrees = space.tensor_parallel or _degrees(supply.devices_per_node)
+        for tensor, pipeline, budget, batch_size in product(degrees, space.pipeline_parallel, budgets, batch_sizes):
+            if tensor > supply.devices_per_node or tensor * pipeline > supply.num_devices:
+                continue
+            pool = Pool(
+                role=role,
+                replicas=1,
+                hardware=supply.hardware,
+                tensor_parallel=tensor,
+                pipeline_parallel=pipeline,
+                max_batch_tokens=budget,
+                max_batch_size=batch_size,
+            )
+            holds = _holds(pool, question.model)
+            if holds is not None:
+                workers.append(_Worker(pool, supply, holds))
+    return workers
+
+
+def _holds(pool: Pool, model: PlannedModel) -> bool | None:
+    """Whether a worker has memory for the model; ``None`` if the model does not divide by its degrees."""
+    try:
+        cost = pool.cost(model)
+    except ValueError:
+        return None
+    return fits(pool, model, cost)
+
+
+def _degrees(devices_per_node: int) -> list[int]:
+    """Degrees of tensor parallelism: divisors of a host's size, and powers of two, which need not divide it: of three
+    devices, two may prefill together and one decode."""
+    divisors = {degree for degree in range(1, devices_per_node + 1) if devices_per_node % degree == 0}
+    return sorted(divisors | {2**power for power in range(devices_per_node.bit_length())})
+
+
+def _replicas(workers: tuple[_Worker, ...], space: Space, *, wants_all: bool) -> Iterator[tuple[int, ...]]:
+    """Numbers of workers of each pool that fit on the hosts."""
+    first, *others = workers
+    for count in range(1, _most((), first, space) + 1):
+        if not others:
+            if not wants_all or count == _most((), first, space):
+                yield (count,)
+            continue
+        (other,) = others
+        most = _most(((first, count),), other, space)
+        for other_count in range(most if wants_all else 1, most + 1):
+            if other_count and not (wants_all and count < _most(((other, other_count),), first, space)):
+                yield count, other_count
+
+
+def _most(placed: tuple[tuple[_Worker, int], ...], worker: _Worker, space: Space) -> int:
+    """Maximum replicas of ``worker`` next to those already placed."""
+    pool, supply = worker.pool, worker.supply
+    groups: list[int] = []
+    for other, count in placed:
+        if other.supply is supply:
+            groups += [other.pool.tensor_parallel] * (other.pool.pipeline_parallel * count)
+    most = _room(supply.num_nodes, supply.devices_per_node, tuple(groups), pool.tensor_parallel)
+    most //= pool.pipeline_parallel
+    return min(most, space.max_replicas) if space.max_replicas else most
+
+
+@cache
+def _room(num_nodes: int, devices_per_node: int, groups: tuple[int, ...], tensor_parallel: int) -> int:
+    """Number of groups of ``tensor_parallel`` devices of one host each that fit next to ``groups``, with the largest
+    placed first, each on the first host with room."""
+    free = [devices_per_node] * num_nodes
+    for group in sorted(groups, reverse=True):
+        host = next((host for host, num_free in enumerate(free) if num_free >= group), None)
+        if host is None:
+            return 0
+        free[host] -= group
+    return sum(num_free // tensor_parallel for num_free in free)
+
+
+def _remedy(question: Question) -> str:
+    model, fleet = question.model, question.fleet
+    have = " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in fleet)
+    name = model.name or "the model"
+    smallest = [found for supply in fleet if (found := smallest_worker(supply.hardware, model)) is not None]
+    what = f"{name} in {model.precision.dtype} and one sequence of {model.max_model_len} tokens do not fit {have}"
+    if not smallest:
+        return f"{what}, nor any number of them: use larger devices, a smaller max_model_len, or int8 or int4 weights"
+    pool = min(smallest, key=lambda pool: pool.devices_per_worker)
+    return (
+        f"{what}: the smallest worker that would hold them is TP{pool.tensor_parallel} PP{pool.pipeline_parallel}, "
+        f"{pool.devices_per_worker} x {pool.hardware.name}; add devices, or use int8 or int4 weights"
+    )
+
+
+def smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool | None:
+    """The worker with the fewest devices that holds the model, with as little pipelining as possible."""
+    degrees = [2**power for power in range(_MAX_REMEDY_DEGREE.bit_length())]
+    pairs = sorted(product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
+    for tensor, pipeline in pairs:
+        if tensor > hardware.devices_per_host:
+            continue
+        pool = Pool(
+            role=WorkerRole.MIXED,
+            replicas=1,
+            hardware=hardware,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+        )
+        if _holds(pool, model):
+            return pool
+    return None

@@ -1,0 +1,55 @@
+"""Closed-form bound on the pull rate that the links between a layout's prefill and decode workers can carry.
+
+Used by `pdserve.planner.search.bounds`. Each worker, or each micro-batch of a pipeline, has one link that serialises
+its pulls (`pdserve.planner.simulate.simulated_transfers`); the time of a pull depends on whether both ends share a
+host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from pdserve.planner.layout import Hosts, Layout
+
+
+class PullTimes(NamedTuple):
+    """Seconds of a pull of mean length."""
+
+    near_s: float
+    """Within a host."""
+    far_s: float
+    """Over the network."""
+
+
+def most_per_s(layout: Layout, times: PullTimes) -> float:
+    """Maximum pulls per second: all links of the phase with fewer are in use, and each host serves as many pulls
+    locally as both phases have links on it."""
+    senders, takers = _wires(layout)
+    num_near = (senders & takers).total()
+    num_far = min(senders.total(), takers.total()) - num_near
+    is_one_host = len(senders | takers) == 1
+    # A worker that can pull within a host can also pull from another one, if that is faster.
+    near_s = times.near_s if is_one_host else min(times)
+    return num_near / near_s + num_far / times.far_s
+
+
+def even_per_s(layout: Layout, times: PullTimes) -> float:
+    """Pulls per second if every prefill worker's prompts go to all decode workers equally: under load, the policy
+    balances load rather than saving network traffic."""
+    senders, takers = _wires(layout)
+    num_pairs = senders.total() * takers.total()
+    near_share = sum(count * takers[hosts] for hosts, count in senders.items()) / num_pairs
+    mean_s = near_share * times.near_s + (1 - near_share) * times.far_s
+    return min(senders.total(), takers.total()) / mean_s
+
+
+def _wires(layout: Layout) -> tuple[Counter[Hosts], Counter[Hosts]]:
+    """Links of the prefill and of the decode workers, by their hosts."""
+    hosts = layout.worker_hosts
+    senders, takers = (
+        Counter({place: count * pool.pipeline_parallel for place, count in Counter(hosts[pool.role]).items()})
+        for pool in (layout.prefill, layout.decode)
+        if pool is not None
+    )
+    return senders, takers

@@ -1,0 +1,254 @@
+"""The planner's question and answer as plain values: requirements, ranked candidates, reasons and figures.
+
+`pdserve.planner.search.search` fills them in, the CLI and the reports render them, and a candidate's layout becomes a
+deployment file. Decides nothing. Rates are requests per second of the whole layout; money is in US dollars.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.model.cost.hardware import Hardware
+from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.search.bounds import Bounds, Resource
+from pdserve.planner.search.goodput import Goodput
+from pdserve.planner.simulate.attainment import Attainment
+
+
+class Objective(Enum):
+    """Ranking criterion."""
+
+    RATE = "rate"
+    """Highest goodput of the whole fleet; ties go to fewer devices."""
+    RATE_PER_DEVICE = "rate-per-device"
+    """Highest goodput per device of the layout, which may use part of the fleet: a unit to replicate."""
+    FEWEST_DEVICES = "fewest-devices"
+    """Fewest devices whose goodput is at least `Question.rate`; ties go to the higher goodput."""
+    LEAST_COST = "least-cost"
+    """Fewest dollars per hour for that rate."""
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether a required rate is part of the objective."""
+        return self in (Objective.FEWEST_DEVICES, Objective.LEAST_COST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """Devices of one kind, on uniform hosts."""
+
+    hardware: Hardware
+    num_nodes: int = 1
+    devices_per_node: int = 8
+    dollars_per_hour: float | None = None
+    """Per device; ``None`` uses the catalogue's price, if it has one."""
+
+    @property
+    def price(self) -> float | None:
+        """Dollars per hour of one device; ``None`` if unknown."""
+        return self.hardware.price_per_hour_usd if self.dollars_per_hour is None else self.dollars_per_hour
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What the search may vary, besides degrees and replicas."""
+
+    tensor_parallel: tuple[int, ...] = ()
+    """Degrees to try; empty tries powers of two up to a host's devices, and divisors of that number, if they divide the
+    model."""
+    pipeline_parallel: tuple[int, ...] = (1, 2, 4)
+    prefill_batch_tokens: tuple[int, ...] = (8192,)
+    mixed_batch_tokens: tuple[int, ...] = (512, 2048)
+    """Chunk budgets of colocated workers; a step's decode rows wait for its chunk."""
+    decode_batch_size: tuple[int, ...] = (256,)
+    may_disaggregate: bool = True
+    may_colocate: bool = True
+    max_replicas: int = 0
+    """Per pool; 0 for no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Amount of simulation."""
+
+    screen_requests: int = 2000
+    """Per screened layout and rate."""
+    final_requests: int = 20_000
+    """Per finalist, seed and rate."""
+    judge_requests: int = 10_000
+    """Per run of the judge."""
+    most_requests: int | None = None
+    """Maximum of any simulation: a trace has no more. ``None`` for no limit."""
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """For finalists; all candidates see the same workloads. Screening uses the first, the judge another one."""
+    num_screened: int = 8
+    num_finalists: int = 4
+    tolerance: float = 0.02
+    """Ratio, less 1, of two neighbouring rates of which one meets the target and the other does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The planning task, apart from the workload."""
+
+    model: PlannedModel
+    slo: SloConfig
+    fleet: tuple[Supply, ...]
+    objective: Objective = Objective.RATE
+    rate: float = 0.0
+    """Required rate, for objectives that have one."""
+    space: Space = Space()
+    effort: Effort = Effort()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFigures:
+    """Figures of one pool of a candidate; per worker unless stated otherwise."""
+
+    role: WorkerRole
+    weight_bytes_per_device: float
+    kv_bytes_per_device: float
+    """The whole block pool."""
+    memory_bytes_per_device: int
+    """Capacity of the device."""
+    num_kv_blocks: int
+    max_concurrency: int
+    """Sequences of the workload's mean length that decode together, within KV and the batch limit."""
+    max_long_sequences: int
+    """Sequences of ``max_model_len`` that fit in KV."""
+    busy_share: float
+    """At the goodput; estimated without a simulation."""
+    kv_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Goodput if every step and transfer took longer or shorter than predicted."""
+
+    time_factor: float
+    """1.1 is 10 % slower."""
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One layout and its results."""
+
+    layout: Layout
+    bounds: Bounds
+    goodput: Goodput | None
+    """``None``: not simulated; the rate is an estimate."""
+    resource: Resource
+    pools: tuple[PoolFigures, ...]
+    dollars_per_hour: float | None
+    is_final: bool = False
+    """Simulated at length, with several seeds."""
+    at_winners_rate: Attainment | None = None
+    """Result at the winner's rate; finalists only."""
+    saturation_rate: float | None = None
+    """Rate at which attainment falls to half of its target, or answers lag behind arrivals; winner only."""
+    sensitivity: tuple[Sensitivity, ...] = ()
+    """Winner only."""
+    reasons: tuple[str, ...] = ()
+    """Sentences: the binding objective and resource; for all but the winner, why it lost."""
+
+    @property
+    def is_estimated(self) -> bool:
+        return self.goodput is None
+
+    @property
+    def rate(self) -> float:
+        """Goodput, simulated or estimated."""
+        return self.bounds.estimate if self.goodput is None else self.goodput.rate
+
+    @property
+    def rate_per_device(self) -> float:
+        return self.rate / self.layout.num_devices
+
+    @property
+    def saturation_margin(self) -> float | None:
+        """Saturation rate over goodput: 1.2 is 20 % of headroom before saturation."""
+        return None if self.saturation_rate is None or not self.rate else self.saturation_rate / self.rate
+
+    def dollars_per_million_tokens(self, output_tokens_per_request: float) -> float | None:
+        """Per million answer tokens at the goodput; ``None`` without a price or a rate."""
+        if self.dollars_per_hour is None or not self.rate:
+            return None
+        return self.dollars_per_hour / 3600 / (self.rate * output_tokens_per_request) * 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Disaggregated or colocated, by the question's objective."""
+
+    best_disaggregated: Candidate | None
+    best_colocated: Candidate | None
+    gain: float | None
+    """Goodput of the best disaggregated layout over the best colocated one's, minus 1: 0.3 is 30 % more. Depending on
+    the objective, goodput per device, or requests per device or dollar at the required rate. ``None`` if a kind is
+    missing."""
+    is_clear: bool
+    """The confidence intervals do not overlap; for devices or dollars, the cheaper layout surely serves the rate."""
+    text: str
+    """One sentence."""
+
+    @property
+    def serve_colocated(self) -> bool:
+        return self.gain < 0 if self.gain is not None else self.best_colocated is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screening:
+    """Number of layouts by outcome."""
+
+    num_layouts: int
+    num_without_memory: int
+    num_infeasible: int
+    """Miss the SLO even on an idle cluster."""
+    num_bounded: int
+    """Upper bound below another layout's result."""
+    num_estimated: int
+    """Estimate too low to be worth a simulation."""
+    num_simulated: int
+    num_requests: int
+    """Simulated requests over all runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Answer of the planner."""
+
+    question: Question
+    candidates: tuple[Candidate, ...]
+    """In order of rank: finalists, screened candidates, estimates."""
+    verdict: Verdict
+    screening: Screening
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    elapsed_s: float = field(compare=False)
+    notes: tuple[str, ...] = ()
+    """Assumptions and limits that the reader should know."""
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+
+class FitsNowhereError(ValueError):
+    """No layout of the fleet holds the weights and one sequence of ``max_model_len``; the message names the smallest
+    that would."""
+
+
+class InfeasibleSloError(ValueError):
+    """Even an idle cluster misses the SLO; the message names the best possible latencies."""
+
+
+class InfeasibleRateError(ValueError):
+    """The fleet is too small for the required rate; the message names the rate that it serves."""

@@ -1,0 +1,100 @@
+"""Pool of simulation processes for the search.
+
+Takes and returns plain values, in order, so the number of processes affects only the time. Ctrl-C, any error, or the
+end of the parent process ends all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import active_children, connection, get_context, parent_process
+from types import TracebackType
+from typing import Self, TypeVar
+
+from pdserve.planner.search.goodput import Runner, Workload
+
+_GC_THRESHOLD = 100_000
+"""New objects between searches for cycles in a process of the pool."""
+
+Result = TypeVar("Result")
+Job = Callable[[Runner], Result]
+"""A simulation, or a search that takes several; it crosses to another process, so it is a partial call."""
+
+
+class ProcessPool:
+    """Simulates one workload in parallel; a context manager."""
+
+    def __init__(self, workload: Workload, num_processes: int) -> None:
+        """``num_processes`` 1 simulates in this process."""
+        assert num_processes >= 1
+        self._runner = Runner(workload)
+        self._before = set(active_children())
+        self._executor: ProcessPoolExecutor | None = None
+        if num_processes > 1:
+            self._executor = ProcessPoolExecutor(
+                num_processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(workload,)
+            )
+            for _ in range(num_processes):
+                self._executor.submit(os.getpid)  # Start the processes now: each starts at a call and takes a second.
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._executor is None:
+            return
+        if kind is not None:
+            for child in set(active_children()) - self._before:
+                child.terminate()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, jobs: Sequence[Job[Result]], done: Callable[[int], None] = lambda num_done: None) -> list[Result]:
+        """Results of ``jobs``, in order; ``done`` receives the number that have ended.
+
+        Raises:
+            ValueError: a layout cannot run.
+        """
+        if self._executor is None:
+            results = []
+            for num_done, job in enumerate(jobs, 1):
+                results.append(job(self._runner))
+                done(num_done)
+            return results
+        futures = [self._executor.submit(_carry_out, job) for job in jobs]
+        for num_done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            done(num_done)
+        return [future.result() for future in futures]
+
+
+_runner_of_process: list[Runner] = []
+"""The runner of this process, if it belongs to a pool."""
+
+
+def _begin(workload: Workload) -> None:
+    # Ctrl-C reaches all processes of a terminal: these end silently, and the parent reports it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Reference counting frees almost everything that a simulation releases.
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+    _runner_of_process.append(Runner(workload))
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot notify its children, which would wait for work forever."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _carry_out(job: Job[Result]) -> Result:
+    return job(_runner_of_process[0])

@@ -1,0 +1,95 @@
+"""Orders layouts by the results so far.
+
+Used by `pdserve.planner.search.search`. Compares; simulates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pdserve.planner.layout import Layout
+from pdserve.planner.search.bounds import Bounds
+from pdserve.planner.search.goodput import Goodput
+from pdserve.planner.search.plan import Objective, Question
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Results of one layout so far."""
+
+    layout: Layout
+    bounds: Bounds
+    dollars_per_hour: float | None
+    screened: Goodput | None = None
+    """From short runs."""
+    final: Goodput | None = None
+    """From long runs."""
+
+    @property
+    def goodput(self) -> Goodput | None:
+        return self.final or self.screened
+
+    @property
+    def rate(self) -> float:
+        """Goodput if simulated, otherwise the estimate."""
+        return self.bounds.estimate if self.goodput is None else self.goodput.rate
+
+
+class Ranking:
+    """Orders layouts by a question's objective."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+
+    def serves(self, rate: float) -> bool:
+        """Whether a goodput of ``rate`` answers the question."""
+        return not self._question.objective.has_rate or rate >= self._question.rate
+
+    def ranked(self, entries: Iterable[Entry], optimism: float = 1.0) -> list[Entry]:
+        """Best first, with all rates scaled by ``optimism``."""
+        return sorted(entries, key=lambda entry: self.key(entry, entry.rate * optimism))
+
+    def within_reach(self, ranked: Sequence[Entry], optimism: float) -> list[Entry]:
+        """Layouts that may be as good as the best of their kind if their rates were ``optimism`` times higher. If a
+        rate is required, all of them, because the best may turn out not to serve it."""
+        if self._question.objective.has_rate:
+            return list(ranked)
+        best = best_of_kinds(ranked)
+        return [
+            entry
+            for entry in ranked
+            if self.key(entry, entry.rate * optimism) <= self.key(rival := best[entry.layout.is_colocated], rival.rate)
+        ]
+
+    def key(self, entry: Entry, rate: float) -> tuple[float, ...]:
+        """Sort key at a goodput of ``rate``; lower is better."""
+        num_devices, objective = entry.layout.num_devices, self._question.objective
+        if objective is Objective.RATE:
+            return (-rate, num_devices)
+        if objective is Objective.RATE_PER_DEVICE:
+            return (-rate / num_devices, num_devices)
+        if not self.serves(rate):
+            return (1.0, -rate)
+        if objective is Objective.FEWEST_DEVICES:
+            return (0.0, num_devices, -rate)
+        assert entry.dollars_per_hour is not None, "the search asks for prices"
+        return (0.0, entry.dollars_per_hour, -rate)
+
+
+def best_of_kinds(ranked: Iterable[Entry]) -> dict[bool, Entry]:
+    """The first colocated (``True``) and the first disaggregated entry, if there are any."""
+    best: dict[bool, Entry] = {}
+    for entry in ranked:
+        best.setdefault(entry.layout.is_colocated, entry)
+    return best
+
+
+def of_both_kinds(ranked: Sequence[Entry], count: int) -> list[Entry]:
+    """The first ``count`` entries, half colocated and half disaggregated if there are enough of each."""
+    num_each = max(1, count // 2)
+    kinds = [[entry for entry in ranked if entry.layout.is_colocated is kind] for kind in (False, True)]
+    assured = [entry for kind in kinds for entry in kind[:num_each]]
+    others = [entry for entry in ranked if entry not in assured]
+    chosen = assured + others[: max(0, count - len(assured))]
+    return [entry for entry in ranked if entry in chosen]

@@ -1,0 +1,446 @@
+"""Placement search: from a question and a workload to a ranked plan.
+
+The CLI and the live planner call `find_plan`. It runs three rounds, each with fewer layouts and more requests (as in
+successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same requests:
+
+1. Closed-form bounds and estimates of every layout. Each phase's worker is evaluated once, and the demand of each phase
+   sets the ratio of prefill to decode workers, as in DistServe's algorithm 1 (OSDI 2024, section 4.1), but with queues,
+   the link, and the prompts that decode workers compute.
+2. Screening: the scout (`pdserve.planner.simulate.scout`) finds the goodput of the best estimates of both kinds of
+   layout in short runs; the first ones correct the remaining estimates.
+3. Finalists: the scout finds their goodput in long runs with several seeds. The judge
+   (`pdserve.planner.simulate.simulator`) then serves the best of either kind at its goodput; where it misses the
+   target, or differs from the scout by more than 2 points, the goodput is the judge's. Last, the sensitivity: the
+   losers at the winner's rate, the saturation rate, and the effect of faster or slower steps.
+
+The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import geometric_mean
+from typing import TypeVar
+
+from pdserve.planner.layout import Layout
+from pdserve.planner.search.bounds import BoundTable
+from pdserve.planner.search.candidates import assemble, verdict_of
+from pdserve.planner.search.demand import Demand
+from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, find_goodput
+from pdserve.planner.search.hosts import ONE_HOST_TODAY
+from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
+from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
+from pdserve.planner.search.plan import Candidate, Objective, Plan, Question, Screening
+from pdserve.planner.search.process_pool import Job, ProcessPool
+from pdserve.planner.search.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
+from pdserve.planner.search.sensitivity import SensitivityAnalysis
+from pdserve.planner.simulate.attainment import Attainment
+from pdserve.planner.wording import rate as rate_words
+from pdserve.planner.wording import share
+
+Progress = Callable[[float, str], None]
+"""Receives the progress of the search: a fraction from 0 to 1, and the current activity."""
+
+_NUM_SAMPLED = 1000
+"""Requests drawn to measure the demand."""
+_SCREEN_TOLERANCE = 0.1
+_OPTIMISM = 1.2
+"""Factor by which an estimate may be too low."""
+_SCREEN_OPTIMISM = 1.15
+"""Factor by which a short run's goodput may be too low relative to another's."""
+_MOST_POINTS = 0.02
+"""Difference in attainment between scout and judge that counts as agreement."""
+_JUDGE_STEP, _JUDGE_TOLERANCE = 1.05, 0.02
+_JUDGE_SHARE, _JUDGE_SEEDS, _NUM_SHORTEST = 0.05, 2, 300
+"""Where prompts share prefixes only the judge simulates: its runs relative to the scout's, its seeds, and its
+shortest run."""
+
+Result = TypeVar("Result")
+
+
+def find_plan(
+    question: Question, workload: Workload, *, num_processes: int = 0, progress: Progress | None = None
+) -> Plan:
+    """Rank the layouts that the question allows.
+
+    Args:
+        num_processes: parallel simulations; 0 uses one per core available to this process, 1 stays in this process.
+
+    Raises:
+        FitsNowhereError: no layout holds the model.
+        InfeasibleSloError: no layout meets the objectives at any rate.
+        InfeasibleRateError: no layout serves the required rate.
+        ValueError: every request exceeds the model's length, or the least cost is asked for without a price.
+    """
+    started_s = time.perf_counter()
+    report = progress or (lambda fraction, text: None)
+    report(0.0, "listing layouts")
+    _check_prices(question)
+    model, effort = question.model, question.effort
+    report(0.01, "loading the scout (the first time compiles it, in a minute)")
+    _load_scout()
+    with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
+        enumeration = enumerate_layouts(question)
+        drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
+        demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
+        bound_table = BoundTable(model, demand, question.slo)
+        search = _Search(question, bound_table, pool, report, is_scouted=not demand.num_cached_tokens.any())
+        search.weigh(enumeration)
+        search.screen()
+        search.finish()
+        candidates = search.candidates()
+    notes = (f"Shortened to {model.max_model_len} tokens: {drawn.clamped}.",) if str(drawn.clamped) else ()
+    return Plan(
+        question=question,
+        candidates=candidates,
+        verdict=verdict_of(question, candidates),
+        screening=search.screening(enumeration.num_without_memory),
+        mean_prompt_tokens=demand.mean_prompt_tokens,
+        mean_output_tokens=demand.mean_output_tokens,
+        elapsed_s=time.perf_counter() - started_s,
+        notes=notes + search.notes() + _notes(question, candidates),
+    )
+
+
+def _load_scout() -> None:
+    """Before the processes of the pool start, so that they find it compiled."""
+    try:
+        from pdserve.planner.simulate.scout import load_scout
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the search needs {error.name}: pip install 'pdserve[plan]'") from error
+    load_scout()
+
+
+def _check_prices(question: Question) -> None:
+    for supply in question.fleet:
+        if question.objective is Objective.LEAST_COST and supply.price is None:
+            raise ValueError(
+                f"{supply.hardware.name} has no known price: give its dollars per hour, or ask for the fewest devices"
+            )
+
+
+def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    notes = []
+    if len(question.fleet) > 1 and question.space.may_colocate:
+        notes.append("A colocated layout uses one kind of device; the other kinds stay idle.")
+    if any(candidate.layout.spans_hosts for candidate in candidates):
+        notes.append(
+            "A layout that does not fit one host is assumed to spread both phases over as few hosts as possible; KV "
+            f"crosses the network between workers on different hosts. {ONE_HOST_TODAY}"
+        )
+    if candidates[0].dollars_per_hour is None:
+        notes.append("No cost is shown, because some devices have no known price.")
+    return tuple(notes)
+
+
+class _Search:
+    """One search in progress."""
+
+    def __init__(
+        self,
+        question: Question,
+        bound_table: BoundTable,
+        pool: ProcessPool,
+        progress: Progress,
+        *,
+        is_scouted: bool,
+    ) -> None:
+        self._is_scouted = is_scouted
+        self._question = question
+        self._bound_table = bound_table
+        self._ranking = Ranking(question)
+        self._pool = pool
+        self._progress = progress
+        self._fraction = 0.0
+        self._entries: list[Entry] = []
+        """Feasible layouts in order of enumeration."""
+        self._num_infeasible = 0
+        self._num_requests = 0
+        self._judged: list[Entry] = []
+        self._notes: list[str] = []
+
+    # The three rounds
+
+    def weigh(self, enumeration: Enumeration) -> None:
+        """Compute bounds and estimates of all layouts."""
+        self._report(0.02, f"weighing {len(enumeration.layouts)} layouts")
+        fleet = self._question.fleet
+        for layout in enumeration.layouts:
+            bounds = self._bound_table.bounds(layout)
+            if bounds.is_feasible:
+                self._entries.append(Entry(layout, bounds, dollars_per_hour(layout, fleet)))
+        self._num_infeasible = len(enumeration.layouts) - len(self._entries)
+        if not self._entries:
+            raise slo_infeasible(self._question, self._bound_table, enumeration.layouts)
+
+    def screen(self) -> None:
+        """Simulate the best estimates briefly, until no other layout may win.
+
+        Half of them go first and calibrate the estimates of either kind of layout; then the best of the remaining ones
+        that may still win.
+        """
+        num_first = max(2, self._question.effort.num_screened // 2)
+        num_more = self._question.effort.num_screened - num_first
+        self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
+        while rest := self._worth_simulating():
+            self._screen(of_both_kinds(rest, num_more), 0.25, 0.35)
+            if self._is_served(self._simulated()):
+                break
+        if not any(entry.rate for entry in self._simulated()):
+            raise nothing_met(self._question, self._simulated())
+
+    def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
+        for entry, goodput in zip(entries, self._goodputs(entries, low, high, "screening"), strict=True):
+            entry.screened = goodput
+        self._correct_estimates(entries)
+
+    def _correct_estimates(self, screened: Sequence[Entry]) -> None:
+        """Scale the estimates of either kind by its simulated ratios. Pipelines have ratios of their own once one was
+        simulated: their bubbles make estimates too high."""
+        ratios: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
+        for entry in screened:
+            if entry.rate:
+                ratios[_family(entry)].append(entry.rate / entry.bounds.estimate)
+        for entry in self._entries:
+            if entry.goodput is None:
+                family = _family(entry)
+                seen = ratios.get(family) or ratios.get((entry.layout.is_colocated, False)) or [1.0]
+                estimate = entry.bounds.estimate * geometric_mean(seen)
+                entry.bounds = replace(entry.bounds, estimate=min(entry.bounds.rate, estimate))
+
+    def _worth_simulating(self) -> list[Entry]:
+        """Unsimulated layouts that may beat all simulated ones of their kind, best first: the verdict needs the best of
+        both kinds."""
+        key = self._ranking.key
+        best = best_of_kinds(self._ranking.ranked(self._simulated()))
+        rest = [entry for entry in self._entries if entry.goodput is None and self._ranking.serves(entry.bounds.rate)]
+        return [
+            entry
+            for entry in self._ranking.ranked(rest, _OPTIMISM)
+            if (rival := best.get(entry.layout.is_colocated)) is None
+            or not rival.rate
+            or key(entry, entry.rate * _OPTIMISM) < key(rival, rival.rate)
+        ]
+
+    def finish(self) -> None:
+        """Simulate the best screened layouts at length, until one answers the question."""
+        rest = [entry for entry in self._simulated() if entry.rate]
+        while rest and not self._is_served(self._finalists()):
+            reach = self._ranking.within_reach(self._ranking.ranked(rest), _SCREEN_OPTIMISM)
+            chosen = of_both_kinds(reach, self._question.effort.num_finalists)
+            for entry, goodput in zip(
+                chosen, self._goodputs(chosen, 0.45, 0.7, "finalists", is_final=True), strict=True
+            ):
+                entry.final = goodput
+            self._judge()
+            rest = [entry for entry in rest if entry not in chosen and self._ranking.serves(entry.rate)]
+            if not rest and not self._is_served(self._finalists()):
+                rest = self._screened_further()
+        finalists = self._finalists()
+        if not any(entry.rate for entry in finalists):
+            raise nothing_met(self._question, finalists)
+        if not self._is_served(finalists):
+            raise too_slow(self._question, finalists)
+
+    def _judge(self) -> None:
+        """Let the judge serve the best finalist of either kind, until it agrees with both or has replaced them."""
+        while True:
+            best = best_of_kinds(self._ranking.ranked(self._finalists())).values()
+            unjudged = [entry for entry in best if entry.rate and entry not in self._judged]
+            if not unjudged or not self._is_scouted:
+                return
+            jobs: list[Job[Goodput]] = [
+                partial(_judged, trial=self._judge_trial(entry), scouted=entry.final, max_rate=entry.bounds.rate)
+                for entry in unjudged
+                if entry.final is not None
+            ]
+            for entry, goodput in zip(unjudged, self._run(jobs, 0.7, 0.85, "judging"), strict=True):
+                self._note_difference(entry, goodput)
+                entry.final = goodput
+                self._judged.append(entry)
+
+    def _note_difference(self, entry: Entry, judged: Goodput) -> None:
+        scouted = entry.final
+        assert scouted is not None
+        assert scouted.at_rate is not None
+        seen = judged.judged or next(point for point in judged.points if point.rate == scouted.rate)
+        if _differ(scouted, seen):
+            self._notes.append(
+                f"Scout and judge differ on {entry.layout}: at {rate_words(scouted.rate)} the scout finds "
+                f"{share(scouted.at_rate.share)} of requests within the SLO, the judge {share(seen.share)}. The "
+                "judge's figures count."
+            )
+
+    def _judge_trial(self, entry: Entry) -> Trial:
+        effort = self._question.effort
+        return replace(
+            self._trial(entry.layout),
+            num_requests=self._limited(effort.judge_requests),
+            seeds=(effort.seeds[-1] + 1,),
+            is_scouted=False,
+        )
+
+    def _screened_further(self) -> list[Entry]:
+        """Screen more layouts that may answer the question, if no screened one did."""
+        unseen = [entry for entry in self._entries if entry.goodput is None]
+        hopeful = [entry for entry in unseen if self._ranking.serves(min(entry.rate * _OPTIMISM, entry.bounds.rate))]
+        further = of_both_kinds(self._ranking.ranked(hopeful), self._question.effort.num_screened // 2)
+        if further:
+            self._screen(further, 0.45, 0.5)
+        return [entry for entry in further if entry.rate]
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All layouts in order of rank, with their reasons."""
+        finalists = self._ranking.ranked(self._finalists())
+        screened = self._ranking.ranked([entry for entry in self._simulated() if not entry.final])
+        estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
+        winner = finalists[0]
+        asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
+        analysis = SensitivityAnalysis(self._trial(winner.layout, is_final=True), winner.rate)
+        losers: list[Job[Attainment]] = [
+            partial(Runner.attainment, trial=self._trial(entry.layout, is_final=True), rate=asked_rate)
+            for entry in finalists[1:]
+        ]
+        seen = self._run(losers, 0.85, 0.9, "losers")
+        analysed = self._run(analysis.jobs, 0.9, 1.0, "saturation and sensitivity")
+        self._num_requests += sum(each.num_requests for each in seen) + sum(each.num_requests for each in analysed)
+        saturation_rate, sensitivity = analysis.results(analysed)
+        assembled: list[Candidate] = []
+        for entry in (*finalists, *screened, *estimated):
+            index = finalists.index(entry) if entry.final else -1
+            assembled.append(
+                assemble(
+                    self._question,
+                    self._bound_table,
+                    entry.layout,
+                    entry.bounds,
+                    entry.goodput,
+                    entry.dollars_per_hour,
+                    is_final=entry.final is not None,
+                    at_winners_rate=seen[index - 1] if index > 0 else None,
+                    saturation_rate=saturation_rate if entry is winner else None,
+                    sensitivity=sensitivity if entry is winner else (),
+                    winner=assembled[0] if assembled else None,
+                )
+            )
+        self._report(1.0, "done")
+        return tuple(assembled)
+
+    def notes(self) -> tuple[str, ...]:
+        """Limits of the simulations' accuracy."""
+        if self._is_scouted:
+            return tuple(self._notes)
+        num_requests = self._trial(self._finalists()[0].layout, is_final=True).num_requests
+        return (
+            f"Prompts share prefixes: runs of {num_requests:,} requests, which may be too short to show slow "
+            "saturation. Confirm the rate with a long `pdserve simulate`.",
+        )
+
+    def screening(self, num_without_memory: int) -> Screening:
+        """Number of layouts by outcome."""
+        simulated = self._simulated()
+        best = self._ranking.ranked(simulated)[0]
+        others = [entry for entry in self._entries if entry.goodput is None]
+        num_bounded = sum(
+            self._ranking.key(entry, entry.bounds.rate) > self._ranking.key(best, best.rate) for entry in others
+        )
+        return Screening(
+            num_layouts=len(self._entries) + self._num_infeasible + num_without_memory,
+            num_without_memory=num_without_memory,
+            num_infeasible=self._num_infeasible,
+            num_bounded=num_bounded,
+            num_estimated=len(others) - num_bounded,
+            num_simulated=len(simulated),
+            num_requests=self._num_requests,
+        )
+
+    # Helpers
+
+    def _report(self, fraction: float, text: str) -> None:
+        """Report progress; a repeated round continues from the last fraction."""
+        self._fraction = max(self._fraction, fraction)
+        self._progress(self._fraction, text)
+
+    def _trial(self, layout: Layout, *, is_final: bool = False) -> Trial:
+        """A trial of the scout; of the judge if prompts share prefixes, which the scout does not follow to the worker
+        that caches them."""
+        effort = self._question.effort
+        num_requests, seeds = effort.screen_requests, effort.seeds[:1]
+        if is_final:
+            num_requests, seeds = effort.final_requests, effort.seeds
+        if not self._is_scouted:
+            num_requests, seeds = max(round(num_requests * _JUDGE_SHARE), _NUM_SHORTEST), seeds[:_JUDGE_SEEDS]
+        return Trial(
+            model=self._question.model,
+            layout=layout,
+            slo=self._question.slo,
+            num_requests=self._limited(num_requests),
+            seeds=seeds,
+            is_scouted=self._is_scouted,
+        )
+
+    def _limited(self, num_requests: int) -> int:
+        """At most as many as the workload has."""
+        most = self._question.effort.most_requests
+        return num_requests if most is None else min(num_requests, most)
+
+    def _goodputs(
+        self, entries: Sequence[Entry], low: float, high: float, what: str, *, is_final: bool = False
+    ) -> list[Goodput]:
+        """Goodput of each layout, by the scout."""
+        tolerance = self._question.effort.tolerance if is_final else _SCREEN_TOLERANCE
+        jobs: list[Job[Goodput]] = [
+            partial(
+                find_goodput,
+                trial=self._trial(entry.layout, is_final=is_final),
+                start_rate=entry.rate,
+                tolerance=tolerance,
+                max_rate=entry.bounds.rate,
+            )
+            for entry in entries
+        ]
+        goodputs = self._run(jobs, low, high, what)
+        self._num_requests += sum(goodput.num_requests for goodput in goodputs)
+        return goodputs
+
+    def _run(self, jobs: Sequence[Job[Result]], low: float, high: float, what: str) -> list[Result]:
+        self._report(low, f"{what}: 0 of {len(jobs)}")
+
+        def done(num_done: int) -> None:
+            self._report(low + (high - low) * num_done / len(jobs), f"{what}: {num_done} of {len(jobs)}")
+
+        return self._pool.run(jobs, done)
+
+    def _simulated(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.goodput is not None]
+
+    def _finalists(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.final]
+
+    def _is_served(self, entries: Sequence[Entry]) -> bool:
+        """Whether one of them answers the question."""
+        return any(entry.rate and self._ranking.serves(entry.rate) for entry in entries)
+
+
+def _judged(runner: Runner, trial: Trial, scouted: Goodput, max_rate: float) -> Goodput:
+    """The goodput that the scout found, with the judge's result at that rate; the judge's own goodput if it misses the
+    target there or differs from the scout."""
+    seen = runner.attainment(trial, scouted.rate)
+    if seen.meets(trial.slo.attainment) and not _differ(scouted, seen):
+        return replace(scouted, judged=seen)
+    return find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, tolerance=_JUDGE_TOLERANCE, max_rate=max_rate)
+
+
+def _differ(scouted: Goodput, seen: Attainment) -> bool:
+    assert scouted.at_rate is not None
+    return abs(seen.share - scouted.at_rate.share) > _MOST_POINTS
+
+
+def _family(entry: Entry) -> tuple[bool, bool]:
+    """Whether the layout is colocated, and whether it decodes in a pipeline."""
+    return entry.layout.is_colocated, entry.layout.decode_pool.pipeline_parallel > 1

@@ -1,0 +1,60 @@
+"""Sensitivity of a plan: the rate at which the winner saturates, and the effect of faster or slower steps.
+
+`pdserve.planner.search.search` runs the simulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import sqrt
+
+from pdserve.planner.search.goodput import Goodput, Trial, find_goodput, slowed
+from pdserve.planner.search.plan import Sensitivity
+from pdserve.planner.search.process_pool import Job
+
+_TIME_FACTORS = (0.9, 1.1)
+_SATURATION = 1.1
+"""Start rate for saturation, as a multiple of the goodput."""
+_HIGHEST_RATE = 4.0
+"""Where a search ends, as a multiple of the goodput: with conversations no rate may saturate a short run."""
+
+
+class SensitivityAnalysis:
+    """Analyses one winner. Its figures are ratios of goodputs by the first seed alone."""
+
+    def __init__(self, trial: Trial, rate: float) -> None:
+        """
+        Args:
+            trial: of the winner.
+            rate: its goodput.
+        """
+        self._rate = rate
+        trial = replace(trial, seeds=trial.seeds[:1])
+        halved = replace(trial, slo=replace(trial.slo, attainment=trial.slo.attainment / 2))
+        searches = [(trial, rate), (halved, rate * _SATURATION)]
+        # Their rates are on a clock of their own: see `slowed`.
+        searches += [(slowed(trial, factor), rate / sqrt(factor)) for factor in _TIME_FACTORS]
+        self.jobs: list[Job[Goodput]] = [
+            partial(find_goodput, trial=each, start_rate=start_rate, step=1.1, max_rate=rate * _HIGHEST_RATE)
+            for each, start_rate in searches
+        ]
+        """Simulations to run before `results`."""
+
+    def results(self, goodputs: Sequence[Goodput]) -> tuple[float | None, tuple[Sensitivity, ...]]:
+        """Rate at which the winner's attainment falls to half of its target or the cluster saturates, and its goodput
+        with faster and slower steps; ``None`` and nothing if one run of the winner meets the target at no rate,
+        ``None`` if it saturates at none.
+
+        Args:
+            goodputs: results of `jobs`.
+        """
+        predicted, saturation, *slow = goodputs
+        if not predicted.rate:
+            return None, ()
+        scale = self._rate / predicted.rate
+        saturation_rate = None if saturation.is_capped else max(self._rate, scale * saturation.rate)
+        return saturation_rate, tuple(
+            Sensitivity(factor, scale * each.rate / factor) for factor, each in zip(_TIME_FACTORS, slow, strict=True)
+        )

@@ -1,0 +1,303 @@
+"""Evaluates simulated runs against an SLO: attainment, its confidence, and latencies.
+
+`pdserve.planner.search.goodput` calls it at each rate, `pdserve simulate` once. Excludes requests that arrive before
+the cluster reaches its steady state (`warm_up_s`). Accepts any record shaped like `Simulation`; runs nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner.arrays import FloatArray
+from pdserve.planner.simulate.simulation import RequestTimes, Simulation
+
+WARM_UP_RESIDENCES = 10
+"""Mean residence times until the effect of the empty start is gone; see `warm_up_s`."""
+MAX_WARM_UP_SHARE = 0.4
+"""Limit on the warm-up, as a share of the time that a run's arrivals take."""
+NUM_BATCHES = 10
+"""Batches per run for the confidence interval."""
+_STUDENT_T = ((49, 2.010), (29, 2.045), (19, 2.093), (9, 2.262), (4, 2.776), (0, 12.71))
+"""(Degrees of freedom, 97.5 % quantile of Student's t) for at least that many degrees."""
+_NORMAL_Z = 1.96
+
+
+class Interval(NamedTuple):
+    """95 % confidence interval of a figure."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A latency's distribution: seconds at each whole percentile. Unfinished requests count as infinite."""
+
+    quantile_s: tuple[float, ...]
+    """101 values, for percentiles 0 to 100; empty if nothing was measured."""
+
+    def percentile(self, percent: int) -> float:
+        """Latency at ``percent`` of 100 in seconds; NaN if nothing was measured."""
+        return self.quantile_s[percent] if self.quantile_s else float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolUse:
+    """Mean utilisation of the workers of one role, from the first arrival to the end."""
+
+    role: WorkerRole
+    busy_share: float
+    """Share of the time with a step running. A decode worker is equally busy with one sequence or a hundred: see the
+    batch size."""
+    mean_batch_size: float
+    """Decoding sequences per step."""
+    kv_share: float
+    """Share of KV blocks held by sequences; a shared block counts once."""
+    num_preemptions: int
+    network_share: float = 0.0
+    """Pulls that crossed the network, as a share of all pulls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attainment:
+    """Result of a placement under a workload at one rate."""
+
+    rate: float
+    """Offered requests per second."""
+    share: float
+    """Counted requests that met both objectives. With ``is_finite`` of `measure`, as papers do it, the smaller of the
+    shares below."""
+    interval: Interval
+    """Confidence interval of ``share``, from the means of consecutive batches of requests."""
+    of_further_run: Interval
+    """The share of a further run of this length lies in it with 95 % confidence."""
+    ttft_share: float
+    """Counted requests that met the TTFT objective, whatever their TPOT."""
+    tpot_share: float
+    """Counted requests that met the TPOT objective, whatever their TTFT."""
+    ttft: Distribution
+    tpot: Distribution
+    """Answers of two tokens or more."""
+    itl: Distribution
+    """Gaps between tokens, including the warm-up's."""
+    num_requests: int
+    num_counted: int
+    """Requests that arrived after the warm-up."""
+    num_rejected: int
+    warm_up_s: float
+    """Warm-up of each run."""
+    mean_residence_s: float
+    """Mean time from arrival to last token."""
+    output_tokens_per_s: float
+    """Tokens of finished answers over all workers, from the first arrival to the end."""
+    pools: tuple[PoolUse, ...]
+    num_runs: int = 1
+    """Runs of equal length with different seeds."""
+    is_saturated: bool = False
+    """A run had no steady state (`RequestTimes.is_saturated`): a longer one would attain less."""
+
+    @property
+    def network_share(self) -> float:
+        """Pulls that crossed the network, as a share of all pulls."""
+        return max((pool.network_share for pool in self.pools), default=0.0)
+
+    def meets(self, target: float) -> bool:
+        """Whether enough requests met both objectives, in a steady state."""
+        return self.share >= target and not self.is_saturated
+
+    def surely_meets(self, target: float) -> bool:
+        """Whether a further run would meet the target, with 95 % confidence."""
+        return self.of_further_run.low >= target and not self.is_saturated
+
+    @property
+    def binding_slo(self) -> str:
+        """``ttft`` or ``tpot``: the objective that more requests missed; TTFT on a tie."""
+        return "tpot" if self.tpot_share < self.ttft_share else "ttft"
+
+
+def warm_up_s(arrived_s: FloatArray, mean_residence_s: float) -> float:
+    """Seconds at the start of a run that are not counted: ten mean residence times, at most 40 % of the arrivals' time.
+
+    A cluster starts empty and, if it has a steady state, reaches it within a few mean residence times. If it has none,
+    latencies grow as long as the run lasts, and the limit keeps the run's end.
+    """
+    span_s = float(arrived_s[-1] - arrived_s[0]) if len(arrived_s) else 0.0
+    return min(WARM_UP_RESIDENCES * mean_residence_s, MAX_WARM_UP_SHARE * span_s)
+
+
+def measure(
+    runs: Sequence[Simulation],
+    slo: SloConfig,
+    rate: float,
+    *,
+    is_finite: bool = False,
+) -> Attainment:
+    """Evaluate runs of one layout at one rate that differ in their seeds.
+
+    Args:
+        rate: offered requests per second.
+        is_finite: count every request, and compare each objective's own share with the target, not the joint share; no
+            run counts as saturated.
+    """
+    assert runs
+    judged = [_Judged.of(run, slo, is_finite=is_finite) for run in runs]
+    met = [each.met for each in judged]
+    share, interval, of_further_run = _mean(met), _interval(met), _interval(met, of_further_run=True)
+    ttft_share, tpot_share = _mean([each.met_ttft for each in judged]), _mean([each.met_tpot for each in judged])
+    if is_finite:
+        share = min(ttft_share, tpot_share)
+        interval = min(_interval([each.met_ttft for each in judged]), _interval([each.met_tpot for each in judged]))
+        of_further_run = interval
+    return Attainment(
+        rate=rate,
+        share=share,
+        interval=interval,
+        of_further_run=of_further_run,
+        ttft_share=ttft_share,
+        tpot_share=tpot_share,
+        ttft=_distribution(np.concatenate([each.ttft_s for each in judged])),
+        tpot=_distribution(np.concatenate([each.tpot_s for each in judged])),
+        itl=_weighted_distribution(runs),
+        num_requests=sum(len(run.times.arrived_s) for run in runs),
+        num_counted=sum(len(each.met) for each in judged),
+        num_rejected=sum(int(run.times.is_rejected.sum()) for run in runs),
+        warm_up_s=float(np.mean([each.warm_up_s for each in judged])),
+        mean_residence_s=float(np.mean([each.mean_residence_s for each in judged])),
+        output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
+        pools=tuple(_pool_uses(runs)),
+        num_runs=len(runs),
+        is_saturated=not is_finite and any(run.times.is_saturated for run in runs),
+    )
+
+
+class _Judged(NamedTuple):
+    """The counted requests of one run."""
+
+    met: BoolArray
+    met_ttft: BoolArray
+    met_tpot: BoolArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    """Answers of two tokens or more."""
+    num_answered: int
+    """Tokens of all finished answers, including the warm-up's."""
+    warm_up_s: float
+    mean_residence_s: float
+
+    @classmethod
+    def of(cls, run: Simulation, slo: SloConfig, *, is_finite: bool) -> _Judged:
+        times = run.times
+        residence_s = _mean_residence_s(times)
+        start_s = 0.0 if is_finite else warm_up_s(times.arrived_s, residence_s)
+        counts = times.arrived_s >= (times.arrived_s[0] if len(times.arrived_s) else 0.0) + start_s
+        ttft_s, tpot_s = _or_never(times.ttft_s), _or_never(times.tpot_s)
+        met_ttft, met_tpot = ttft_s <= slo.ttft_seconds, tpot_s <= slo.tpot_seconds
+        is_over = np.isfinite(tpot_s)
+        return cls(
+            met=(met_ttft & met_tpot)[counts],
+            met_ttft=met_ttft[counts],
+            met_tpot=met_tpot[counts],
+            ttft_s=ttft_s[counts],
+            tpot_s=tpot_s[counts & (times.num_output_tokens > 1)],
+            num_answered=int(times.num_output_tokens[is_over].sum()),
+            warm_up_s=start_s,
+            mean_residence_s=residence_s,
+        )
+
+
+def _span_s(run: Simulation) -> float:
+    """From the first arrival to the end; slightly above 0 for an empty run."""
+    arrived_s = run.times.arrived_s
+    return max(run.ended_s - float(arrived_s[0]), 1e-9) if len(arrived_s) else 1e-9
+
+
+def _or_never(latency_s: FloatArray) -> FloatArray:
+    """Replace NaN, a missing event, by infinity."""
+    return np.where(np.isnan(latency_s), inf, latency_s)
+
+
+def _mean_residence_s(times: RequestTimes) -> float:
+    residence_s = times.last_token_s - times.arrived_s
+    ended = residence_s[np.isfinite(residence_s)]
+    return float(ended.mean()) if len(ended) else 0.0
+
+
+def _mean(values: Iterable[BoolArray | FloatArray]) -> float:
+    together = np.concatenate(list(values))
+    return float(together.mean()) if len(together) else 0.0
+
+
+def _interval(met: Sequence[BoolArray], *, of_further_run: bool = False) -> Interval:
+    """Confidence interval from the means of batches of consecutive requests, which hardly depend on each other (Law,
+    "Simulation Modeling and Analysis", section 9.5.3).
+
+    That of the mean is never narrower than Wilson's for independent requests, which does not collapse if all of them
+    met the objectives. That of a further run adds the variance of one run.
+    """
+    share, num_counted = _mean(met), sum(len(each) for each in met)
+    if not num_counted:
+        return Interval(0.0, 1.0)
+    means = [float(batch.mean()) for each in met for batch in np.array_split(each, NUM_BATCHES) if len(batch)]
+    half = inf
+    if len(means) > 1:
+        student = next(quantile for degrees, quantile in _STUDENT_T if len(means) - 1 >= degrees)
+        half = student * float(np.std(means, ddof=1)) * sqrt(1 / len(means) + of_further_run / NUM_BATCHES)
+    low, high = share - half, share + half
+    if not of_further_run:
+        z_squared = _NORMAL_Z**2 / num_counted
+        centre = (share + z_squared / 2) / (1 + z_squared)
+        spread = _NORMAL_Z * sqrt(share * (1 - share) / num_counted + z_squared / (4 * num_counted)) / (1 + z_squared)
+        low, high = min(low, centre - spread), max(high, centre + spread)
+    return Interval(max(0.0, low), min(1.0, high))
+
+
+def _distribution(latency_s: FloatArray) -> Distribution:
+    if not len(latency_s):
+        return Distribution(())
+    # The higher of two neighbours: a number and infinity have no middle.
+    return Distribution(tuple(np.percentile(latency_s, np.arange(101), method="higher").tolist()))
+
+
+def _weighted_distribution(runs: Sequence[Simulation]) -> Distribution:
+    """Distribution of the gaps between tokens, from a simulation's lengths and counts."""
+    gap_s = np.concatenate([run.gap_s for run in runs])
+    if not len(gap_s):
+        return Distribution(())
+    order = np.argsort(gap_s)
+    reached = np.cumsum(np.concatenate([run.gap_weights for run in runs])[order])
+    places = np.searchsorted(reached, np.arange(101) / 100 * reached[-1])
+    return Distribution(tuple(gap_s[order][np.minimum(places, len(order) - 1)].tolist()))
+
+
+def _pool_uses(runs: Sequence[Simulation]) -> Iterable[PoolUse]:
+    roles = {worker.role: None for worker in runs[0].workers}
+    for role in roles:
+        busy_s = available_s = num_decoded = num_steps = held_s = block_s = 0.0
+        num_preemptions = num_pulls = num_network_pulls = 0
+        for run in runs:
+            workers = [worker for worker in run.workers if worker.role is role]
+            span_s = _span_s(run)
+            busy_s += sum(worker.busy_s for worker in workers)
+            available_s += span_s * len(workers)
+            num_decoded += sum(worker.num_decode_tokens for worker in workers)
+            num_steps += sum(worker.num_steps for worker in workers)
+            num_preemptions += sum(worker.num_preemptions for worker in workers)
+            num_pulls += sum(worker.num_pulls for worker in workers)
+            num_network_pulls += sum(worker.num_network_pulls for worker in workers)
+            held_s += sum(worker.held_block_s for worker in workers)
+            block_s += span_s * sum(worker.num_kv_blocks for worker in workers)
+        yield PoolUse(
+            role=role,
+            busy_share=min(1.0, busy_s / available_s),
+            mean_batch_size=num_decoded / num_steps if num_steps else 0.0,
+            kv_share=min(1.0, held_s / block_s),
+            num_preemptions=num_preemptions,
+            network_share=num_network_pulls / num_pulls if num_pulls else 0.0,
+        )

@@ -1,0 +1,224 @@
+"""Workers of a simulated placement: step loop, scheduler and block pool of each, behind the dispatcher's interface.
+
+Built for `pdserve.planner.simulate.simulator`. A pipeline-parallel worker has as many *micro-batches* as stages, each
+with its share of blocks and batch slots: while one micro-batch's step is in the second stage, the next one's is in the
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from pdserve.contracts.events import RequestKey
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.step import ModelLimits
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.decode_worker.swapping import swap_space
+from pdserve.engine.scheduling.interface import Scheduler
+from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest
+from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
+from pdserve.planner.simulate.event_queue import EventQueue
+from pdserve.planner.simulate.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerSink
+from pdserve.planner.simulate.simulation import WorkerUse
+from pdserve.prefill_worker.scheduler import PrefillScheduler
+from pdserve.router.cluster.worker import Worker
+from pdserve.router.requests.policy import WorkerSnapshot
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One direction of a worker's connection."""
+
+    free_at_s: float = 0.0
+
+
+class VirtualWorker(Worker):
+    """A worker, or a micro-batch of one, as the dispatcher sees it: commands reach its step loop at once."""
+
+    def __init__(
+        self,
+        engine: SimulatedWorker,
+        block_pool: BlockPool,
+        queue: EventQueue,
+        *,
+        host: str,
+        max_batch_tokens: int,
+        max_batch_size: int,
+    ) -> None:
+        """
+        Args:
+            host: name of the worker's host, or one name for all its hosts.
+        """
+        super().__init__(engine.worker_id, engine.role, host=host)
+        self.kv_address = engine.worker_id
+        self.block_size = block_pool.block_size
+        self.cached_blocks = block_pool.known_hashes
+        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_size = max_batch_size
+        self.engine = engine
+        self.egress, self.ingress = Link(), Link()
+        self.num_pulls = 0
+        self.num_network_pulls = 0
+        """Pulls from another host."""
+        self._block_pool = block_pool
+        self._queue = queue
+        self._num_turns_seen = -1
+        """The engine's turn at the last `load`: the load changes only at turns."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.engine.receive(AddRequest(_key(request), request, self._queue.now_s))
+
+    def prepare(self, request: GenerationRequest, source: KvSource) -> None:
+        self.engine.receive(PrepareRequest(_key(request), request, source, self._queue.now_s))
+
+    def cancel(self, request_id: int, attempt: int) -> None:
+        self.engine.receive(CancelRequest(RequestKey(0, request_id, attempt)))
+
+    def snapshot(self) -> WorkerSnapshot:
+        engine = self.engine
+        if self._num_turns_seen != engine.num_turns:
+            self._num_turns_seen = engine.num_turns
+            self.load = engine.load()
+            self.prefill_correction = engine.corrections.prefill
+            self.decode_correction = engine.corrections.decode
+        snapshot = super().snapshot()
+        num_tokens, num_blocks = engine.run_growth()
+        if num_tokens:
+            return snapshot._replace(
+                num_context_tokens=snapshot.num_context_tokens + num_tokens,
+                num_free_blocks=snapshot.num_free_blocks - num_blocks,
+            )
+        return snapshot
+
+    def use(self) -> WorkerUse:
+        """Totals so far."""
+        engine = self.engine
+        return WorkerUse(
+            worker_id=self.worker_id,
+            role=self.role,
+            busy_s=engine.busy_s,
+            held_block_s=engine.held_block_s,
+            num_steps=engine.num_steps,
+            num_prefill_tokens=engine.num_prefill_tokens,
+            num_decode_tokens=engine.num_decode_tokens,
+            num_preemptions=engine.load().num_preemptions,
+            num_kv_blocks=self._block_pool.num_blocks,
+            num_pulls=self.num_pulls,
+            num_network_pulls=self.num_network_pulls,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterBuilder:
+    """Builds all workers of a layout."""
+
+    model: PlannedModel
+    layout: Layout
+    costs: Mapping[WorkerRole, CostModel]
+    is_sharing: bool
+    """Whether prompts may share prefixes, so that blocks must be identified by content."""
+    turn_s: float
+    corrections: Mapping[WorkerRole, Sequence[StepCorrections]]
+    queue: EventQueue
+    sink: WorkerSink
+
+    def workers(self) -> dict[str, VirtualWorker]:
+        """All workers, by id.
+
+        Raises:
+            ValueError: the weights leave no memory for KV.
+        """
+        mint_handle = _handles()
+        hosts = self.layout.worker_hosts
+        return {
+            worker.worker_id: worker
+            for pool in self.layout.pools
+            for replica, worker_hosts in enumerate(hosts[pool.role])
+            for worker in self._micro_batches(pool, replica, _host_name(worker_hosts), mint_handle)
+        }
+
+    def _micro_batches(
+        self, pool: Pool, replica: int, host: str, mint_handle: Callable[[], bytes]
+    ) -> list[VirtualWorker]:
+        num_micro_batches = pool.pipeline_parallel
+        num_blocks = pool.kv_blocks(self.model, self.costs[pool.role])
+        if num_blocks < num_micro_batches:
+            raise ValueError(
+                f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "
+                "worker: use more of them, or larger ones"
+            )
+        stage = Stage(num_micro_batches)
+        names = [
+            f"{pool.role.value}-{replica}" + (f".{micro_batch}" if num_micro_batches > 1 else "")
+            for micro_batch in range(num_micro_batches)
+        ]
+        return [self._worker(name, pool, host, num_blocks // num_micro_batches, stage, mint_handle) for name in names]
+
+    def _worker(
+        self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
+    ) -> VirtualWorker:
+        block_pool = BlockPool(num_blocks, self.model.block_size, caches_content=self.is_sharing)
+        max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
+        engine = SimulatedWorker(
+            worker_id,
+            pool.role,
+            scheduler=self._scheduler(pool, block_pool, max_batch_size, mint_handle),
+            block_pool=block_pool,
+            cost=self.costs[pool.role],
+            stage=stage,
+            queue=self.queue,
+            sink=self.sink,
+            pipeline_depth=pool.hardware.pipeline_depth,
+            turn_s=self.turn_s,
+            corrections=self.corrections.get(pool.role, (AS_PREDICTED,)),
+        )
+        return VirtualWorker(
+            engine,
+            block_pool,
+            self.queue,
+            host=host,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_size=max_batch_size,
+        )
+
+    def _scheduler(
+        self, pool: Pool, block_pool: BlockPool, max_batch_size: int, mint_handle: Callable[[], bytes]
+    ) -> Scheduler:
+        limits = ModelLimits(max_model_len=self.model.max_model_len, vocab_size=self.model.shape.vocab_size)
+        if pool.role is WorkerRole.PREFILL:
+            return PrefillScheduler(
+                block_pool,
+                limits,
+                mint_handle=mint_handle,
+                max_batch_tokens=pool.max_batch_tokens,
+                max_batch_size=max_batch_size,
+            )
+        return DecodeScheduler(
+            block_pool,
+            limits,
+            mint_handle=mint_handle,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_size=max_batch_size,
+            swap_space=swap_space(self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
+        )
+
+
+def _key(request: GenerationRequest) -> RequestKey:
+    return RequestKey(0, request.request_id, request.attempt)
+
+
+def _host_name(hosts: Hosts) -> str:
+    """Equal for equal hosts."""
+    return "+".join(map(str, hosts))
+
+
+def _handles() -> Callable[[], bytes]:
+    """Distinct handles in a deterministic order."""
+    numbers = count(1)
+    return lambda: next(numbers).to_bytes(16, "big")

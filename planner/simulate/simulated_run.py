@@ -1,0 +1,83 @@
+"""Simulates one placement under one kind of traffic once, and evaluates the run.
+
+Called by `pdserve simulate` and by the comparison of a proposal with a running cluster. The search uses
+`pdserve.planner.search.goodput` instead, which does the same at many rates.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.simulate.attainment import Attainment, measure
+from pdserve.planner.simulate.simulation import Simulation
+from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.workload.traffic import Traffic
+
+_NUM_SAMPLES = 200
+"""Samples of queues and KV pools over an open loop's arrivals."""
+_CLOSED_LOOP_SAMPLES_S = 1.0
+"""Interval between samples of a closed loop, whose length is not known in advance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Arguments of one simulation."""
+
+    model: PlannedModel
+    layout: Layout
+    traffic: Traffic
+    slo: SloConfig
+    num_requests: int
+    rate: float = 0.0
+    """Requests per second; 0 in a closed loop."""
+    concurrency: int = 0
+    """Requests in flight in a closed loop."""
+    max_in_flight: int = 1024
+    """Limit at the router."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """Result of one simulation."""
+
+    run: Run
+    attainment: Attainment
+    """Its rate is the offered one or, in a closed loop, the achieved one."""
+    simulation: Simulation
+    elapsed_s: float = field(compare=False)
+
+    @property
+    def requests_per_s(self) -> float:
+        """Finished requests per second, from the first arrival to the end."""
+        times = self.simulation.times
+        span_s = self.simulation.ended_s - float(times.arrived_s[0])
+        return float((~times.is_rejected).sum()) / span_s if span_s > 0 else 0.0
+
+
+def carry_out(run: Run) -> RunResult:
+    """Simulate ``run``.
+
+    Raises:
+        ValueError: the model does not fit or divide by the layout's degrees, or the traffic has too few requests.
+    """
+    began_s = time.perf_counter()
+    # A closed loop ignores arrival times.
+    requests = run.traffic.draw(run.num_requests, run.seed).at_rate(run.rate or 1.0)
+    span_s = requests[-1].arrived_s - requests[0].arrived_s
+    simulation = simulate(
+        run.model,
+        run.layout,
+        requests,
+        slo=run.slo,
+        concurrency=run.concurrency,
+        max_in_flight=run.max_in_flight,
+        sample_every_s=_CLOSED_LOOP_SAMPLES_S if run.concurrency else max(span_s / _NUM_SAMPLES, 1e-3),
+    )
+    num_seen = len(simulation.times.arrived_s)
+    rate = run.rate or num_seen / max(simulation.ended_s - float(simulation.times.arrived_s[0]), 1e-9)
+    attainment = measure([simulation], run.slo, rate)
+    return RunResult(run=run, attainment=attainment, simulation=simulation, elapsed_s=time.perf_counter() - began_s)

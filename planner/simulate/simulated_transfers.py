@@ -1,0 +1,91 @@
+"""Pulls of a simulated cluster, from a decode worker's request for a prompt's KV until both engines know the outcome.
+
+A pull ends once its last chunk is granted and the link has carried everything; chunks granted earlier travel in the
+meantime. Each worker's link serves one pull at a time in each direction, so pulls share its bandwidth without modelling
+the partial progress of each. Owned by `pdserve.planner.simulate.simulator`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent
+from pdserve.engine.worker.loop import LeaseChanged, PromptReleased
+from pdserve.planner.simulate.event_queue import EventQueue
+from pdserve.planner.simulate.simulated_cluster import VirtualWorker
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """A pull requested by a decode worker."""
+
+    pull_id: int
+    worker: VirtualWorker
+    begins_s: float
+    num_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """A parked prompt that is not pulled yet, with its holder and the first of grant and pull to arrive."""
+
+    worker: VirtualWorker
+    grant: GrantEvent | None = None
+    """The final grant."""
+    pull: _Pull | None = None
+
+
+class SimulatedTransfers:
+    """Offers by handle."""
+
+    def __init__(self, queue: EventQueue, *, block_size: int, pull_s: float) -> None:
+        """
+        Args:
+            pull_s: seconds per pull in addition to its bytes.
+        """
+        self._queue = queue
+        self._block_size = block_size
+        self._pull_s = pull_s
+        self._offers: dict[bytes, _Offer] = {}
+
+    def start_pull(self, source: VirtualWorker, target: VirtualWorker, event: StartPullEvent) -> None:
+        """``target`` reserved its blocks now."""
+        handle = event.source.handle
+        offer = self._offers.setdefault(handle, _Offer(source))
+        source.engine.receive(LeaseChanged(handle, True))
+        offer.pull = _Pull(event.pull_id, target, self._queue.now_s, len(event.block_ids))
+        self._carry(handle, offer)
+
+    def granted_whole(self, source: VirtualWorker, event: GrantEvent) -> None:
+        """``source`` wrote the last block of a prompt now."""
+        offer = self._offers.setdefault(event.handle, _Offer(source))
+        offer.grant = event
+        self._carry(event.handle, offer)
+
+    def _carry(self, handle: bytes, offer: _Offer) -> None:
+        """Start the transfer once both grant and pull are known."""
+        pull, grant = offer.pull, offer.grant
+        if pull is None or grant is None:
+            return
+        del self._offers[handle]
+        pull.worker.num_pulls += 1
+        pull.worker.num_network_pulls += offer.worker.host != pull.worker.host
+        last_s = self._transfer_s(offer.worker, pull, min(len(grant.block_ids), pull.num_blocks))
+        whole_s = self._transfer_s(offer.worker, pull, pull.num_blocks)
+        begins_s = max(pull.begins_s, self._queue.now_s + last_s - whole_s)
+        egress, ingress = offer.worker.egress, pull.worker.ingress
+        ends_s = max(begins_s, egress.free_at_s, ingress.free_at_s) + whole_s
+        egress.free_at_s = ingress.free_at_s = ends_s
+        result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_token=grant.first_token)
+        self._queue.at(ends_s + self._pull_s, partial(self._pulled, offer.worker, pull.worker, handle, result))
+
+    def _transfer_s(self, source: VirtualWorker, pull: _Pull, num_blocks: int) -> float:
+        """Over the link between both workers, by the slower estimate: fewer ranks, or slower links."""
+        num_tokens = num_blocks * self._block_size
+        sides, same_host = (source.engine.cost, pull.worker.engine.cost), source.host == pull.worker.host
+        return max([cost.transfer_s(num_tokens, same_host=same_host) for cost in sides])
+
+    def _pulled(self, source: VirtualWorker, target: VirtualWorker, handle: bytes, result: PullResult) -> None:
+        target.engine.receive(result)
+        source.engine.receive(PromptReleased(handle))

@@ -1,0 +1,382 @@
+"""One worker under the virtual clock: the live step loop over its phase's scheduler.
+
+Drives `pdserve.engine.worker.loop` as its thread does, with an executor that computes nothing and takes the time that
+the cost model predicts. At pipeline depth 2, the loop plans and submits step N + 1 while step N runs; messages that
+arrive meanwhile are received when step N ends, in time for step N + 2. At depth 1, or if there was nothing to plan yet,
+one turn of the loop separates two steps.
+
+Most steps of a decode worker change only lengths (`DecodeScheduler.steady_steps`) and are not planned. The worker finds
+the last turn of such a *run*, or the first one that receives a new message, and fast-forwards to it
+(`DecodeScheduler.fast_forward`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, sqrt
+from typing import NamedTuple, Protocol
+
+from pdserve.contracts.events import SchedulerLoad
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
+from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.engine.scheduling.interface import Scheduler
+from pdserve.engine.worker.loop import Message, StepLoop, StepReport, Wait
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.planner.simulate.event_queue import EventQueue
+
+_TOKEN_0 = SampledToken(0, None)
+
+
+class StepCorrections(NamedTuple):
+    """Ratio of actual to predicted step time: see `pdserve.engine.worker.loop.StepTimes`."""
+
+    prefill: float = 1.0
+    """Steps with rows of several new tokens."""
+    decode: float = 1.0
+    from_s: float = 0.0
+    """Start of validity, on the simulation's clock."""
+
+
+AS_PREDICTED = StepCorrections()
+
+
+class WorkerSink(Protocol):
+    """Receives the reports of a worker's step loop."""
+
+    def received(self, worker: SimulatedWorker, report: StepReport, sent_s: float) -> None:
+        """``report`` left the worker at ``sent_s``: now, or earlier if it has nothing but second tokens."""
+        ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in flight."""
+
+    batch: StepBatch
+    num_prefilled: int
+    num_decoded: int
+    begins_s: float
+    ends_s: float
+
+    def result(self) -> StepOutput:
+        sampled = [_TOKEN_0 if row.sample is not None else None for row in self.batch.rows]
+        return StepOutput(step_id=self.batch.step_id, sampled=sampled, duration_s=self.ends_s - self.begins_s)
+
+
+class _SteadyRun(NamedTuple):
+    """Consecutive turns that each end with a step of the same batch; each step is slightly longer than the last."""
+
+    batch_size: int
+    num_ahead: int
+    """Turns that end with steps planned before the run: 1 with a step in flight, else 0."""
+    ahead_ends_s: float
+    """End of the step in flight."""
+    begins_s: float
+    """Start of the first planned step."""
+    first_s: float
+    """Length of the first planned step."""
+    growth_s: float
+    """Growth of the step time per step."""
+
+    def end_s(self, num_turns: int) -> float:
+        """End of turn ``num_turns``."""
+        num_steps = num_turns - self.num_ahead
+        if num_steps <= 0:
+            return self.ahead_ends_s
+        return self.begins_s + num_steps * (self.first_s + self.growth_s * (num_steps - 1) / 2)
+
+    def first_turn(self, instant_s: float) -> int:
+        """The first turn that ends at ``instant_s`` or later."""
+        waited_s = instant_s - self.begins_s
+        num_steps = 0
+        if waited_s > 0:
+            half_growth_s = self.growth_s / 2
+            linear_s = self.first_s - half_growth_s
+            num_steps = ceil(2 * waited_s / (linear_s + sqrt(linear_s * linear_s + 4 * half_growth_s * waited_s)))
+        # The root is exact up to rounding.
+        num_turns = max(1, num_steps + self.num_ahead - 1)
+        while self.end_s(num_turns) < instant_s:
+            num_turns += 1
+        return num_turns
+
+
+class Stage:
+    """The first stage of a pipeline; its micro-batches take turns."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self._free_at_s = 0.0
+
+    def enter(self, from_s: float, step_s: float) -> float:
+        """Start of a step that is ready at ``from_s``."""
+        if self._num_stages == 1:
+            return from_s
+        begins_s = max(from_s, self._free_at_s)
+        self._free_at_s = begins_s + step_s / self._num_stages
+        return begins_s
+
+
+class SimulatedWorker:
+    """A worker, or one micro-batch of a pipeline-parallel one: its step loop and that loop's executor."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: WorkerRole,
+        *,
+        scheduler: Scheduler,
+        block_pool: BlockPool,
+        cost: CostModel,
+        stage: Stage,
+        queue: EventQueue,
+        sink: WorkerSink,
+        pipeline_depth: int = 2,
+        turn_s: float = 0.0,
+        corrections: Sequence[StepCorrections] = (AS_PREDICTED,),
+    ) -> None:
+        """
+        Args:
+            pipeline_depth: the executor's, 1 or 2.
+            turn_s: seconds that the loop takes between two steps, unless the second was submitted before the first
+                ended.
+            corrections: one or more, in order of time; the first applies from the start.
+        """
+        self.worker_id = worker_id
+        self.role = role
+        self._scheduler = scheduler
+        self.cost = cost
+        assert all(one.from_s <= next_one.from_s for one, next_one in pairwise(corrections)), "corrections in order"
+        self.corrections = corrections[0]
+        """As of the last turn; the policy uses it."""
+        self.busy_s = 0.0
+        self.held_block_s = 0.0
+        """Referenced KV blocks times seconds; a shared block counts once."""
+        self.num_turns = 0
+        """The scheduler changes only at turns."""
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.gaps_us: dict[int, int] = {}
+        """Decoded tokens by length of their step in microseconds."""
+        self._decoding = scheduler if isinstance(scheduler, DecodeScheduler) else None
+        """The scheduler, if it is a decode scheduler."""
+        self._block_pool = block_pool
+        self._held_until_s = 0.0
+        """End of the time that `held_block_s` covers."""
+        self._block_size = block_pool.block_size
+        self._stage = stage
+        self._num_ahead = pipeline_depth - 1
+        """Steps planned while one runs."""
+        self._turn_s = turn_s
+        self._next_corrections = deque(corrections[1:])
+        self._queue = queue
+        self._sink = sink
+        self._inbox: list[Message] = []
+        self.pipeline_depth = pipeline_depth
+        self._loop = StepLoop(scheduler=scheduler, executor=self, sink=self)
+        self._steps: deque[_Step] = deque()
+        """Steps in flight."""
+        self._free_at_s = 0.0
+        """End of the last submitted step, plus the loop's turn if no step is in flight."""
+        self._run: _SteadyRun | None = None
+        self._run_length = 0
+        self._run_free_tokens: Counter[int] = Counter()
+        """`DecodeScheduler.free_kv_tokens` at the start of the run; empty until asked for."""
+        self._num_turns_due = 0
+        self._is_idle = True
+
+    def receive(self, message: Message) -> None:
+        """Put ``message`` into the inbox now."""
+        self._inbox.append(message)
+        now_s = self._queue.now_s
+        if self._is_idle:
+            self._turn_at(now_s)
+        elif self._run is not None:
+            self._cut_run_after(now_s)
+
+    def load(self) -> SchedulerLoad:
+        """Load as of now."""
+        return self._scheduler.load()
+
+    def run_growth(self) -> tuple[int, int]:
+        """Context tokens and blocks added by the current run that the scheduler does not yet know of."""
+        run = self._run
+        if run is None or self._decoding is None:
+            return 0, 0
+        num_turns = min(run.first_turn(self._queue.now_s), self._run_length)
+        if not self._run_free_tokens:
+            self._run_free_tokens = self._decoding.free_kv_tokens()
+        block_size = self._block_size
+        num_blocks = sum(
+            count * -(-(num_turns - free) // block_size)
+            for free, count in self._run_free_tokens.items()
+            if num_turns > free
+        )
+        return num_turns * run.batch_size, num_blocks
+
+    # The loop
+
+    def _turn_at(self, instant_s: float) -> None:
+        """Schedule the next turn at ``instant_s``; replaces any earlier one."""
+        self._is_idle = False
+        self._num_turns_due += 1
+        number = self._num_turns_due
+        self._queue.at(instant_s, lambda: self._turn() if number == self._num_turns_due else None)
+
+    def _turn(self) -> None:
+        self.num_turns += 1
+        now_s = self._queue.now_s
+        self.held_block_s += self._block_pool.num_referenced * (now_s - self._held_until_s)
+        self._held_until_s = now_s
+        while self._next_corrections and self._next_corrections[0].from_s <= now_s:
+            self.corrections = self._next_corrections.popleft()
+        had_step = self._run is not None or bool(self._steps)
+        if self._run is not None:
+            self._end_run(self._run)
+        while self._steps and self._steps[0].ends_s <= now_s:
+            step = self._steps.popleft()
+            self._count_step(step)
+            self._loop.step_ended(step.result(), now_s)
+        if had_step and self._free_at_s <= now_s and not self._steps:
+            self._free_at_s = now_s + self._turn_s
+        inbox, self._inbox = self._inbox, []
+        for message in inbox:
+            self._loop.handle(message, now_s)
+        if self._try_run(now_s):
+            return
+        before_s = self._free_at_s
+        match self._loop.turn(now_s):
+            case Wait.STEP:
+                self._turn_at(self._steps[0].ends_s)
+            case Wait.NOTHING:
+                self._turn_at(max(now_s, before_s))
+            case Wait.MESSAGE:
+                self._rest()
+
+    def _rest(self) -> None:
+        """Nothing can run: wait for a message or for a deadline."""
+        deadline_s = self._loop.next_deadline_s()
+        if deadline_s is not None:
+            self._turn_at(deadline_s)
+        self._is_idle = True
+
+    def publish(self, report: StepReport) -> None:
+        """Send the loop's report."""
+        if report.events or report.orders:
+            self._sink.received(self, report, self._queue.now_s)
+
+    # Planned steps
+
+    def submit(self, batch: StepBatch) -> _Step:
+        """Start a step once the previous one ends."""
+        num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
+        chunks, num_decoded, num_context_tokens = [], 0, 0
+        for row in batch.rows:
+            if len(row.tokens) < 2 and row.cached_length >= row.num_prompt_tokens:
+                num_decoded += 1
+                num_context_tokens += row.cached_length
+            else:
+                chunks.append((len(row.tokens), row.cached_length))
+        from_s = max(self._queue.now_s, self._free_at_s)
+        step_s = self.cost.step_s(chunks, num_decoded, num_context_tokens)
+        has_prefill = bool(chunks) and max(chunks)[0] > 1
+        step_s = self._corrected_s(step_s, from_s, has_prefill=has_prefill)
+        if num_copied_blocks:
+            step_s += self.cost.swap_s(num_copied_blocks * self._block_size)
+        begins_s = self._stage.enter(from_s, step_s)
+        self._free_at_s = begins_s + step_s
+        num_prefilled = sum([num_new for num_new, _ in chunks])
+        step = _Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s)
+        self._steps.append(step)
+        return step
+
+    def close(self) -> None:
+        """Hold nothing, so release nothing."""
+
+    def _corrected_s(self, predicted_s: float, from_s: float, *, has_prefill: bool) -> float:
+        """Corrected duration of a step that starts at ``from_s``; a new correction applies to the rest of the step."""
+        correction = self.corrections.prefill if has_prefill else self.corrections.decode
+        step_s = predicted_s * correction
+        for corrections in self._next_corrections:
+            until_s = max(0.0, corrections.from_s - from_s)
+            if until_s >= step_s:
+                break
+            next_correction = corrections.prefill if has_prefill else corrections.decode
+            step_s = until_s + (step_s - until_s) * next_correction / correction
+            correction = next_correction
+        return step_s
+
+    # Steady runs, whose steps are not planned
+
+    def _try_run(self, now_s: float) -> bool:
+        """Begin a run if the coming steps are steady."""
+        if self._decoding is None or len(self._steps) != self._num_ahead:
+            return False
+        steady = self._decoding.steady_steps(now_s)
+        if not steady.num_steps:
+            return False
+        self._loop.flush()
+        correction = self.corrections.decode
+        first_s, growth_s = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
+        first_s, growth_s = first_s * correction, growth_s * correction
+        begins_s = max(now_s, self._free_at_s)
+        if not self._num_ahead:  # A turn precedes every step; the first one's is already over.
+            begins_s = self._stage.enter(begins_s, first_s)
+            first_s += self._turn_s
+            begins_s -= self._turn_s
+        self._run = _SteadyRun(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
+        self._run_length = steady.num_steps
+        self._turn_at(self._run.end_s(steady.num_steps))
+        if self._next_corrections:
+            self._cut_run_after(self._next_corrections[0].from_s)
+        deadline_s = self._decoding.next_deadline_s()
+        if deadline_s is not None:
+            self._cut_run_after(deadline_s)
+        return True
+
+    def _cut_run_after(self, instant_s: float) -> None:
+        """Shorten the run to the turn that observes ``instant_s``, if it is longer."""
+        assert self._run is not None
+        if instant_s >= self._run.end_s(self._run_length):
+            return
+        num_turns = self._run.first_turn(instant_s)
+        if num_turns < self._run_length:
+            self._run_length = num_turns
+            self._turn_at(self._run.end_s(num_turns))
+
+    def _end_run(self, run: _SteadyRun) -> None:
+        num_turns, self._run = self._run_length, None
+        self._run_free_tokens = Counter()
+        assert self._decoding is not None
+        num_steps = num_turns - run.num_ahead
+        while self._steps:
+            self._count_step(self._steps.popleft())
+        if num_steps:
+            duration_s = run.end_s(num_turns) - run.begins_s
+            num_decoded = num_steps * run.batch_size
+            self._count(duration_s, num_steps, num_decoded)
+            if not run.num_ahead:
+                self.busy_s -= num_steps * self._turn_s
+            self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # blocks allocated in the run
+            self._free_at_s = run.end_s(num_turns)
+        in_flight, second_tokens = self._decoding.fast_forward(num_turns)
+        for turn, event in second_tokens:
+            self._sink.received(self, StepReport(events=[event]), run.end_s(turn))
+        self._loop.skip_to(in_flight)
+
+    def _count_step(self, step: _Step) -> None:
+        self._count(step.ends_s - step.begins_s, 1, step.num_decoded)
+        self.num_prefill_tokens += step.num_prefilled
+
+    def _count(self, duration_s: float, num_steps: int, num_decoded: int) -> None:
+        self.busy_s += duration_s
+        self.num_steps += num_steps
+        self.num_decode_tokens += num_decoded
+        if num_decoded:
+            gap_us = round(duration_s / num_steps * 1e6)
+            self.gaps_us[gap_us] = self.gaps_us.get(gap_us, 0) + num_decoded

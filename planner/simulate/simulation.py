@@ -1,0 +1,123 @@
+"""Result of a simulation: the times of each request's events and the utilisation of the workers.
+
+Arrays have one entry per request, in order of arrival; times are seconds on the simulation's clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner.arrays import FloatArray, IntArray
+
+_LEAST_ANSWERED, _MOST_DRIFT = 0.97, 0.25
+"""Limits of a steady state: answers over arrivals, and growth of a request's mean time from one third to the next."""
+_LEAST_RESIDENCES = 30
+"""Length of a run that reaches a steady state, in mean times of its first requests."""
+_DEVIATIONS = 3.0
+"""Standard deviations that pass for chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimes:
+    """Instants of N requests; NaN for events that never happened."""
+
+    arrived_s: FloatArray
+    started_s: FloatArray
+    """The first chunk of the prompt was planned."""
+    first_token_s: FloatArray
+    """Token 0 reached the client."""
+    second_token_s: FloatArray
+    """Token 1 reached the client; the gap before it is the handoff stall. NaN for a one-token answer."""
+    last_token_s: FloatArray
+    num_prompt_tokens: IntArray
+    num_cached_tokens: IntArray
+    """Prompt tokens found in the prefix cache of the worker that prefilled."""
+    num_output_tokens: IntArray
+    is_rejected: npt.NDArray[np.bool_]
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        return self.first_token_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        """(last token - token 0) / (tokens - 1); 0 for a one-token answer, which is judged on TTFT alone."""
+        num_gaps = np.maximum(self.num_output_tokens - 1, 1)
+        tpot_s: FloatArray = (self.last_token_s - self.first_token_s) / num_gaps
+        return tpot_s
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the run had no steady state: requests were rejected, over its second half answers lag behind
+        arrivals, or from its second to its last third the time from arrival to last token grows, by more than chance
+        would explain. Without rejections, runs too short to reach a steady state from an empty cluster do not count."""
+        if self.is_rejected.mean() > 1 - _LEAST_ANSWERED:
+            return True
+        residence_s = self.last_token_s - self.arrived_s
+        is_over = np.isfinite(residence_s)
+        first_s, middle_s, last_s = np.array_split(residence_s[is_over], 3)
+        if len(middle_s) < 2 or self.arrived_s[-1] - self.arrived_s[0] < _LEAST_RESIDENCES * first_s.mean():
+            return False
+        error_s = _DEVIATIONS * float(np.hypot(middle_s.std(), last_s.std())) / np.sqrt(len(middle_s))
+        if last_s.mean() - middle_s.mean() > _MOST_DRIFT * middle_s.mean() + error_s:
+            return True
+        start_s, end_s = self.arrived_s[len(self.arrived_s) // 2], self.arrived_s[-1]
+        num_offered = int(((self.arrived_s > start_s) & ~self.is_rejected).sum())
+        num_answered = int(((self.last_token_s > start_s) & (self.last_token_s <= end_s)).sum())
+        num_in_flight = num_offered / max(end_s - start_s, 1e-9) * residence_s[is_over].mean()
+        chance = _DEVIATIONS * np.sqrt(2 * num_in_flight)
+        return bool(num_offered - num_answered > (1 - _LEAST_ANSWERED) * num_offered + chance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerUse:
+    """Totals of one worker over the simulation."""
+
+    worker_id: str
+    role: WorkerRole
+    busy_s: float
+    """Time in steps."""
+    held_block_s: float
+    """Referenced KV blocks times seconds."""
+    num_steps: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_preemptions: int
+    num_kv_blocks: int
+    num_pulls: int
+    """Pulls of prompts' KV from other workers."""
+    num_network_pulls: int
+    """Pulls from another host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Samples of a pool at equal intervals, summed over its workers."""
+
+    role: WorkerRole
+    sampled_s: FloatArray
+    num_waiting: IntArray
+    """Requests that hold no blocks yet."""
+    num_running: IntArray
+    kv_share: FloatArray
+    """Share of referenced blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """Result of one run."""
+
+    times: RequestTimes
+    workers: list[WorkerUse]
+    timelines: list[Timeline] = field(default_factory=list)
+    """Empty by default."""
+    gap_s: FloatArray
+    """Distinct lengths of gaps between tokens of answers (ITL) ..."""
+    gap_weights: FloatArray
+    """... and the number of gaps of each length."""
+    ended_s: float
+    """Time of the last event."""

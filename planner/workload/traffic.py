@@ -1,0 +1,154 @@
+"""Builds the traffic of the command line from a preset, a trace file or fixed lengths, fitted to a model.
+
+Also describes it in words. Passes draws of `pdserve.planner.workload.workload` through unchanged, except that it
+truncates lengths to the model's limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner import wording
+from pdserve.planner.workload.arrivals import POISSON, RandomGaps, Recorded
+from pdserve.planner.workload.conversations import Conversations
+from pdserve.planner.workload.lengths import FixedLengths
+from pdserve.planner.workload.presets import PRESETS, preset
+from pdserve.planner.workload.trace import Trace
+from pdserve.planner.workload.trace_reading import read_trace
+from pdserve.planner.workload.workload import Workload, WorkloadSample, trace_workload
+
+_NUM_LOOKED_AT = 2000
+"""Requests drawn to describe a workload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """A workload for one model."""
+
+    workload: Workload
+    max_model_len: int
+    trace: Trace | None = None
+    """Source of recorded requests, if any."""
+    notes: tuple[str, ...] = ()
+    """Notes from the reader, such as skipped lines."""
+
+    def draw(self, num_requests: int, seed: int) -> WorkloadSample:
+        """``num_requests`` requests, none longer than the model's limit."""
+        return self.workload.draw(num_requests, seed, max_model_len=self.max_model_len)
+
+    @property
+    def usual_slo(self) -> SloConfig:
+        """Usual objectives of this kind of traffic, if there are any."""
+        return self.workload.slo or SloConfig()
+
+    def recorded_rate(self, num_requests: int, seed: int) -> float | None:
+        """Recorded requests per second of a draw; ``None`` if no times were recorded."""
+        return self.workload.recorded_requests_per_s(num_requests, seed)
+
+    @property
+    def max_requests(self) -> int | None:
+        """Number of recorded requests; ``None`` if any number can be drawn."""
+        return None if self.trace is None else self.trace.num_requests
+
+    def at_most(self, num_requests: int) -> int:
+        """``num_requests``, or the number of recorded ones if that is less."""
+        return num_requests if self.max_requests is None else min(num_requests, self.max_requests)
+
+    def bursty(self, variation: float) -> Traffic:
+        """The same requests with random gaps of this coefficient of variation.
+
+        Raises:
+            ValueError: the variation is negative.
+        """
+        return dataclasses.replace(self, workload=dataclasses.replace(self.workload, arrivals=RandomGaps(variation)))
+
+    def with_at_least(self, num_requests: int) -> Traffic:
+        """This traffic or, if it is a trace with fewer requests, draws from the trace's lengths.
+
+        The draws have random arrivals and share no prefixes: a short trace does not determine more.
+        """
+        if self.trace is None or self.trace.num_requests >= num_requests:
+            return self
+        workload = Workload(name=self.workload.name, contents=Conversations(lengths=self.trace.lengths()))
+        note = (
+            f"The trace has {self.trace.num_requests} requests, too few to plan by: its lengths are drawn again and "
+            "again, with Poisson arrivals and nothing shared."
+        )
+        return dataclasses.replace(self, workload=workload, trace=None, notes=(*self.notes, note))
+
+    def described(self) -> tuple[str, tuple[str, ...]]:
+        """A description, and notes for the reader."""
+        sample = self.draw(self.at_most(_NUM_LOOKED_AT), seed=0)
+        statistics = sample.statistics()
+        words = (
+            f"{self.workload.name}: prompts of {statistics.mean_prompt_tokens:,.0f} tokens and answers of "
+            f"{statistics.mean_output_tokens:,.0f} on average, {self._arrivals()}"
+        )
+        if statistics.cacheable_share >= 0.005:
+            words += f"; up to {statistics.cacheable_share * 100:.0f} % of prompt tokens could come from a cache"
+        notes = self.notes
+        if str(sample.clamped):
+            notes += (
+                f"Shortened to {self.max_model_len} tokens: {sample.clamped}, of {sample.num_requests} requests.",
+            )
+        return words, notes
+
+    def _arrivals(self) -> str:
+        arrivals = self.workload.arrivals
+        if isinstance(arrivals, Recorded):
+            return f"in the pattern of the trace, which has {wording.rate(arrivals.requests_per_s)}"
+        if not isinstance(arrivals, RandomGaps):
+            return "at a rate that swings with the hour"
+        variation = arrivals.coefficient_of_variation
+        return {0.0: "evenly spaced", 1.0: "Poisson arrivals"}.get(variation, f"gaps with a variation of {variation:g}")
+
+
+def named_traffic(name: str, *, max_model_len: int, lenient: bool = False) -> Traffic:
+    """The preset of that name, or the trace in the file at that path.
+
+    Args:
+        lenient: skip lines of a trace that cannot be read, and count them.
+
+    Raises:
+        ValueError: there is neither, or the file is not a trace; the message names the nearest preset or the line.
+    """
+    path = Path(name).expanduser()
+    if name in PRESETS or not (path.exists() or path.suffix or "/" in name):
+        return Traffic(workload=preset(name), max_model_len=max_model_len)
+    return _of_trace(_read(path, lenient=lenient), max_model_len)
+
+
+def fixed_traffic(num_prompt_tokens: int, num_output_tokens: int, *, max_model_len: int) -> Traffic:
+    """Poisson arrivals of identical requests.
+
+    Raises:
+        ValueError: a length is below 1, or both together exceed the model's limit.
+    """
+    if num_prompt_tokens + num_output_tokens > max_model_len:
+        raise ValueError(
+            f"{num_prompt_tokens} prompt tokens and {num_output_tokens} answer tokens exceed max_model_len "
+            f"{max_model_len}: raise it, or use shorter requests"
+        )
+    lengths = FixedLengths(num_prompt_tokens, num_output_tokens)
+    workload = Workload(name="fixed lengths", contents=Conversations(lengths=lengths))
+    return Traffic(workload=workload, max_model_len=max_model_len)
+
+
+def _read(path: Path, *, lenient: bool) -> Trace:
+    try:
+        return read_trace(path, lenient=lenient)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _of_trace(trace: Trace, max_model_len: int) -> Traffic:
+    has_times = trace.arrived_s is not None and trace.arrived_s[-1] > trace.arrived_s[0]
+    return Traffic(
+        workload=trace_workload(trace, arrivals=None if has_times else POISSON),
+        max_model_len=max_model_len,
+        trace=trace,
+        notes=tuple(f"Trace: {note}." for note in trace.notes),
+    )

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.errors import ConfigError
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.config import read_deployment
+from pdserve.model.cost.hardware import hardware
+from pdserve.planner.layout import Layout
+from pdserve.planner.report.deployment_file import (
+    DevicePool,
+    deployment_of,
+    deployment_text,
+    has_parallel_workers,
+    layout_of,
+)
+from pdserve.planner.search.plan import Candidate
+from tests.planner.plans import APART, MODEL, SLO, TOGETHER, WIDE, a_plan
+from tests.planner.stand_ins import H100
+
+
+def written(candidate: Candidate, tmp_path: Path) -> Path:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(deployment_text(a_plan(), candidate, "/models/llama"))
+    return file
+
+
+def on_h100s(config: DeploymentConfig) -> Layout:
+    pools = {role: DevicePool(H100, config.phase(role).kv_memory_bytes) for role in WorkerRole}
+    return layout_of(config, MODEL, pools)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_written_can_be_served(tmp_path: Path, rank: int) -> None:
+    candidate = a_plan().candidates[rank]
+    config = read_deployment(written(candidate, tmp_path))
+    assert config == deployment_of(candidate.layout, MODEL, SLO, "/models/llama")
+    assert (config.model.path, config.slo) == ("/models/llama", SLO)
+    assert config.prefill.replicas + config.decode.replicas == (0 if candidate.layout.is_colocated else 2)
+
+
+def test_what_the_engine_does_not_do_is_written_and_said(tmp_path: Path) -> None:
+    file = written(a_plan().candidates[2], tmp_path)
+    assert has_parallel_workers(WIDE)
+    assert not has_parallel_workers(APART)
+    assert "# pdserve up takes tensor_parallel above 1 only with --emulate today" in file.read_text()
+    with pytest.raises(ConfigError, match=r"prefill.tensor_parallel is 2; only 1 is supported today"):
+        read_deployment(file)
+
+
+def test_predictions_stand_beside_it(tmp_path: Path) -> None:
+    text = written(a_plan().best, tmp_path).read_text()
+    assert "# Predicted goodput: 16.0 requests/s (14.4 to 17.6 with 95 % confidence), at which 90 % of requests" in text
+    best = a_plan().best
+    assert best.goodput is not None
+    capped = replace(best, goodput=replace(best.goodput, is_capped=True))
+    assert "# Predicted goodput: 16.0 requests/s (or more: as far as was" in written(capped, tmp_path).read_text()
+    assert (
+        "# Estimated goodput, not simulated: 6.00 requests/s" in written(a_plan().candidates[2], tmp_path).read_text()
+    )
+
+
+def test_what_is_planned_for_several_hosts_says_which_has_what(tmp_path: Path) -> None:
+    best = a_plan().best
+    apart = replace(best, layout=replace(best.layout, hosts=(((0,),), ((1,),))))
+    said = (
+        "# On 2 hosts, by devices: 1 with 1 prefill, 1 with 1 decode; 0 % of the pulls cross the network.\n# pdserve up"
+    )
+    assert said in written(apart, tmp_path).read_text()
+    assert "hosts" not in written(best, tmp_path).read_text()
+
+
+def test_workers_are_on_one_host_as_long_as_it_has_devices_or_on_hosts_of_the_size_that_is_named() -> None:
+    pools = {role: DevicePool(H100) for role in WorkerRole}
+
+    def hosts(prefill: int, decode: int, tensor_parallel: int, devices_per_host: int = 0) -> int:
+        phases = [PhaseConfig(replicas=number, tensor_parallel=tensor_parallel) for number in (prefill, decode)]
+        config = DeploymentConfig(prefill=phases[0], decode=phases[1])
+        return layout_of(config, MODEL, pools, devices_per_host=devices_per_host).num_hosts
+
+    assert [hosts(2, 6, 1), hosts(3, 6, 1), hosts(3, 6, 1, 16), hosts(1, 1, 2, 2), hosts(1, 1, 16)] == [1, 2, 1, 2, 2]
+    with pytest.raises(ValueError, match=r"does not fit hosts of 2 x h100-sxm"):
+        hosts(1, 1, 4, 2)
+
+
+def test_two_kinds_that_fit_one_host_are_on_one_unless_its_size_is_named() -> None:
+    pools = {role: DevicePool(hardware("h200") if role is WorkerRole.DECODE else H100) for role in WorkerRole}
+    config = DeploymentConfig()
+    assert [layout_of(config, MODEL, pools, devices_per_host=size).num_hosts for size in (0, 8)] == [1, 2]
+
+
+@pytest.mark.parametrize("layout", [APART, TOGETHER, WIDE])
+def test_a_layout_comes_back_from_its_deployment(layout: Layout) -> None:
+    back = on_h100s(deployment_of(layout, MODEL, SLO, "/models/llama"))
+    for pool, again in zip(layout.pools, back.pools, strict=True):
+        most = pool.cost(MODEL).max_kv_blocks(MODEL.block_size)
+        assert most - 1 <= again.num_kv_blocks <= most, "memory is written in whole MiB"
+        assert replace(again, num_kv_blocks=0) == pool
+
+
+def test_memory_that_is_automatic_takes_what_fits() -> None:
+    layout = on_h100s(DeploymentConfig())
+    assert [pool.num_kv_blocks for pool in layout.pools] == [0, 0]
+
+
+def test_memory_that_holds_no_block_is_named() -> None:
+    config = DeploymentConfig(decode=PhaseConfig(kv_memory="1KiB"))
+    with pytest.raises(ValueError, match=r"decode.kv_memory of 1024 bytes holds no KV block: raise it, or say auto"):
+        on_h100s(config)

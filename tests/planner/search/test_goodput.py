@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner.layout import Layout, Pool
+from pdserve.planner.search.goodput import Runner, Trial, find_goodput, slowed
+from pdserve.planner.simulate.attainment import Attainment, Interval
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, attain, disaggregated
+
+SHORT = PoissonWorkload(1500, 20)
+
+
+def a_trial(layout: Layout | None = None, slo: SloConfig = SLO, num_requests: int = 150) -> Trial:
+    return Trial(model=LLAMA_3_8B, layout=layout or disaggregated(), slo=slo, num_requests=num_requests, seeds=(0, 1))
+
+
+def test_a_slowed_cluster_is_one_of_slower_hardware() -> None:
+    """Latencies of hardware that takes 1.25 times as long are those on a clock so much faster, times 1.25."""
+    factor = 1.25
+    slow = replace(
+        H100,
+        peak_flops=MappingProxyType({dtype: flops / factor for dtype, flops in H100.peak_flops.items()}),
+        memory_bandwidth=H100.memory_bandwidth / factor,
+        link_bandwidth=H100.link_bandwidth / factor,
+        network_bandwidth=H100.network_bandwidth / factor,
+        host_bandwidth=H100.host_bandwidth / factor,
+        step_overhead_s=H100.step_overhead_s * factor,
+        layer_overhead_s=H100.layer_overhead_s * factor,
+    )
+
+    def on_slow(pool: Pool | None) -> Pool | None:
+        return None if pool is None else replace(pool, hardware=slow)
+
+    trial = a_trial(num_requests=100)
+    layout = trial.layout
+    slow_layout = replace(layout, prefill=on_slow(layout.prefill), decode=on_slow(layout.decode))
+    actual = attain(replace(trial, layout=slow_layout), SHORT, 30.0)
+    predicted = attain(slowed(trial, factor), SHORT, 30.0 * factor)
+    for percent in (10, 50, 90):
+        assert actual.ttft.percentile(percent) == pytest.approx(predicted.ttft.percentile(percent) * factor, rel=0.02)
+        assert actual.tpot.percentile(percent) == pytest.approx(predicted.tpot.percentile(percent) * factor, rel=0.02)
+    assert actual.share == pytest.approx(predicted.share, abs=0.02)
+
+
+class CurveRunner(Runner):
+    """In place of a cluster: a curve of attainment over the rate, and more or less of it with each seed."""
+
+    def __init__(self, share: Callable[[float], float], spread: float = 0.0) -> None:
+        super().__init__(SHORT)
+        self._share = share
+        self._spread = spread
+        self.num_runs = 0
+
+    def attainment(self, trial: Trial, rate: float, *, num_seeds: int = 0) -> Attainment:
+        num_seeds = num_seeds or len(trial.seeds)
+        self.num_runs += num_seeds
+        shares = [self._share(rate) + self._spread * seed for seed in trial.seeds[:num_seeds]]
+        share = min(max(sum(shares) / num_seeds, 0.0), 1.0)
+        return replace(
+            attain(replace(trial, num_requests=2), SHORT, rate),
+            share=share,
+            interval=Interval(share - 0.005, share + 0.005),
+            of_further_run=Interval(share - 0.01, share + 0.01),
+            num_requests=trial.num_requests * num_seeds,
+            num_runs=num_seeds,
+            is_saturated=False,
+        )
+
+
+def falling(middle: float, steepness: float = 8.0) -> Callable[[float], float]:
+    """90 % at ``middle``."""
+    return lambda rate: 1 / (1 + (rate / middle) ** steepness / 9)
+
+
+@pytest.mark.parametrize("start_rate", [0.5, 9.0, 10.5, 400.0])
+@pytest.mark.parametrize(("seeds", "least_share"), [((0,), 0.9), ((0, 1, 2), 0.91)], ids=str)
+def test_the_goodput_is_the_highest_rate_that_one_run_meets_or_several_surely_meet(
+    start_rate: float, seeds: tuple[int, ...], least_share: float
+) -> None:
+    share = falling(10.0)
+    goodput = find_goodput(CurveRunner(share), replace(a_trial(), seeds=seeds), start_rate, tolerance=0.01)
+    assert share(goodput.rate) >= least_share
+    assert share(goodput.rate * 1.01) < least_share
+    low, high = goodput.interval
+    assert low == goodput.rate
+    assert low < 10.0 < high
+    assert share(high) == pytest.approx(0.89, abs=0.01)
+    assert goodput.at_rate is not None
+    assert goodput.at_rate.rate == goodput.rate
+    assert goodput.at_rate.num_runs == len(seeds)
+    assert [point.rate for point in goodput.points] == sorted(point.rate for point in goodput.points)
+
+
+def test_all_seeds_are_spent_near_the_goodput_only() -> None:
+    trial, runner = replace(a_trial(), seeds=(0, 1, 2, 3)), CurveRunner(falling(10.0))
+    goodput = find_goodput(runner, trial, 2.0)
+    far = [point for point in goodput.points if abs(point.rate / goodput.rate - 1) > 0.15]
+    assert far
+    assert all(point.num_runs == 1 for point in far)
+    assert goodput.num_requests == runner.num_runs * trial.num_requests
+
+
+def test_where_the_first_seed_alone_was_lucky_the_others_lower_the_goodput() -> None:
+    trial = replace(a_trial(), seeds=(0, 1, 2))
+    lucky = find_goodput(CurveRunner(falling(10.0), spread=-0.02), trial, 10.0)
+    assert lucky.rate < 0.98 * find_goodput(CurveRunner(falling(10.0)), trial, 10.0).rate
+
+
+def test_where_too_many_miss_at_any_rate_the_goodput_is_zero() -> None:
+    goodput = find_goodput(CurveRunner(lambda rate: 0.83), a_trial(), 10.0)
+    assert goodput.rate == 0.0
+    assert goodput.at_rate is None
+    assert not goodput.is_capped
+
+
+def test_a_highest_rate_that_meets_the_target_ends_the_search() -> None:
+    goodput = find_goodput(CurveRunner(falling(10.0)), a_trial(), 5.0, max_rate=6.0)
+    assert goodput.rate == 6.0
+    assert goodput.is_capped
+    assert goodput.interval == (6.0, 6.0)
+
+
+def test_known_results_are_not_simulated_again() -> None:
+    runner, trial = CurveRunner(falling(10.0)), replace(a_trial(), seeds=(0,))
+    known = runner.attainment(trial, 9.0)
+    runner.num_runs = 0
+    goodput = find_goodput(runner, trial, 9.0, step=1.05, known=[known])
+    assert known in goodput.points
+    assert runner.num_runs == len(goodput.points) - 1
+
+
+def test_the_judge_attains_the_same_at_the_goodput_that_the_scout_finds() -> None:
+    pytest.importorskip("numba", reason="the scout needs the planner's extra")
+    trial, runner = replace(a_trial(num_requests=1500), seeds=(0,)), Runner(SHORT)
+    scouted = find_goodput(runner, replace(trial, is_scouted=True), 25.0)
+    assert scouted.is_scouted
+    assert scouted.at_rate is not None
+    assert runner.attainment(trial, scouted.rate).share == pytest.approx(scouted.at_rate.share, abs=0.02)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from pdserve.planner.layout import Layout
+from pdserve.planner.search.bounds import Bounds, Resource
+from pdserve.planner.search.plan import Objective, Question, Supply
+from pdserve.planner.search.ranking import Entry, Ranking, of_both_kinds
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, colocated, disaggregated
+
+
+def an_entry(layout: Layout, rate: float, dollars_per_hour: float = 1.0) -> Entry:
+    bounds = Bounds(rate=2 * rate, estimate=rate, resource=Resource.LINK)
+    return Entry(layout, bounds, dollars_per_hour)
+
+
+FAST = an_entry(colocated(4), 10.0, 9.0)
+LEAN = an_entry(colocated(1), 4.0, 5.0)
+CHEAP = an_entry(disaggregated(1, 2), 6.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        (Objective.RATE, [FAST, CHEAP, LEAN]),
+        (Objective.RATE_PER_DEVICE, [LEAN, FAST, CHEAP]),
+        (Objective.FEWEST_DEVICES, [CHEAP, FAST, LEAN]),
+        (Objective.LEAST_COST, [CHEAP, FAST, LEAN]),
+    ],
+)
+def test_each_objective_has_its_order(objective: Objective, expected: list[Entry]) -> None:
+    question = Question(model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),), objective=objective, rate=5.0)
+    ranking = Ranking(question)
+    assert ranking.ranked([LEAN, FAST, CHEAP]) == expected
+    assert ranking.serves(4.0) is not objective.has_rate
+
+
+def test_optimism_may_make_a_layout_serve_what_is_asked() -> None:
+    question = Question(
+        model=LLAMA_3_8B,
+        slo=SLO,
+        fleet=(Supply(hardware=H100),),
+        objective=Objective.FEWEST_DEVICES,
+        rate=5.0,
+    )
+    assert Ranking(question).ranked([FAST, LEAN], 1.3)[0] is LEAN
+
+
+def test_a_choice_has_some_of_both_kinds() -> None:
+    together = [an_entry(colocated(n), float(n)) for n in range(1, 9)]
+    apart = [an_entry(disaggregated(n, n), n / 100) for n in range(1, 9)]
+    chosen = of_both_kinds(together + apart, 8)
+    assert chosen == together[:4] + apart[:4]
+    assert of_both_kinds(together, 3) == together[:3]
+    assert of_both_kinds(apart[:1], 3) == apart[:1]
+
+
+def test_out_of_reach_is_what_lies_far_behind_the_best_of_its_kind() -> None:
+    best, close, far = (an_entry(colocated(4), rate) for rate in (10.0, 8.5, 7.5))
+    apart = an_entry(disaggregated(2, 2), 1.0)
+    ranked = [best, close, far, apart]
+    question = Question(model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),))
+    assert Ranking(question).within_reach(ranked, 1.25) == [best, close, apart]
+    asked = Question(
+        model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),), objective=Objective.FEWEST_DEVICES, rate=5.0
+    )
+    assert Ranking(asked).within_reach(ranked, 1.25) == ranked

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.model.cost.hardware import hardware
+from pdserve.planner.search.plan import (
+    Effort,
+    InfeasibleRateError,
+    InfeasibleSloError,
+    Objective,
+    Plan,
+    Question,
+    Space,
+    Supply,
+)
+from pdserve.planner.search.search import find_plan
+from pdserve.planner.wording import share
+from pdserve.planner.workload.requests import Segment
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
+
+WORKLOAD = PoissonWorkload(1500, 20)
+LITTLE = Effort(
+    screen_requests=200, final_requests=400, judge_requests=300, seeds=(0, 1), num_screened=4, num_finalists=2
+)
+
+
+def a_question(
+    objective: Objective = Objective.RATE, rate: float = 0.0, slo: SloConfig = SLO, num_devices: int = 2
+) -> Question:
+    return Question(
+        model=LLAMA_3_8B,
+        slo=slo,
+        fleet=(Supply(hardware=H100, devices_per_node=num_devices, dollars_per_hour=2.0),),
+        objective=objective,
+        rate=rate,
+        space=Space(pipeline_parallel=(1,), mixed_batch_tokens=(512,)),
+        effort=LITTLE,
+    )
+
+
+@cache
+def a_plan() -> Plan:
+    return find_plan(a_question(), WORKLOAD, num_processes=1)
+
+
+def test_every_layout_is_ranked_and_none_is_dropped() -> None:
+    plan = a_plan()
+    assert sorted(str(candidate.layout) for candidate in plan.candidates) == [
+        "1 x M(TP2)",
+        "1 x P(TP1) + 1 x D(TP1)",
+        "2 x M(TP1)",
+    ]
+    finals = [candidate for candidate in plan.candidates if candidate.is_final]
+    assert plan.candidates[: len(finals)] == tuple(finals)
+    assert [candidate.rate for candidate in finals] == sorted((candidate.rate for candidate in finals), reverse=True)
+    assert plan.screening.num_layouts == 3
+    assert plan.screening.num_simulated + plan.screening.num_bounded + plan.screening.num_estimated == 3
+    assert plan.screening.num_requests > 0
+
+
+def test_the_winner_is_told_in_full() -> None:
+    plan, best = a_plan(), a_plan().best
+    assert best.goodput is not None
+    assert best.goodput.at_rate is not None
+    assert best.goodput.at_rate.num_requests == 300, "by the judge"
+    assert best.goodput.at_rate.meets(0.9)
+    assert best.saturation_margin is not None
+    assert best.saturation_margin >= 1
+    faster, slower = best.sensitivity
+    assert (faster.time_factor, slower.time_factor) == (0.9, 1.1)
+    assert faster.rate > slower.rate
+    assert best.dollars_per_hour == 4.0
+    assert best.dollars_per_million_tokens(20) == pytest.approx(4.0 / 3600 / (best.rate * 20) * 1e6)
+    assert plan.mean_output_tokens == pytest.approx(20, rel=0.1)
+    for pool in best.pools:
+        assert pool.weight_bytes_per_device + pool.kv_bytes_per_device < pool.memory_bytes_per_device
+        assert 0 < pool.max_long_sequences < pool.num_kv_blocks
+        assert 0 < pool.busy_share <= 1
+
+
+def test_losers_say_why() -> None:
+    plan = a_plan()
+    runner_up = plan.candidates[1]
+    assert runner_up.at_winners_rate is not None
+    assert runner_up.at_winners_rate.rate == plan.best.rate
+    assert plan.best.goodput is not None
+    # What serves all that its steps can sustain has no objective that binds.
+    assert ("binds: at" in plan.best.reasons[0]) is not plan.best.goodput.is_capped
+    assert f"it meets both objectives for {share(runner_up.at_winners_rate.share)}" in runner_up.reasons[1]
+
+
+def test_no_more_is_simulated_than_a_trace_has() -> None:
+    limited = find_plan(replace(a_question(), effort=replace(LITTLE, most_requests=120)), WORKLOAD, num_processes=1)
+    runs = [
+        point.num_requests // point.num_runs
+        for candidate in limited.candidates
+        if candidate.goodput
+        for point in (*candidate.goodput.points, candidate.goodput.at_rate or candidate.goodput.points[0])
+    ]
+    assert set(runs) == {120}
+
+
+def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
+    fleet = tuple(Supply(hardware=hardware(name), devices_per_node=1) for name in ("h100", "a100"))
+    plan = find_plan(replace(a_question(), fleet=fleet), WORKLOAD, num_processes=1)
+    assert {candidate.layout.num_devices for candidate in plan.candidates if candidate.layout.is_colocated} == {1}
+    assert any("A colocated layout uses one" in note for note in plan.notes)
+    assert any("KV crosses the network between workers on different hosts" in note for note in plan.notes)
+    assert not any("A colocated layout uses one" in note for note in a_plan().notes)
+
+
+def test_the_verdict_weighs_both_kinds() -> None:
+    verdict = a_plan().verdict
+    assert verdict.best_colocated is not None
+    assert verdict.best_disaggregated is not None
+    assert verdict.gain is not None
+    ratio = verdict.best_disaggregated.rate / verdict.best_colocated.rate
+    assert verdict.gain == pytest.approx(ratio - 1)
+    assert verdict.serve_colocated == (ratio < 1)
+    assert verdict.text.startswith("Serve colocated" if ratio < 1 else "Disaggregate")
+
+
+def test_the_number_of_processes_changes_nothing() -> None:
+    parallel = find_plan(a_question(), WORKLOAD, num_processes=2)
+    assert parallel == a_plan()
+
+
+def test_the_fewest_devices_for_a_rate() -> None:
+    one = find_plan(a_question(Objective.FEWEST_DEVICES, rate=5.0), WORKLOAD, num_processes=1)
+    assert one.best.layout.num_devices == 1
+    assert one.best.rate >= 5.0
+    two = find_plan(a_question(Objective.LEAST_COST, rate=a_plan().best.rate * 0.8), WORKLOAD, num_processes=1)
+    assert two.best.layout.num_devices == 2
+
+
+def test_a_rate_beyond_the_fleet_names_what_it_can_serve() -> None:
+    with pytest.raises(InfeasibleRateError, match=r"the fleet serves at most .* add devices"):
+        find_plan(a_question(Objective.FEWEST_DEVICES, rate=10 * a_plan().best.rate), WORKLOAD, num_processes=1)
+
+
+def test_an_impossible_slo_names_the_best_that_can_be_had() -> None:
+    slo = SloConfig(ttft_seconds=0.001, tpot_seconds=0.02)
+    with pytest.raises(InfeasibleSloError, match=r"idle cluster does not meet TTFT 1 ms .* the best possible"):
+        find_plan(a_question(slo=slo), WORKLOAD, num_processes=1)
+
+
+class OnlyShortRunsAreEasy(PoissonWorkload):
+    """In runs of finalists, every third prompt is too long for any rate."""
+
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
+        drawn = super().draw(num_requests, seed, max_model_len=max_model_len)
+        if num_requests != LITTLE.final_requests:
+            return drawn
+        requests = [
+            replace(each, num_prompt_tokens=8000) if number % 3 == 0 else each
+            for number, each in enumerate(drawn.requests)
+        ]
+        return replace(drawn, requests=tuple(requests))
+
+
+@pytest.mark.parametrize("objective", [Objective.RATE, Objective.FEWEST_DEVICES])
+def test_an_slo_that_only_short_runs_meet_names_the_best_that_was_seen(objective: Objective) -> None:
+    slo = SloConfig(ttft_seconds=0.1, tpot_seconds=0.02)
+    with pytest.raises(InfeasibleSloError, match=r"no layout meets TTFT 100 ms .* any rate: the best was \d\d"):
+        find_plan(a_question(objective, rate=1.0, slo=slo), OnlyShortRunsAreEasy(1500, 20), num_processes=1)
+
+
+class HarderForTheJudge(PoissonWorkload):
+    """The judge's runs have longer prompts than the scout's."""
+
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
+        drawn = super().draw(num_requests, seed, max_model_len=max_model_len)
+        if num_requests != LITTLE.judge_requests:
+            return drawn
+        longer = (replace(each, num_prompt_tokens=2 * each.num_prompt_tokens) for each in drawn.requests)
+        return replace(drawn, requests=tuple(longer))
+
+
+def test_where_scout_and_judge_differ_the_judge_is_believed_and_the_plan_says_so() -> None:
+    plan = find_plan(a_question(), HarderForTheJudge(1500, 20), num_processes=1)
+    best = plan.best
+    assert best.goodput is not None
+    assert not best.goodput.is_scouted
+    assert best.goodput.at_rate is not None
+    assert best.goodput.at_rate.meets(0.9)
+    assert best.rate < 0.8 * a_plan().best.rate
+    assert any(
+        note.startswith(f"Scout and judge differ on {best.layout}: at ") and note.endswith("The judge's figures count.")
+        for note in plan.notes
+    )
+    assert not any("differ" in note for note in a_plan().notes)
+
+
+@dataclass(frozen=True)
+class SharedPrefix(PoissonWorkload):
+    """Prompts that begin alike."""
+
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
+        drawn = super().draw(num_requests, seed, max_model_len=max_model_len)
+        requests = (
+            replace(
+                each,
+                num_prompt_tokens=1024 + each.num_prompt_tokens,
+                segments=(Segment(0, 1024), Segment(1 + number, each.num_prompt_tokens)),
+            )
+            for number, each in enumerate(drawn.requests)
+        )
+        return replace(drawn, requests=tuple(requests))
+
+
+def test_prompts_that_share_prefixes_are_the_judges_alone() -> None:
+    plan = find_plan(a_question(num_devices=1), SharedPrefix(500, 20), num_processes=1)
+    assert plan.best.goodput is not None
+    assert not plan.best.goodput.is_scouted
+    assert plan.best.rate > 0
+    assert any("runs of 300 requests, which may be too short" in note for note in plan.notes)
+
+
+def test_the_least_cost_needs_prices() -> None:
+    question = a_question(Objective.LEAST_COST, rate=1.0)
+    free = Supply(hardware=replace(H100, price_per_hour_usd=None))
+    with pytest.raises(ValueError, match="h100-sxm has no known price: give its dollars per hour"):
+        find_plan(replace(question, fleet=(free,)), WORKLOAD)
+
+
+def test_where_handoffs_meet_no_objective_the_plan_is_colocated() -> None:
+    """Answers of six tokens, over a network that takes longer for a prompt's KV than they may."""
+    slow = replace(H100, network_bandwidth=1.25e9)
+    question = replace(
+        a_question(slo=SloConfig(ttft_seconds=0.5, tpot_seconds=0.03)),
+        fleet=(Supply(hardware=slow, num_nodes=4, devices_per_node=1),),
+    )
+    plan = find_plan(question, PoissonWorkload(4000, 6, 0.3), num_processes=1)
+    assert plan.best.layout.is_colocated
+    apart = [candidate for candidate in plan.candidates if not candidate.layout.is_colocated and candidate.goodput]
+    assert apart
+    assert all(candidate.rate == 0 for candidate in apart)
+
+
+@dataclass(frozen=True)
+class HarderAtLength(PoissonWorkload):
+    """Long simulations have longer prompts than short ones."""
+
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
+        drawn = super().draw(num_requests, seed, max_model_len=max_model_len)
+        if num_requests == LITTLE.screen_requests:
+            return drawn
+        longer = (replace(each, num_prompt_tokens=round(1.4 * each.num_prompt_tokens)) for each in drawn.requests)
+        return replace(drawn, requests=tuple(longer))
+
+
+def test_where_all_that_seemed_to_serve_the_rate_do_not_more_devices_are_tried() -> None:
+    question = replace(
+        a_question(Objective.FEWEST_DEVICES, 26.0, SloConfig(ttft_seconds=1.0, tpot_seconds=0.1), num_devices=4),
+        space=Space(
+            pipeline_parallel=(1,),
+            tensor_parallel=(1,),
+            mixed_batch_tokens=(1024, 1536, 2048, 4096),
+            may_disaggregate=False,
+        ),
+    )
+    heard: list[float] = []
+    plan = find_plan(
+        question, HarderAtLength(1500, 20), num_processes=1, progress=lambda fraction, _: heard.append(fraction)
+    )
+    assert str(plan.best.layout) == "2 x M(TP1)"
+    assert heard == sorted(heard)
+
+
+def test_progress_rises_from_nothing_to_all() -> None:
+    heard: list[tuple[float, str]] = []
+    find_plan(a_question(num_devices=1), WORKLOAD, num_processes=1, progress=lambda *news: heard.append(news))
+    fractions = [fraction for fraction, _ in heard]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+
+
+_SCRIPT = """
+from tests.planner.search.test_search import a_question, WORKLOAD
+from pdserve.planner.workload.requests import Segment
+from pdserve.planner.search.search import find_plan
+if __name__ == "__main__":
+    find_plan(a_question(num_devices=8), WORKLOAD, num_processes=2, progress=lambda *news: print(*news, flush=True))
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_search_that_is_cut_short_leaves_no_process(tmp_path: Path, ending: signal.Signals) -> None:
+    script = tmp_path / "plan_for_long.py"
+    script.write_text(_SCRIPT)
+    root = str(Path(__file__).parents[3])
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "screening: 1 of" not in process.stdout.readline():
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(ending)
+    process.communicate(timeout=60)
+    deadline_s = time.monotonic() + 30
+    while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not [child for child in children if child.is_running()]

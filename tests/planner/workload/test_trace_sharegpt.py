@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.planner.workload import trace_sharegpt
+from pdserve.planner.workload.trace import Trace
+from pdserve.planner.workload.trace_sharegpt import read_sharegpt
+from pdserve.planner.workload.workload import trace_workload
+from tests.planner.workload.test_conversations import turns_of
+
+
+def conversation(*said: str) -> dict[str, Any]:
+    """Messages such as ``human: text``."""
+    messages = [text.split(": ", 1) for text in said]
+    return {"id": "x", "conversations": [{"from": name, "value": text} for name, text in messages]}
+
+
+TWO_TURNS = conversation("human: one two three", "gpt: four", "human: five six", "gpt: seven eight")
+ONE_TURN = conversation("human: a b", "gpt: c d e")
+
+
+def num_words(text: str) -> int:
+    return len(text.split())
+
+
+def read(folder: Path, data: object, **arguments: Any) -> Trace:
+    path = folder / "sg.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data, indent=1))
+    return read_sharegpt(path, **arguments)
+
+
+def lengths(trace: Trace) -> list[tuple[int, int, int]]:
+    return [*zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), trace.turns.tolist(), strict=True)]
+
+
+def test_the_first_answers_are_requests(tmp_path: Path) -> None:
+    trace = read(tmp_path, [TWO_TURNS, ONE_TURN], num_tokens=num_words)
+    assert lengths(trace) == [(3, 1, 0), (2, 3, 0)]
+    assert trace.arrived_s is None
+    assert trace.notes == ()
+
+
+def test_estimated_lengths_are_said_to_be(tmp_path: Path) -> None:
+    trace = read(tmp_path, [conversation("human: 123456789", "gpt: 1234")])
+    assert lengths(trace) == [(3, 1, 0)]
+    assert trace.notes == ("lengths are characters / 4",)
+
+
+def test_every_turn_may_be_a_request(tmp_path: Path) -> None:
+    trace = read(tmp_path, [TWO_TURNS, ONE_TURN], num_tokens=num_words, multi_turn=True)
+    assert lengths(trace) == [(3, 1, 0), (6, 2, 1), (2, 3, 0)]
+    first, second = trace_workload(trace, mean_think_s=4.0).draw(3).conversations
+    assert [turn.num_prompt_tokens for turn in turns_of(first)] == [3, 6]
+    assert first.follow_up is not None
+    assert first.follow_up.arrived_s > 0
+    assert second.follow_up is None
+
+
+def test_a_stretch_begins_with_a_conversation(tmp_path: Path) -> None:
+    trace = read(tmp_path, [TWO_TURNS] * 10, num_tokens=num_words, multi_turn=True)
+    for seed in range(20):
+        sample = trace_workload(trace).draw(5, seed)
+        assert sample.num_requests == 5
+        assert [each.num_prompt_tokens for each in sample.conversations] == [3, 3, 3]
+
+
+def test_odd_conversations_make_sense(tmp_path: Path) -> None:
+    data = [
+        conversation("system: be nice", "human: hello you", "human: there", "chatgpt: yes", "gpt: indeed", "user: bye"),
+        conversation("gpt: left over", "human: hello", "gpt: hi"),
+        conversation("human: no answer"),
+        conversation("human: empty", "gpt: "),
+        conversation(),
+    ]
+    trace = read(tmp_path, data, num_tokens=num_words, multi_turn=True)
+    assert lengths(trace) == [(5, 2, 0), (1, 1, 0)]
+    assert trace.num_empty == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"items": []}, 'a conversation has no list "conversations"'),
+        ([1], 'a conversation has no list "conversations"'),
+        ({"conversations": ["hello"]}, 'a message has no text "value"'),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, 'a message has no text "value"'),
+        (conversation("ghost: boo"), "a message is from 'ghost'"),
+    ],
+)
+def test_a_malformed_conversation_is_named_or_leniently_skipped(bad: object, message: str, tmp_path: Path) -> None:
+    good = json.dumps(ONE_TURN, indent=1)
+    text = f"[\n{good},\n\n{json.dumps(bad)},\n{good}\n]"
+    with pytest.raises(ValueError, match=rf"sg\.json:{len(good.splitlines()) + 3}: ") as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value)
+    trace = read(tmp_path, text, lenient=True)
+    assert trace.num_requests == 2
+    assert message in trace.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ":1: the file ends before its array does"),
+        ("[", ":1: the file ends before its array does"),
+        ("[\n", ":2: the file ends before its array does"),
+        (f"[\n{json.dumps(ONE_TURN)}", ":2: the file ends before its array does"),
+        (f"[\n{json.dumps(ONE_TURN)},\n{{oops", ":3: the conversation that begins here is not JSON"),
+        (f"[\n{json.dumps(ONE_TURN)}\n{json.dumps(ONE_TURN)}]", ':3: \'{"id": "x", "convers\' where \',\' was'),
+        ("{}", ":1: '{}' where '[' was expected"),
+        ("[" * 100_000, ":1: the conversation that begins here is not JSON"),
+        ("[]", " has no request that can be used"),
+    ],
+)
+def test_what_is_no_array_is_always_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"sg\.json") as caught:
+        read(tmp_path, text, lenient=True)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("num_characters", [1, 7, 64, 5000])
+def test_files_are_read_in_pieces(num_characters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_sharegpt, "_CHUNK_CHARACTERS", num_characters)
+    trace = read(tmp_path, [TWO_TURNS, ONE_TURN] * 20, num_tokens=num_words)
+    assert lengths(trace) == [(3, 1, 0), (2, 3, 0)] * 20
+
+
+def test_an_endless_conversation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_sharegpt, "_CHUNK_CHARACTERS", 100)
+    monkeypatch.setattr(trace_sharegpt, "MAX_CONVERSATION_CHARACTERS", 1000)
+    with pytest.raises(ValueError, match="begins here is not JSON"):
+        read(tmp_path, [conversation("human: " + "x" * 5000, "gpt: y")])
