@@ -15,7 +15,7 @@ import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.planner.arrays import FloatArray
+from pdserve.planner.arrays import BoolArray, FloatArray
 from pdserve.planner.simulate.simulation import RequestTimes, Simulation
 
 WARM_UP_RESIDENCES = 10
