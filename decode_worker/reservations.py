@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pdserve.contracts.request import KvSource, RequestState
 from pdserve.engine.scheduling.interface import AbortPullEvent, PullResult, StartPullEvent
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.table import Room, SequenceTable
+from pdserve.engine.scheduling.table import AdmissionBudget, SequenceTable
 
 
 class Reservations:
@@ -46,12 +46,12 @@ class Reservations:
         else:
             self._waiting.pop(sequence, None)
 
-    def reserve(self, room: Room, now_s: float) -> bool:
-        """Reserve blocks for the first request in line and start its pull, if it fits ``room``; returns whether it
+    def reserve(self, budget: AdmissionBudget, now_s: float) -> bool:
+        """Reserve blocks for the first request in line and start its pull, if it fits ``budget``; returns whether it
         does."""
         sequence, source = next(iter(self._waiting.items()))
         num_tokens = len(sequence.tokens)
-        if not self._table.start(sequence, room, num_tokens // sequence.block_size):
+        if not self._table.start(sequence, budget, num_tokens // sequence.block_size):
             return False
         del self._waiting[sequence]
         num_cached_blocks = sequence.num_registered_blocks

@@ -35,7 +35,7 @@ from pdserve.decode_worker.steady_steps import (
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduling.interface import Event, PullResult
 from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
-from pdserve.engine.scheduling.table import PlannedStep, Room
+from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.transports import REFUSED
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
@@ -192,27 +192,27 @@ class DecodeScheduler:
         """Resume swapped sequences, reserve blocks and prefill, which compete for blocks and batch slots. Preempted
         sequences go first, then the older of the first reservation and the first prompt, once it lacked blocks."""
         local, reserving = self._prefill.first_waiting(), self._reservations.first_waiting()
-        room = Room(0, 0)
+        budget = AdmissionBudget(0, 0)
         if local is not None or reserving is not None or self._swapping.num_waiting:
-            room = self._room()
-        self._resume_swapped(step, room)
-        while reserving is not None and room.num_slots > 0 and not self._must_wait(reserving, local):
-            if not self._reservations.reserve(room, now_s):
+            budget = self._budget()
+        self._resume_swapped(step, budget)
+        while reserving is not None and budget.num_slots > 0 and not self._must_wait(reserving, local):
+            if not self._reservations.reserve(budget, now_s):
                 break
             reserving = self._reservations.first_waiting()
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
-            room.num_slots = 0
-        self._prefill.plan_chunks(step, room, max_tokens=self._max_batch_tokens - step.num_rows, now_s=now_s)
+            budget.num_slots = 0
+        self._prefill.plan_chunks(step, budget, max_tokens=self._max_batch_tokens - step.num_rows, now_s=now_s)
         for sequence in self._prefill.take_ready():
             if sequence.state is RequestState.PREEMPTED:
                 self._table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
 
-    def _resume_swapped(self, step: PlannedStep, room: Room) -> None:
+    def _resume_swapped(self, step: PlannedStep, budget: AdmissionBudget) -> None:
         """Resume swapped sequences in order, as far as they fit. None overtakes one that does not fit."""
-        while room.num_slots > 0 and (sequence := self._swapping.first_waiting()) is not None:
-            if not self._swapping.resume(step, room):
-                room.num_slots = 0
+        while budget.num_slots > 0 and (sequence := self._swapping.first_waiting()) is not None:
+            if not self._swapping.resume(step, budget):
+                budget.num_slots = 0
                 return
             self._table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
@@ -227,13 +227,13 @@ class DecodeScheduler:
         is_hungry = self._prefill.is_blocked or local.state is RequestState.PREEMPTED
         return is_hungry and _is_ahead(local, reserving)
 
-    def _room(self) -> Room:
+    def _budget(self) -> AdmissionBudget:
         """Free batch slots, and available blocks beyond the expected need of all sequences that hold blocks and
         decode now or soon."""
         soon = [*self._local_prefills(), *self._reservations.pulling()]
         num_blocks_missing = sum_blocks_missing(self._running) + sum_blocks_missing(soon)
         num_slots = self._max_batch_size - len(self._running) - len(soon)
-        return Room(num_slots, self._pool.num_available - num_blocks_missing)
+        return AdmissionBudget(num_slots, self._pool.num_available - num_blocks_missing)
 
     def _join(self, sequence: Sequence) -> None:
         sequence.state = RequestState.DECODING

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.table import PlannedStep, Room, SequenceTable
+from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
 from pdserve.model.cost.cost_model import CostModel
 
 
@@ -100,12 +100,12 @@ class Swapping:
         step.add_swap_out(sequence, slots)
         self.num_swap_outs += 1
 
-    def resume(self, step: PlannedStep, room: Room) -> bool:
-        """Allocate blocks for the first sequence in line and decode it in ``step``, if it fits ``room``; returns
+    def resume(self, step: PlannedStep, budget: AdmissionBudget) -> bool:
+        """Allocate blocks for the first sequence in line and decode it in ``step``, if it fits ``budget``; returns
         whether it does."""
         sequence, slots, _ = self._swapped[min(self._swapped)]
         num_cacheable = (len(sequence.tokens) - 1) // sequence.block_size
-        if not sequence.is_idle or not self._table.start(sequence, room, num_cacheable):
+        if not sequence.is_idle or not self._table.start(sequence, budget, num_cacheable):
             return False
         step.add_swap_in(sequence, slots, sequence.num_registered_blocks)
         del self._swapped[sequence.sequence_id]

@@ -14,16 +14,17 @@ from typing import NamedTuple
 
 import torch
 
+from pdserve.contracts.kv_layout import kv_vector_bytes
+
 LARGEST_VALUES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtypes of quantised pools, each with the value that a vector's largest magnitude maps to."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, *LARGEST_VALUES)
-_SCALE_BYTES = 4
 
 
 def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of one token's K (or V) vector for one head and layer, including its scale."""
-    return head_dim * dtype.itemsize + (_SCALE_BYTES if dtype in LARGEST_VALUES else 0)
+    return kv_vector_bytes(head_dim, str(dtype).removeprefix("torch."))
 
 
 class KvPoolShape(NamedTuple):

@@ -18,9 +18,9 @@ import grpc
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_request, host_id, layout_message
 from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
-from pdserve.kv_transfer.rpc import call_metadata, channel_options
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import REFUSED, GrantedBlock, GrpcReceiver, MemfdReceiver, PullError, Receiver
+from pdserve.proto.rpc import call_metadata, channel_options
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 BUSY_TIMEOUT_S = 2.0

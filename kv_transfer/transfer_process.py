@@ -21,9 +21,9 @@ from pdserve.contracts.codec import from_json
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
-from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
 from pdserve.kv_transfer.source import Source
 from pdserve.kv_transfer.transfer_client import MAX_FRAME_BYTES, TransferConfig, encode_frame, read_frame, receive_frame
+from pdserve.proto.rpc import TokenInterceptor, server_options
 from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 
 MAX_PULL_MESSAGE_BYTES = 64 << 10

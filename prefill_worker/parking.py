@@ -18,7 +18,7 @@ from pdserve.engine.scheduling.table import SequenceTable
 
 
 @dataclass(slots=True, eq=False)
-class _Offer:
+class _Parked:
     sequence: Sequence
     num_granted_blocks: int = 0
     is_leased: bool = False
@@ -37,7 +37,7 @@ class Parking:
         self._table = table
         self._park_timeout_s = park_timeout_s
         self._mint_handle = mint_handle
-        self._offers: dict[bytes, _Offer] = {}
+        self._offers: dict[bytes, _Parked] = {}
 
     @property
     def num_parked(self) -> int:
@@ -55,7 +55,7 @@ class Parking:
         handle = self._mint_handle()
         assert handle not in self._offers, "handles must be unique"
         sequence.handle = handle
-        self._offers[handle] = _Offer(sequence)
+        self._offers[handle] = _Parked(sequence)
         self._table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.LAST_CHUNK, handle=handle))
         self._table.events.append(OfferEvent(handle))
         self.grant_written(sequence)
@@ -75,7 +75,7 @@ class Parking:
         offer.expires_s = now_s + self._park_timeout_s
         self._table.events.append(self._grant(offer, num_blocks, first_token))
 
-    def _grant(self, offer: _Offer, num_blocks: int, first_token: FirstToken | None = None) -> GrantEvent:
+    def _grant(self, offer: _Parked, num_blocks: int, first_token: FirstToken | None = None) -> GrantEvent:
         """Grant of the blocks up to ``num_blocks`` not granted before; final if ``first_token`` is given."""
         sequence = offer.sequence
         first_index, offer.num_granted_blocks = offer.num_granted_blocks, num_blocks

@@ -25,7 +25,7 @@ from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.engine.scheduling.interface import Event, FirstToken, PullResult
 from pdserve.engine.scheduling.queue import SequenceQueue
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.table import PlannedStep, Room, SequenceTable
+from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.parking import Parking
 
@@ -117,23 +117,23 @@ class PrefillScheduler:
         if self.table.must_drain or self.is_idle:
             return None
         step = self.table.begin_step()
-        room = Room(self._max_batch_size - len(self._admitted), self._pool.num_available)
-        self.plan_chunks(step, room, max_tokens=self._max_batch_tokens, now_s=now_s)
+        budget = AdmissionBudget(self._max_batch_size - len(self._admitted), self._pool.num_available)
+        self.plan_chunks(step, budget, max_tokens=self._max_batch_tokens, now_s=now_s)
         return self.table.commit(step)
 
     def expire_parked(self, now_s: float) -> None:
         for sequence in self._parking.take_expired(now_s):
             self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
 
-    def plan_chunks(self, step: PlannedStep, room: Room, *, max_tokens: int, now_s: float) -> None:
+    def plan_chunks(self, step: PlannedStep, budget: AdmissionBudget, *, max_tokens: int, now_s: float) -> None:
         """Add chunks of up to ``max_tokens`` new tokens to a step in order of due time, and admit waiting prompts as
-        budget and ``room`` allow."""
+        ``max_tokens`` and ``budget`` allow."""
         self.is_blocked = False
         index = 0
         while max_tokens > 0:
             head = self._waiting.first()
             if head is not None and not self.is_blocked and self._goes_before(head, index):
-                self.is_blocked = not self._try_admit(head, index, room, now_s)
+                self.is_blocked = not self._try_admit(head, index, budget, now_s)
             if index == len(self._admitted):
                 break
             sequence = self._admitted[index]
@@ -146,14 +146,14 @@ class PrefillScheduler:
     def _goes_before(self, head: Sequence, index: int) -> bool:
         return index == len(self._admitted) or _order(head) < _order(self._admitted[index])
 
-    def _try_admit(self, sequence: Sequence, index: int, room: Room, now_s: float) -> bool:
+    def _try_admit(self, sequence: Sequence, index: int, budget: AdmissionBudget, now_s: float) -> bool:
         """Move the first waiting prompt to ``index`` of the admitted ones, with blocks for all of its tokens, if it
         can be admitted now."""
-        if room.num_slots <= 0 or not sequence.is_idle or (sequence.is_handoff and not self._may_park(sequence)):
+        if budget.num_slots <= 0 or not sequence.is_idle or (sequence.is_handoff and not self._may_park(sequence)):
             return False
         # At least the last token is recomputed, to sample after it; the whole prompt if its logprobs are requested.
         num_cacheable = 0 if sequence.wants_prompt_logprobs else (len(sequence.tokens) - 1) // sequence.block_size
-        if not self.table.start(sequence, room, num_cacheable):
+        if not self.table.start(sequence, budget, num_cacheable):
             return False
         self._waiting.discard(sequence)
         self._admitted.insert(index, sequence)

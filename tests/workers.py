@@ -22,8 +22,8 @@ from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
-from pdserve.kv_transfer.rpc import call_metadata
 from pdserve.proto.codec import request_to_proto, source_to_proto, unpack_tokens
+from pdserve.proto.rpc import call_metadata
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 60.0

@@ -31,7 +31,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 
 
 @dataclass(slots=True)
-class Room:
+class AdmissionBudget:
     """Capacity for sequences that start to take blocks in a step."""
 
     num_slots: int
@@ -238,8 +238,8 @@ class SequenceTable:
 
     # Blocks
 
-    def start(self, sequence: Sequence, room: Room, num_cacheable: int) -> bool:
-        """Allocate a sequence's first blocks if those it is expected to need fit ``room``; returns whether they do.
+    def start(self, sequence: Sequence, budget: AdmissionBudget, num_cacheable: int) -> bool:
+        """Allocate a sequence's first blocks if those it is expected to need fit ``budget``; returns whether they do.
 
         Leading ones come from the prefix cache, which may hold up to ``num_cacheable`` of them. A prompt to hand off
         needs blocks for itself only; one to decode here also starts with headroom.
@@ -249,14 +249,14 @@ class SequenceTable:
         num_blocks = sequence.num_blocks_for(len(sequence.tokens))
         num_expected = num_blocks if sequence.is_handoff else sequence.num_blocks_expected()
         num_taken = num_expected - len(cached) + pool.num_unreferenced(cached)
-        if room.num_slots <= 0 or num_taken > room.num_blocks:
+        if budget.num_slots <= 0 or num_taken > budget.num_blocks:
             return False
         if not sequence.is_handoff:
             num_blocks = sequence.num_blocks_with_headroom()
         pool.share(cached)
         sequence.start_at(cached, pool.allocate(num_blocks - len(cached)))
-        room.num_slots -= 1
-        room.num_blocks -= num_taken
+        budget.num_slots -= 1
+        budget.num_blocks -= num_taken
         return True
 
     def retire(self, sequence: Sequence) -> None:

@@ -70,20 +70,20 @@ def _model_backend(config: WorkerConfig) -> Backend:
     content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
     _configure_openmp(config)
 
-    from pdserve.engine.worker.model_device import CPU, build_pool, check_kv_dtype, choose_device, room_for_kv
+    from pdserve.engine.worker.model_device import CPU, build_pool, check_kv_dtype, choose_device, kv_memory_of
     from pdserve.kernels.cpu.threads import use_cores
     from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model.executors.model import ModelExecutor
 
     device = choose_device(config.device)
     check_kv_dtype(device, cost.kv_dtype)
-    room = room_for_kv(device, config, cost, available_memory_bytes())
+    memory = kv_memory_of(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
-    num_blocks = num_kv_blocks(config, limits, block_bytes, room.auto_bytes)
-    check_pool_fits(num_blocks * block_bytes, room.max_bytes)
+    num_blocks = num_kv_blocks(config, limits, block_bytes, memory.auto_bytes)
+    check_pool_fits(num_blocks * block_bytes, memory.max_bytes)
     if device != CPU:
-        check_staging_fits(num_blocks * block_bytes, room.host_bytes)
-    num_slots = num_swap_slots(config, num_blocks, block_bytes, room.host_bytes - num_blocks * block_bytes)
+        check_staging_fits(num_blocks * block_bytes, memory.host_bytes)
+    num_slots = num_swap_slots(config, num_blocks, block_bytes, memory.host_bytes - num_blocks * block_bytes)
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
 
     def build_executor(memory: PoolMemory) -> BuiltExecutor:

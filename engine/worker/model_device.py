@@ -1,4 +1,4 @@
-"""Device of a worker's model, its room for KV, and its KV pool.
+"""Device of a worker's model, its memory for KV, and its KV pool.
 
 Called by `pdserve.engine.worker.backend` for a real model, once torch may be imported. Decisions that need no torch
 are in `pdserve.engine.worker.pool_size`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.contracts.placement import DEVICE_SETTINGS, WorkerConfig
-from pdserve.engine.worker.pool_size import PoolRoom, room_on_cpu, room_on_gpu
+from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.cost.cost_model import CostModel
@@ -42,7 +42,7 @@ def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no float8: set kv_dtype to int8")
 
 
-def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, host_bytes: int) -> PoolRoom:
+def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, host_bytes: int) -> KvMemory:
     """Memory left after weights, activations and the rest.
 
     Args:
@@ -52,10 +52,12 @@ def room_for_kv(device: torch.device, config: WorkerConfig, cost: CostModel, hos
         ValueError: they do not fit.
     """
     if device == CPU:
-        return room_on_cpu(held_bytes(cost.shape, config.precision.dtype, config.precision.quantization), host_bytes)
+        return kv_memory_on_cpu(
+            held_bytes(cost.shape, config.precision.dtype, config.precision.quantization), host_bytes
+        )
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     needed = cost.rank_memory(max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size)
-    return room_on_gpu(
+    return kv_memory_on_gpu(
         weight_bytes=cost.weight_bytes,
         activation_bytes=int(needed.activation_bytes),
         reserve_bytes=needed.reserve_bytes,

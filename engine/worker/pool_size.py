@@ -22,7 +22,7 @@ STAGING_MEMORY_SHARE = 0.5
 """Maximum size of the staging file of an automatic GPU pool, as a share of the host's available memory."""
 
 
-class PoolRoom(NamedTuple):
+class KvMemory(NamedTuple):
     """Bytes available for a worker's KV."""
 
     max_bytes: int
@@ -33,7 +33,7 @@ class PoolRoom(NamedTuple):
     """Host memory for the pool (its staging file for a GPU pool) and for swap slots."""
 
 
-def room_on_cpu(weight_bytes: int, available_bytes: int) -> PoolRoom:
+def kv_memory_on_cpu(weight_bytes: int, available_bytes: int) -> KvMemory:
     """Raise ValueError if the weights exceed the host's available memory."""
     spare_bytes = available_bytes - weight_bytes
     if spare_bytes < 0:
@@ -41,10 +41,10 @@ def room_on_cpu(weight_bytes: int, available_bytes: int) -> PoolRoom:
             f"the model's weights take {weight_bytes} bytes on this host and {available_bytes} are available: "
             f"serve a smaller model, or this one in a 16-bit dtype or with quantization int8 or int4"
         )
-    return PoolRoom(spare_bytes, int(spare_bytes * AUTO_MEMORY_SHARE), spare_bytes)
+    return KvMemory(spare_bytes, int(spare_bytes * AUTO_MEMORY_SHARE), spare_bytes)
 
 
-def room_on_gpu(
+def kv_memory_on_gpu(
     *,
     weight_bytes: int,
     activation_bytes: int,
@@ -53,8 +53,8 @@ def room_on_gpu(
     total_bytes: int,
     utilization: float,
     host_bytes: int,
-) -> PoolRoom:
-    """Room on a GPU before the weights are loaded.
+) -> KvMemory:
+    """KV memory of a GPU before the weights are loaded.
 
     An automatic pool takes ``utilization`` times the total memory, or the free memory if that is less, minus weights,
     activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory.
@@ -78,7 +78,7 @@ def room_on_gpu(
             f"gpu_memory_utilization, end what else runs on the GPU, or serve a smaller model"
         )
     auto_bytes = min(granted_bytes - used_bytes, int(host_bytes * STAGING_MEMORY_SHARE))
-    return PoolRoom(free_bytes - used_bytes, auto_bytes, host_bytes)
+    return KvMemory(free_bytes - used_bytes, auto_bytes, host_bytes)
 
 
 def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:

@@ -31,7 +31,6 @@ from pdserve.engine.worker.loop import (
     StepReport,
 )
 from pdserve.engine.worker.sessions import Session, SessionTable
-from pdserve.kv_transfer.rpc import TokenInterceptor, server_options
 from pdserve.proto.codec import (
     WireError,
     event_to_proto,
@@ -40,6 +39,7 @@ from pdserve.proto.codec import (
     request_from_proto,
     source_from_proto,
 )
+from pdserve.proto.rpc import TokenInterceptor, server_options
 from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5

@@ -18,7 +18,6 @@ import grpc
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerEndpoint
 from pdserve.contracts.request import GenerationRequest, KvSource
-from pdserve.kv_transfer.rpc import call_metadata
 from pdserve.proto.codec import (
     event_from_proto,
     load_from_proto,
@@ -27,6 +26,7 @@ from pdserve.proto.codec import (
     source_to_proto,
     unpack_tokens,
 )
+from pdserve.proto.rpc import call_metadata
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 from pdserve.router.cluster.worker import Worker

@@ -9,7 +9,7 @@ from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParam
 from pdserve.contracts.step import ModelLimits
 from pdserve.decode_worker.reservations import Reservations
 from pdserve.engine.scheduling.sequence import LOOKAHEAD_TOKENS
-from pdserve.engine.scheduling.table import Room, SequenceTable
+from pdserve.engine.scheduling.table import AdmissionBudget, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 
 SOURCE = KvSource(address="there", worker_epoch=1, handle=b"handle")
@@ -28,10 +28,10 @@ def test_what_is_counted_covers_what_is_taken(block_size: int) -> None:
 
     num_needed = sequence.num_blocks_expected()
     pool.allocate(pool.num_blocks - num_needed + 1)
-    assert not reservations.reserve(Room(1, num_needed - 1), now_s=0.0)
+    assert not reservations.reserve(AdmissionBudget(1, num_needed - 1), now_s=0.0)
     pool.release([0])
-    room = Room(1, num_needed)
-    assert reservations.reserve(room, now_s=0.0)
-    assert (room.num_slots, room.num_blocks) == (0, 0)
+    budget = AdmissionBudget(1, num_needed)
+    assert reservations.reserve(budget, now_s=0.0)
+    assert (budget.num_slots, budget.num_blocks) == (0, 0)
     assert len(sequence.block_table) <= num_needed
     pool.check_integrity()

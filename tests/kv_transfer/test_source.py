@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from pdserve.kv_transfer.handshake import host_id, layout_message
-from pdserve.kv_transfer.rpc import call_metadata
+from pdserve.proto.rpc import call_metadata
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.kv_transfer.peer import EPOCH, LAYOUT, TIMEOUT_S, TOKEN, Peer, running_peer
 

@@ -12,7 +12,7 @@ import grpc
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import FinishReason
-from pdserve.kv_transfer.rpc import TokenInterceptor
+from pdserve.proto.rpc import TokenInterceptor
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 

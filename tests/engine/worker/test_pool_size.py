@@ -7,13 +7,13 @@ import pytest
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.worker.pool_size import (
-    PoolRoom,
+    KvMemory,
     check_pool_fits,
     check_staging_fits,
+    kv_memory_on_cpu,
+    kv_memory_on_gpu,
     num_kv_blocks,
     num_swap_slots,
-    room_on_cpu,
-    room_on_gpu,
 )
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=10)
@@ -57,32 +57,32 @@ def test_weights_and_pool_share_the_memory() -> None:
     with pytest.raises(ValueError, match="needs 301 bytes and 300 are available after the weights: lower kv_memory"):
         check_pool_fits(301, 300)
     with pytest.raises(ValueError, match="weights take 1001 bytes on this host and 1000 are available"):
-        room_on_cpu(1001, 1000)
+        kv_memory_on_cpu(1001, 1000)
 
 
 def test_a_cpu_s_pools_share_what_the_weights_leave() -> None:
-    assert room_on_cpu(700, 1000) == PoolRoom(max_bytes=300, auto_bytes=30, host_bytes=300)
+    assert kv_memory_on_cpu(700, 1000) == KvMemory(max_bytes=300, auto_bytes=30, host_bytes=300)
 
 
-def gpu_room(**given: float) -> PoolRoom:
-    """Room on a GPU of 1000 bytes, on a large host."""
+def gpu_kv_memory(**given: float) -> KvMemory:
+    """KV memory of a GPU of 1000 bytes, on a large host."""
     values: dict[str, float] = {"weight_bytes": 300, "activation_bytes": 40, "reserve_bytes": 10, "total_bytes": 1000}
     told = {**values, "free_bytes": 1000, "utilization": 0.9, "host_bytes": 10**6, **given}
-    return room_on_gpu(**told)  # type: ignore[arg-type]
+    return kv_memory_on_gpu(**told)  # type: ignore[arg-type]
 
 
 def test_a_gpu_s_pool_takes_what_weights_and_activations_leave_of_its_share() -> None:
-    assert gpu_room() == PoolRoom(max_bytes=650, auto_bytes=550, host_bytes=10**6)
-    assert gpu_room(reserve_bytes=30) == PoolRoom(max_bytes=630, auto_bytes=530, host_bytes=10**6)
-    assert gpu_room(utilization=0.5).auto_bytes == 150
+    assert gpu_kv_memory() == KvMemory(max_bytes=650, auto_bytes=550, host_bytes=10**6)
+    assert gpu_kv_memory(reserve_bytes=30) == KvMemory(max_bytes=630, auto_bytes=530, host_bytes=10**6)
+    assert gpu_kv_memory(utilization=0.5).auto_bytes == 150
 
 
 def test_a_gpu_that_others_use_gives_what_is_free() -> None:
-    assert gpu_room(free_bytes=400) == PoolRoom(max_bytes=50, auto_bytes=50, host_bytes=10**6)
+    assert gpu_kv_memory(free_bytes=400) == KvMemory(max_bytes=50, auto_bytes=50, host_bytes=10**6)
 
 
 def test_a_gpu_s_pool_is_no_larger_than_its_staging_file_may_grow() -> None:
-    assert gpu_room(host_bytes=200) == PoolRoom(max_bytes=650, auto_bytes=100, host_bytes=200)
+    assert gpu_kv_memory(host_bytes=200) == KvMemory(max_bytes=650, auto_bytes=100, host_bytes=200)
     check_staging_fits(200, 200)
     with pytest.raises(ValueError, match="a staging file on the host, where 200 bytes are available: lower kv_memory"):
         check_staging_fits(201, 200)
@@ -93,7 +93,7 @@ def test_weights_that_a_gpu_does_not_hold_are_refused(given: dict[str, float]) -
     with pytest.raises(
         ValueError, match="raise gpu_memory_utilization, end what else runs on the GPU, or serve a small"
     ):
-        gpu_room(**given)
+        gpu_kv_memory(**given)
 
 
 def slots(swap_memory_bytes: int | None, role: WorkerRole = WorkerRole.DECODE, spare_bytes: int = 10**6) -> int:

@@ -10,7 +10,7 @@ import time
 import grpc
 import pytest
 
-from pdserve.kv_transfer.rpc import TokenInterceptor, call_metadata
+from pdserve.proto.rpc import TokenInterceptor, call_metadata
 from tests.kv_transfer.peer import running_peer
 
 
