@@ -29,13 +29,13 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.request_record import RequestRecord, request_times
+from pdserve.planner.simulate.sampler import Sampler
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder, VirtualWorker
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulate.simulated_worker import SimulatedWorker, StepCorrections
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.workload.prompts import Prompt, PromptTable
 from pdserve.planner.workload.requests import SimulatedRequest
-from pdserve.planner.simulate.sampler import Sampler
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
