@@ -4,8 +4,8 @@
 
 Each case draws a model, a GPU, a layout, its limits, a workload and an SLO in proportion to the latencies of an idle
 cluster, then a rate up to a little above the one at which the scout meets both objectives for half of the requests.
-Both simulate the same requests; where some share a system prompt, the scout is given the tokens of each that the judge
-found cached. They agree on a case if attainment differs by at most 2 points and the 90th percentiles of TTFT and TPOT
+A quarter of the workloads share system prompts, and a quarter are conversations. Both simulate the same requests. They
+agree on a case if attainment differs by at most 2 points and the 90th percentiles of TTFT and TPOT
 by at most 5 %; a request without an answer counts as infinite. Every disagreement is listed. Speeds are in seconds of
 CPU time.
 """
@@ -25,20 +25,20 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.arrays import IntArray
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.arrivals import RandomGaps
-from pdserve.planner.workload.conversations import Conversations, SystemPrompts
+from pdserve.planner.workload.conversations import Conversations, SystemPrompts, Turns
 from pdserve.planner.workload.presets import preset
 from pdserve.planner.workload.workload import Workload, WorkloadSample
 
 MAX_POINTS, MAX_RATIO = 2.0, 0.05
 _MAX_MODEL_LEN = 8192
 _WORKLOADS = ("chat", "code", "summarisation", "sharegpt-synthetic", "humaneval-synthetic", "longbench-synthetic")
-_NUM_SYSTEM_PROMPTS = 4
+_SYSTEM_PROMPTS = SystemPrompts(4, 1024)
+_TURNS = Turns(4.0, 2.0)
 _GPUS = ("h100-sxm", "a100-80gb-sxm", "l40s")
 
 
@@ -75,8 +75,6 @@ class Case:
     layout: Layout
     workload: str
     sample: WorkloadSample
-    num_shared: int
-    """Tokens of the system prompt."""
     slo: SloConfig
     rate: float
 
@@ -91,17 +89,11 @@ class Case:
             f"{self.number:3} {self.model.name} {self.layout} ({pools}) {self.workload} {self.rate:.2f}/s {objectives}"
         )
 
-    def requests(self, num_cached: IntArray | None = None) -> ScoutRequests:
-        requests = ScoutRequests.of(
-            self.sample.at_rate(self.rate),
-            num_cached=self.num_shared,
-            num_shared=self.num_shared,
-            num_prefix_tokens=_NUM_SYSTEM_PROMPTS * self.num_shared,
-        )
-        return requests if num_cached is None else replace(requests, num_cached_tokens=num_cached)
+    def requests(self) -> ScoutRequests:
+        return ScoutRequests.of(self.sample.at_rate(self.rate))
 
-    def scouted(self, num_cached: IntArray | None = None) -> ScoutResult:
-        return scout(self.model, self.layout, self.requests(num_cached), slo=self.slo)
+    def scouted(self) -> ScoutResult:
+        return scout(self.model, self.layout, self.requests(), slo=self.slo)
 
     def judged(self) -> RequestTimes:
         return simulate(self.model, self.layout, self.sample.at_rate(self.rate), slo=self.slo).times
@@ -140,20 +132,20 @@ def draw_case(number: int, seed: int, num_requests: int, *, has_pipelines: bool 
     name = str(random.choice(_WORKLOADS))
     contents = preset(name).contents
     assert isinstance(contents, Conversations)
-    num_shared = int(random.choice((0, 0, 0, 1024)))
-    if num_shared:
-        contents = Conversations(
-            lengths=contents.lengths, system_prompts=SystemPrompts(_NUM_SYSTEM_PROMPTS, num_shared)
-        )
+    system_prompts = random.choice((None, None, None, _SYSTEM_PROMPTS))
+    turns = random.choice((Turns(), Turns(), Turns(), _TURNS))
+    contents = Conversations(lengths=contents.lengths, system_prompts=system_prompts, turns=turns)
     arrivals = RandomGaps(float(random.choice((1.0, 1.0, 2.0))))
     workload = Workload(name=name, contents=contents, arrivals=arrivals)
     case = Case(
         number=number,
         model=model,
         layout=layout,
-        workload=name + (f" after {num_shared}" if num_shared else "") + f" cv {arrivals.coefficient_of_variation:g}",
+        workload=name
+        + (f" after {system_prompts.num_tokens}" if system_prompts else "")
+        + (f" in {turns.mean_turns:g} turns" if turns is _TURNS else "")
+        + f" cv {arrivals.coefficient_of_variation:g}",
         sample=workload.draw(num_requests, number, max_model_len=_MAX_MODEL_LEN),
-        num_shared=num_shared,
         slo=SloConfig(ttft_seconds=100, tpot_seconds=100),
         rate=0.05,
     )
@@ -243,7 +235,7 @@ def main() -> None:
         began_s = process_time()
         judge = case.judged()
         judged_s = process_time()
-        requests = case.requests(judge.num_cached_tokens if case.num_shared else None)
+        requests = case.requests()
         drawn_s = process_time()
         result = scout(case.model, case.layout, requests, slo=case.slo)
         scouted_s = process_time()

@@ -66,7 +66,9 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Deployment file to write for the best placement.")] = None,
     report: Annotated[Path | None, typer.Option(help="Report to write (HTML).")] = None,
     json: Annotated[Path | None, typer.Option(help="JSON file to write; -: standard output, without tables.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 5,
+    top: Annotated[
+        int, typer.Option(min=0, help="Layouts to show in a table, with the reasons; 0 shows the answer alone.")
+    ] = 0,
     jobs: Annotated[int, typer.Option(min=0, help="Simulation processes; 0: one per core.")] = 0,
     requests: Annotated[
         int,

@@ -134,6 +134,26 @@ def slo_words(plan: Plan) -> str:
     )
 
 
+def answer_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Labels and figures of the winner: goodput, what binds, saturation, cost."""
+    best = plan.best
+    assert best.goodput is not None, "the winner was simulated"
+    yield (
+        "goodput",
+        f"{wording.rate(best.rate)} ({_interval(best)}), {wording.number(best.rate_per_device)} per GPU: "
+        f"{slo_words(plan)}",
+    )
+    yield "binds", binds(best)
+    if best.saturation_rate is not None and best.saturation_margin is not None:
+        yield (
+            "saturation",
+            f"{wording.rate(best.saturation_rate)}, {wording.number(best.saturation_margin)} times the goodput",
+        )
+    if best.dollars_per_hour is not None:
+        per_million = wording.dollars(best.dollars_per_million_tokens(plan.mean_output_tokens))
+        yield "cost", f"{wording.dollars(best.dollars_per_hour)} an hour, {per_million} per million output tokens"
+
+
 def findings(plan: Plan) -> Iterator[str]:
     """Sentences on the winner and the losers: binding objective, reasons, saturation, effect of 10 % on step times."""
     best = plan.best

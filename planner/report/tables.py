@@ -1,4 +1,4 @@
-"""Prints a plan in a terminal: the ranked table, the memory of the winner's workers, the reasons and the verdict."""
+"""Prints a plan in a terminal: the answer, and on demand the ranked table, the winner's workers and the reasons."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pdserve.planner.report.plan_rows import (
     CANDIDATE_COLUMNS,
     POOL_COLUMNS,
     Column,
+    answer_rows,
     candidate_cells,
     findings,
     fleet_words,
@@ -29,17 +30,28 @@ _GAP = 2
 
 
 def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
-    """Print the whole plan, the verdict last."""
+    """Print the answer and its limits, and with ``num_rows`` above 0 a table of that many layouts and the reasons."""
+    _print_heading(console, plan.verdict.text)
+    answer = Table.grid(padding=(0, _GAP))
+    for label, text in answer_rows(plan):
+        answer.add_row(label, escape(text))
+    console.print(answer, highlight=False)
+    for note in plan.notes:
+        console.print(escape(note), highlight=False)
+    if num_rows > 0:
+        _print_details(plan, console, num_rows)
+
+
+def _print_details(plan: Plan, console: Console, num_rows: int) -> None:
     _print_heading(console, f"{plan.question.model.held_name} on {fleet_words(plan)}: {slo_words(plan)}")
     ranks = range(1, min(num_rows, len(plan.candidates)) + 1)
     console.print(_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks), console.width))
     _print_heading(console, f"Each worker of {plan.best.layout}")
     console.print(_table(POOL_COLUMNS, pool_cells(plan.best), console.width))
     _print_heading(console, "Why")
-    for sentence in (*findings(plan), *plan.notes):
+    for sentence in findings(plan):
         console.print(Padding(escape(sentence), (0, 0, 0, 2)), highlight=False)
     console.print(Padding(screening_words(plan), (0, 0, 0, 2)), style="dim", highlight=False)
-    _print_heading(console, plan.verdict.text)
 
 
 def print_explanations(title: str, explanations: Iterable[Explanation], console: Console) -> None:

@@ -56,9 +56,6 @@ _SCREEN_OPTIMISM = 1.15
 _MOST_POINTS = 0.02
 """Difference in attainment between scout and judge that counts as agreement."""
 _JUDGE_STEP, _JUDGE_TOLERANCE = 1.05, 0.02
-_JUDGE_SHARE, _JUDGE_SEEDS, _NUM_SHORTEST = 0.05, 2, 300
-"""Where prompts share prefixes only the judge simulates: its runs relative to the scout's, its seeds, and its
-shortest run."""
 
 Result = TypeVar("Result")
 
@@ -89,7 +86,7 @@ def find_plan(
         drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
         demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
         bound_table = BoundTable(model, demand, question.slo)
-        search = _Search(question, bound_table, pool, report, is_scouted=not demand.num_cached_tokens.any())
+        search = _Search(question, bound_table, pool, report)
         search.weigh(enumeration)
         search.screen()
         search.finish()
@@ -141,16 +138,7 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
 class _Search:
     """One search in progress."""
 
-    def __init__(
-        self,
-        question: Question,
-        bound_table: BoundTable,
-        pool: ProcessPool,
-        progress: Progress,
-        *,
-        is_scouted: bool,
-    ) -> None:
-        self._is_scouted = is_scouted
+    def __init__(self, question: Question, bound_table: BoundTable, pool: ProcessPool, progress: Progress) -> None:
         self._question = question
         self._bound_table = bound_table
         self._ranking = Ranking(question)
@@ -252,7 +240,7 @@ class _Search:
         while True:
             best = best_of_kinds(self._ranking.ranked(self._finalists())).values()
             unjudged = [entry for entry in best if entry.rate and entry not in self._judged]
-            if not unjudged or not self._is_scouted:
+            if not unjudged:
                 return
             jobs: list[Job[Goodput]] = [
                 partial(_judged, trial=self._judge_trial(entry), scouted=entry.final, max_rate=entry.bounds.rate)
@@ -333,13 +321,7 @@ class _Search:
 
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
-        if self._is_scouted:
-            return tuple(self._notes)
-        num_requests = self._trial(self._finalists()[0].layout, is_final=True).num_requests
-        return (
-            f"Prompts share prefixes: runs of {num_requests:,} requests, which may be too short to show slow "
-            "saturation. Confirm the rate with a long `pdserve simulate`.",
-        )
+        return tuple(self._notes)
 
     def screening(self, num_without_memory: int) -> Screening:
         """Number of layouts by outcome."""
@@ -367,21 +349,18 @@ class _Search:
         self._progress(self._fraction, text)
 
     def _trial(self, layout: Layout, *, is_final: bool = False) -> Trial:
-        """A trial of the scout; of the judge if prompts share prefixes, which the scout does not follow to the worker
-        that caches them."""
+        """A trial of the scout."""
         effort = self._question.effort
         num_requests, seeds = effort.screen_requests, effort.seeds[:1]
         if is_final:
             num_requests, seeds = effort.final_requests, effort.seeds
-        if not self._is_scouted:
-            num_requests, seeds = max(round(num_requests * _JUDGE_SHARE), _NUM_SHORTEST), seeds[:_JUDGE_SEEDS]
         return Trial(
             model=self._question.model,
             layout=layout,
             slo=self._question.slo,
             num_requests=self._limited(num_requests),
             seeds=seeds,
-            is_scouted=self._is_scouted,
+            is_scouted=True,
         )
 
     def _limited(self, num_requests: int) -> int:

@@ -1,14 +1,14 @@
 """The scout: a compiled model of a placement under an open loop, fast enough to try every rate on long runs.
 
 Takes what the judge, `pdserve.planner.simulate.simulator.simulate`, takes, and answers with the times of the same
-requests. It models the router's choices, queues, chunked prefill, decode batches, KV blocks, transfers and preemption
-on tables of the same cost model, with prefixes by the length that is cached instead of their contents; see
-`pdserve.planner.simulate.scout_kernel`. The first call in a process loads the compiled kernel from the disk; the first
-after an installation compiles it, which takes a minute.
+requests. It models the router's choices, queues, chunked prefill, decode batches, KV blocks, prefix caches, transfers
+and preemption on tables of the same cost model; see `pdserve.planner.simulate.scout_kernel`. The first call in a
+process loads the compiled kernel from the disk; the first after an installation compiles it, which takes a minute.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,7 +27,7 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate import scout_kernel as kernel
 from pdserve.planner.simulate.simulation import RequestTimes, Simulation
 from pdserve.planner.simulate.simulator import Overheads
-from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.requests import Segment, SimulatedRequest
 
 _ROLES = {WorkerRole.PREFILL: kernel.PREFILL, WorkerRole.DECODE: kernel.DECODE, WorkerRole.MIXED: kernel.MIXED}
 _DENSE_COUNTS = 256
@@ -36,42 +36,102 @@ _COUNT_RATIO = 1.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoutRequests:
-    """N requests in order of arrival."""
+    """N requests: the first turns of conversations in order of arrival, then all other turns."""
 
     arrived_s: FloatArray
+    """Of first turns; others arrive ``think_s`` after the turn before them has ended."""
+    think_s: FloatArray
     num_prompt_tokens: IntArray
     num_output_tokens: IntArray
-    num_cached_tokens: IntArray
-    """Leading prompt tokens that every worker caches."""
-    num_shared_tokens: IntArray
-    """Those of them in KV blocks that several running requests share."""
-    num_prefix_tokens: int = 0
-    """Sum of all distinct shared prefixes, whose KV every worker holds once."""
+    next_turn: IntArray
+    """Row of the conversation's next turn; -1 for none."""
+    prefixes: PrefixTree
 
     @classmethod
-    def of(
-        cls,
-        requests: Sequence[SimulatedRequest],
-        *,
-        num_cached: int = 0,
-        num_shared: int = 0,
-        num_prefix_tokens: int = 0,
-    ) -> ScoutRequests:
-        """Requests with ``num_cached`` tokens each in the prefix caches, ``num_shared`` of them shared."""
-        rows = [(each.arrived_s, each.num_prompt_tokens, each.num_output_tokens) for each in requests]
-        arrived_s, num_prompt, num_output = np.array(rows, np.float64).reshape(-1, 3).T
+    def of(cls, requests: Sequence[SimulatedRequest]) -> ScoutRequests:
+        """The same requests, in order of arrival."""
+        turns, next_turn = list(requests), [-1] * len(requests)
+        for row, turn in enumerate(turns):
+            if turn.follow_up is not None:
+                next_turn[row] = len(turns)
+                next_turn.append(-1)
+                turns.append(turn.follow_up)
+        rows = [(each.arrived_s, each.num_prompt_tokens, each.num_output_tokens) for each in turns]
+        times_s, num_prompt, num_output = np.array(rows, np.float64).reshape(-1, 3).T
         return cls(
-            arrived_s=arrived_s.copy(),
+            arrived_s=times_s[: len(requests)].copy(),
+            think_s=times_s,
             num_prompt_tokens=num_prompt.astype(np.int64),
             num_output_tokens=num_output.astype(np.int64),
-            num_cached_tokens=np.full(len(rows), num_cached, np.int64),
-            num_shared_tokens=np.full(len(rows), num_shared, np.int64),
-            num_prefix_tokens=num_prefix_tokens,
+            next_turn=np.array(next_turn, np.int64),
+            prefixes=PrefixTree.of(turns, next_turn),
         )
 
     def faster(self, factor: float) -> ScoutRequests:
-        """The same requests, ``factor`` times as many per second."""
+        """The same requests, ``factor`` times as many per second; users think as long."""
         return replace(self, arrived_s=self.arrived_s / factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTree:
+    """Prompts as paths of nodes from the root: prompts that begin alike have the same first nodes. Without nodes if no
+    prompts do."""
+
+    paths: IntArray
+    """Nodes of all prompts, one prompt after the other."""
+    ends: IntArray
+    """End of each prompt's path."""
+    answers: IntArray
+    """Node of each request's answer, which its next turn continues."""
+    from_tokens: IntArray
+    """First token of each node, counted from the beginning of the prompt ..."""
+    to_tokens: IntArray
+    """... and the one after its last."""
+
+    @classmethod
+    def of(cls, turns: Sequence[SimulatedRequest], next_turn: Sequence[int]) -> PrefixTree:
+        """
+        Args:
+            turns: later turns of a conversation after earlier ones.
+            next_turn: row of each turn's next one; -1 for none.
+        """
+        if not any(turn.segments or turn.follow_up is not None for turn in turns):
+            none = np.zeros(0, np.int64)
+            nothing = np.zeros(len(turns), np.int64)
+            return cls(paths=none, ends=nothing, answers=nothing - 1, from_tokens=none, to_tokens=none)
+        uses = Counter([segment.content for turn in turns for segment in turn.segments])
+        shared: dict[tuple[int, Segment], int] = {}
+        spans: list[tuple[int, int]] = []
+        paths: list[list[int]] = [[] for _ in turns]
+        answers = []
+
+        def add(num_before: int, num_tokens: int) -> int:
+            spans.append((num_before, num_before + num_tokens))
+            return len(spans) - 1
+
+        for turn, after, path in zip(turns, next_turn, paths, strict=True):
+            num_before = spans[path[-1]][1] if path else 0
+            for segment in turn.segments:
+                if uses[segment.content] < 2:
+                    break  # the rest is this prompt's alone
+                key = path[-1] if path else -1, segment
+                if key not in shared:
+                    shared[key] = add(num_before, segment.num_tokens)
+                path.append(shared[key])
+                num_before += segment.num_tokens
+            if turn.num_prompt_tokens > num_before:
+                path.append(add(num_before, turn.num_prompt_tokens - num_before))
+            answers.append(add(turn.num_prompt_tokens, turn.num_output_tokens))
+            if after >= 0:
+                paths[after] += [*path, answers[-1]]
+        from_tokens, to_tokens = np.array(spans, np.int64).T
+        return cls(
+            paths=np.concatenate([np.array(path, np.int64) for path in paths]),
+            ends=np.cumsum([len(path) for path in paths]),
+            answers=np.array(answers, np.int64),
+            from_tokens=from_tokens,
+            to_tokens=to_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +139,7 @@ class ScoutResult:
     """Times of the requests, and what follows from them."""
 
     times: RequestTimes
-    """``second_token_s`` is not known."""
+    """In order of arrival, without turns after one that was rejected. ``second_token_s`` is not known."""
     num_preemptions: int
     num_decoded: int
     """Tokens after token 0, of all answers."""
@@ -107,33 +167,46 @@ def scout(
     """
     pools = list(layout.pools)
     costs = [pool.cost(model) for pool in pools]
-    workers = _workers(model, layout, pools, costs, requests.num_prefix_tokens // model.block_size)
+    workers = _workers(model, layout, pools, costs)
     table = _request_table(model, requests, workers)
     longest = int(requests.num_prompt_tokens.max(initial=1))
     num_counts = max(longest, *(pool.max_batch_tokens for pool in pools)) + max_in_flight + 2
     tables = [_table_of(replace(pool, replicas=1), model, _power_of_two(num_counts)) for pool in pools]
     length = _power_of_two(max(2 * max_in_flight, model.block_size, *(pool.max_batch_size for pool in pools)))
+    prefixes, num_nodes = requests.prefixes, len(requests.prefixes.to_tokens)
+    lru = np.zeros((len(workers), num_nodes + 1, 2), np.int32)
+    lru[:, num_nodes] = num_nodes
     state = kernel.State(
-        cluster=_cluster(model, slo, overheads or Overheads(), max_in_flight),
+        cluster=_cluster(model, slo, overheads or Overheads(), max_in_flight, len(requests.arrived_s)),
         requests=table,
         workers=workers,
         turn_at_s=np.full(len(workers), np.inf),
         quiet_until_s=np.full(len(workers), np.inf),
         lists=np.zeros((len(workers), kernel.NUM_LISTS, length), np.int32),
         messages=np.zeros(4 * length, kernel.EVENT),
-        pulls=np.zeros(length, kernel.EVENT),
+        timers=np.zeros(length + len(table), kernel.EVENT),
         tables=np.stack(tables),
+        paths=prefixes.paths.astype(np.int32),
+        node_blocks=np.diff(np.stack([prefixes.from_tokens, prefixes.to_tokens]) // model.block_size, axis=0)[0].astype(
+            np.int32
+        ),
+        cached=np.zeros((len(workers), num_nodes), np.int32),
+        num_references=np.zeros((len(workers), num_nodes), np.int32),
+        lru=lru,
     )
     kernel.run(state)
+    assert (workers["num_free"] == workers["num_blocks"]).all(), "all blocks are free in the end"
+    if len(table) > len(requests.arrived_s):
+        table = np.sort(table[~np.isnan(table["arrived_s"])], order="arrived_s", kind="stable")
     times = RequestTimes(
-        arrived_s=requests.arrived_s,
+        arrived_s=table["arrived_s"].copy(),
         started_s=table["started_s"].copy(),
         first_token_s=table["first_token_s"].copy(),
         second_token_s=np.full(len(table), nan),
         last_token_s=table["last_token_s"].copy(),
-        num_prompt_tokens=requests.num_prompt_tokens,
+        num_prompt_tokens=table["num_prompt"].copy(),
         num_cached_tokens=table["num_cached"].copy(),
-        num_output_tokens=requests.num_output_tokens,
+        num_output_tokens=table["num_output"].copy(),
         is_rejected=table["is_rejected"].astype(np.bool_),
     )
     return ScoutResult(
@@ -154,11 +227,12 @@ def load_scout() -> None:
 
 
 def _cluster(
-    model: PlannedModel, slo: SloConfig, overheads: Overheads, max_in_flight: int
+    model: PlannedModel, slo: SloConfig, overheads: Overheads, max_in_flight: int, num_first: int
 ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     cluster = np.zeros(1, kernel.CLUSTER)
     cluster["block_size"] = model.block_size
     cluster["max_in_flight"] = max_in_flight
+    cluster["num_first"] = num_first
     cluster["tpot_slo_s"] = slo.tpot_seconds
     for name in ("arrival_s", "message_s", "answer_s", "pull_s", "turn_s"):
         cluster[name] = getattr(overheads, name)
@@ -170,14 +244,16 @@ def _request_table(
 ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     """Requests before their arrival; those that no worker could ever hold are rejected."""
     block_size = model.block_size
-    table = np.zeros(len(requests.arrived_s), kernel.REQUEST)
-    table["arrived_s"] = requests.arrived_s
-    for name in ("started_s", "first_token_s", "last_token_s", "pull_begun_s", "granted_s"):
+    table = np.zeros(len(requests.num_prompt_tokens), kernel.REQUEST)
+    for name in ("arrived_s", "started_s", "first_token_s", "last_token_s", "pull_begun_s", "granted_s"):
         table[name] = nan
+    table["arrived_s"][: len(requests.arrived_s)] = requests.arrived_s
+    table["think_s"] = requests.think_s
     table["num_prompt"], table["num_output"] = requests.num_prompt_tokens, requests.num_output_tokens
-    num_full_blocks = (requests.num_prompt_tokens - 1) // block_size
-    table["num_cached"] = np.minimum(requests.num_cached_tokens // block_size, num_full_blocks) * block_size
-    table["num_shared_blocks"] = np.minimum(requests.num_shared_tokens // block_size, num_full_blocks)
+    table["next_turn"] = requests.next_turn
+    prefixes = requests.prefixes
+    table["path_begin"][1:], table["path_end"] = prefixes.ends[:-1], prefixes.ends
+    table["answer_node"] = prefixes.answers
     num_tokens = requests.num_prompt_tokens + requests.num_output_tokens
     num_blocks = np.where(workers["role"] == kernel.PREFILL, np.iinfo(np.int64).max, workers["num_blocks"]).min()
     is_too_long = (num_tokens > model.max_model_len) | (-(-(num_tokens - 1) // block_size) > num_blocks)
@@ -188,7 +264,7 @@ def _request_table(
 
 
 def _workers(
-    model: PlannedModel, layout: Layout, pools: Sequence[Pool], costs: Sequence[CostModel], num_prefix_blocks: int
+    model: PlannedModel, layout: Layout, pools: Sequence[Pool], costs: Sequence[CostModel]
 ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     """Idle workers, one per micro-batch, in order of their names."""
     rows: list[np.ndarray[tuple[()], np.dtype[np.void]]] = []
@@ -196,7 +272,7 @@ def _workers(
     for number, (pool, cost) in enumerate(zip(pools, costs, strict=True)):
         hosts = layout.worker_hosts[pool.role]
         num_stages = pool.pipeline_parallel
-        num_blocks = pool.kv_blocks(model, cost) // num_stages - num_prefix_blocks
+        num_blocks = pool.kv_blocks(model, cost) // num_stages
         if num_blocks < 1:
             raise ValueError(
                 f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "

@@ -4,9 +4,12 @@ Called by `pdserve.planner.simulate.scout`, which fills the arrays and reads the
 the live code and names it; all take the same `State`. Lists of requests are rings or arrays in ``State.lists``,
 indexed by worker and one of the constants below.
 
+Prompts that begin alike share nodes of a tree, each a run of tokens: a request's path are the nodes of its prompt, from
+the root. A worker caches the leading blocks of a node.
+
 Simplified against the live code: a sequence gets the block for its next token when it writes to it, not one block
-ahead; prefixes are cached on every worker to the length that the request says; a preempted sequence frees its blocks
-at once; nothing times out.
+ahead; the router knows the prefix caches without delay; prompts that compute the same node at the same time share its
+blocks; a preempted sequence frees its blocks at once and finds none of them again; nothing times out.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ flight; sequences that decode, and the step with the last row of each; sequences
 that needs a block; sequences in host memory."""
 NUM_LISTS = 9
 
+PULL_ENDED, ARRIVED, ROUTED = range(3)
+"""Timers: ends of pulls, and arrivals of next turns at the edge and at the dispatcher."""
+
 ADD, PREPARE, PULLED, RELEASED = range(4)
 """Messages to a worker: see `pdserve.engine.worker.loop`."""
 STARTED, RESERVED_BLOCKS, LAST_CHUNK, FINISHED = range(4)
@@ -45,13 +51,17 @@ def _record(seconds: str, counts: str) -> np.dtype[np.void]:
 
 
 REQUEST = _record(
-    "arrived_s started_s first_token_s last_token_s pull_begun_s granted_s",
-    """num_prompt num_output num_cached num_shared_blocks is_rejected prefill decode ticket is_preempted num_known
-    num_computed num_left chunk_step num_last_blocks""",
+    "arrived_s started_s first_token_s last_token_s pull_begun_s granted_s think_s",
+    """num_prompt num_output path_begin path_end answer_node next_turn is_rejected prefill decode ticket is_preempted
+    num_cached num_sent num_pull_cached num_parked_shared num_shared num_known num_computed num_left chunk_step
+    num_last_blocks""",
 )
-"""``prefill`` and ``decode`` are its workers, ``ticket`` is its place among the arrivals of a worker. Prefill goes from
-``num_computed`` to ``num_known`` tokens, the last of them in step ``chunk_step``; ``num_left`` are decode rows to plan,
-``num_last_blocks`` the blocks in the last grant."""
+"""``prefill`` and ``decode`` are its workers, ``ticket`` is its place among the arrivals of a worker. The prompt's
+nodes are ``paths[path_begin:path_end]``. ``num_cached`` tokens were cached where it was prefilled, ``num_pull_cached``
+where it decodes; ``num_sent`` were to compute when it was sent; others held ``num_parked_shared`` of its blocks on the
+prefill worker when it started, ``num_shared`` where it decodes. Prefill goes from ``num_computed`` to ``num_known``
+tokens, the last of them in step ``chunk_step``; ``num_left`` are decode rows to plan, ``num_last_blocks`` the blocks in
+the last grant."""
 
 WORKER = _record(
     """decode_token_s near_block_s far_block_s swap_block_s
@@ -61,20 +71,20 @@ WORKER = _record(
     waiting_head waiting_tail waiting_tokens num_admitted uncomputed_tokens admitted_context computed_head computed_tail
     is_held_up num_tickets reserved_head reserved_tail num_pulling num_swapped num_preemptions num_decoded
     num_running num_active active_context ending_context first_last_step num_ending
-    num_free handoff_blocks soon_blocks most_blocks refused_blocks
+    num_free num_evictable handoff_blocks soon_blocks most_blocks refused_blocks
     sent_tokens sent_context sent_blocks num_sent""",
 )
 """By line: limits; steps, of which ``num_steps`` were planned, the oldest in flight ends at ``end_s`` and the last has
 not entered the first pipeline stage if ``is_unstaged``; prompts; handoffs and preemptions; sequences, of which those
-with rows to plan are active and ``first_last_step`` is the first step to end one; blocks: of prompts for other workers,
-expected by sequences that pull or prefill here, at the ends of all sequences, and the least number that did not fit
-since a sequence ended; load sent and not reported (`InFlightLoad`)."""
+with rows to plan are active and ``first_last_step`` is the first step to end one; blocks: free or cached, of those
+cached ones, of prompts for other workers, expected by sequences that pull or prefill here, at the ends of all
+sequences, and the least number that did not fit since a sequence ended; load sent and not reported (`InFlightLoad`)."""
 
 EVENT = _record("at_s", "kind request")
 
 CLUSTER = _record(
     "tpot_slo_s arrival_s message_s answer_s pull_s turn_s",
-    "block_size max_in_flight num_live message_head message_tail num_pulls",
+    "block_size max_in_flight num_first num_live message_head message_tail num_timers",
 )
 
 NEVER = np.iinfo(np.int64).max
@@ -86,6 +96,7 @@ class State(NamedTuple):
     cluster: npt.NDArray[np.void]
     """One `CLUSTER`."""
     requests: npt.NDArray[np.void]
+    """First turns, ``num_first`` of them, in order of arrival, then all others."""
     workers: npt.NDArray[np.void]
     turn_at_s: npt.NDArray[np.float64]
     """Next turn of each worker; infinite for an idle one."""
@@ -95,10 +106,20 @@ class State(NamedTuple):
     """By worker, list and position; rings wrap around at its power of two."""
     messages: npt.NDArray[np.void]
     """Ring of `EVENT` to the router."""
-    pulls: npt.NDArray[np.void]
-    """Heap of `EVENT`: pulls by their end."""
+    timers: npt.NDArray[np.void]
+    """Heap of `EVENT` by time."""
     tables: npt.NDArray[np.float64]
     """By pool, table and count."""
+    paths: npt.NDArray[np.int32]
+    node_blocks: npt.NDArray[np.int32]
+    """Full blocks of each node."""
+    cached: npt.NDArray[np.int32]
+    """Cached leading blocks, by worker and node."""
+    num_references: npt.NDArray[np.int32]
+    """Requests that hold the node's blocks, by worker and node."""
+    lru: npt.NDArray[np.int32]
+    """Next and previous of each cached node without references, by worker and node: rings from the least to the most
+    recently used one, each with an extra node that begins and ends it."""
 
 
 # Time of steps: `pdserve.model.cost.cost_model`
@@ -152,17 +173,16 @@ def num_context_tokens(worker):
 
 
 @njit(inline="always")
-def own_prefill_s(state, worker, request):
+def own_prefill_s(state, worker, request, num_cached):
     """Seconds to prefill the request alone: a lower bound of its TTFT."""
-    return prefill_s(state, worker, request.num_prompt - request.num_cached, request.num_cached)
+    return prefill_s(state, worker, request.num_prompt - num_cached, num_cached)
 
 
 @njit(inline="always")
-def predict_ttft_s(state, worker, request):
+def predict_ttft_s(state, worker, request, num_cached):
     num_waiting, budget = waiting_tokens(worker), worker.max_batch_tokens
-    num_cached = request.num_cached
     num_new = request.num_prompt - num_cached
-    ttft_s = own_prefill_s(state, worker, request)
+    ttft_s = own_prefill_s(state, worker, request, num_cached)
     if num_waiting > budget:
         ttft_s += prefill_s(state, worker, budget, 0) * num_waiting / budget
     elif num_waiting > 0:
@@ -184,34 +204,41 @@ def shortfall(state, worker, request):
 
 
 @njit(inline="always")
-def may_prefill_locally(state, worker, request):
-    num_new = waiting_tokens(worker) + request.num_prompt - request.num_cached
+def may_prefill_locally(state, worker, request, num_cached):
+    num_new = waiting_tokens(worker) + request.num_prompt - num_cached
     chunk = min(num_new, worker.max_batch_tokens)
     batch_size, num_context = num_decoding(worker), num_context_tokens(worker)
-    return mixed_s(state, worker, chunk, request.num_cached, batch_size, num_context) <= state.cluster[0].tpot_slo_s
+    return mixed_s(state, worker, chunk, num_cached, batch_size, num_context) <= state.cluster[0].tpot_slo_s
 
 
 @njit(inline="always")
 def place(state, index, now_s):
     """`choose_prefill`, and `Attempt.submit`."""
     request = state.requests[index]
-    best, least_s = -1, inf
+    best, least_s, best_cached = -1, inf, 0
     for w in range(len(state.workers)):
         worker = state.workers[w]
-        if worker.role != DECODE and own_prefill_s(state, worker, request) < least_s:
-            ttft_s = predict_ttft_s(state, worker, request)
+        if worker.role == DECODE:
+            continue
+        num_cached = num_cached_tokens(state, w, index)
+        if own_prefill_s(state, worker, request, num_cached) < least_s:
+            ttft_s = predict_ttft_s(state, worker, request, num_cached)
             if ttft_s < least_s:
-                best, least_s = w, ttft_s
+                best, least_s, best_cached = w, ttft_s, num_cached
     for w in range(len(state.workers)):
         worker = state.workers[w]
-        if worker.role == DECODE and own_prefill_s(state, worker, request) < least_s:
-            ttft_s = predict_ttft_s(state, worker, request)
+        if worker.role != DECODE:
+            continue
+        num_cached = num_cached_tokens(state, w, index)
+        if own_prefill_s(state, worker, request, num_cached) < least_s:
+            ttft_s = predict_ttft_s(state, worker, request, num_cached)
             may_start = ttft_s < least_s and shortfall(state, worker, request) == 0
-            if may_start and may_prefill_locally(state, worker, request):
-                best, least_s = w, ttft_s
+            if may_start and may_prefill_locally(state, worker, request, num_cached):
+                best, least_s, best_cached = w, ttft_s, num_cached
     worker = state.workers[best]
     request.prefill = best
-    worker.sent_tokens += request.num_prompt - request.num_cached
+    request.num_sent = request.num_prompt - best_cached
+    worker.sent_tokens += request.num_sent
     if worker.role != PREFILL:
         request.decode = best
         send_decode(state, worker, request)
@@ -233,7 +260,7 @@ def bind(state, index, now_s):
         batch_size, num_context = num_decoding(worker) + 1, num_context_tokens(worker) + request.num_prompt
         tpot_s = sum_s(state, worker, batch_size, batch_size, (num_context + batch_size) * worker.decode_token_s)
         block_s = worker.near_block_s if worker.host == host else worker.far_block_s
-        tpot_s += (request.num_prompt - request.num_cached) / block_size * block_s / STALL_TOKENS
+        tpot_s += (request.num_prompt - num_cached_tokens(state, w, index)) / block_size * block_s / STALL_TOKENS
         if missing < least_missing or (missing == least_missing and tpot_s < least_s):
             best, least_missing, least_s = w, missing, tpot_s
     request.decode = best
@@ -280,7 +307,7 @@ def receive(state, kind, index, now_s):
     request = state.requests[index]
     if kind == STARTED:
         worker = state.workers[request.prefill]
-        worker.sent_tokens -= request.num_prompt - request.num_cached
+        worker.sent_tokens -= request.num_sent
         if worker.role != PREFILL:
             settle_decode(state, worker, request)
     elif kind == RESERVED_BLOCKS:
@@ -289,6 +316,118 @@ def receive(state, kind, index, now_s):
         bind(state, index, now_s)
     else:
         state.cluster[0].num_live -= 1
+        if request.next_turn >= 0:
+            push(state, now_s + state.requests[request.next_turn].think_s, ARRIVED, request.next_turn)
+
+
+@njit(inline="always")
+def arrive(state, index):
+    """A request reaches the edge, which has a limit."""
+    request, cluster = state.requests[index], state.cluster[0]
+    if cluster.num_live >= cluster.max_in_flight:
+        request.is_rejected = 1
+    if request.is_rejected == 0:
+        cluster.num_live += 1
+
+
+# Prefix caches: `pdserve.kv_transfer.block_pool`
+
+
+@njit
+def num_cached_tokens(state, w, index):
+    """`BlockPool.match_prefix`: leading tokens of the prompt, but the last one, that the worker caches."""
+    request, block_size = state.requests[index], state.cluster[0].block_size
+    num_blocks = 0
+    for position in range(request.path_begin, request.path_end):
+        node = state.paths[position]
+        num_blocks += state.cached[w, node]
+        if state.cached[w, node] < state.node_blocks[node]:
+            break
+    return min(num_blocks, (request.num_prompt - 1) // block_size) * block_size
+
+
+@njit
+def num_held_by_others(state, w, index):
+    """Blocks of the prompt that requests on the worker hold."""
+    request, num_blocks = state.requests[index], 0
+    for position in range(request.path_begin, request.path_end):
+        node = state.paths[position]
+        if state.num_references[w, node] == 0:
+            break
+        num_blocks += state.node_blocks[node]
+    return num_blocks
+
+
+@njit
+def hold(state, w, index):
+    """`BlockPool.share`."""
+    request, worker = state.requests[index], state.workers[w]
+    for position in range(request.path_begin, request.path_end):
+        node = state.paths[position]
+        if state.num_references[w, node] == 0 and state.cached[w, node] > 0:
+            unlink(state.lru[w], node)
+            worker.num_evictable -= state.cached[w, node]
+        state.num_references[w, node] += 1
+
+
+@njit
+def store(state, w, index):
+    """`BlockPool.register`: the prompt's KV is on the worker."""
+    request = state.requests[index]
+    for position in range(request.path_begin, request.path_end):
+        node = state.paths[position]
+        state.cached[w, node] = state.node_blocks[node]
+
+
+@njit
+def release(state, w, index, num_shared, num_written):
+    """`BlockPool.release`, after the request has freed all of its blocks but ``num_shared``: those that others still
+    hold are not free, and the full blocks of the ``num_written`` tokens after the prompt are cached."""
+    request, worker, block_size = state.requests[index], state.workers[w], state.cluster[0].block_size
+    if request.path_begin == request.path_end:
+        return
+    num_answered = (request.num_prompt + num_written) // block_size - request.num_prompt // block_size
+    if num_answered > 0:
+        make_evictable(state, w, request.answer_node, num_answered)
+    num_kept = 0
+    for position in range(request.path_end - 1, request.path_begin - 1, -1):
+        node = state.paths[position]
+        state.num_references[w, node] -= 1
+        if state.num_references[w, node] > 0:
+            num_kept += state.node_blocks[node]
+        elif state.cached[w, node] > 0:
+            make_evictable(state, w, node, state.cached[w, node])
+    worker.num_free -= num_kept - num_shared
+    worker.most_blocks += num_kept - num_shared
+    worker.soon_blocks += num_kept - num_shared
+
+
+@njit
+def make_evictable(state, w, node, num_blocks):
+    lru, end = state.lru[w], state.cached.shape[1]
+    state.cached[w, node] = num_blocks
+    state.workers[w].num_evictable += num_blocks
+    last = lru[end, 1]
+    lru[last, 0], lru[node, 1] = node, last
+    lru[node, 0], lru[end, 1] = end, node
+
+
+@njit
+def unlink(lru, node):
+    lru[lru[node, 1], 0], lru[lru[node, 0], 1] = lru[node, 0], lru[node, 1]
+
+
+@njit
+def evict(state, w):
+    """`BlockPool._evict_oldest`: cached blocks beyond the available ones were overwritten."""
+    worker, lru, end = state.workers[w], state.lru[w], state.cached.shape[1]
+    while worker.num_evictable > max(worker.num_free, 0):
+        node = lru[end, 0]
+        num_blocks = min(worker.num_evictable - max(worker.num_free, 0), state.cached[w, node])
+        state.cached[w, node] -= num_blocks
+        worker.num_evictable -= num_blocks
+        if state.cached[w, node] == 0:
+            unlink(lru, node)
 
 
 # Transfers: `pdserve.planner.simulate.simulated_transfers`
@@ -305,46 +444,48 @@ def carry(state, index, now_s):
         block_s = max(source.near_block_s, target.near_block_s)
     else:
         block_s = max(source.far_block_s, target.far_block_s)
-    num_blocks = blocks_for(state, request.num_prompt) - request.num_cached // cluster.block_size
+    num_blocks = blocks_for(state, request.num_prompt) - request.num_pull_cached // cluster.block_size
     num_last = min(request.num_last_blocks, num_blocks)
     begins_s = max(request.pull_begun_s, now_s - (num_blocks - num_last) * block_s)
     ends_s = max(begins_s, source.egress_free_at_s, target.ingress_free_at_s) + num_blocks * block_s
     source.egress_free_at_s = target.ingress_free_at_s = ends_s
-    push(state, ends_s + cluster.pull_s, index)
+    push(state, ends_s + cluster.pull_s, PULL_ENDED, index)
 
 
 @njit(inline="always")
-def push(state, at_s, index):
-    pulls, cluster = state.pulls, state.cluster[0]
-    slot = cluster.num_pulls
-    cluster.num_pulls += 1
-    while slot > 0 and at_s < pulls[(slot - 1) // 2].at_s:
+def push(state, at_s, kind, index):
+    timers, cluster = state.timers, state.cluster[0]
+    slot = cluster.num_timers
+    cluster.num_timers += 1
+    while slot > 0 and at_s < timers[(slot - 1) // 2].at_s:
         parent = (slot - 1) // 2
-        pulls[slot].at_s, pulls[slot].request = pulls[parent].at_s, pulls[parent].request
+        set_timer(timers[slot], timers[parent].at_s, timers[parent].kind, timers[parent].request)
         slot = parent
-    pulls[slot].at_s, pulls[slot].request = at_s, index
+    set_timer(timers[slot], at_s, kind, index)
 
 
 @njit(inline="always")
 def pop(state):
-    pulls, cluster = state.pulls, state.cluster[0]
-    first = pulls[0].request
-    cluster.num_pulls -= 1
-    size = cluster.num_pulls
-    at_s, index, slot = pulls[size].at_s, pulls[size].request, 0
+    timers, cluster = state.timers, state.cluster[0]
+    kind, index = timers[0].kind, timers[0].request
+    cluster.num_timers -= 1
+    size = cluster.num_timers
+    at_s, slot = timers[size].at_s, 0
     while 2 * slot + 1 < size:
         child = 2 * slot + 1
-        if child + 1 < size and pulls[child + 1].at_s < pulls[child].at_s:
+        if child + 1 < size and timers[child + 1].at_s < timers[child].at_s:
             child += 1
-        if at_s <= pulls[child].at_s:
+        if at_s <= timers[child].at_s:
             break
-        pulls[slot].at_s, pulls[slot].request = pulls[child].at_s, pulls[child].request
+        set_timer(timers[slot], timers[child].at_s, timers[child].kind, timers[child].request)
         slot = child
-    pulls[slot].at_s, pulls[slot].request = at_s, index
-    return first
+    set_timer(timers[slot], at_s, timers[size].kind, timers[size].request)
+    return kind, index
 
 
-# Step loop: `pdserve.engine.worker.loop` and `pdserve.planner.simulate.simulated_worker`
+@njit(inline="always")
+def set_timer(timer, at_s, kind, index):
+    timer.at_s, timer.kind, timer.request = at_s, kind, index
 
 
 @njit(inline="always")
@@ -425,6 +566,7 @@ def coast(state, w, until_s):
     worker.active_context += num_rows
     worker.num_decoded += num_rows
     worker.num_steps, worker.num_free = step, num_free
+    evict(state, w)
     worker.end_s, worker.next_end_s = end_s, next_end_s
     worker.free_at_s = end_s if worker.depth == 1 else next_end_s
     state.turn_at_s[w] = end_s
@@ -466,14 +608,16 @@ def handle(state, w, kind, index, now_s):
     elif kind == PULLED:
         worker.num_pulling -= 1
         worker.soon_blocks -= expected_blocks(state, request, request.num_prompt)
+        store(state, w, index)
         if request.num_output > 1:
             join(state, w, index, worker.num_steps, request.num_output - 1)
         else:
             worker.most_blocks -= final_blocks(state, request)
             worker.num_free += held_blocks(state, request, request.num_prompt)
             worker.refused_blocks = NEVER
+            release(state, w, index, request.num_shared, 0)
     else:
-        release_prompt(state, worker, request)
+        release_prompt(state, w, index)
 
 
 @njit(inline="always")
@@ -483,10 +627,12 @@ def take_ticket(worker, request):
 
 
 @njit(inline="always")
-def release_prompt(state, worker, request):
-    num_blocks = held_blocks(state, request, request.num_prompt)
-    worker.num_free += num_blocks
+def release_prompt(state, w, index):
+    worker, request = state.workers[w], state.requests[index]
+    num_blocks = blocks_for(state, request.num_prompt)
+    worker.num_free += num_blocks - request.num_parked_shared
     worker.handoff_blocks -= num_blocks
+    release(state, w, index, request.num_parked_shared, 0)
 
 
 @njit(inline="always")
@@ -509,7 +655,7 @@ def complete(state, w, now_s):
             if request.num_output == 1:
                 request.last_token_s = seen_s
                 request.num_last_blocks = 0
-                release_prompt(state, worker, request)
+                release_prompt(state, w, index)
                 report(state, FINISHED, index, now_s)
             request.granted_s = now_s
             carry(state, index, now_s)
@@ -535,6 +681,7 @@ def end_sequences(state, w, step, seen_s, now_s):
         worker.num_ending -= 1
         worker.num_free += held_blocks(state, request, num_context)
         worker.most_blocks -= final_blocks(state, request)
+        release(state, w, index, request.num_shared, request.num_output - 1)
         worker.num_running -= 1
         running[slot] = running[worker.num_running]
         last_steps[slot] = last_steps[worker.num_running]
@@ -552,8 +699,8 @@ def blocks_for(state, num_tokens):
 
 @njit(inline="always")
 def held_blocks(state, request, num_tokens):
-    """Blocks of the request's own when ``num_tokens`` are written."""
-    return blocks_for(state, num_tokens) - request.num_shared_blocks
+    """Blocks of the request's own where it decodes, when ``num_tokens`` are written."""
+    return blocks_for(state, num_tokens) - request.num_shared
 
 
 @njit(inline="always")
@@ -743,6 +890,7 @@ def plan(state, w, now_s):
     step_s = sum_s(state, worker, num_tokens, num_rows, attention) + num_copied * worker.swap_block_s
     if step_s > 0.0:
         worker.num_steps += 1
+    evict(state, w)
     return step_s, num_chunk_tokens
 
 
@@ -763,6 +911,7 @@ def reserve(state, w, now_s):
         is_hungry = worker.is_held_up == 1 or (local >= 0 and state.requests[local].is_preempted == 1)
         if is_local_ahead and is_hungry:
             return True
+        request.num_shared = num_held_by_others(state, w, index)
         num_expected = expected_blocks(state, request, request.num_prompt)
         num_final = final_blocks(state, request)
         if num_places(worker) <= 0 or not fits(state, w, num_expected, num_final):
@@ -771,7 +920,10 @@ def reserve(state, w, now_s):
         worker.num_pulling += 1
         worker.soon_blocks += num_expected
         worker.most_blocks += num_final
+        request.num_pull_cached = num_cached_tokens(state, w, index)
+        hold(state, w, index)
         worker.num_free -= held_blocks(state, request, request.num_prompt)
+        evict(state, w)
         report(state, RESERVED_BLOCKS, index, now_s)
         request.pull_begun_s = now_s
         carry(state, index, now_s)
@@ -783,21 +935,30 @@ def admit(state, w, index, may_admit, now_s):
     """`PrefillScheduler._admit` if there is room; returns whether there was."""
     worker, request = state.workers[w], state.requests[index]
     if worker.role == PREFILL:
-        num_blocks = held_blocks(state, request, request.num_prompt)
+        num_blocks = blocks_for(state, request.num_prompt)
         num_held = worker.handoff_blocks
-        if worker.num_admitted >= worker.max_batch_size or num_blocks > worker.num_free:
+        num_shared = num_held_by_others(state, w, index)
+        if worker.num_admitted >= worker.max_batch_size or num_blocks - num_shared > worker.num_free:
             return False
         if num_held > 0 and 2 * (num_held + num_blocks) > worker.num_blocks:
             return False
         worker.handoff_blocks += num_blocks
+        request.num_parked_shared = num_shared
+        num_blocks -= num_shared
     else:
+        if request.is_preempted == 0:
+            request.num_shared = num_held_by_others(state, w, index)
         num_expected, num_final = expected_blocks(state, request, request.num_known), final_blocks(state, request)
         if not may_admit or num_places(worker) <= 0 or not fits(state, w, num_expected, num_final):
             return False
         num_blocks = held_blocks(state, request, request.num_known)
         worker.soon_blocks += num_expected
         worker.most_blocks += num_final
+    if request.is_preempted == 0:
+        request.num_cached = num_cached_tokens(state, w, index)
+        hold(state, w, index)
     worker.num_free -= num_blocks
+    evict(state, w)
     worker.waiting_head += 1
     worker.waiting_tokens -= request.num_known
     request.num_computed = request.num_cached
@@ -863,6 +1024,7 @@ def hand_over(state, w, now_s):
             continue
         worker.admitted_context -= request.num_known
         request.chunk_step = worker.num_steps
+        store(state, w, index)
         state.lists[w, COMPUTED, worker.computed_tail & mask] = index
         worker.computed_tail += 1
         if worker.role == PREFILL:
@@ -894,38 +1056,44 @@ def run(state):
     num_arrived = num_placed = 0
     while True:
         at_s, event = inf, -1
-        if num_arrived < len(requests):
+        if num_arrived < cluster.num_first:
             at_s, event = requests[num_arrived].arrived_s, 4
         if num_placed < num_arrived and requests[num_placed].arrived_s + cluster.arrival_s < at_s:
             at_s, event = requests[num_placed].arrived_s + cluster.arrival_s, 3
         if cluster.message_head < cluster.message_tail and state.messages[cluster.message_head & mask].at_s < at_s:
             at_s, event = state.messages[cluster.message_head & mask].at_s, 2
-        if cluster.num_pulls > 0 and state.pulls[0].at_s < at_s:
-            at_s, event = state.pulls[0].at_s, 1
+        if cluster.num_timers > 0 and state.timers[0].at_s < at_s:
+            at_s, event = state.timers[0].at_s, 1
         w = first_turn(turn_at_s)
         if turn_at_s[w] < at_s:
             turn_s = turn_at_s[w]
             coast(state, w, at_s)
             if turn_at_s[w] == turn_s:
                 turn(state, w, turn_s)
-        elif event == 1:
-            index = pop(state)
-            tell(state, requests[index].decode, PULLED, index, at_s)
-            if requests[index].num_output > 1:
-                tell(state, requests[index].prefill, RELEASED, index, at_s)
+            continue
+        index = num_placed
+        if event == 1:
+            kind, index = pop(state)
+            if kind == PULL_ENDED:
+                tell(state, requests[index].decode, PULLED, index, at_s)
+                if requests[index].num_output > 1:
+                    tell(state, requests[index].prefill, RELEASED, index, at_s)
+            elif kind == ARRIVED:
+                requests[index].arrived_s = at_s
+                arrive(state, index)
+                push(state, at_s + cluster.arrival_s, ROUTED, index)
+            else:
+                event = 3
         elif event == 2:
             message = state.messages[cluster.message_head & mask]
             cluster.message_head += 1
             receive(state, message.kind, message.request, at_s)
         elif event == 3:
-            if requests[num_placed].is_rejected == 0:
-                place(state, num_placed, at_s)
             num_placed += 1
         elif event == 4:
-            if cluster.num_live >= cluster.max_in_flight:
-                requests[num_arrived].is_rejected = 1
-            if requests[num_arrived].is_rejected == 0:
-                cluster.num_live += 1
+            arrive(state, num_arrived)
             num_arrived += 1
         else:
             return
+        if event == 3 and requests[index].is_rejected == 0:
+            place(state, index, at_s)

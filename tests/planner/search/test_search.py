@@ -26,7 +26,6 @@ from pdserve.planner.search.plan import (
 )
 from pdserve.planner.search.search import find_plan
 from pdserve.planner.wording import share
-from pdserve.planner.workload.requests import Segment
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
 
 WORKLOAD = PoissonWorkload(1500, 20)
@@ -202,31 +201,6 @@ def test_where_scout_and_judge_differ_the_judge_is_believed_and_the_plan_says_so
     assert not any("differ" in note for note in a_plan().notes)
 
 
-@dataclass(frozen=True)
-class SharedPrefix(PoissonWorkload):
-    """Prompts that begin alike."""
-
-    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
-        drawn = super().draw(num_requests, seed, max_model_len=max_model_len)
-        requests = (
-            replace(
-                each,
-                num_prompt_tokens=1024 + each.num_prompt_tokens,
-                segments=(Segment(0, 1024), Segment(1 + number, each.num_prompt_tokens)),
-            )
-            for number, each in enumerate(drawn.requests)
-        )
-        return replace(drawn, requests=tuple(requests))
-
-
-def test_prompts_that_share_prefixes_are_the_judges_alone() -> None:
-    plan = find_plan(a_question(num_devices=1), SharedPrefix(500, 20), num_processes=1)
-    assert plan.best.goodput is not None
-    assert not plan.best.goodput.is_scouted
-    assert plan.best.rate > 0
-    assert any("runs of 300 requests, which may be too short" in note for note in plan.notes)
-
-
 def test_the_least_cost_needs_prices() -> None:
     question = a_question(Objective.LEAST_COST, rate=1.0)
     free = Supply(hardware=replace(H100, price_per_hour_usd=None))
@@ -288,7 +262,6 @@ def test_progress_rises_from_nothing_to_all() -> None:
 
 _SCRIPT = """
 from tests.planner.search.test_search import a_question, WORKLOAD
-from pdserve.planner.workload.requests import Segment
 from pdserve.planner.search.search import find_plan
 if __name__ == "__main__":
     find_plan(a_question(num_devices=8), WORKLOAD, num_processes=2, progress=lambda *news: print(*news, flush=True))

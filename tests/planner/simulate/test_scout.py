@@ -15,7 +15,7 @@ from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout, st
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.presets import preset
-from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from tests.planner.stand_ins import LLAMA_3_8B, a_pool, colocated, disaggregated
 
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
@@ -120,20 +120,65 @@ def test_what_can_never_run_or_finds_the_router_full_is_rejected() -> None:
     assert times.is_rejected.tolist() == [True] + [False] * 8 + [True] * 12
 
 
-def test_cached_tokens_are_not_computed_and_shared_ones_hold_no_blocks() -> None:
-    requests = requests_of("code", 10.0, 500)
-    bare, cached = (
-        scout(LLAMA_3_8B, disaggregated(), ScoutRequests.of(requests, num_cached=num_cached), slo=SLO).times
-        for num_cached in (0, 1024)
+def with_blocks(layout: Layout, num_kv_blocks: int) -> Layout:
+    pools = {name: getattr(layout, name) for name in ("mixed", "prefill", "decode")}
+    return replace(
+        layout, **{name: pool and replace(pool, num_kv_blocks=num_kv_blocks) for name, pool in pools.items()}
     )
-    assert cached.ttft_s.mean() < 0.8 * bare.ttft_s.mean()
-    assert (cached.num_cached_tokens < cached.num_prompt_tokens).all()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        colocated(2),
+        disaggregated(2, 2),
+        # Conversations take up to 512 blocks each: cached ones are evicted.
+        with_blocks(colocated(2), 3000),
+        with_blocks(disaggregated(2, 1), 3000),
+    ],
+    ids=("colocated", "apart", "colocated-evicting", "apart-evicting"),
+)
+def test_the_judge_agrees_on_conversations_and_what_is_cached(layout: Layout) -> None:
+    requests = requests_of("agent", 8.0, 1000)
+    slo = SloConfig(ttft_seconds=0.6, tpot_seconds=0.05)
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=slo)
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=slo).times
+    assert_each_ends_once(ours)
+    assert share(ours.times, slo) == pytest.approx(share(judge, slo), abs=0.02)
+    assert p90(ours.times.ttft_s) == pytest.approx(p90(judge.ttft_s), rel=0.05)
+    assert p90(ours.times.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.05)
+    assert ours.times.num_cached_tokens.mean() == pytest.approx(judge.num_cached_tokens.mean(), rel=0.03)
+
+
+@pytest.mark.parametrize("layout", [colocated(), disaggregated()], ids=str)
+def test_one_conversation_takes_what_the_judge_says(layout: Layout) -> None:
+    last = SimulatedRequest(3.0, 1430, 30)
+    first = SimulatedRequest(1.0, 1000, 50, (), SimulatedRequest(2.0, 1200, 100, (), last))
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of([first]), slo=SLO).times
+    judge = simulate(LLAMA_3_8B, layout, [first], slo=SLO).times
+    assert len(ours.arrived_s) == 3
+    for name in ("arrived_s", "first_token_s", "last_token_s"):
+        assert getattr(ours, name) == pytest.approx(getattr(judge, name), rel=1e-5)
+    assert ours.num_cached_tokens.tolist() == judge.num_cached_tokens.tolist()
+    assert ours.num_cached_tokens[1] > 900
+
+
+def test_the_turn_after_a_rejected_one_never_arrives() -> None:
+    first = SimulatedRequest(1.0, 1000, 50, (), SimulatedRequest(2.0, 9000, 1, (), SimulatedRequest(2.0, 9002, 1)))
+    times = scout(LLAMA_3_8B, colocated(), ScoutRequests.of([first]), slo=SLO).times
+    assert times.is_rejected.tolist() == [False, True]
+
+
+def test_prompts_that_begin_alike_share_blocks() -> None:
     few_blocks = replace(disaggregated(), decode=replace(a_pool(WorkerRole.DECODE), num_kv_blocks=800))
-    long, shared = (
-        scout(LLAMA_3_8B, few_blocks, ScoutRequests.of(requests, num_cached=1024, num_shared=num), slo=SLO).times
-        for num in (0, 1024)
+    alone = [SimulatedRequest(number / 10, 1524, 200) for number in range(200)]
+    alike = [replace(each, segments=(Segment(0, 1024), Segment(number + 1, 500))) for number, each in enumerate(alone)]
+    apart, shared = (
+        scout(LLAMA_3_8B, few_blocks, ScoutRequests.of(requests), slo=SLO).times for requests in (alone, alike)
     )
-    assert shared.tpot_s.mean() < 0.9 * long.tpot_s.mean()
+    assert shared.num_cached_tokens[1:].tolist() == [1024] * 199
+    assert shared.tpot_s.mean() < 0.9 * apart.tpot_s.mean()
+    assert shared.ttft_s.mean() < 0.8 * apart.ttft_s.mean()
 
 
 def test_the_same_arguments_give_the_same_result_to_the_bit() -> None:
