@@ -21,6 +21,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+COMPILED = {"nogil": True, "error_model": "numpy", "_nrt": False}
+"""Options of compiled functions: no checks of divisors, and no reference counts of arrays, which would halve the speed:
+nothing here allocates."""
+
 PREFILL, DECODE, MIXED = range(3)
 
 LOOKAHEAD_TOKENS = 64
@@ -215,26 +219,21 @@ def may_prefill_locally(state, worker, request, num_cached):
 def place(state, index, now_s):
     """`choose_prefill`, and `Attempt.submit`."""
     request = state.requests[index]
-    best, least_s, best_cached = -1, inf, 0
-    for w in range(len(state.workers)):
-        worker = state.workers[w]
-        if worker.role == DECODE:
+    best, least_s, best_cached, num_workers = -1, inf, 0, len(state.workers)
+    for position in range(2 * num_workers):  # decode workers last
+        w = position % num_workers
+        worker, is_last_round = state.workers[w], position >= num_workers
+        if (worker.role == DECODE) != is_last_round:
             continue
         num_cached = num_cached_tokens(state, w, index)
-        if own_prefill_s(state, worker, request, num_cached) < least_s:
-            ttft_s = predict_ttft_s(state, worker, request, num_cached)
-            if ttft_s < least_s:
-                best, least_s, best_cached = w, ttft_s, num_cached
-    for w in range(len(state.workers)):
-        worker = state.workers[w]
-        if worker.role != DECODE:
+        if own_prefill_s(state, worker, request, num_cached) >= least_s:
             continue
-        num_cached = num_cached_tokens(state, w, index)
-        if own_prefill_s(state, worker, request, num_cached) < least_s:
-            ttft_s = predict_ttft_s(state, worker, request, num_cached)
-            may_start = ttft_s < least_s and shortfall(state, worker, request) == 0
-            if may_start and may_prefill_locally(state, worker, request, num_cached):
-                best, least_s, best_cached = w, ttft_s, num_cached
+        ttft_s = predict_ttft_s(state, worker, request, num_cached)
+        may_start = not is_last_round or (
+            shortfall(state, worker, request) == 0 and may_prefill_locally(state, worker, request, num_cached)
+        )
+        if ttft_s < least_s and may_start:
+            best, least_s, best_cached = w, ttft_s, num_cached
     worker = state.workers[best]
     request.prefill = best
     request.num_sent = request.num_prompt - best_cached
@@ -317,7 +316,8 @@ def receive(state, kind, index, now_s):
     else:
         state.cluster[0].num_live -= 1
         if request.next_turn >= 0:
-            push(state, now_s + state.requests[request.next_turn].think_s, ARRIVED, request.next_turn)
+            think_s = state.cluster[0].answer_s + state.requests[request.next_turn].think_s
+            push(state, now_s + think_s, ARRIVED, request.next_turn)
 
 
 @njit(inline="always")
@@ -333,9 +333,20 @@ def arrive(state, index):
 # Prefix caches: `pdserve.kv_transfer.block_pool`
 
 
-@njit
+@njit(inline="always")
+def has_path(request):
+    """Whether the prompt may share a prefix. The functions below, which are not inlined, are for those that may."""
+    return request.path_begin < request.path_end
+
+
+@njit(inline="always")
 def num_cached_tokens(state, w, index):
-    """`BlockPool.match_prefix`: leading tokens of the prompt, but the last one, that the worker caches."""
+    """Leading tokens of the prompt, but the last one, that the worker caches."""
+    return match_prefix(state, w, index) if has_path(state.requests[index]) else 0
+
+
+@njit(**COMPILED)
+def match_prefix(state, w, index):
     request, block_size = state.requests[index], state.cluster[0].block_size
     num_blocks = 0
     for position in range(request.path_begin, request.path_end):
@@ -346,7 +357,7 @@ def num_cached_tokens(state, w, index):
     return min(num_blocks, (request.num_prompt - 1) // block_size) * block_size
 
 
-@njit
+@njit(**COMPILED)
 def num_held_by_others(state, w, index):
     """Blocks of the prompt that requests on the worker hold."""
     request, num_blocks = state.requests[index], 0
@@ -358,7 +369,7 @@ def num_held_by_others(state, w, index):
     return num_blocks
 
 
-@njit
+@njit(**COMPILED)
 def hold(state, w, index):
     """`BlockPool.share`."""
     request, worker = state.requests[index], state.workers[w]
@@ -370,7 +381,7 @@ def hold(state, w, index):
         state.num_references[w, node] += 1
 
 
-@njit
+@njit(**COMPILED)
 def store(state, w, index):
     """`BlockPool.register`: the prompt's KV is on the worker."""
     request = state.requests[index]
@@ -379,13 +390,11 @@ def store(state, w, index):
         state.cached[w, node] = state.node_blocks[node]
 
 
-@njit
+@njit(**COMPILED)
 def release(state, w, index, num_shared, num_written):
     """`BlockPool.release`, after the request has freed all of its blocks but ``num_shared``: those that others still
     hold are not free, and the full blocks of the ``num_written`` tokens after the prompt are cached."""
     request, worker, block_size = state.requests[index], state.workers[w], state.cluster[0].block_size
-    if request.path_begin == request.path_end:
-        return
     num_answered = (request.num_prompt + num_written) // block_size - request.num_prompt // block_size
     if num_answered > 0:
         make_evictable(state, w, request.answer_node, num_answered)
@@ -402,7 +411,7 @@ def release(state, w, index, num_shared, num_written):
     worker.soon_blocks += num_kept - num_shared
 
 
-@njit
+@njit(**COMPILED)
 def make_evictable(state, w, node, num_blocks):
     lru, end = state.lru[w], state.cached.shape[1]
     state.cached[w, node] = num_blocks
@@ -412,14 +421,20 @@ def make_evictable(state, w, node, num_blocks):
     lru[node, 0], lru[end, 1] = end, node
 
 
-@njit
+@njit(**COMPILED)
 def unlink(lru, node):
     lru[lru[node, 1], 0], lru[lru[node, 0], 1] = lru[node, 0], lru[node, 1]
 
 
-@njit
+@njit(inline="always")
 def evict(state, w):
-    """`BlockPool._evict_oldest`: cached blocks beyond the available ones were overwritten."""
+    """Cached blocks beyond the available ones were overwritten."""
+    if state.workers[w].num_evictable > state.workers[w].num_free:
+        evict_oldest(state, w)
+
+
+@njit(**COMPILED)
+def evict_oldest(state, w):
     worker, lru, end = state.workers[w], state.lru[w], state.cached.shape[1]
     while worker.num_evictable > max(worker.num_free, 0):
         node = lru[end, 0]
@@ -608,14 +623,16 @@ def handle(state, w, kind, index, now_s):
     elif kind == PULLED:
         worker.num_pulling -= 1
         worker.soon_blocks -= expected_blocks(state, request, request.num_prompt)
-        store(state, w, index)
+        if has_path(request):
+            store(state, w, index)
         if request.num_output > 1:
             join(state, w, index, worker.num_steps, request.num_output - 1)
         else:
             worker.most_blocks -= final_blocks(state, request)
             worker.num_free += held_blocks(state, request, request.num_prompt)
             worker.refused_blocks = NEVER
-            release(state, w, index, request.num_shared, 0)
+            if has_path(request):
+                release(state, w, index, request.num_shared, 0)
     else:
         release_prompt(state, w, index)
 
@@ -632,7 +649,8 @@ def release_prompt(state, w, index):
     num_blocks = blocks_for(state, request.num_prompt)
     worker.num_free += num_blocks - request.num_parked_shared
     worker.handoff_blocks -= num_blocks
-    release(state, w, index, request.num_parked_shared, 0)
+    if has_path(request):
+        release(state, w, index, request.num_parked_shared, 0)
 
 
 @njit(inline="always")
@@ -681,7 +699,8 @@ def end_sequences(state, w, step, seen_s, now_s):
         worker.num_ending -= 1
         worker.num_free += held_blocks(state, request, num_context)
         worker.most_blocks -= final_blocks(state, request)
-        release(state, w, index, request.num_shared, request.num_output - 1)
+        if has_path(request):
+            release(state, w, index, request.num_shared, request.num_output - 1)
         worker.num_running -= 1
         running[slot] = running[worker.num_running]
         last_steps[slot] = last_steps[worker.num_running]
@@ -776,7 +795,7 @@ def find_first_last_step(state, w, step):
     worker.first_last_step = first
 
 
-@njit(inline="always")
+@njit(**COMPILED)
 def preempt_latest(state, w, step):
     """`DecodeScheduler._preempt` the last arrival; returns the blocks to copy to the host."""
     worker = state.workers[w]
@@ -815,7 +834,7 @@ def preempt_latest(state, w, step):
     return 0
 
 
-@njit(inline="always")
+@njit(**COMPILED)
 def resume_swapped(state, w, step):
     """`Swapping.resume` in order of arrival; returns the blocks to copy back, and whether one is left that lacks
     room."""
@@ -911,7 +930,8 @@ def reserve(state, w, now_s):
         is_hungry = worker.is_held_up == 1 or (local >= 0 and state.requests[local].is_preempted == 1)
         if is_local_ahead and is_hungry:
             return True
-        request.num_shared = num_held_by_others(state, w, index)
+        if has_path(request):
+            request.num_shared = num_held_by_others(state, w, index)
         num_expected = expected_blocks(state, request, request.num_prompt)
         num_final = final_blocks(state, request)
         if num_places(worker) <= 0 or not fits(state, w, num_expected, num_final):
@@ -920,8 +940,9 @@ def reserve(state, w, now_s):
         worker.num_pulling += 1
         worker.soon_blocks += num_expected
         worker.most_blocks += num_final
-        request.num_pull_cached = num_cached_tokens(state, w, index)
-        hold(state, w, index)
+        if has_path(request):
+            request.num_pull_cached = match_prefix(state, w, index)
+            hold(state, w, index)
         worker.num_free -= held_blocks(state, request, request.num_prompt)
         evict(state, w)
         report(state, RESERVED_BLOCKS, index, now_s)
@@ -937,7 +958,7 @@ def admit(state, w, index, may_admit, now_s):
     if worker.role == PREFILL:
         num_blocks = blocks_for(state, request.num_prompt)
         num_held = worker.handoff_blocks
-        num_shared = num_held_by_others(state, w, index)
+        num_shared = num_held_by_others(state, w, index) if has_path(request) else 0
         if worker.num_admitted >= worker.max_batch_size or num_blocks - num_shared > worker.num_free:
             return False
         if num_held > 0 and 2 * (num_held + num_blocks) > worker.num_blocks:
@@ -946,7 +967,7 @@ def admit(state, w, index, may_admit, now_s):
         request.num_parked_shared = num_shared
         num_blocks -= num_shared
     else:
-        if request.is_preempted == 0:
+        if request.is_preempted == 0 and has_path(request):
             request.num_shared = num_held_by_others(state, w, index)
         num_expected, num_final = expected_blocks(state, request, request.num_known), final_blocks(state, request)
         if not may_admit or num_places(worker) <= 0 or not fits(state, w, num_expected, num_final):
@@ -954,8 +975,8 @@ def admit(state, w, index, may_admit, now_s):
         num_blocks = held_blocks(state, request, request.num_known)
         worker.soon_blocks += num_expected
         worker.most_blocks += num_final
-    if request.is_preempted == 0:
-        request.num_cached = num_cached_tokens(state, w, index)
+    if request.is_preempted == 0 and has_path(request):
+        request.num_cached = match_prefix(state, w, index)
         hold(state, w, index)
     worker.num_free -= num_blocks
     evict(state, w)
@@ -1024,7 +1045,8 @@ def hand_over(state, w, now_s):
             continue
         worker.admitted_context -= request.num_known
         request.chunk_step = worker.num_steps
-        store(state, w, index)
+        if has_path(request):
+            store(state, w, index)
         state.lists[w, COMPUTED, worker.computed_tail & mask] = index
         worker.computed_tail += 1
         if worker.role == PREFILL:
@@ -1048,7 +1070,7 @@ def first_turn(turn_at_s):
     return first
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, **COMPILED)
 def run(state):
     """Serve all requests."""
     cluster, requests, turn_at_s = state.cluster[0], state.requests, state.turn_at_s

@@ -283,7 +283,7 @@ class _Simulator:
         follow_up = simulated.follow_up
         if follow_up is not None and not record.is_rejected:
             before = self._prompts.answered(request.prompt, simulated.num_output_tokens)
-            think_s = 0.0 if self._is_closed_loop else follow_up.arrived_s
+            think_s = 0.0 if self._is_closed_loop else self._overheads.answer_s + follow_up.arrived_s
             self._expect(follow_up, self.now_s + think_s, before)
         elif self._is_closed_loop:
             self._expect_next()
