@@ -28,6 +28,8 @@ _COARSE_STEP, _COARSE_TOLERANCE = 1.6, 1.1
 """Of the first seed's search: ratio of neighbouring rates, and of the two rates that it ends with."""
 _FINE_STEP = 1.04
 """Ratio of neighbouring rates of the search with all seeds."""
+_JUDGE_STEP, _JUDGE_TOLERANCE = 1.05, 0.02
+"""Of the judge's search from the scout's goodput down."""
 _LEAST_SHARE = 1 / 200
 """Share of the first rate below which the goodput counts as 0."""
 
@@ -208,6 +210,20 @@ def find_goodput(
         num_requests=num_requests,
         is_scouted=trial.is_scouted,
         is_capped=rate == max_rate,
+    )
+
+
+def confirmed(runner: Runner, trial: Trial, scouted: Goodput, max_rate: float) -> Goodput:
+    """The goodput that the scout found, with the judge's result at that rate; the judge's own if it misses the target.
+
+    Args:
+        trial: of the judge.
+    """
+    seen = runner.attainment(trial, scouted.rate)
+    if seen.meets(trial.slo.attainment):
+        return replace(scouted, judged=seen)
+    return find_goodput(
+        runner, trial, scouted.rate, step=_JUDGE_STEP, tolerance=_JUDGE_TOLERANCE, max_rate=max_rate, known=[seen]
     )
 
 

@@ -78,7 +78,7 @@ class Space:
 class Effort:
     """Amount of simulation."""
 
-    screen_requests: int = 2000
+    screen_requests: int = 10_000
     """Per screened layout and rate."""
     final_requests: int = 20_000
     """Per finalist, seed and rate."""

@@ -10,8 +10,8 @@ successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same reques
    layout in short runs; the first ones correct the remaining estimates.
 3. Finalists: the scout finds their goodput in long runs with several seeds. The judge
    (`pdserve.planner.simulate.simulator`) then serves the best of either kind at its goodput; where it misses the
-   target, or differs from the scout by more than 2 points, the goodput is the judge's. Last, the sensitivity: the
-   losers at the winner's rate, the saturation rate, and the effect of faster or slower steps.
+   target, the goodput is the judge's; where it differs from the scout by more than 2 points, the plan says so. Last,
+   the sensitivity: the losers at the winner's rate, the saturation rate, and the effect of faster or slower steps.
 
 The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
 """
@@ -31,7 +31,7 @@ from pdserve.planner.layout import Layout
 from pdserve.planner.search.bounds import BoundTable
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
-from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, find_goodput
+from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, confirmed, find_goodput
 from pdserve.planner.search.hosts import ONE_HOST_TODAY
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
@@ -55,7 +55,6 @@ _SCREEN_OPTIMISM = 1.15
 """Factor by which a short run's goodput may be too low relative to another's."""
 _MOST_POINTS = 0.02
 """Difference in attainment between scout and judge that counts as agreement."""
-_JUDGE_STEP, _JUDGE_TOLERANCE = 1.05, 0.02
 
 Result = TypeVar("Result")
 
@@ -243,7 +242,7 @@ class _Search:
             if not unjudged:
                 return
             jobs: list[Job[Goodput]] = [
-                partial(_judged, trial=self._judge_trial(entry), scouted=entry.final, max_rate=entry.bounds.rate)
+                partial(confirmed, trial=self._judge_trial(entry), scouted=entry.final, max_rate=entry.bounds.rate)
                 for entry in unjudged
                 if entry.final is not None
             ]
@@ -257,7 +256,7 @@ class _Search:
         assert scouted is not None
         assert scouted.at_rate is not None
         seen = judged.judged or next(point for point in judged.points if point.rate == scouted.rate)
-        if _differ(scouted, seen):
+        if abs(seen.share - scouted.at_rate.share) > _MOST_POINTS:
             self._notes.append(
                 f"Scout and judge differ on {entry.layout}: at {rate_words(scouted.rate)} the scout finds "
                 f"{share(scouted.at_rate.share)} of requests within the SLO, the judge {share(seen.share)}. The "
@@ -404,20 +403,6 @@ class _Search:
     def _is_served(self, entries: Sequence[Entry]) -> bool:
         """Whether one of them answers the question."""
         return any(entry.rate and self._ranking.serves(entry.rate) for entry in entries)
-
-
-def _judged(runner: Runner, trial: Trial, scouted: Goodput, max_rate: float) -> Goodput:
-    """The goodput that the scout found, with the judge's result at that rate; the judge's own goodput if it misses the
-    target there or differs from the scout."""
-    seen = runner.attainment(trial, scouted.rate)
-    if seen.meets(trial.slo.attainment) and not _differ(scouted, seen):
-        return replace(scouted, judged=seen)
-    return find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, tolerance=_JUDGE_TOLERANCE, max_rate=max_rate)
-
-
-def _differ(scouted: Goodput, seen: Attainment) -> bool:
-    assert scouted.at_rate is not None
-    return abs(seen.share - scouted.at_rate.share) > _MOST_POINTS
 
 
 def _family(entry: Entry) -> tuple[bool, bool]:

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.layout import Layout, Pool
-from pdserve.planner.search.goodput import Runner, Trial, find_goodput, slowed
+from pdserve.planner.search.goodput import Runner, Trial, confirmed, find_goodput, slowed
 from pdserve.planner.simulate.attainment import Attainment, Interval
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, attain, disaggregated
 
@@ -132,6 +132,30 @@ def test_known_results_are_not_simulated_again() -> None:
     goodput = find_goodput(runner, trial, 9.0, step=1.05, known=[known])
     assert known in goodput.points
     assert runner.num_runs == len(goodput.points) - 1
+
+
+class JudgeRunner(CurveRunner):
+    """The judge's attainment at ``factor`` times a rate is the scout's at the rate."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(falling(10.0))
+        self._factor = factor
+
+    def attainment(self, trial: Trial, rate: float, *, num_seeds: int = 0) -> Attainment:
+        seen = super().attainment(trial, rate if trial.is_scouted else rate / self._factor, num_seeds=num_seeds)
+        return replace(seen, rate=rate)
+
+
+@pytest.mark.parametrize(("factor", "rate"), [(0.8, 8.0), (1.0, 9.8), (1.2, 9.8)])
+def test_the_judge_lowers_a_goodput_and_never_raises_one(factor: float, rate: float) -> None:
+    trial, runner = a_trial(), JudgeRunner(factor)
+    scouted = find_goodput(runner, replace(trial, is_scouted=True), 5.0)
+    goodput = confirmed(runner, replace(trial, seeds=(9,)), scouted, max_rate=100.0)
+    assert goodput.rate == pytest.approx(rate, rel=0.03)
+    assert goodput.is_scouted is (factor >= 1)
+    assert goodput.at_rate is not None
+    assert goodput.at_rate.num_runs == 1
+    assert goodput.at_rate.share >= 0.9
 
 
 def test_the_judge_attains_the_same_at_the_goodput_that_the_scout_finds() -> None:
