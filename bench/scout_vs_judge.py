@@ -132,8 +132,8 @@ def draw_case(number: int, seed: int, num_requests: int, *, has_pipelines: bool 
     name = str(random.choice(_WORKLOADS))
     contents = preset(name).contents
     assert isinstance(contents, Conversations)
-    system_prompts = random.choice((None, None, None, _SYSTEM_PROMPTS))
-    turns = random.choice((Turns(), Turns(), Turns(), _TURNS))
+    system_prompts = _SYSTEM_PROMPTS if random.random() < 0.25 else None
+    turns = _TURNS if random.random() < 0.25 else Turns()
     contents = Conversations(lengths=contents.lengths, system_prompts=system_prompts, turns=turns)
     arrivals = RandomGaps(float(random.choice((1.0, 1.0, 2.0))))
     workload = Workload(name=name, contents=contents, arrivals=arrivals)
