@@ -126,6 +126,32 @@ def test_auto_is_grpc_from_another_host(source: Peer) -> None:
     source.withdraw(handle)
 
 
+def test_a_prompt_has_one_puller_at_a_time(source: Peer) -> None:
+    handle = source.offer()
+    opening = kv_pb2.PullMessage(open=_opening(handle))
+    with _client(source) as first, _client(source) as second:
+        first.write(opening)
+        assert first.read().opened.transport == "grpc"
+        second.write(opening)
+        code, reason = second.expect_end()
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    assert "another worker" in reason
+    source.expect("lease_opened")
+    source.expect("lease_lost")
+    source.withdraw(handle)
+
+
+def test_a_grant_after_the_final_one_withdraws_the_prompt(source: Peer) -> None:
+    handle = source.offer()
+    with _client(source) as client:
+        client.write(kv_pb2.PullMessage(open=_opening(handle)))
+        assert client.read().opened.transport == "grpc"
+        source.grant(handle, [5])
+        source.grant(handle, [6], first_index=1)
+        assert client.expect_end()[0] is grpc.StatusCode.ABORTED
+    source.expect("lease_opened")
+
+
 @pytest.mark.parametrize(
     ("change", "code", "reason"),
     [

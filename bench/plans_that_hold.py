@@ -1,0 +1,144 @@
+"""Whether plans hold: the planned layout under long runs of the judge that the search has not seen.
+
+    python -m pdserve.bench.plans_that_hold [--only NUMBER ...] [--data FOLDER] [--seeds 5] [--requests 20000]
+        [--json FILE]
+
+Plans for questions over models, GPUs, workloads and objectives, and then simulates each winner with the live schedulers
+(`pdserve.planner.simulate.simulator`) at the answer's rate, on fresh seeds. A plan holds if at least four of five runs
+reach the target in a steady state. The real traces are those of ``--data``: Azure's conversations of 2023, and
+Mooncake's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pdserve.bench.models import LLAMA_3_8B, LLAMA_3_70B, QWEN3_32B
+from pdserve.bench.script import publish, script_parser
+from pdserve.contracts.deployment import SloConfig
+from pdserve.model.cost.hardware import hardware
+from pdserve.planner.layout import PlannedModel
+from pdserve.planner.search.goodput import Runner, Trial
+from pdserve.planner.search.plan import Effort, Objective, Plan, Question, Supply
+from pdserve.planner.search.search import find_plan
+from pdserve.planner.simulate.attainment import Attainment
+from pdserve.planner.workload.traffic import Traffic, named_traffic
+
+FIRST_FRESH_SEED = 100
+_MIN_TRAFFIC_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A question, as somebody asks it."""
+
+    model: PlannedModel
+    gpu: str
+    num_gpus: int = 4
+    traffic: str = "chat"
+    slo: SloConfig | None = None
+    """Defaults to the traffic's."""
+    objective: Objective = Objective.RATE
+    rate: float = 0.0
+
+    def __str__(self) -> str:
+        goal = f", {self.objective.value} for {self.rate:g}/s" if self.rate else ""
+        return f"{self.model.name} on {self.num_gpus} x {self.gpu}, {Path(self.traffic).stem}{goal}"
+
+
+AZURE, MOONCAKE = "AzureLLMInferenceTrace_conv.csv", "mooncake_conversation_trace.jsonl"
+CASES = (
+    Case(model=LLAMA_3_8B, gpu="h100-sxm"),
+    Case(model=LLAMA_3_8B, gpu="a100-80gb-sxm", traffic="code"),
+    Case(model=LLAMA_3_8B, gpu="l40s", num_gpus=8, objective=Objective.FEWEST_DEVICES, rate=20.0),
+    Case(model=LLAMA_3_8B, gpu="h100-sxm", traffic="summarisation"),
+    Case(model=LLAMA_3_8B, gpu="h100-sxm", traffic="agent"),
+    Case(model=QWEN3_32B, gpu="a100-80gb-sxm", num_gpus=8),
+    Case(model=QWEN3_32B, gpu="h100-sxm", num_gpus=8, traffic="code"),
+    Case(model=QWEN3_32B, gpu="h100-sxm", num_gpus=8, objective=Objective.LEAST_COST, rate=10.0),
+    Case(model=LLAMA_3_70B, gpu="h100-sxm", num_gpus=8),
+    Case(model=LLAMA_3_70B, gpu="a100-80gb-sxm", num_gpus=16, traffic="summarisation"),
+    Case(model=LLAMA_3_8B, gpu="a100-80gb-sxm", traffic=AZURE, slo=SloConfig(ttft_seconds=0.5, tpot_seconds=0.05)),
+    Case(
+        model=LLAMA_3_8B, gpu="h100-sxm", num_gpus=8, traffic=MOONCAKE, slo=SloConfig(ttft_seconds=5, tpot_seconds=0.05)
+    ),
+)
+
+
+def plan_of(case: Case, traffic: Traffic, num_processes: int) -> Plan:
+    num_nodes = -(-case.num_gpus // 8)
+    question = Question(
+        model=case.model,
+        slo=case.slo or traffic.usual_slo,
+        fleet=(Supply(hardware=hardware(case.gpu), num_nodes=num_nodes, devices_per_node=case.num_gpus // num_nodes),),
+        objective=case.objective,
+        rate=case.rate,
+        effort=replace(Effort(), most_requests=traffic.max_requests),
+    )
+    return find_plan(question, traffic.workload, num_processes=num_processes)
+
+
+def judged(seed: int, *, plan: Plan, traffic: Traffic, num_requests: int, rate: float) -> Attainment:
+    trial = Trial(
+        model=plan.question.model,
+        layout=plan.best.layout,
+        slo=plan.question.slo,
+        num_requests=traffic.at_most(num_requests),
+        seeds=(seed,),
+    )
+    return Runner(traffic.workload).attainment(trial, rate)
+
+
+def measure(number: int, case: Case, data: Path, num_requests: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """The plan of a case, and its attainment on each of the seeds."""
+    name = str(data / case.traffic) if "." in case.traffic else case.traffic
+    traffic = named_traffic(name, max_model_len=case.model.max_model_len).with_at_least(_MIN_TRAFFIC_REQUESTS)
+    num_processes = len(os.sched_getaffinity(0))
+    plan = plan_of(case, traffic, num_processes)
+    rate = case.rate or plan.best.rate
+    run = partial(judged, plan=plan, traffic=traffic, num_requests=num_requests, rate=rate)
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        runs = list(pool.map(run, seeds))
+    target = plan.question.slo.attainment
+    num_held = sum(each.meets(target) for each in runs)
+    return {
+        "case": f"{number} {case}",
+        "layout": str(plan.best.layout),
+        "rate": round(rate, 2),
+        "interval": [round(end, 2) for end in plan.best.goodput.interval] if plan.best.goodput else None,
+        "planned_s": round(plan.elapsed_s, 1),
+        "attainment": [round(each.share, 4) for each in runs],
+        "is_saturated": [each.is_saturated for each in runs],
+        "holds": num_held >= 0.8 * len(runs),
+        "notes": list(plan.notes),
+    }
+
+
+def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to run, from 1")
+    parser.add_argument("--data", type=Path, default=Path(), help="folder of the real traces")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=20_000, help="of each run")
+    arguments = parser.parse_args()
+    terminal, results = Console(stderr=True), []
+    for number, case in enumerate(CASES, 1):
+        if arguments.only is None or number in arguments.only:
+            seeds = range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + arguments.seeds)
+            results.append(measure(number, case, arguments.data, arguments.requests, seeds))
+            terminal.print(results[-1])
+    num_held = sum(each["holds"] for each in results)
+    publish({"num_held": num_held, "num_cases": len(results), "cases": results}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
