@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
 from pdserve.proto.codec import (
+    MAX_CACHE_SALT_BYTES,
+    MAX_DURATION_S,
     WireError,
     request_from_proto,
     request_to_proto,
@@ -75,6 +77,26 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
     sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=8)
     request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1, choice=128)
     with pytest.raises(WireError, match="choice"):
+        request_from_proto(request, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("deadline_s", 0.0),
+        ("deadline_s", -1.0),
+        ("deadline_s", MAX_DURATION_S * 1.01),
+        ("ttft_slo_s", -1.0),
+        ("ttft_slo_s", MAX_DURATION_S * 1.01),
+        ("cache_salt", b"a" * (MAX_CACHE_SALT_BYTES + 1)),
+    ],
+)
+def test_a_request_outside_the_limits_is_refused(field: str, value: float | bytes) -> None:
+    sampling = worker_pb2.SamplingParams(max_tokens=1, top_p=1.0)
+    request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1)
+    assert request_from_proto(request, LIMITS).deadline_s == 1
+    setattr(request, field, value)
+    with pytest.raises(WireError, match=field):
         request_from_proto(request, LIMITS)
 
 
