@@ -255,9 +255,10 @@ def _highest(
 
 
 def _surely_missed(points: Sequence[Attainment], rate: float, target: float, max_rate: float) -> float:
-    """Rate at which the upper end of attainment's interval falls to ``target``: between two simulated rates in
-    proportion, beyond the highest one along the line through the last two; at most ``max_rate``."""
-    ends = [(point.rate, point.interval.high) for point in sorted(points, key=lambda point: point.rate)]
+    """Rate at which the upper end of attainment's interval falls to ``target``, or the cluster saturates: between two
+    simulated rates in proportion, beyond the highest one along the line through the last two; at most ``max_rate``."""
+    in_order = sorted(points, key=lambda point: point.rate)
+    ends = [(point.rate, 0.0 if point.is_saturated else point.interval.high) for point in in_order]
     ends = [end for end in ends if end[0] >= rate]
     above = next((index for index, (_, high) in enumerate(ends) if high < target), len(ends) - 1)
     if above < 1:

@@ -944,7 +944,6 @@ def reserve(state, w, now_s):
             request.num_pull_cached = match_prefix(state, w, index)
             hold(state, w, index)
         worker.num_free -= held_blocks(state, request, request.num_prompt)
-        evict(state, w)
         report(state, RESERVED_BLOCKS, index, now_s)
         request.pull_begun_s = now_s
         carry(state, index, now_s)
@@ -979,7 +978,6 @@ def admit(state, w, index, may_admit, now_s):
         request.num_cached = match_prefix(state, w, index)
         hold(state, w, index)
     worker.num_free -= num_blocks
-    evict(state, w)
     worker.waiting_head += 1
     worker.waiting_tokens -= request.num_known
     request.num_computed = request.num_cached
