@@ -62,6 +62,26 @@ def test_memfd_notices_a_reused_block(source: PoolMemory, target: PoolMemory) ->
     assert caught.value.stage == "verify"
 
 
+def reused_by_a_copy(source: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the block to another owner as soon as somebody begins to copy it."""
+    block_of = source.block
+
+    def block(block_id: int, head_start: int, head_end: int) -> memoryview:
+        source.generations[block_id] += 1
+        return block_of(block_id, head_start, head_end)
+
+    monkeypatch.setattr(source, "block", block)
+
+
+def test_a_block_that_is_reused_while_it_is_copied_is_noticed(
+    source: PoolMemory, target: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reused_by_a_copy(source, monkeypatch)
+    with pytest.raises(PullError, match="reused"):
+        asyncio.run(MemfdReceiver(target, source).receive([BLOCK]))
+    assert _message(source).generation == BLOCK.generation + 2
+
+
 def test_memfd_gives_the_loop_a_turn_between_large_copies(source: PoolMemory, target: PoolMemory) -> None:
     source.generations[0] = 5
     blocks = [GrantedBlock(0, 0, 5, 0)] * (2 * (4 << 20) // LAYOUT.block_bytes)

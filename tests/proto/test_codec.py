@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.request import HANDLE_BYTES, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits
 from pdserve.proto.codec import (
+    MAX_ADDRESS_LENGTH,
     MAX_CACHE_SALT_BYTES,
     MAX_DURATION_S,
     WireError,
@@ -81,23 +83,40 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("fields", "named"),
     [
-        ("deadline_s", 0.0),
-        ("deadline_s", -1.0),
-        ("deadline_s", MAX_DURATION_S * 1.01),
-        ("ttft_slo_s", -1.0),
-        ("ttft_slo_s", MAX_DURATION_S * 1.01),
-        ("cache_salt", b"a" * (MAX_CACHE_SALT_BYTES + 1)),
+        ({"deadline_s": 0.0}, "deadline_s"),
+        ({"deadline_s": MAX_DURATION_S * 1.01}, "deadline_s"),
+        ({"ttft_slo_s": -1.0}, "ttft_slo_s"),
+        ({"ttft_slo_s": MAX_DURATION_S * 1.01}, "ttft_slo_s"),
+        ({"cache_salt": b"a" * (MAX_CACHE_SALT_BYTES + 1)}, "cache_salt"),
+        ({"prompt_tokens": []}, "prompt_tokens is empty"),
+        ({"prompt_tokens": [LIMITS.vocab_size]}, "prompt_tokens"),
+        ({"prompt_tokens": [1] * 60, "emitted_tokens": [1] * 4}, "no room to generate"),
+        ({"emitted_tokens": [1] * 8}, "already emitted"),
+    ],
+    ids=str,
+)
+def test_a_request_outside_the_limits_is_refused(fields: dict[str, Any], named: str) -> None:
+    sampling = worker_pb2.SamplingParams(max_tokens=8, top_p=1.0)
+    usual = {"prompt_tokens": [1], "sampling": sampling, "deadline_s": 1.0}
+    assert request_from_proto(worker_pb2.Request(**usual), LIMITS).deadline_s == 1
+    with pytest.raises(WireError, match=named):
+        request_from_proto(worker_pb2.Request(**usual | fields), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (KvSource(address="", worker_epoch=1, handle=b"h" * HANDLE_BYTES), "address"),
+        (KvSource(address="a" * (MAX_ADDRESS_LENGTH + 1), worker_epoch=1, handle=b"h" * HANDLE_BYTES), "address"),
+        (KvSource(address="a:1", worker_epoch=1, handle=b"h" * (HANDLE_BYTES + 1)), "handle"),
+        (KvSource(address="a:1", worker_epoch=1, handle=b""), "handle"),
     ],
 )
-def test_a_request_outside_the_limits_is_refused(field: str, value: float | bytes) -> None:
-    sampling = worker_pb2.SamplingParams(max_tokens=1, top_p=1.0)
-    request = worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1)
-    assert request_from_proto(request, LIMITS).deadline_s == 1
-    setattr(request, field, value)
-    with pytest.raises(WireError, match=field):
-        request_from_proto(request, LIMITS)
+def test_a_source_outside_the_limits_is_refused(source: KvSource, named: str) -> None:
+    with pytest.raises(WireError, match=named):
+        source_from_proto(source_to_proto(source))
 
 
 def test_a_source_survives_the_wire() -> None:
