@@ -99,7 +99,7 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
 )
 def test_a_request_outside_the_limits_is_refused(fields: dict[str, Any], named: str) -> None:
     sampling = worker_pb2.SamplingParams(max_tokens=8, top_p=1.0)
-    usual = {"prompt_tokens": [1], "sampling": sampling, "deadline_s": 1.0}
+    usual: dict[str, Any] = {"prompt_tokens": [1], "sampling": sampling, "deadline_s": 1.0}
     assert request_from_proto(worker_pb2.Request(**usual), LIMITS).deadline_s == 1
     with pytest.raises(WireError, match=named):
         request_from_proto(worker_pb2.Request(**usual | fields), LIMITS)
