@@ -97,11 +97,8 @@ class Parking:
 
     def take_released(self, handle: bytes) -> Sequence | None:
         """Remove an offer whose puller has every block. Returns its sequence unless that has already ended."""
-        offer = self._offers.get(handle)
-        if offer is None or offer.expires_s == inf:
-            return None
-        del self._offers[handle]
-        return None if offer.sequence.is_over else offer.sequence
+        offer = self._offers.pop(handle, None)
+        return None if offer is None or offer.sequence.is_over else offer.sequence
 
     def withdraw(self, sequence: Sequence) -> None:
         """Withdraw the sequence's offer, if it has one."""

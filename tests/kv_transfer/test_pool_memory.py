@@ -123,6 +123,8 @@ def test_a_pool_is_mapped_once() -> None:
     assert pools.get(owner.path, owner.inode, LAYOUT) is first
     pools.drop_gone()
     assert pools.get(owner.path, owner.inode, LAYOUT) is first
+    with pytest.raises(ValueError, match="bytes"):
+        pools.get(owner.path, owner.inode, replace(LAYOUT, num_blocks=65))
     owner.close()
 
 

@@ -337,6 +337,16 @@ def test_an_answer_of_one_token_frees_everything_but_tells_its_puller() -> None:
     assert scheduler.take_events() == [WithdrawEvent(grant.handle)], "the offer is taken back if nobody asks for it"
 
 
+def test_a_lease_does_not_hold_the_offer_of_an_answer_that_has_ended() -> None:
+    scheduler = a_scheduler()
+    handle = park(scheduler, a_request(0, 6, max_tokens=1))
+    scheduler.set_leased(handle, True)
+    assert scheduler.next_deadline_s() == PARK_TIMEOUT_S
+    assert scheduler.plan(PARK_TIMEOUT_S) is None
+    assert scheduler.take_events() == [WithdrawEvent(handle)]
+    assert scheduler.next_deadline_s() is None
+
+
 def test_a_parked_prompt_that_nobody_pulls_expires() -> None:
     pool = BlockPool(16, BLOCK_SIZE)
     scheduler = a_scheduler(pool)
@@ -493,6 +503,17 @@ def test_a_failed_step_fails_its_prompts_and_caches_nothing() -> None:
     ] * 2
     assert len(only(events, WithdrawEvent)) == 2
     assert (pool.num_referenced, pool.num_cached) == (0, 0)
+
+
+def test_nothing_is_planned_on_top_of_a_step_that_may_fail_too() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    add(scheduler, a_request(0, 16))
+    first, second = step(scheduler), step(scheduler)
+    scheduler.fail_step(first.step_id, "out of memory", 0.0)
+    add(scheduler, a_request(1, 4))
+    assert scheduler.plan(0.0) is None
+    scheduler.fail_step(second.step_id, "out of memory", 0.0)
+    assert step(scheduler).step_id == second.step_id + 1
 
 
 def test_the_load_counts_what_is_to_be_done() -> None:
