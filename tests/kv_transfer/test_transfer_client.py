@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 
+from pdserve.kv_transfer import transfer_client
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess, encode_frame, read_frame, receive_frame
 from pdserve.proto.v1 import transfer_pb2
@@ -117,6 +118,21 @@ def test_one_that_does_not_read_is_killed() -> None:
             assert time.monotonic() < deadline_s
             peer.process.send(message)
         peer.expect_death()
+
+
+def test_close_kills_one_that_does_not_react(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_client, "STOP_TIMEOUT_S", 0.1)
+    with running_peer() as peer:
+        pid = peer.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        closing = threading.Thread(target=peer.process.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        is_closed = not closing.is_alive()
+        if not is_closed:
+            os.kill(pid, signal.SIGKILL)
+    assert is_closed
+    assert not psutil.pid_exists(pid)
 
 
 def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

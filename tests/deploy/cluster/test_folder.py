@@ -31,7 +31,13 @@ def test_a_root_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(DeployError, match=said), cluster_folder():
         pass
     monkeypatch.setattr(folder_module, "_PARENT", tmp_path)
-    (tmp_path / f"pdserve-{os.getuid()}").touch()
+    root = tmp_path / f"pdserve-{os.getuid()}"
+    root.touch()
+    with pytest.raises(DeployError, match="is not a private folder of yours; remove it"), cluster_folder():
+        pass
+    root.unlink()
+    root.mkdir()
+    root.chmod(0o755)
     with pytest.raises(DeployError, match="is not a private folder of yours; remove it"), cluster_folder():
         pass
 

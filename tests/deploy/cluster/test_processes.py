@@ -48,6 +48,15 @@ def test_a_session_is_ended_whole_even_if_it_ignores_sigterm(tmp_path: Path) -> 
     end_session(family, grace_s=0.1)
 
 
+def test_a_session_whose_leader_has_died_is_ended_too(tmp_path: Path) -> None:
+    family = start_family(tmp_path / "log")
+    family.kill()
+    family.wait()
+    assert len(session_members(family.pid)) == 1
+    end_session(family, grace_s=0.1)
+    assert session_members(family.pid) == []
+
+
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     log_path = tmp_path / "log"
     code = f"""

@@ -41,6 +41,32 @@ def test_a_router_that_cannot_start_and_one_that_is_killed_say_why(tmp_path: Pat
         router.end()
 
 
+class AnsweringRouter(RouterProcess):
+    """Answers while ``answers`` is true; has no process."""
+
+    answers = True
+
+    def _start(self) -> None:
+        pass
+
+    def _check_starting(self, now_s: float) -> bool:
+        return True
+
+    def _answers(self, path: str) -> bool:
+        return self.answers
+
+
+def test_a_router_counts_as_hung_only_some_time_after_its_last_answer(tmp_path: Path) -> None:
+    router = AnsweringRouter(RouterProcessConfig(model_path="", served_name="s", port=0), tmp_path / "log")
+    for now_s in 0.0, 0.0, 100.0:
+        router.check(now_s)
+    router.answers = False
+    router.check(103.0)
+    assert router.state is ProcessState.UP
+    router.check(101.0 + router_process.HANG_S)
+    assert router.failure == "no answer for 10 s"
+
+
 def test_a_router_that_hangs_is_killed_and_restarted_at_its_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,13 @@ def test_a_banned_token_does_not_hide_a_logit_that_is_not_finite() -> None:
         sample(logits_BV, [sampling_row(GREEDY, banned=[3])])
 
 
+def test_a_penalty_does_not_hide_a_logit_that_is_not_finite() -> None:
+    logits_BV = torch.zeros(1, 8)
+    logits_BV[0, 3] = math.inf
+    with pytest.raises(AssertionError):
+        sample(logits_BV, [sampling_row(SamplingParams(temperature=0, presence_penalty=1), answer=[3])])
+
+
 def test_rows_of_all_kinds_are_drawn_together() -> None:
     """Of hundreds of rows many would differ if one parameter of any went to another."""
     logits_BV = torch.randn(400, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))

@@ -40,6 +40,15 @@ def test_counts_that_grow_are_those_of_the_whole(
         end = min(end + num_new, len(tokens))
 
 
+def test_a_long_history_is_read_once() -> None:
+    cache, history = TokenCountCache(), list(range(50))
+    counts = cache.counts(0, history, 50, 7)
+    for newest in 8, 9, 10:
+        history.append(newest - 1)
+        assert cache.counts(0, history, 50, newest) is counts
+    assert cache.num_tokens == 50
+
+
 def test_another_sequence_under_the_same_number_is_counted_afresh() -> None:
     cache = TokenCountCache()
     first = [1, 2, 3, 4, 5, 6]
