@@ -8,8 +8,8 @@ pattern, only scaled in time (common random numbers), so that differences come f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from math import exp, inf, log
 from typing import TYPE_CHECKING, Protocol
 
@@ -213,6 +213,24 @@ def find_goodput(
     )
 
 
+def find_best(
+    runner: Runner, trials: Sequence[Trial], first: int, start_rate: float, tolerance: float
+) -> tuple[int, Goodput]:
+    """The trial with the highest goodput in an ordered sequence with one peak, climbed from trial ``first``."""
+
+    @cache
+    def goodput(index: int) -> Goodput:
+        return find_goodput(runner, trials[index], start_rate, step=_JUDGE_STEP, tolerance=tolerance)
+
+    best = first
+    while True:
+        near = [index for index in (best, best + 1, best - 1) if 0 <= index < len(trials)]
+        higher = max(near, key=lambda index: goodput(index).rate)
+        if higher == best:
+            return best, goodput(best)
+        best = higher
+
+
 def confirmed(runner: Runner, trial: Trial, scouted: Goodput, max_rate: float) -> Goodput:
     """The goodput that the scout found, with the judge's result at that rate; the judge's own if it misses the target.
 
@@ -268,18 +286,3 @@ def _surely_missed(points: Sequence[Attainment], rate: float, target: float, max
         return high
     steps = (high_share - target) / (high_share - low_share)
     return min(low * exp(min(steps, 3.0) * log(high / low)), max(max_rate, rate))
-
-
-def slowed(trial: Trial, time_factor: float) -> Trial:
-    """The same trial on a clock that runs ``time_factor`` times as fast.
-
-    If all steps and transfers take ``time_factor`` times as long, the run is unchanged in a time unit that is longer by
-    the same factor: in that unit, objectives and overheads are shorter, and rates higher by the factor. The goodput of
-    the slowed cluster is this trial's goodput divided by ``time_factor``.
-    """
-    slo, overheads = trial.slo, trial.overheads
-    return replace(
-        trial,
-        slo=replace(slo, ttft_seconds=slo.ttft_seconds / time_factor, tpot_seconds=slo.tpot_seconds / time_factor),
-        overheads=Overheads(**{each.name: getattr(overheads, each.name) / time_factor for each in fields(overheads)}),
-    )

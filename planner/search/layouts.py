@@ -18,6 +18,8 @@ from pdserve.planner.search.bounds import fits
 from pdserve.planner.search.hosts import placed
 from pdserve.planner.search.plan import FitsNowhereError, Objective, Question, Space, Supply
 
+_BATCH_TOKENS = 2048
+"""Token budget of the steps of decode workers, which may prefill a prompt, and of mixed workers before it is tuned."""
 _MAX_REMEDY_DEGREE = 64
 """Highest degree of either kind to try for the smallest layout that holds the model."""
 
@@ -77,12 +79,12 @@ def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
     space = question.space
     wants_all = question.objective is Objective.RATE
     if space.may_colocate:
-        for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens):
+        for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens or (_BATCH_TOKENS,)):
             for (replicas,) in _replicas((worker,), space, wants_all=wants_all):
                 yield Layout(mixed=replace(worker.pool, replicas=replicas)), worker.holds
     if space.may_disaggregate:
         prefills = _workers(question, WorkerRole.PREFILL, space.prefill_batch_tokens)
-        decodes = _workers(question, WorkerRole.DECODE, (_DECODE_BATCH_TOKENS,))
+        decodes = _workers(question, WorkerRole.DECODE, (_BATCH_TOKENS,))
         for prefill, decode in product(prefills, decodes):
             for num_prefill, num_decode in _replicas((prefill, decode), space, wants_all=wants_all):
                 layout = Layout(
@@ -90,10 +92,6 @@ def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
                     decode=replace(decode.pool, replicas=num_decode),
                 )
                 yield layout, prefill.holds and decode.holds
-
-
-_DECODE_BATCH_TOKENS = 2048
-"""Token budget of a decode worker's steps, for prompts that it prefills itself."""
 
 
 def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> list[_Worker]:

@@ -65,8 +65,8 @@ class Space:
     model."""
     pipeline_parallel: tuple[int, ...] = (1, 2, 4)
     prefill_batch_tokens: tuple[int, ...] = (8192,)
-    mixed_batch_tokens: tuple[int, ...] = (512, 2048)
-    """Chunk budgets of colocated workers; a step's decode rows wait for its chunk."""
+    mixed_batch_tokens: tuple[int, ...] = ()
+    """Chunk budgets of colocated workers; empty: the best power of two, by the scout."""
     decode_batch_size: tuple[int, ...] = (256,)
     may_disaggregate: bool = True
     may_colocate: bool = True

@@ -21,17 +21,17 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import geometric_mean
 from typing import TypeVar
 
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.bounds import BoundTable
+from pdserve.planner.search.bounds import BoundTable, fits
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
-from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, confirmed, find_goodput
+from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, confirmed, find_best, find_goodput
 from pdserve.planner.search.hosts import ONE_HOST_TODAY
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
@@ -53,6 +53,7 @@ _OPTIMISM = 1.2
 """Factor by which an estimate may be too low."""
 _SCREEN_OPTIMISM = 1.15
 """Factor by which a short run's goodput may be too low relative to another's."""
+_MOST_CHUNK_TOKENS = 16384
 _MOST_POINTS = 0.02
 """Difference in attainment between scout and judge that counts as agreement."""
 
@@ -220,6 +221,7 @@ class _Search:
         while rest and not self._is_served(self._finalists()):
             reach = self._ranking.within_reach(self._ranking.ranked(rest), _SCREEN_OPTIMISM)
             chosen = of_both_kinds(reach, self._question.effort.num_finalists)
+            self._tune([entry for entry in chosen if entry.layout.is_colocated])
             for entry, goodput in zip(
                 chosen, self._goodputs(chosen, 0.45, 0.7, "finalists", is_final=True), strict=True
             ):
@@ -233,6 +235,36 @@ class _Search:
             raise nothing_met(self._question, finalists)
         if not self._is_served(finalists):
             raise too_slow(self._question, finalists)
+
+    def _tune(self, entries: Sequence[Entry]) -> None:
+        """Give colocated layouts the chunk budget with the highest goodput in short runs."""
+        if self._question.space.mixed_batch_tokens:
+            return
+        variants = [list(self._with_chunks(entry)) for entry in entries]
+        jobs = [
+            partial(
+                find_best,
+                trials=[self._trial(layout) for layout in layouts],
+                first=layouts.index(entry.layout),
+                start_rate=entry.rate,
+                tolerance=self._question.effort.tolerance,
+            )
+            for entry, layouts in zip(entries, variants, strict=True)
+        ]
+        for entry, layouts, (best, goodput) in zip(
+            entries, variants, self._run(jobs, 0.35, 0.45, "chunk budgets"), strict=True
+        ):
+            entry.layout, entry.bounds, entry.screened = layouts[best], self._bound_table.bounds(layouts[best]), goodput
+            self._num_requests += goodput.num_requests
+
+    def _with_chunks(self, entry: Entry) -> Iterator[Layout]:
+        """``entry`` with chunk budgets of powers of two that hold a decode batch, and whose steps leave room for KV."""
+        pool, model = entry.layout.mixed, self._question.model
+        assert pool is not None
+        for power in range(pool.max_batch_size.bit_length(), _MOST_CHUNK_TOKENS.bit_length()):
+            tuned = replace(pool, max_batch_tokens=2**power)
+            if fits(tuned, model, tuned.cost(model)):
+                yield replace(entry.layout, mixed=tuned)
 
     def _judge(self) -> None:
         """Let the judge serve the best finalist of either kind, until it agrees with both or has replaced them."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import sqrt
 
-from pdserve.planner.search.goodput import Goodput, Trial, find_goodput, slowed
+from pdserve.model.cost.hardware import slowed
+from pdserve.planner.layout import Layout
+from pdserve.planner.search.goodput import Goodput, Trial, find_goodput
 from pdserve.planner.search.plan import Sensitivity
 from pdserve.planner.search.process_pool import Job
 
@@ -34,8 +35,7 @@ class SensitivityAnalysis:
         trial = replace(trial, seeds=trial.seeds[:1])
         halved = replace(trial, slo=replace(trial.slo, attainment=trial.slo.attainment / 2))
         searches = [(trial, rate), (halved, rate * _SATURATION)]
-        # Their rates are on a clock of their own: see `slowed`.
-        searches += [(slowed(trial, factor), rate / sqrt(factor)) for factor in _TIME_FACTORS]
+        searches += [(replace(trial, layout=_slowed(trial.layout, factor)), rate / factor) for factor in _TIME_FACTORS]
         self.jobs: list[Job[Goodput]] = [
             partial(find_goodput, trial=each, start_rate=start_rate, step=1.1, max_rate=rate * _HIGHEST_RATE)
             for each, start_rate in searches
@@ -56,5 +56,11 @@ class SensitivityAnalysis:
         scale = self._rate / predicted.rate
         saturation_rate = None if saturation.is_capped else max(self._rate, scale * saturation.rate)
         return saturation_rate, tuple(
-            Sensitivity(factor, scale * each.rate / factor) for factor, each in zip(_TIME_FACTORS, slow, strict=True)
+            Sensitivity(factor, scale * each.rate) for factor, each in zip(_TIME_FACTORS, slow, strict=True)
         )
+
+
+def _slowed(layout: Layout, factor: float) -> Layout:
+    """``layout`` with steps and transfers ``factor`` times as long."""
+    slow = {pool.role.value: replace(pool, hardware=slowed(pool.hardware, factor)) for pool in layout.pools}
+    return replace(layout, **slow)
