@@ -25,8 +25,6 @@ from pdserve.planner.simulate.attainment import Attainment
 
 DEFAULT_HYSTERESIS = 0.1
 """Minimum gain in goodput for a proposal."""
-_HIGHEST = 4.0
-"""Highest rate to try for the running layout, as a multiple of the best layout's goodput."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +109,7 @@ def propose(
         )
         for each in (layout, best.layout)
     )
-    search: Job[Goodput] = partial(
-        find_goodput, trial=runs, start_rate=best.rate, tolerance=effort.tolerance, max_rate=_HIGHEST * best.bounds.rate
-    )
+    search: Job[Goodput] = partial(find_goodput, trial=runs, start_rate=best.rate, tolerance=effort.tolerance)
     at_observed: list[Job[Attainment]] = [
         partial(Runner.attainment, trial=each, rate=observed_rate) for each in (runs, found)
     ]
@@ -229,8 +225,6 @@ def _advice(proposal: Proposal) -> str:
 def _with_interval(goodput: Goodput | None) -> str:
     assert goodput is not None
     low, high = goodput.interval
-    if goodput.is_capped:
-        return f"{wording.rate(goodput.rate)} or more"
     return f"{wording.rate(goodput.rate)} ({wording.number(low)} to {wording.number(high)})"
 
 

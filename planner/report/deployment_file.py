@@ -156,11 +156,9 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
         yield f"Estimated goodput, not simulated: {wording.rate(candidate.rate)}"
     else:
         low, high = goodput.interval
-        interval = f"{wording.number(low)} to {wording.number(high)} with 95 % confidence"
-        sure = "or more: as far as was simulated" if goodput.is_capped else interval
         yield (
-            f"Predicted goodput: {wording.rate(goodput.rate)} ({sure}), at which "
-            f"{wording.share(question.slo.attainment)} of requests meet both objectives"
+            f"Predicted goodput: {wording.rate(goodput.rate)} ({wording.number(low)} to {wording.number(high)} with "
+            f"95 % confidence), at which {wording.share(question.slo.attainment)} of requests meet both objectives"
         )
         at_rate = goodput.at_rate
         if at_rate is not None:

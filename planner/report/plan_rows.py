@@ -81,7 +81,7 @@ def layout_words(plan: Plan, candidate: Candidate) -> str:
 def binds(candidate: Candidate) -> str:
     """The objective that is missed first, if known, and the limiting resource."""
     goodput = candidate.goodput
-    at_rate = goodput.at_rate if goodput is not None and not goodput.is_capped else None
+    at_rate = goodput.at_rate if goodput is not None else None
     slo = f"{at_rate.binding_slo.upper()}: " if at_rate is not None else ""
     return slo + candidate.resource.value
 
@@ -105,7 +105,7 @@ def _pool_cells(candidate: Candidate, figures: PoolFigures) -> tuple[str, ...]:
         wording.size(figures.memory_bytes_per_device),
         "-" if figures.role is WorkerRole.PREFILL else f"{figures.max_concurrency:,}",
         f"{figures.max_long_sequences:,}",
-        wording.share(figures.busy_share),
+        "-" if candidate.goodput is None else wording.share(figures.busy_share),
         wording.share(figures.kv_share),
     )
 
@@ -115,8 +115,6 @@ def _interval(candidate: Candidate) -> str:
         return "estimated"
     low, high = candidate.goodput.interval
     short = "" if candidate.is_final else f" {_SHORT}"
-    if candidate.goodput.is_capped:
-        return f"{wording.number(low)} or more{short}"
     return f"{wording.number(low)} - {wording.number(high)}{short}"
 
 
@@ -190,7 +188,6 @@ def screening_words(plan: Plan) -> str:
     left_out = (
         (it.num_without_memory, "do not fit"),
         (it.num_infeasible, "miss the SLO even when idle"),
-        (it.num_bounded, "cannot reach the goodput of another"),
         (it.num_estimated, "were only estimated"),
     )
     told = ", ".join(f"{count} {why}" for count, why in left_out if count)

@@ -109,7 +109,7 @@ def _attainment(plan: Plan, shown: DrawnCandidate, highest: float) -> Figure:
 
 def _confidence(candidate: Candidate) -> str:
     """Confidence interval of the goodput's mark."""
-    if candidate.goodput is None or candidate.goodput.is_capped:
+    if candidate.goodput is None:
         return ""
     low, high = candidate.goodput.interval
     return f" The goodput lies between {wording.number(low)} and {wording.number(high)}, with 95 % confidence."

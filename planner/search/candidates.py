@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.layout import Layout, Pool
-from pdserve.planner.search.bounds import Bounds, BoundTable, Resource
+from pdserve.planner.search.estimates import Estimate, Estimator, Resource
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.hosts import host_sentence
 from pdserve.planner.search.plan import Candidate, Objective, PoolFigures, Question, Sensitivity, Verdict
@@ -24,9 +24,9 @@ _FULL_SHARE = 0.9
 
 def assemble(
     question: Question,
-    bound_table: BoundTable,
+    estimator: Estimator,
     layout: Layout,
-    bounds: Bounds,
+    estimate: Estimate,
     goodput: Goodput | None,
     dollars_per_hour: float | None,
     *,
@@ -38,10 +38,9 @@ def assemble(
 ) -> Candidate:
     """A candidate with its figures and reasons; ``winner`` is ``None`` for the first in rank."""
     seen = goodput.at_rate if goodput is not None else None
-    is_capped = goodput is not None and goodput.is_capped
-    resource = _resource(layout, bounds, None if is_capped else seen)
-    rate = bounds.estimate if goodput is None else goodput.rate
-    reasons = [_binding_words(seen, resource, bound_table.idle_ttft_miss_share(layout), is_capped=is_capped)]
+    resource = _resource(layout, estimate, seen)
+    rate = estimate.rate if goodput is None else goodput.rate
+    reasons = [_binding_words(seen, resource, estimator.idle_ttft_miss_share(layout))]
     if winner is None and layout.spans_hosts:
         reasons.append(host_sentence(layout, seen))
     if winner is not None:
@@ -50,10 +49,10 @@ def assemble(
             reasons += _cost_words(question, winner, layout, dollars_per_hour)
     return Candidate(
         layout=layout,
-        bounds=bounds,
+        estimate=estimate,
         goodput=goodput,
         resource=resource,
-        pools=tuple(_figures(question, bound_table, pool, bounds, seen) for pool in layout.pools),
+        pools=tuple(_figures(question, estimator, pool, seen) for pool in layout.pools),
         dollars_per_hour=dollars_per_hour,
         is_final=is_final,
         at_winners_rate=at_winners_rate,
@@ -63,28 +62,23 @@ def assemble(
     )
 
 
-def _resource(layout: Layout, bounds: Bounds, seen: Attainment | None) -> Resource:
+def _resource(layout: Layout, estimate: Estimate, seen: Attainment | None) -> Resource:
     """The limiting resource at the goodput, from the objective that more requests miss, or from the bound."""
     if seen is None:
-        return bounds.resource
+        return estimate.resource
     for use in seen.pools:
         if use.role is not WorkerRole.PREFILL and (use.num_preemptions or use.kv_share > _FULL_SHARE):
             return Resource.KV_MEMORY
     if layout.is_colocated:
-        return bounds.resource
+        return estimate.resource
     if seen.binding_slo == "ttft":
         return Resource.PREFILL_COMPUTE
-    return Resource.DECODE_BANDWIDTH if bounds.resource is Resource.PREFILL_COMPUTE else bounds.resource
+    return Resource.DECODE_BANDWIDTH if estimate.resource is Resource.PREFILL_COMPUTE else estimate.resource
 
 
-def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share: float, *, is_capped: bool) -> str:
+def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share: float) -> str:
     if seen is None:
         return f"Estimated, not simulated: {resource.value} would run out first."
-    if is_capped:
-        return (
-            f"At {rate_words(seen.rate)}, the most that its steps can sustain, {share(seen.share)} of requests still "
-            f"meet both objectives; longer simulations may show fewer. {resource.value} runs out first."
-        )
     objective = seen.binding_slo.upper()
     text = (
         f"{objective} binds: at {rate_words(seen.rate)} {share(seen.ttft_share)} meet TTFT and "
@@ -110,8 +104,6 @@ def _losing_words(
             f"At {rate_words(seen.rate)} it meets both objectives for {share(seen.share)}: TTFT is missed by "
             f"{share(1 - seen.ttft_share)}, TPOT by {share(1 - seen.tpot_share)}."
         )
-        if goodput is not None and goodput.is_capped and goodput.rate < seen.rate:
-            text += f" It cannot sustain that rate: its steps sustain {rate_words(goodput.rate)}."
         if goodput is not None and _overlaps(question, winner, goodput):
             text += " Its confidence interval overlaps the winner's."
         return text
@@ -142,10 +134,8 @@ def _overlaps(question: Question, winner: Candidate, goodput: Goodput) -> bool:
     return other.high * size >= its.low and its.high >= other.low * size
 
 
-def _figures(
-    question: Question, bound_table: BoundTable, pool: Pool, bounds: Bounds, seen: Attainment | None
-) -> PoolFigures:
-    worker, model = bound_table.figures(pool), question.model
+def _figures(question: Question, estimator: Estimator, pool: Pool, seen: Attainment | None) -> PoolFigures:
+    worker, model = estimator.figures(pool), question.model
     use: PoolUse | None = None
     if seen is not None:
         use = next((use for use in seen.pools if use.role is pool.role), None)
@@ -159,7 +149,7 @@ def _figures(
         num_kv_blocks=worker.num_kv_blocks,
         max_concurrency=worker.max_concurrency,
         max_long_sequences=num_tokens // model.max_model_len,
-        busy_share=use.busy_share if use is not None else min(1.0, bounds.estimate / bounds.rate),
+        busy_share=use.busy_share if use is not None else 0.0,
         kv_share=use.kv_share if use is not None else 0.0,
     )
 

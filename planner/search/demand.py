@@ -1,6 +1,6 @@
 """A workload's demand on a cluster in the few numbers that closed forms need, computed from a drawn sample.
 
-Read by `pdserve.planner.search.bounds`. Knows nothing of hardware.
+Read by `pdserve.planner.search.estimates`. Knows nothing of hardware.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _FINE_STEP = 1.04
 _JUDGE_STEP, _JUDGE_TOLERANCE = 1.05, 0.02
 """Of the judge's search from the scout's goodput down."""
 _LEAST_SHARE = 1 / 200
-"""Share of the first rate below which the goodput counts as 0."""
+"""Share of the first rate below which the goodput counts as 0; a search up ends at its inverse."""
 
 
 class Workload(Protocol):
@@ -77,8 +77,6 @@ class Goodput:
     """Simulated requests over all runs."""
     is_scouted: bool = False
     """The points are the scout's."""
-    is_capped: bool = False
-    """The highest allowed rate met the target: the goodput is at least that high."""
     judged: Attainment | None = None
     """The judge's result at ``rate``, if the scout found it."""
 
@@ -164,7 +162,6 @@ def find_goodput(
     *,
     step: float = 0.0,
     tolerance: float = 0.02,
-    max_rate: float = inf,
     known: Sequence[Attainment] = (),
 ) -> Goodput:
     """Goodput of ``trial``: the first seed finds the rate roughly, all seeds precisely.
@@ -175,7 +172,6 @@ def find_goodput(
         start_rate: a guess; any rate above 0 leads to the same goodput, within the tolerance.
         step: ratio of the first two rates; 0 for a guess that may be far off.
         tolerance: ratio, less 1, of the lowest rate that missed the target and the highest that met it.
-        max_rate: the highest rate to try.
         known: results of all seeds.
 
     Raises:
@@ -195,21 +191,20 @@ def find_goodput(
 
         return meets
 
-    num_seeds, rate = len(trial.seeds), min(start_rate, max_rate)
+    num_seeds, rate = len(trial.seeds), start_rate
     if num_seeds > 1:
-        rate = _highest(meets(1), rate, step or _COARSE_STEP, _COARSE_TOLERANCE, max_rate) or start_rate * _LEAST_SHARE
+        rate = _highest(meets(1), rate, step or _COARSE_STEP, _COARSE_TOLERANCE) or start_rate * _LEAST_SHARE
         step = _FINE_STEP
-    rate = _highest(meets(num_seeds), rate, step or _COARSE_STEP, 1 + tolerance, max_rate)
+    rate = _highest(meets(num_seeds), rate, step or _COARSE_STEP, 1 + tolerance)
     whole = [point for point in points.values() if point.num_runs == num_seeds]
     return Goodput(
         rate=rate,
-        interval=Interval(rate, _surely_missed(whole, rate, target, max_rate)),
+        interval=Interval(rate, _surely_missed(whole, rate, target)),
         target=target,
         num_devices=trial.layout.num_devices,
         points=tuple(points[each] for each in sorted(points)),
         num_requests=num_requests,
         is_scouted=trial.is_scouted,
-        is_capped=rate == max_rate,
     )
 
 
@@ -231,7 +226,7 @@ def find_best(
         best = higher
 
 
-def confirmed(runner: Runner, trial: Trial, scouted: Goodput, max_rate: float) -> Goodput:
+def confirmed(runner: Runner, trial: Trial, scouted: Goodput) -> Goodput:
     """The goodput that the scout found, with the judge's result at that rate; the judge's own if it misses the target.
 
     Args:
@@ -240,29 +235,24 @@ def confirmed(runner: Runner, trial: Trial, scouted: Goodput, max_rate: float) -
     seen = runner.attainment(trial, scouted.rate)
     if seen.meets(trial.slo.attainment):
         return replace(scouted, judged=seen)
-    return find_goodput(
-        runner, trial, scouted.rate, step=_JUDGE_STEP, tolerance=_JUDGE_TOLERANCE, max_rate=max_rate, known=[seen]
-    )
+    return find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, tolerance=_JUDGE_TOLERANCE, known=[seen])
 
 
-def _highest(
-    meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float, max_rate: float
-) -> float:
+def _highest(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
     """Highest tried rate that meets the target, below one that does not and is at most ``tolerance`` times as high; 0
     if no rate does. The steps to bracket it grow, then the bracket is halved."""
     low, high, rate = 0.0, inf, start_rate
     while not low or high == inf:
         if meets(rate):
             low = rate
-            if rate == max_rate:
+            if rate > start_rate / _LEAST_SHARE:
                 return rate
         else:
             high = rate
             if rate < start_rate * _LEAST_SHARE:
                 return 0.0
-        if not low or high == inf:
-            rate = min(rate * step, max_rate) if low else rate / step
-            step **= 1.5
+        rate = rate * step if low else rate / step
+        step **= 1.5
     while high / low > tolerance:
         rate = (low * high) ** 0.5
         if meets(rate):
@@ -272,9 +262,9 @@ def _highest(
     return low
 
 
-def _surely_missed(points: Sequence[Attainment], rate: float, target: float, max_rate: float) -> float:
+def _surely_missed(points: Sequence[Attainment], rate: float, target: float) -> float:
     """Rate at which the upper end of attainment's interval falls to ``target``, or the cluster saturates: between two
-    simulated rates in proportion, beyond the highest one along the line through the last two; at most ``max_rate``."""
+    simulated rates in proportion, beyond the highest one along the line through the last two."""
     in_order = sorted(points, key=lambda point: point.rate)
     ends = [(point.rate, 0.0 if point.is_saturated else point.interval.high) for point in in_order]
     ends = [end for end in ends if end[0] >= rate]
@@ -285,4 +275,4 @@ def _surely_missed(points: Sequence[Attainment], rate: float, target: float, max
     if high_share <= low_share or high_share <= target:
         return high
     steps = (high_share - target) / (high_share - low_share)
-    return min(low * exp(min(steps, 3.0) * log(high / low)), max(max_rate, rate))
+    return low * exp(min(steps, 3.0) * log(high / low))

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.bounds import BoundTable
+from pdserve.planner.search.estimates import Estimator
 from pdserve.planner.search.plan import InfeasibleRateError, InfeasibleSloError, Question
 from pdserve.planner.search.ranking import Entry
 from pdserve.planner.wording import rate as rate_words
 from pdserve.planner.wording import seconds, share
 
 
-def slo_infeasible(question: Question, bound_table: BoundTable, layouts: Sequence[Layout]) -> InfeasibleSloError:
+def slo_infeasible(question: Question, estimator: Estimator, layouts: Sequence[Layout]) -> InfeasibleSloError:
     """Even an idle cluster of any of ``layouts`` is too slow."""
     percent = 100 * question.slo.attainment
-    ttft_s = min(bound_table.idle_ttft_s(layout, percent) for layout in layouts)
-    tpot_s = min(bound_table.idle_tpot_s(layout, percent) for layout in layouts)
+    ttft_s = min(estimator.idle_ttft_s(layout, percent) for layout in layouts)
+    tpot_s = min(estimator.idle_tpot_s(layout, percent) for layout in layouts)
     return InfeasibleSloError(
         f"even an idle cluster does not meet {_slo_words(question)}: the best possible here is {seconds(ttft_s)} and "
         f"{seconds(tpot_s)}; loosen the SLO, shorten the prompts, or plan for faster devices"

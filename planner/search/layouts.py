@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.search.bounds import fits
+from pdserve.planner.search.estimates import fits
 from pdserve.planner.search.hosts import placed
 from pdserve.planner.search.plan import FitsNowhereError, Objective, Question, Space, Supply
 

@@ -1,6 +1,6 @@
-"""Closed-form bound on the pull rate that the links between a layout's prefill and decode workers can carry.
+"""Closed-form pull rate that the links between a layout's prefill and decode workers carry.
 
-Used by `pdserve.planner.search.bounds`. Each worker, or each micro-batch of a pipeline, has one link that serialises
+Used by `pdserve.planner.search.estimates`. Each worker, or each micro-batch of a pipeline, has one link that serialises
 its pulls (`pdserve.planner.simulate.simulated_transfers`); the time of a pull depends on whether both ends share a
 host.
 """
@@ -20,18 +20,6 @@ class PullTimes(NamedTuple):
     """Within a host."""
     far_s: float
     """Over the network."""
-
-
-def most_per_s(layout: Layout, times: PullTimes) -> float:
-    """Maximum pulls per second: all links of the phase with fewer are in use, and each host serves as many pulls
-    locally as both phases have links on it."""
-    senders, takers = _wires(layout)
-    num_near = (senders & takers).total()
-    num_far = min(senders.total(), takers.total()) - num_near
-    is_one_host = len(senders | takers) == 1
-    # A worker that can pull within a host can also pull from another one, if that is faster.
-    near_s = times.near_s if is_one_host else min(times)
-    return num_near / near_s + num_far / times.far_s
 
 
 def even_per_s(layout: Layout, times: PullTimes) -> float:

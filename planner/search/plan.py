@@ -13,7 +13,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Layout, PlannedModel
-from pdserve.planner.search.bounds import Bounds, Resource
+from pdserve.planner.search.estimates import Estimate, Resource
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.simulate.attainment import Attainment
 
@@ -124,7 +124,7 @@ class PoolFigures:
     max_long_sequences: int
     """Sequences of ``max_model_len`` that fit in KV."""
     busy_share: float
-    """At the goodput; estimated without a simulation."""
+    """At the goodput; 0 without a simulation."""
     kv_share: float
 
 
@@ -142,7 +142,7 @@ class Candidate:
     """One layout and its results."""
 
     layout: Layout
-    bounds: Bounds
+    estimate: Estimate
     goodput: Goodput | None
     """``None``: not simulated; the rate is an estimate."""
     resource: Resource
@@ -166,7 +166,7 @@ class Candidate:
     @property
     def rate(self) -> float:
         """Goodput, simulated or estimated."""
-        return self.bounds.estimate if self.goodput is None else self.goodput.rate
+        return self.estimate.rate if self.goodput is None else self.goodput.rate
 
     @property
     def rate_per_device(self) -> float:
@@ -212,8 +212,6 @@ class Screening:
     num_without_memory: int
     num_infeasible: int
     """Miss the SLO even on an idle cluster."""
-    num_bounded: int
-    """Upper bound below another layout's result."""
     num_estimated: int
     """Estimate too low to be worth a simulation."""
     num_simulated: int

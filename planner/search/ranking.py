@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.bounds import Bounds
+from pdserve.planner.search.estimates import Estimate
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Objective, Question
 from pdserve.planner.simulate.attainment import Interval
@@ -20,7 +20,7 @@ class Entry:
     """Results of one layout so far."""
 
     layout: Layout
-    bounds: Bounds
+    estimate: Estimate
     dollars_per_hour: float | None
     screened: Goodput | None = None
     """From short runs."""
@@ -34,7 +34,7 @@ class Entry:
     @property
     def rate(self) -> float:
         """Goodput if simulated, otherwise the estimate."""
-        return self.bounds.estimate if self.goodput is None else self.goodput.rate
+        return self.estimate.rate if self.goodput is None else self.goodput.rate
 
     def end_interval(self, saturation_rate: float) -> None:
         """A saturated layout has no goodput: the interval ends there."""

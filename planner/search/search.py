@@ -3,7 +3,7 @@
 The CLI and the live planner call `find_plan`. It runs three rounds, each with fewer layouts and more requests (as in
 successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same requests:
 
-1. Closed-form bounds and estimates of every layout. Each phase's worker is evaluated once, and the demand of each phase
+1. Closed-form estimates of every layout. Each phase's worker is evaluated once, and the demand of each phase
    sets the ratio of prefill to decode workers, as in DistServe's algorithm 1 (OSDI 2024, section 4.1), but with queues,
    the link, and the prompts that decode workers compute.
 2. Screening: the scout (`pdserve.planner.simulate.scout`) finds the goodput of the best estimates of both kinds of
@@ -28,9 +28,9 @@ from statistics import geometric_mean
 from typing import TypeVar
 
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.bounds import BoundTable, fits
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
+from pdserve.planner.search.estimates import Estimator, fits
 from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, confirmed, find_best, find_goodput
 from pdserve.planner.search.hosts import ONE_HOST_TODAY
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
@@ -85,8 +85,8 @@ def find_plan(
         enumeration = enumerate_layouts(question)
         drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
         demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
-        bound_table = BoundTable(model, demand, question.slo)
-        search = _Search(question, bound_table, pool, report)
+        estimator = Estimator(model, demand, question.slo)
+        search = _Search(question, estimator, pool, report)
         search.weigh(enumeration)
         search.screen()
         search.finish()
@@ -138,9 +138,9 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
 class _Search:
     """One search in progress."""
 
-    def __init__(self, question: Question, bound_table: BoundTable, pool: ProcessPool, progress: Progress) -> None:
+    def __init__(self, question: Question, estimator: Estimator, pool: ProcessPool, progress: Progress) -> None:
         self._question = question
-        self._bound_table = bound_table
+        self._estimator = estimator
         self._ranking = Ranking(question)
         self._pool = pool
         self._progress = progress
@@ -155,16 +155,16 @@ class _Search:
     # The three rounds
 
     def weigh(self, enumeration: Enumeration) -> None:
-        """Compute bounds and estimates of all layouts."""
+        """Estimate all layouts."""
         self._report(0.02, f"weighing {len(enumeration.layouts)} layouts")
         fleet = self._question.fleet
         for layout in enumeration.layouts:
-            bounds = self._bound_table.bounds(layout)
-            if bounds.is_feasible:
-                self._entries.append(Entry(layout, bounds, dollars_per_hour(layout, fleet)))
+            estimate = self._estimator.estimate(layout)
+            if estimate.is_feasible:
+                self._entries.append(Entry(layout, estimate, dollars_per_hour(layout, fleet)))
         self._num_infeasible = len(enumeration.layouts) - len(self._entries)
         if not self._entries:
-            raise slo_infeasible(self._question, self._bound_table, enumeration.layouts)
+            raise slo_infeasible(self._question, self._estimator, enumeration.layouts)
 
     def screen(self) -> None:
         """Simulate the best estimates briefly, until no other layout may win.
@@ -193,20 +193,19 @@ class _Search:
         ratios: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
         for entry in screened:
             if entry.rate:
-                ratios[_family(entry)].append(entry.rate / entry.bounds.estimate)
+                ratios[_family(entry)].append(entry.rate / entry.estimate.rate)
         for entry in self._entries:
             if entry.goodput is None:
                 family = _family(entry)
                 seen = ratios.get(family) or ratios.get((entry.layout.is_colocated, False)) or [1.0]
-                estimate = entry.bounds.estimate * geometric_mean(seen)
-                entry.bounds = replace(entry.bounds, estimate=min(entry.bounds.rate, estimate))
+                entry.estimate = replace(entry.estimate, rate=entry.estimate.rate * geometric_mean(seen))
 
     def _worth_simulating(self) -> list[Entry]:
         """Unsimulated layouts that may beat all simulated ones of their kind, best first: the verdict needs the best of
         both kinds."""
         key = self._ranking.key
         best = best_of_kinds(self._ranking.ranked(self._simulated()))
-        rest = [entry for entry in self._entries if entry.goodput is None and self._ranking.serves(entry.bounds.rate)]
+        rest = [entry for entry in self._entries if entry.goodput is None]
         return [
             entry
             for entry in self._ranking.ranked(rest, _OPTIMISM)
@@ -254,7 +253,11 @@ class _Search:
         for entry, layouts, (best, goodput) in zip(
             entries, variants, self._run(jobs, 0.35, 0.45, "chunk budgets"), strict=True
         ):
-            entry.layout, entry.bounds, entry.screened = layouts[best], self._bound_table.bounds(layouts[best]), goodput
+            entry.layout, entry.estimate, entry.screened = (
+                layouts[best],
+                self._estimator.estimate(layouts[best]),
+                goodput,
+            )
             self._num_requests += goodput.num_requests
 
     def _with_chunks(self, entry: Entry) -> Iterator[Layout]:
@@ -274,7 +277,7 @@ class _Search:
             if not unjudged:
                 return
             jobs: list[Job[Goodput]] = [
-                partial(confirmed, trial=self._judge_trial(entry), scouted=entry.final, max_rate=entry.bounds.rate)
+                partial(confirmed, trial=self._judge_trial(entry), scouted=entry.final)
                 for entry in unjudged
                 if entry.final is not None
             ]
@@ -307,7 +310,7 @@ class _Search:
     def _screened_further(self) -> list[Entry]:
         """Screen more layouts that may answer the question, if no screened one did."""
         unseen = [entry for entry in self._entries if entry.goodput is None]
-        hopeful = [entry for entry in unseen if self._ranking.serves(min(entry.rate * _OPTIMISM, entry.bounds.rate))]
+        hopeful = [entry for entry in unseen if self._ranking.serves(entry.rate * _OPTIMISM)]
         further = of_both_kinds(self._ranking.ranked(hopeful), self._question.effort.num_screened // 2)
         if further:
             self._screen(further, 0.45, 0.5)
@@ -337,9 +340,9 @@ class _Search:
             assembled.append(
                 assemble(
                     self._question,
-                    self._bound_table,
+                    self._estimator,
                     entry.layout,
-                    entry.bounds,
+                    entry.estimate,
                     entry.goodput,
                     entry.dollars_per_hour,
                     is_final=entry.final is not None,
@@ -359,17 +362,11 @@ class _Search:
     def screening(self, num_without_memory: int) -> Screening:
         """Number of layouts by outcome."""
         simulated = self._simulated()
-        best = self._ranking.ranked(simulated)[0]
-        others = [entry for entry in self._entries if entry.goodput is None]
-        num_bounded = sum(
-            self._ranking.key(entry, entry.bounds.rate) > self._ranking.key(best, best.rate) for entry in others
-        )
         return Screening(
             num_layouts=len(self._entries) + self._num_infeasible + num_without_memory,
             num_without_memory=num_without_memory,
             num_infeasible=self._num_infeasible,
-            num_bounded=num_bounded,
-            num_estimated=len(others) - num_bounded,
+            num_estimated=len(self._entries) - len(simulated),
             num_simulated=len(simulated),
             num_requests=self._num_requests,
         )
@@ -412,7 +409,6 @@ class _Search:
                 trial=self._trial(entry.layout, is_final=is_final),
                 start_rate=entry.rate,
                 tolerance=tolerance,
-                max_rate=entry.bounds.rate,
             )
             for entry in entries
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from pdserve.model.cost.hardware import slowed
 from pdserve.planner.layout import Layout
@@ -18,8 +19,6 @@ from pdserve.planner.search.process_pool import Job
 _TIME_FACTORS = (0.9, 1.1)
 _SATURATION = 1.1
 """Start rate for saturation, as a multiple of the goodput."""
-_HIGHEST_RATE = 4.0
-"""Where a search ends, as a multiple of the goodput: with conversations no rate may saturate a short run."""
 
 
 class SensitivityAnalysis:
@@ -37,15 +36,13 @@ class SensitivityAnalysis:
         searches = [(trial, rate), (halved, rate * _SATURATION)]
         searches += [(replace(trial, layout=_slowed(trial.layout, factor)), rate / factor) for factor in _TIME_FACTORS]
         self.jobs: list[Job[Goodput]] = [
-            partial(find_goodput, trial=each, start_rate=start_rate, step=1.1, max_rate=rate * _HIGHEST_RATE)
-            for each, start_rate in searches
+            partial(find_goodput, trial=each, start_rate=start_rate, step=1.1) for each, start_rate in searches
         ]
         """Simulations to run before `results`."""
 
     def results(self, goodputs: Sequence[Goodput]) -> tuple[float | None, tuple[Sensitivity, ...]]:
         """Rate at which the winner's attainment falls to half of its target or the cluster saturates, and its goodput
-        with faster and slower steps; ``None`` and nothing if one run of the winner meets the target at no rate,
-        ``None`` if it saturates at none.
+        with faster and slower steps; ``None`` and nothing if one run of the winner meets the target at no rate.
 
         Args:
             goodputs: results of `jobs`.
@@ -54,13 +51,14 @@ class SensitivityAnalysis:
         if not predicted.rate:
             return None, ()
         scale = self._rate / predicted.rate
-        saturation_rate = None if saturation.is_capped else max(self._rate, scale * saturation.rate)
-        return saturation_rate, tuple(
+        return max(self._rate, scale * saturation.rate), tuple(
             Sensitivity(factor, scale * each.rate) for factor, each in zip(_TIME_FACTORS, slow, strict=True)
         )
 
 
 def _slowed(layout: Layout, factor: float) -> Layout:
     """``layout`` with steps and transfers ``factor`` times as long."""
-    slow = {pool.role.value: replace(pool, hardware=slowed(pool.hardware, factor)) for pool in layout.pools}
+    slow: dict[str, Any] = {
+        pool.role.value: replace(pool, hardware=slowed(pool.hardware, factor)) for pool in layout.pools
+    }
     return replace(layout, **slow)

@@ -1,6 +1,6 @@
 """Statistics of a workload: lengths, and the savings possible with a cache.
 
-Read by reports and by the search's closed-form bounds; made by `pdserve.planner.workload.workload`.
+Read by reports and by the search's closed-form estimates; made by `pdserve.planner.workload.workload`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.bounds import Bounds, Resource
+from pdserve.planner.search.estimates import Estimate, Resource
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import (
     Candidate,
@@ -43,7 +43,7 @@ def a_plan() -> Plan:
     winner, runner_up = _simulated(APART, 16.0), _simulated(TOGETHER, 8.0)
     last = Candidate(
         layout=WIDE,
-        bounds=Bounds(rate=20.0, estimate=6.0, resource=Resource.LINK),
+        estimate=Estimate(rate=6.0, resource=Resource.LINK),
         goodput=None,
         resource=Resource.LINK,
         pools=(_figures(WorkerRole.PREFILL), _figures(WorkerRole.DECODE)),
@@ -63,7 +63,6 @@ def a_plan() -> Plan:
             num_layouts=5,
             num_without_memory=1,
             num_infeasible=0,
-            num_bounded=0,
             num_estimated=1,
             num_simulated=3,
             num_requests=1200,
@@ -79,7 +78,7 @@ def _simulated(layout: Layout, rate: float) -> Candidate:
     points = tuple(_attainment(layout, each) for each in RATES)
     return Candidate(
         layout=layout,
-        bounds=Bounds(rate=30.0, estimate=rate, resource=Resource.PREFILL_COMPUTE),
+        estimate=Estimate(rate=rate, resource=Resource.PREFILL_COMPUTE),
         goodput=Goodput(
             rate=rate,
             interval=Interval(rate * 0.9, rate * 1.1),

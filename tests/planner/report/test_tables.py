@@ -76,12 +76,5 @@ def test_what_was_simulated_briefly_is_marked() -> None:
     assert "(short)" not in printed(plan)
 
 
-def test_a_goodput_beyond_what_was_tried_has_no_upper_end() -> None:
-    best = a_plan().best
-    assert best.goodput is not None
-    capped = replace(best, goodput=replace(best.goodput, is_capped=True))
-    assert "14.4 or more" in printed(replace(a_plan(), candidates=(capped,)))
-
-
 def test_words_are_no_markup() -> None:
     assert "[bold]" in printed(replace(a_plan(), notes=("a [bold] claim",)))

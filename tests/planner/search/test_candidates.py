@@ -8,9 +8,9 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.layout import Layout
 from pdserve.planner.report.plan_rows import binds
-from pdserve.planner.search.bounds import BoundTable, Resource
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
+from pdserve.planner.search.estimates import Estimator, Resource
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Candidate, Objective, Question, Supply
 from pdserve.planner.simulate.attainment import Attainment, Distribution, Interval, PoolUse
@@ -74,9 +74,8 @@ def a_candidate(
     kv_share: float = 0.3,
     num_preemptions: int = 0,
     question: Question | None = None,
-    is_capped: bool = False,
 ) -> Candidate:
-    bound_table = BoundTable(LLAMA_3_8B, DEMAND, slo)
+    estimator = Estimator(LLAMA_3_8B, DEMAND, slo)
     role = WorkerRole.MIXED if layout.is_colocated else WorkerRole.DECODE
     seen = an_attainment(rate, ttft_share, tpot_share, role, kv_share, num_preemptions)
     goodput = Goodput(
@@ -86,13 +85,12 @@ def a_candidate(
         num_devices=layout.num_devices,
         points=(seen,),
         num_requests=100,
-        is_capped=is_capped,
     )
     return assemble(
         question or replace(QUESTION, slo=slo),
-        bound_table,
+        estimator,
         layout,
-        bound_table.bounds(layout),
+        estimator.estimate(layout),
         goodput,
         3.0 * layout.num_devices,
         is_final=True,
@@ -123,14 +121,7 @@ def test_what_binds_is_told_by_what_was_seen(
     assert candidate.reasons[0].startswith(f"{objective} binds: at 10.0 requests/s")
 
 
-def test_of_a_goodput_that_is_its_bound_no_objective_is_said_to_bind() -> None:
-    capped = a_candidate(disaggregated(), 10.0, 0.99, 0.98, is_capped=True)
-    assert capped.reasons[0].startswith(
-        "At 10.0 requests/s, the most that its steps can sustain, 98 % of requests still meet both objectives; longer"
-    )
-    assert "binds" not in capped.reasons[0]
-    assert capped.resource is capped.bounds.resource
-    assert binds(capped) == capped.resource.value
+def test_what_binds_is_told_with_its_objective() -> None:
     assert binds(a_candidate(disaggregated(), 10.0)) == "TTFT: prefill compute"
 
 
@@ -159,8 +150,6 @@ def test_a_loser_says_which_objective_it_misses_at_the_winners_rate() -> None:
     )
     close = a_candidate(disaggregated(), 19.5, winner=winner, at_winners_rate=seen)
     assert close.reasons[1].endswith("Its confidence interval overlaps the winner's.")
-    capped = a_candidate(disaggregated(), 10.0, winner=winner, at_winners_rate=seen, is_capped=True)
-    assert capped.reasons[1].endswith("TPOT by 2 %. It cannot sustain that rate: its steps sustain 10.0 requests/s.")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.planner.layout import Layout, Pool
-from pdserve.planner.search.goodput import Runner, Trial, confirmed, find_goodput
+from pdserve.planner.layout import Layout
+from pdserve.planner.search.goodput import Runner, Trial, confirmed, find_best, find_goodput
 from pdserve.planner.simulate.attainment import Attainment, Interval
-from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, attain, disaggregated
+from tests.planner.stand_ins import LLAMA_3_8B, SLO, PoissonWorkload, attain, disaggregated
 
 SHORT = PoissonWorkload(1500, 20)
 
@@ -86,14 +86,25 @@ def test_where_too_many_miss_at_any_rate_the_goodput_is_zero() -> None:
     goodput = find_goodput(CurveRunner(lambda rate: 0.83), a_trial(), 10.0)
     assert goodput.rate == 0.0
     assert goodput.at_rate is None
-    assert not goodput.is_capped
 
 
-def test_a_highest_rate_that_meets_the_target_ends_the_search() -> None:
-    goodput = find_goodput(CurveRunner(falling(10.0)), a_trial(), 5.0, max_rate=6.0)
-    assert goodput.rate == 6.0
-    assert goodput.is_capped
-    assert goodput.interval == (6.0, 6.0)
+def test_where_no_rate_misses_the_search_ends() -> None:
+    goodput = find_goodput(CurveRunner(lambda rate: 1.0), a_trial(), 5.0)
+    assert goodput.rate > 1000.0
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_the_best_of_neighbouring_trials_is_climbed_to(first: int) -> None:
+    trials = [a_trial(num_requests=100 * peak) for peak in (3, 4, 6, 5, 1)]
+
+    class Hill(CurveRunner):
+        def attainment(self, trial: Trial, rate: float, *, num_seeds: int = 0) -> Attainment:
+            seen = super().attainment(trial, rate * 1000 / trial.num_requests, num_seeds=num_seeds)
+            return replace(seen, rate=rate)
+
+    best, goodput = find_best(Hill(falling(10.0)), trials, first, 5.0, 0.02)
+    assert best == 2
+    assert goodput.rate == pytest.approx(6.0, rel=0.05)
 
 
 def test_known_results_are_not_simulated_again() -> None:
@@ -121,7 +132,7 @@ class JudgeRunner(CurveRunner):
 def test_the_judge_lowers_a_goodput_and_never_raises_one(factor: float, rate: float) -> None:
     trial, runner = a_trial(), JudgeRunner(factor)
     scouted = find_goodput(runner, replace(trial, is_scouted=True), 5.0)
-    goodput = confirmed(runner, replace(trial, seeds=(9,)), scouted, max_rate=100.0)
+    goodput = confirmed(runner, replace(trial, seeds=(9,)), scouted)
     assert goodput.rate == pytest.approx(rate, rel=0.03)
     assert goodput.is_scouted is (factor >= 1)
     assert goodput.at_rate is not None

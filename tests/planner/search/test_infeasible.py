@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdserve.planner.search.bounds import Bounds, Resource
+from pdserve.planner.search.estimates import Estimate, Resource
 from pdserve.planner.search.goodput import Runner, Trial, find_goodput
 from pdserve.planner.search.infeasible import nothing_met, too_slow
 from pdserve.planner.search.plan import Objective, Question, Supply
@@ -19,8 +19,8 @@ def test_the_best_that_was_seen_is_named() -> None:
     trial = Trial(model=LLAMA_3_8B, layout=colocated(), slo=slo, num_requests=60, seeds=(0,))
     goodput = find_goodput(Runner(PoissonWorkload(1500, 20)), trial, 10.0)
     assert goodput.rate == 0
-    bounds = Bounds(rate=100.0, estimate=10.0, resource=Resource.LINK)
-    entry = Entry(trial.layout, bounds, None, screened=goodput)
+    estimate = Estimate(rate=10.0, resource=Resource.LINK)
+    entry = Entry(trial.layout, estimate, None, screened=goodput)
     text = str(nothing_met(replace(QUESTION, slo=slo), [entry]))
     best = max(goodput.points, key=lambda point: point.share)
     assert text.startswith("no layout meets TTFT 30 ms and TPOT 20 ms for 90 % of these requests at any rate: the best")
@@ -31,8 +31,7 @@ def test_the_best_that_was_seen_is_named() -> None:
 
 def test_the_most_that_the_fleet_serves_is_named() -> None:
     entries = [
-        Entry(colocated(n), Bounds(rate=1.0, estimate=rate, resource=Resource.LINK), None)
-        for n, rate in ((1, 20.0), (2, 50.0))
+        Entry(colocated(n), Estimate(rate=rate, resource=Resource.LINK), None) for n, rate in ((1, 20.0), (2, 50.0))
     ]
     assert str(too_slow(QUESTION, entries)) == (
         "the fleet serves at most 50.0 requests/s within the SLO, with 2 x M(TP1), not the required 80.0 requests/s: "

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.bounds import Bounds, Resource
+from pdserve.planner.search.estimates import Estimate, Resource
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Objective, Question, Supply
 from pdserve.planner.search.ranking import Entry, Ranking, of_both_kinds
@@ -12,8 +12,7 @@ from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, colocated, disaggrega
 
 
 def an_entry(layout: Layout, rate: float, dollars_per_hour: float = 1.0) -> Entry:
-    bounds = Bounds(rate=2 * rate, estimate=rate, resource=Resource.LINK)
-    return Entry(layout, bounds, dollars_per_hour)
+    return Entry(layout, Estimate(rate=rate, resource=Resource.LINK), dollars_per_hour)
 
 
 FAST = an_entry(colocated(4), 10.0, 9.0)

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import slowed
+from pdserve.planner.layout import Layout
 from pdserve.planner.search.goodput import Runner, find_goodput
 from pdserve.planner.search.sensitivity import SensitivityAnalysis
 from tests.planner.search.test_goodput import SHORT, a_trial
-from tests.planner.stand_ins import H100
+from tests.planner.stand_ins import H100, a_pool
 
 
 def test_figures_are_ratios_of_runs_of_one_seed() -> None:
@@ -24,8 +26,10 @@ def test_figures_are_ratios_of_runs_of_one_seed() -> None:
     assert (faster.time_factor, slower.time_factor) == (0.9, 1.1)
     assert faster.rate > 1.05 * rate
     assert slower.rate < 0.95 * rate
-    pools = (replace(pool, hardware=slowed(H100, 1.1)) for pool in trial.layout.pools)
-    slow = replace(trial.layout, **{pool.role.value: pool for pool in pools})
+    slow = Layout(
+        prefill=replace(a_pool(WorkerRole.PREFILL), hardware=slowed(H100, 1.1)),
+        decode=replace(a_pool(WorkerRole.DECODE), hardware=slowed(H100, 1.1)),
+    )
     by_hand = find_goodput(runner, replace(one, layout=slow), 30.0).rate / find_goodput(runner, one, 30.0).rate * rate
     assert slower.rate == pytest.approx(by_hand, rel=0.05)
 

@@ -1,23 +1,21 @@
-"""Closed-form bounds of a layout, without simulation: memory, maximum rate, and an estimate of its goodput.
+"""Closed-form estimates of a layout, without simulation: memory, feasibility and goodput.
 
-`pdserve.planner.search.search` uses them to drop layouts that cannot win and to rank the others before it simulates
-any. Calls the cost model only. All figures describe a steady state at a demand's mean lengths
-(`pdserve.planner.search.demand`).
+`pdserve.planner.search.search` uses them to choose the layouts that it simulates first, and where to start. Calls the
+cost model only. All figures describe a steady state at a demand's mean lengths (`pdserve.planner.search.demand`).
 
 - Memory: the weights, plus the KV of one sequence of ``max_model_len``.
 - Feasibility: the share of prompts that meet the TTFT objective on an idle cluster, and the share of answers that meet
   the TPOT objective when they decode alone. If either is too low, no rate meets the SLO.
-- Prefill: a worker computes at most the prompts that fill every step's token budget.
+- Prefill: a worker computes the prompts that fill every step's token budget, less the time that they queue for.
 - Decode and mixed workers: a step of ``b`` decode rows and ``n`` prompt tokens takes ``s(n, b)``, so a worker decodes
   ``b / (s g)`` requests of ``g`` gaps per second and prefills ``n / (s L)`` prompts of ``L`` tokens. The batch limit
   and KV limit ``b`` (Little's law), the token budget limits ``n + b``, and the TPOT objective limits ``s``, unless
   one-token answers, which have no TPOT, already reach the target. The router may let decode workers prefill, so the
-  same bound holds for both. ``s`` is convex, except that efficiency grows with size; steps that vary around their
-  means therefore do no better than uniform steps.
+  same holds for both.
 - Link: KV that is prefilled elsewhere and misses the prefix cache must cross the link, one pull at a time per worker,
   at the speed of the slower side, within a host or over the network (`pdserve.planner.search.links`).
 
-The rate cannot exceed ``min(decoded, prefilled)`` at the best ``(n, b)``. Sources: Little, "A proof for the queuing
+The estimate is the lesser of both phases' rates at the best ``(n, b)``. Sources: Little, "A proof for the queuing
 formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and Kingman's exponential tail of it (1961).
 """
 
@@ -50,8 +48,6 @@ _BATCH_GROWTH, _CHUNK_GROWTH = 1.2, 1.6
 """Ratio between neighbouring numbers of decode rows, and of prompt tokens, in the grid of steps."""
 _STEADY_SHARE = 0.9
 """Share of a mean limit that an estimate uses: steps and arrivals vary."""
-_LEAST_SHARE = 0.05
-"""Lowest estimate, as a share of the bound: a simulation needs a rate to start from."""
 _SPARE_SHARE = 0.6
 """Share of the objectives that a mean request takes if nine of ten requests meet them."""
 _ALMOST_ALL = 0.9999
@@ -69,15 +65,13 @@ class Resource(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """Bounds of one layout."""
+class Estimate:
+    """Estimate of one layout."""
 
     rate: float
-    """Upper bound: no higher rate meets the SLO."""
-    estimate: float
-    """Estimated goodput."""
+    """Goodput."""
     resource: Resource
-    """The resource that sets the bound."""
+    """The resource that limits it."""
     is_feasible: bool = True
     """False: even an idle cluster misses the SLO for too many requests."""
 
@@ -136,8 +130,8 @@ def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
     return num_blocks // pool.pipeline_parallel >= ceil((model.max_model_len + 1) / model.block_size)
 
 
-class BoundTable:
-    """Bounds of a model's layouts under one demand; caches what several layouts share."""
+class Estimator:
+    """Estimate of a model's layouts under one demand; caches what several layouts share."""
 
     def __init__(self, model: PlannedModel, demand: Demand, slo: SloConfig, overheads: Overheads | None = None) -> None:
         self._model = model
@@ -178,37 +172,34 @@ class BoundTable:
         """Percentile of TPOT on an idle cluster."""
         return float(np.percentile(self.figures(layout.decode_pool).idle_tpot_s, percent))
 
-    def bounds(self, layout: Layout) -> Bounds:
-        """Bounds of a layout whose workers all fit (`fits`)."""
-        slo = self._slo
-        decode = self.figures(layout.decode_pool)
-        mix, replicas = decode.mix, layout.decode_pool.replicas
-        prefilled_per_s, idle_ttft_s, is_link_limited = 0.0, decode.idle_ttft_s, False
+    def estimate(self, layout: Layout) -> Estimate:
+        """Estimate of a layout whose workers all fit (`fits`), with room for variation: queues of prompts, and more
+        sequences at times than on average."""
+        slo, served_share, decode_pool = self._slo, self._demand.served_share, layout.decode_pool
+        decode = self.figures(decode_pool)
+        mix, idle_ttft_s = decode.mix, decode.idle_ttft_s
+        prefilled = decode_pool.replicas * mix.prefilled_per_s
+        tpot_s = mix.step_s / _STEADY_SHARE
+        is_link_limited = False
         if layout.prefill is not None:
-            prefill = self.figures(layout.prefill)
-            prefilled_per_s = layout.prefill.replicas * prefill.prefilled_per_s
-            idle_ttft_s = np.minimum(prefill.idle_ttft_s, decode.idle_ttft_s)
-            linked_per_s = links.most_per_s(layout, self._pull_times(layout))
-            is_link_limited = linked_per_s < prefilled_per_s
-            prefilled_per_s = min(prefilled_per_s, linked_per_s)
-        decoded, prefilled = replicas * mix.decoded_per_s, prefilled_per_s + replicas * mix.prefilled_per_s
-        rates = np.minimum(decoded, prefilled)
-        is_within, judged_share = self._is_within(mix.step_s), self._judged_share
-        rate, allowed = float(rates.max()), np.ones_like(rates)
+            idle_ttft_s = np.minimum(self.figures(layout.prefill).idle_ttft_s, idle_ttft_s)
+            if layout.prefill not in self._queued:
+                self._queued[layout.prefill] = float(self._queued_rates(layout.prefill)[0])
+            handed_off, linked = self._queued[layout.prefill], links.even_per_s(layout, self._pull_times(layout))
+            is_link_limited = linked < handed_off
+            prefilled = min(handed_off, linked) + prefilled * self._local_share(decode_pool)
+        else:
+            tpot_s = tpot_s + self._stalls_s(decode_pool)
+            prefilled = np.minimum(prefilled, self._queued_rates(decode_pool, mix))
+        decoded = np.where(self._is_within(tpot_s), decode_pool.replicas * mix.decoded_per_s, 0.0)
         ttft_reach = float((idle_ttft_s <= slo.ttft_seconds).mean())
         tpot_reach = float((decode.idle_tpot_s <= slo.tpot_seconds).mean())
-        if is_within.any() and judged_share > 0:
-            # Requests that miss the objective or have no TPOT may be decoded in steps of any length.
-            allowed = is_within.astype(np.float64)
-            rate = min(rate, float((rates * allowed).max()) / judged_share)
-        served_share = self._demand.served_share
-        reaches = is_within.any() and min(ttft_reach, tpot_reach) * served_share >= slo.attainment
-        estimate = min(max(self._estimate(layout), _LEAST_SHARE * rate), rate)
-        return Bounds(
-            rate=rate / served_share if reaches else 0.0,
-            estimate=estimate / served_share if reaches else 0.0,
-            resource=_resource(decode, decoded * allowed, prefilled * allowed, is_link_limited=is_link_limited),
-            is_feasible=bool(reaches),
+        reaches = min(ttft_reach, tpot_reach) * served_share >= slo.attainment
+        rate = max(_STEADY_SHARE * float(np.minimum(decoded, prefilled).max()), 1 / self.residence_s)
+        return Estimate(
+            rate=rate / served_share,
+            resource=_resource(decode, decoded, prefilled, is_link_limited=is_link_limited),
+            is_feasible=reaches and bool(self._is_within(mix.step_s).any()),
         )
 
     @property
@@ -219,25 +210,6 @@ class BoundTable:
     def _is_within(self, step_s: FloatArray) -> BoolArray:
         """Steps that answers may decode in continuously."""
         return (step_s <= self._slo.tpot_seconds) | (self._judged_share <= 0)
-
-    def _estimate(self, layout: Layout) -> float:
-        """Goodput with room for variation: queues of prompts, and more sequences at times than on average."""
-        decode_pool = layout.decode_pool
-        mix = self.figures(decode_pool).mix
-        prefilled = decode_pool.replicas * mix.prefilled_per_s
-        tpot_s = mix.step_s / _STEADY_SHARE
-        if layout.prefill is not None:
-            if layout.prefill not in self._queued:
-                self._queued[layout.prefill] = float(self._queued_rates(layout.prefill)[0])
-            handed_off = self._queued[layout.prefill]
-            if layout.spans_hosts:
-                handed_off = min(handed_off, links.even_per_s(layout, self._pull_times(layout)))
-            prefilled = handed_off + prefilled * self._local_share(decode_pool)
-        else:
-            tpot_s = tpot_s + self._stalls_s(decode_pool)
-            prefilled = np.minimum(prefilled, self._queued_rates(decode_pool, mix))
-        decoded = np.where(self._is_within(tpot_s), decode_pool.replicas * mix.decoded_per_s, 0.0)
-        return _STEADY_SHARE * float(np.minimum(decoded, prefilled).max())
 
     def _stalls_s(self, pool: Pool) -> FloatArray:
         """Seconds per token, for each kind of step, by which the TPOT at the target exceeds the mean: more prompts than
