@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from itertools import pairwise
 from math import exp, inf, log
 from typing import TYPE_CHECKING, Protocol
 
@@ -263,16 +264,15 @@ def _highest(meets: Callable[[float], bool], start_rate: float, step: float, tol
 
 
 def _surely_missed(points: Sequence[Attainment], rate: float, target: float) -> float:
-    """Rate at which the upper end of attainment's interval falls to ``target``, or the cluster saturates: between two
-    simulated rates in proportion, beyond the highest one along the line through the last two."""
-    in_order = sorted(points, key=lambda point: point.rate)
-    ends = [(point.rate, 0.0 if point.is_saturated else point.interval.high) for point in in_order]
-    ends = [end for end in ends if end[0] >= rate]
-    above = next((index for index, (_, high) in enumerate(ends) if high < target), len(ends) - 1)
-    if above < 1:
-        return ends[0][0] if ends else rate
-    (low, high_share), (high, low_share) = ends[above - 1 : above + 1]
-    if high_share <= low_share or high_share <= target:
-        return high
-    steps = (high_share - target) / (high_share - low_share)
-    return low * exp(min(steps, 3.0) * log(high / low))
+    """Rate at which the upper end of attainment's interval falls to ``target``, or the first that saturates the
+    cluster: between two simulated rates in proportion, beyond the highest one along the line through the last two."""
+    in_order = sorted((point for point in points if point.rate >= rate), key=lambda point: point.rate)
+    if len(in_order) < 2 or in_order[0].interval.high <= target:
+        return in_order[0].rate if in_order else rate
+    pairs = list(pairwise(in_order))
+    below, above = next((pair for pair in pairs if pair[1].is_saturated or pair[1].interval.high < target), pairs[-1])
+    high, low = below.interval.high, above.interval.high
+    if above.is_saturated or high <= low or high <= target:
+        return above.rate
+    steps = (high - target) / (high - low)
+    return below.rate * exp(min(steps, 3.0) * log(above.rate / below.rate))

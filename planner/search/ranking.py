@@ -6,13 +6,12 @@ Used by `pdserve.planner.search.search`. Compares; simulates nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimate
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Objective, Question
-from pdserve.planner.simulate.attainment import Interval
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +34,6 @@ class Entry:
     def rate(self) -> float:
         """Goodput if simulated, otherwise the estimate."""
         return self.estimate.rate if self.goodput is None else self.goodput.rate
-
-    def end_interval(self, saturation_rate: float) -> None:
-        """A saturated layout has no goodput: the interval ends there."""
-        assert self.final is not None
-        low, high = self.final.interval
-        self.final = replace(self.final, interval=Interval(low, min(high, max(low, saturation_rate))))
 
 
 class Ranking:

@@ -332,8 +332,6 @@ class _Search:
         analysed = self._run(analysis.jobs, 0.9, 1.0, "saturation and sensitivity")
         self._num_requests += sum(each.num_requests for each in seen) + sum(each.num_requests for each in analysed)
         saturation_rate, sensitivity = analysis.results(analysed)
-        if saturation_rate is not None:
-            winner.end_interval(saturation_rate)
         assembled: list[Candidate] = []
         for entry in (*finalists, *screened, *estimated):
             index = finalists.index(entry) if entry.final else -1

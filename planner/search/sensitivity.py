@@ -22,7 +22,7 @@ _SATURATION = 1.1
 
 
 class SensitivityAnalysis:
-    """Analyses one winner. Its figures are ratios of goodputs by the first seed alone."""
+    """Analyses one winner. The effect of faster and slower steps is a ratio of goodputs by the first seed alone."""
 
     def __init__(self, trial: Trial, rate: float) -> None:
         """
@@ -31,9 +31,9 @@ class SensitivityAnalysis:
             rate: its goodput.
         """
         self._rate = rate
-        trial = replace(trial, seeds=trial.seeds[:1])
         halved = replace(trial, slo=replace(trial.slo, attainment=trial.slo.attainment / 2))
-        searches = [(trial, rate), (halved, rate * _SATURATION)]
+        trial = replace(trial, seeds=trial.seeds[:1])
+        searches = [(halved, rate * _SATURATION), (trial, rate)]
         searches += [(replace(trial, layout=_slowed(trial.layout, factor)), rate / factor) for factor in _TIME_FACTORS]
         self.jobs: list[Job[Goodput]] = [
             partial(find_goodput, trial=each, start_rate=start_rate, step=1.1) for each, start_rate in searches
@@ -47,11 +47,11 @@ class SensitivityAnalysis:
         Args:
             goodputs: results of `jobs`.
         """
-        predicted, saturation, *slow = goodputs
+        saturation, predicted, *slow = goodputs
         if not predicted.rate:
             return None, ()
         scale = self._rate / predicted.rate
-        return max(self._rate, scale * saturation.rate), tuple(
+        return max(self._rate, saturation.rate), tuple(
             Sensitivity(factor, scale * each.rate) for factor, each in zip(_TIME_FACTORS, slow, strict=True)
         )
 

@@ -93,6 +93,18 @@ def test_where_no_rate_misses_the_search_ends() -> None:
     assert goodput.rate > 1000.0
 
 
+@pytest.mark.parametrize("start_rate", [3.0, 30.0])
+def test_the_goodput_ends_below_saturation_and_its_interval_at_it(start_rate: float) -> None:
+    class Saturating(CurveRunner):
+        def attainment(self, trial: Trial, rate: float, *, num_seeds: int = 0) -> Attainment:
+            return replace(super().attainment(trial, rate, num_seeds=num_seeds), is_saturated=rate > 9.0)
+
+    goodput = find_goodput(Saturating(falling(10.0)), a_trial(), start_rate)
+    low, high = goodput.interval
+    assert low == goodput.rate
+    assert 9.0 / 1.02 <= low <= 9.0 < high <= low * 1.02
+
+
 @pytest.mark.parametrize("first", [0, 2, 4])
 def test_the_best_of_neighbouring_trials_is_climbed_to(first: int) -> None:
     trials = [a_trial(num_requests=100 * peak) for peak in (3, 4, 6, 5, 1)]

@@ -4,10 +4,8 @@ import pytest
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimate, Resource
-from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Objective, Question, Supply
 from pdserve.planner.search.ranking import Entry, Ranking, of_both_kinds
-from pdserve.planner.simulate.attainment import Interval
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, colocated, disaggregated
 
 
@@ -66,12 +64,3 @@ def test_out_of_reach_is_what_lies_far_behind_the_best_of_its_kind() -> None:
         model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),), objective=Objective.FEWEST_DEVICES, rate=5.0
     )
     assert Ranking(asked).within_reach(ranked, 1.25) == ranked
-
-
-@pytest.mark.parametrize(("saturation_rate", "high"), [(20.0, 12.0), (11.0, 11.0), (9.0, 10.0)])
-def test_an_interval_ends_where_the_layout_saturates(saturation_rate: float, high: float) -> None:
-    goodput = Goodput(rate=10.0, interval=Interval(10.0, 12.0), target=0.9, num_devices=4, points=(), num_requests=0)
-    entry = an_entry(colocated(4), 10.0)
-    entry.final = goodput
-    entry.end_interval(saturation_rate)
-    assert entry.final.interval == (10.0, high)
