@@ -6,8 +6,8 @@
 Plans for questions over models, GPUs, workloads and objectives, and then simulates each winner with the live schedulers
 (`pdserve.planner.simulate.simulator`) at the answer's rate, on fresh seeds. A plan holds if at least four of five runs
 reach the target in a steady state. Its interval holds if the runs meet the target at its lower end and miss it at its
-upper end, on average; its cliff is right if they fall to half the target or saturate within 5 % of it. The real traces are those of ``--data``: Azure's conversations of 2023, and
-Mooncake's.
+upper end, on average; its cliff is right if they fall to half the target or saturate within 5 % of it. The real traces
+are those of ``--data``: Azure's conversations of 2023, and Mooncake's.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Read by `pdserve.planner.search.estimates`. Knows nothing of hardware.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from pdserve.planner.arrays import IntArray
 from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.workload_statistics import measure
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +35,15 @@ class Demand:
         Raises:
             ValueError: all requests are longer than ``max_model_len``.
         """
-        turns = list(_in_turns(requests))
-        rows = [row for row in turns if row[0].num_prompt_tokens + row[0].num_output_tokens <= max_model_len]
-        if not rows:
+        all_turns = measure(requests)
+        fits = all_turns.num_prompt_tokens + all_turns.num_output_tokens <= max_model_len
+        if not fits.any():
             raise ValueError(
                 f"all requests are longer than max_model_len {max_model_len}: raise it, or plan for shorter requests"
             )
-        prompts = np.array([request.num_prompt_tokens for request, _ in rows], np.int64)
-        cached = np.array([num_known for _, num_known in rows], np.int64)
-        cached = np.minimum(cached, prompts - 1) // block_size * block_size
-        outputs = np.array([request.num_output_tokens for request, _ in rows], np.int64)
-        return cls(prompts - cached, cached, outputs, len(rows) / len(turns))
+        prompts, outputs = all_turns.num_prompt_tokens[fits], all_turns.num_output_tokens[fits]
+        cached = np.minimum(all_turns.num_cacheable_tokens[fits], prompts - 1) // block_size * block_size
+        return cls(prompts - cached, cached, outputs, float(fits.mean()))
 
     @cached_property
     def mean_new_tokens(self) -> float:
@@ -76,21 +75,3 @@ class Demand:
             return self.mean_prompt_tokens
         contexts = self.num_new_tokens + self.num_cached_tokens + num_gaps / 2
         return float((contexts * num_gaps).sum() / num_gaps.sum())
-
-
-def _in_turns(requests: Sequence[SimulatedRequest]) -> Iterator[tuple[SimulatedRequest, int]]:
-    """Each request and its follow-ups, with the number of its prompt tokens that came earlier in this order."""
-    seen: set[tuple[int, ...]] = set()
-    for request in requests:
-        num_before = 0
-        for turn in request.turns():
-            num_known = num_before
-            path: tuple[int, ...] = ()
-            if not num_before:
-                for segment in turn.segments:
-                    path = (*path, segment.content, segment.num_tokens)
-                    if path in seen:
-                        num_known += segment.num_tokens
-                    seen.add(path)
-            yield turn, num_known
-            num_before = turn.num_prompt_tokens + turn.num_output_tokens

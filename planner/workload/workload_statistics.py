@@ -5,6 +5,7 @@ Read by reports and by the search's closed-form estimates; made by `pdserve.plan
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +41,7 @@ class WorkloadStatistics:
         return float(self.num_cacheable_tokens.sum() / self.num_prompt_tokens.sum())
 
 
-def measure(conversations: list[SimulatedRequest]) -> WorkloadStatistics:
+def measure(conversations: Iterable[SimulatedRequest]) -> WorkloadStatistics:
     prompts: list[int] = []
     outputs: list[int] = []
     cacheable: list[int] = []
