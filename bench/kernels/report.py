@@ -161,7 +161,7 @@ def check_plot() -> None:
         ValueError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib: pip install 'pdserve[bench]', or leave --plot out")
+        raise ValueError("pictures need matplotlib: pip install 'pdserve[plan]', or leave --plot out")
 
 
 def plot_shares(percents: Mapping[str, float], title: str, file: Path) -> None:

@@ -103,6 +103,11 @@ def plan(
     if explain and (output or report or live):
         raise ConfigError("--explain searches nothing: leave out --output, --report and --live")
     options.check_writable(output, report, json)
+    if report:
+        from pdserve.planner.report.charts import check_drawing
+
+        with options.usage():
+            check_drawing()
     objectives = Objectives(ttft, tpot, attainment)
     outputs = Outputs(output, report, json, num_rows=top, num_processes=jobs, model=model)
     if live:

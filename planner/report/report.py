@@ -1,6 +1,6 @@
 """Renders a plan as one self-contained HTML page: no scripts, no network, light or dark as the reader prefers.
 
-Called by the command line. Text and figures come from the plan, charts from `pdserve.planner.report.report_charts`.
+Called by the command line. Text and figures come from the plan, charts from `pdserve.planner.report.charts`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from html import escape
 
 from pdserve.planner import wording
 from pdserve.planner.layout import Pool
+from pdserve.planner.report.charts import Chart, charts, drawn_candidates
 from pdserve.planner.report.explain import explain
 from pdserve.planner.report.plan_rows import (
     CANDIDATE_COLUMNS,
@@ -23,7 +24,6 @@ from pdserve.planner.report.plan_rows import (
     screening_words,
     slo_words,
 )
-from pdserve.planner.report.report_charts import Figure, drawn_candidates, figures
 from pdserve.planner.report.report_style import STYLE
 from pdserve.planner.search.plan import Plan
 from pdserve.planner.simulate.attainment import Attainment
@@ -43,10 +43,10 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
 
     Args:
         traffic: description of the traffic.
-        curves: see `pdserve.planner.report.report_charts.drawn_candidates`.
+        curves: see `pdserve.planner.report.charts.drawn_candidates`.
     """
     title = f"{plan.question.model.name or 'Model'} on {fleet_words(plan)}"
-    cards = map(_card, figures(plan, drawn_candidates(plan, curves)))
+    cards = map(_card, charts(plan, drawn_candidates(plan, curves)))
     body = "".join(
         (
             f"<h1>{escape(title)}</h1><p class=soft>{escape(f'{traffic}. {slo_words(plan)}.')}</p>",
@@ -129,9 +129,8 @@ def _explanation(plan: Plan, pool: Pool) -> str:
     return f"<details><summary>A {name} on {escape(pool.hardware.name)}</summary><dl>{rows}</dl></details>"
 
 
-def _card(figure: Figure) -> str:
-    legend = "".join(f"<span><i class=s{color}></i>{escape(label)}</span>" for color, label in figure.legend)
+def _card(chart: Chart) -> str:
     return (
-        f"<div class=card><h3>{escape(figure.title)}</h3><p class=soft>{escape(figure.note)}</p>"
-        f"{figure.svg}<div class=legend>{legend}</div></div>"
+        f"<div class=card><h3>{escape(chart.title)}</h3><p class=soft>{escape(chart.note)}</p>"
+        f"<figure role=img aria-label='{escape(chart.title, quote=True)}'>{chart.svg}</figure></div>"
     )

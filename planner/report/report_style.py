@@ -35,19 +35,7 @@ details{background:var(--card);border:1px solid var(--line);border-radius:10px;p
 summary{cursor:pointer}
 dt{margin-top:12px}
 dd{margin:0;color:var(--soft);font-size:14px;overflow-wrap:anywhere}
-svg{display:block;width:100%;height:auto;margin-top:8px}
-svg text{fill:var(--soft);font-size:12px}
-svg .end{text-anchor:end}svg .mid{text-anchor:middle}svg .label{font-weight:500}
-svg .grid{stroke:var(--grid)}svg .axis{stroke:var(--soft);stroke-opacity:.6}
-svg .rule{stroke:var(--soft);stroke-dasharray:2 4}
-svg .track{fill:var(--grid)}
-.s0{--c:var(--c0)}.s1{--c:var(--c1)}.s2{--c:var(--c2)}.s3{--c:var(--c3)}
-svg rect[class^=s]{fill:var(--c)}
-svg .line{fill:none;stroke:var(--c);stroke-width:2;stroke-linejoin:round}
-svg .dashed{stroke-dasharray:5 4;stroke-width:1.5}
-svg .dot{fill:var(--c);stroke:var(--c);stroke-width:1.5}
-svg .hollow{fill:var(--card)}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px;color:var(--soft);margin-top:6px}
-.legend i{display:inline-block;width:10px;height:10px;border-radius:3px;background:var(--c);margin-right:6px}
+figure{margin:8px 0 0}
+svg{display:block;width:100%;height:auto;font-family:inherit}
 """
 """Colours are variables, so that one sheet serves light and dark."""

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import pytest
+
+from pdserve.planner.report.charts import charts, check_drawing, drawn_candidates
 from pdserve.planner.report.report import report_html
-from pdserve.planner.report.report_charts import drawn_candidates, figures
 from pdserve.planner.search.plan import Verdict
 from pdserve.planner.simulate.attainment import Attainment
 from tests.planner.plans import APART, TOGETHER, a_plan
@@ -43,7 +46,8 @@ def test_the_page_is_whole_small_and_needs_nothing_beside_it() -> None:
     assert page.open == []
     assert len(html) < 300_000
     assert not {name for name, _ in page.attributes} & {"href", "src", "onclick"}
-    assert not re.search(r"<script|@import|url\(|http", html)
+    assert not re.search(r"<script|@import|url\((?!#)|http", html)
+    assert all(target.startswith("#") for name, target in page.attributes if target and name == "xlink:href")
     assert "Llama-3-8B <i> on 4 x h100-sxm" in page.texts, "names are escaped"
     assert any(text.startswith("chat & more. 90 % of requests within TTFT 250 ms") for text in page.texts)
 
@@ -73,14 +77,25 @@ def test_an_unclear_verdict_looks_so() -> None:
 def test_winner_and_runner_up_are_drawn_and_nothing_twice() -> None:
     drawn = drawn_candidates(a_plan())
     assert [each.candidate.layout for each in drawn] == [APART, TOGETHER]
-    titles = [figure.title for figure in figures(a_plan(), drawn)]
+    titles = [chart.title for chart in charts(a_plan(), drawn)]
     assert titles[:2] == ["Winner: 1 x P(TP1) + 1 x D(TP1)", "Runner-up: 2 x M(TP1)"]
-    assert titles[2:] == [
-        "TTFT near the goodput",
-        "TPOT near the goodput",
-        "Goodput by P:D ratio",
-        "Utilisation by phase",
-    ]
+    assert titles[2:] == ["TTFT at the goodput", "TPOT at the goodput", "Goodput by P:D ratio", "Utilisation by phase"]
+
+
+def test_charts_have_the_colours_of_the_page_and_their_words_as_text() -> None:
+    for chart in charts(a_plan(), drawn_candidates(a_plan())):
+        assert not re.search(r"#[ab]0000\d", chart.svg)
+        assert {"var(--c0)", "var(--soft)"} <= set(re.findall(r"var\(--\w+\)", chart.svg))
+    winner, *_, bars = charts(a_plan(), drawn_candidates(a_plan()))
+    assert {"target 90 %", "goodput 16.0", "both objectives", "TTFT", "TPOT"} <= set(Page(winner.svg).texts)
+    assert {"prefill: busy", "70 %", "10 %"} <= set(Page(bars.svg).texts)
+
+
+def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_drawing()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"needs matplotlib: pip install 'pdserve\[plan\]'"):
+        check_drawing()
 
 
 def test_the_best_colocated_layout_is_drawn_however_far_behind() -> None:
@@ -96,14 +111,14 @@ def test_points_of_saturated_runs_are_hollow() -> None:
     plan = a_plan()
     assert plan.best.goodput is not None
     saturated: Attainment = replace(plan.best.goodput.points[0], is_saturated=True)
-    whole = next(figures(plan, drawn_candidates(plan, [[plan.best.goodput.points[0]]])))
-    figure = next(figures(plan, drawn_candidates(plan, [[saturated]])))
+    whole = next(charts(plan, drawn_candidates(plan, [[plan.best.goodput.points[0]]])))
+    figure = next(charts(plan, drawn_candidates(plan, [[saturated]])))
     svg = figure.svg
     sure = "The goodput lies between 14.4 and 17.6, with 95 % confidence."
     assert whole.note == f"Share within the SLO, of 200 requests at each rate. {sure}"
     assert "each rate; hollow points are saturated: longer runs attain less. The" in figure.note
     longer = replace(saturated, num_requests=3000, is_saturated=False)
-    mixed = next(figures(plan, drawn_candidates(plan, [[plan.best.goodput.points[0], longer]])))
+    mixed = next(charts(plan, drawn_candidates(plan, [[plan.best.goodput.points[0], longer]])))
     assert "of 200 to 3,000 requests at each rate" in mixed.note
-    assert (whole.svg.count("<circle"), svg.count("<circle")) == (3, 3)
-    assert "hollow" in svg
+    assert "fill: var(--card)" in svg
+    assert "fill: var(--card)" not in whole.svg

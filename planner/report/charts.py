@@ -1,0 +1,242 @@
+"""Charts of a plan's report, drawn by matplotlib as inline SVG in the colours of the page, light or dark.
+
+Used by `pdserve.planner.report.report`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from math import isfinite
+from typing import Any, NamedTuple
+
+from pdserve.planner import wording
+from pdserve.planner.search.plan import Candidate, Plan
+from pdserve.planner.simulate.attainment import Attainment, Distribution
+
+_COLORS = {
+    "#a00000": "var(--c0)",
+    "#a00001": "var(--c1)",
+    "#a00002": "var(--c2)",
+    "#a00003": "var(--c3)",
+    "#b00000": "var(--soft)",
+    "#b00001": "var(--grid)",
+    "#b00002": "var(--card)",
+}
+"""Colours that matplotlib draws with, and the variables of the style sheet in their places."""
+_SERIES = list(_COLORS)[:4]
+_SOFT, _GRID, _CARD = list(_COLORS)[4:]
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "text.color": _SOFT,
+    "axes.labelcolor": _SOFT,
+    "axes.edgecolor": _SOFT,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": _GRID,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+    "legend.frameon": False,
+    "lines.markersize": 5,
+}
+
+
+class Chart(NamedTuple):
+    title: str
+    svg: str
+    note: str
+
+
+class DrawnCandidate(NamedTuple):
+    """A candidate in the charts, with its label."""
+
+    name: str
+    candidate: Candidate
+    curve: tuple[Attainment, ...]
+    """Its results in order of rate."""
+
+
+def check_drawing() -> None:
+    """Raise ValueError if matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError:
+        raise ValueError("a report needs matplotlib: pip install 'pdserve[plan]', or leave out --report") from None
+
+
+def drawn_candidates(plan: Plan, curves: Sequence[Sequence[Attainment]] = ()) -> list[DrawnCandidate]:
+    """The winner, the runner-up, and the best of the kind that neither of them is, if they were simulated.
+
+    Args:
+        curves: rates simulated for the report, per candidate; by default the rates that the search tried.
+    """
+    others = (plan.verdict.best_colocated, plan.verdict.best_disaggregated)
+    chosen: list[tuple[str, Candidate]] = [("Winner", plan.best)]
+    chosen += [("Runner-up", candidate) for candidate in plan.candidates[1:2]]
+    for name, candidate in zip(("Best colocated", "Best disaggregated"), others, strict=True):
+        if candidate is not None and all(candidate.layout != each.layout for _, each in chosen):
+            chosen.append((name, candidate))
+    seen = [(name, candidate) for name, candidate in chosen if candidate.goodput is not None]
+    return [
+        DrawnCandidate(
+            f"{name}: {candidate.layout}",
+            candidate,
+            tuple(curves[row] if row < len(curves) else candidate.goodput.points if candidate.goodput else ()),
+        )
+        for row, (name, candidate) in enumerate(seen)
+    ]
+
+
+def charts(plan: Plan, drawn: Sequence[DrawnCandidate]) -> Iterator[Chart]:
+    """All charts of the report, in order."""
+    highest = max((point.rate for each in drawn for point in each.curve), default=1.0)
+    for shown in drawn:
+        yield _attainment(plan, shown, highest)
+    slo = plan.question.slo
+    yield _latencies("TTFT at the goodput", drawn, lambda at_rate: at_rate.ttft, slo.ttft_seconds)
+    yield _latencies("TPOT at the goodput", drawn, lambda at_rate: at_rate.tpot, slo.tpot_seconds)
+    if any(not candidate.layout.is_colocated for candidate in plan.candidates):
+        yield _ratios(plan)
+    yield _utilisation(drawn)
+
+
+def _attainment(plan: Plan, shown: DrawnCandidate, highest: float) -> Chart:
+    shares: tuple[tuple[str, str, Callable[[Attainment], float]], ...] = (
+        ("TPOT", "--", lambda point: point.tpot_share),
+        ("TTFT", "--", lambda point: point.ttft_share),
+        ("both objectives", "-", lambda point: point.share),
+    )
+    rates = [point.rate for point in shown.curve]
+
+    def draw(axes: Any) -> None:
+        for color, (label, line, share_of) in zip(_SERIES[2::-1], shares, strict=True):
+            values = [share_of(point) for point in shown.curve]
+            axes.plot(rates, values, line, color=color, label=label)
+            for fill, is_saturated in ((color, False), (_CARD, True)):
+                marked = [row for row, point in enumerate(shown.curve) if point.is_saturated is is_saturated]
+                axes.plot([rates[row] for row in marked], [values[row] for row in marked], "o", color=color, mfc=fill)
+        target = plan.question.slo.attainment
+        _rule(axes, f"target {wording.share(target)}", y=target)
+        if shown.candidate.rate:
+            _rule(axes, f"goodput {wording.number(shown.candidate.rate)}", x=shown.candidate.rate)
+        axes.set(xlim=(0, highest * 1.02), xlabel="requests/s", ylim=(0, 1.02), ylabel="requests within the SLO")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    note = f"Share within the SLO, {_origin(shown.curve)}.{_confidence(shown.candidate)}"
+    return Chart(shown.name, _svg(draw), note)
+
+
+def _confidence(candidate: Candidate) -> str:
+    """Confidence interval of the goodput's mark."""
+    if candidate.goodput is None:
+        return ""
+    low, high = candidate.goodput.interval
+    return f" The goodput lies between {wording.number(low)} and {wording.number(high)}, with 95 % confidence."
+
+
+def _origin(curve: Sequence[Attainment]) -> str:
+    """Number of requests behind a curve's points."""
+    low, high = min(point.num_requests for point in curve), max(point.num_requests for point in curve)
+    count = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    is_saturated = any(each.is_saturated for each in curve)
+    return f"of {count} requests at each rate" + "; hollow points are saturated: longer runs attain less" * is_saturated
+
+
+def _latencies(
+    title: str, drawn: Sequence[DrawnCandidate], of: Callable[[Attainment], Distribution], slo_s: float
+) -> Chart:
+    results = [(each.name, each.candidate.goodput.at_rate) for each in drawn if each.candidate.goodput is not None]
+
+    def draw(axes: Any) -> None:
+        p99_s = [slo_s * 1.3]
+        for color, (name, at_rate) in zip(_SERIES, results, strict=False):
+            if at_rate is not None:
+                quantile_s = [each for each in of(at_rate).quantile_s if isfinite(each)]
+                p99_s += quantile_s[99:100]
+                axes.plot(
+                    [each * 1e3 for each in quantile_s],
+                    [n / 100 for n in range(len(quantile_s))],
+                    color=color,
+                    label=name,
+                )
+        _rule(axes, f"objective {wording.seconds(slo_s)}", x=slo_s * 1e3)
+        # Values far beyond the objective would hide the ones near it.
+        axes.set(xlim=(0, min(max(p99_s), slo_s * 4) * 1e3), xlabel="ms", ylim=(0, 1.02), ylabel="share of requests")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    return Chart(title, _svg(draw), "Cumulative share of requests, each layout at its own goodput.")
+
+
+def _ratios(plan: Plan) -> Chart:
+    def draw(axes: Any) -> None:
+        for label, is_estimated in (("simulated", False), ("estimated", True)):
+            points = [
+                (candidate.layout.prefill.num_devices / candidate.layout.num_devices, candidate.rate_per_device)
+                for candidate in plan.candidates
+                if candidate.layout.prefill is not None and candidate.is_estimated is is_estimated
+            ]
+            fill = _CARD if is_estimated else _SERIES[0]
+            axes.plot(*zip(*points, strict=True) if points else ([], []), "o", color=_SERIES[0], mfc=fill, label=label)
+        if (colocated := plan.verdict.best_colocated) is not None:
+            _rule(axes, f"best colocated: {colocated.layout}", y=colocated.rate_per_device)
+        axes.set(xlim=(0, 1), xlabel="share of GPUs that prefill", ylabel="requests/s per GPU")
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    return Chart("Goodput by P:D ratio", _svg(draw), "Per GPU, of each layout.")
+
+
+def _utilisation(drawn: Sequence[DrawnCandidate]) -> Chart:
+    def draw(axes: Any) -> None:
+        row, labels = 0, []
+        for color, shown in zip(_SERIES, drawn, strict=False):
+            shares = [
+                (f"{wording.ROLE_NAMES[pool.role]}: {what}", value)
+                for pool in shown.candidate.pools
+                for what, value in (("busy", pool.busy_share), ("KV in use", pool.kv_share))
+            ]
+            bars = axes.barh(
+                range(row, row + len(shares)), [value for _, value in shares], color=color, label=shown.name
+            )
+            axes.bar_label(bars, [wording.share(value) for _, value in shares], padding=4)
+            labels += [label for label, _ in shares]
+            row += len(shares)
+        axes.set_yticks(range(row), labels)
+        axes.invert_yaxis()
+        axes.set(xlim=(0, 1.1), xticks=[])
+        axes.grid(visible=False)
+
+    return Chart("Utilisation by phase", _svg(draw), "Of the time and of the KV blocks, at the goodput.")
+
+
+def _rule(axes: Any, label: str, *, x: float | None = None, y: float | None = None) -> None:
+    """A line across the chart, such as an objective."""
+    if x is not None:
+        axes.axvline(x, color=_SOFT, linestyle=":", linewidth=1)
+        axes.annotate(label, (x, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points")
+    else:
+        axes.axhline(y, color=_SOFT, linestyle=":", linewidth=1)
+        axes.annotate(label, (0.01, y), xycoords=("axes fraction", "data"), xytext=(0, -11), textcoords="offset points")
+
+
+def _svg(draw: Callable[[Any], None]) -> str:
+    """A chart with a legend above it, without a global figure."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(6, 3.4), layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        figure.legend(loc="outside upper left", ncols=2)
+        written = StringIO()
+        figure.savefig(written, format="svg", transparent=True)
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    return re.sub("#[ab]0000[0-3]", lambda color: _COLORS[color[0]], svg)
