@@ -1,7 +1,6 @@
 """Figures of `pdserve bench serve`, under the names and in the layout of ``vllm bench serve``.
 
-All requests count, the first ones too: for steady-state figures, make the run long enough. As in vLLM, latencies are of
-completed requests, TPOT of those with at least two tokens; attainment is of all requests.
+`pdserve.planner.report.serving_figures` defines them. For steady-state figures, make the run long enough.
 """
 
 from __future__ import annotations
@@ -12,14 +11,8 @@ from typing import Any
 import numpy as np
 
 from pdserve.bench.load import Measurement
-from pdserve.planner.arrays import FloatArray
+from pdserve.planner.report.serving_figures import METRICS, serving_figures
 
-METRICS: Mapping[str, str] = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
-}
 OBJECTIVES = ("ttft", "tpot", "e2el")
 """Metrics of one request, which an objective can bound."""
 _WIDTH = 50
@@ -82,44 +75,9 @@ def serving_result(
         objectives: limits in milliseconds by metric. ``request_goodput`` counts requests that meet all of them.
         metrics: those of `METRICS` to report.
     """
-    times, health = measured.times, measured.health
-    num_requests = len(times.arrived_s)
-    is_completed = ~np.isnan(times.last_token_s)
-    seconds = {
-        "ttft": times.ttft_s,
-        "tpot": times.tpot_s,
-        "itl": measured.gap_s,
-        "e2el": times.last_token_s - times.arrived_s,
-    }
-    meets = {name: 1e3 * seconds[name] <= limit_ms for name, limit_ms in objectives.items()}
-    meets_all = np.logical_and.reduce([is_completed, *meets.values()])
-    total_input = int(times.num_prompt_tokens[is_completed].sum())
-    total_output = int(times.num_output_tokens[is_completed].sum())
-    duration_s = max(0.0, measured.ended_s - float(times.arrived_s[0]))
-    arrival_s = float(times.arrived_s[-1] - times.arrived_s[0])
-
-    def per_s(count: float) -> float:
-        return round(count / duration_s, 4) if duration_s else 0.0
-
-    reported = {name: seconds[name] if name == "itl" else seconds[name][is_completed] for name in metrics}
-    if "tpot" in reported:
-        reported["tpot"] = seconds["tpot"][is_completed & (times.num_output_tokens > 1)]
+    health = measured.health
     return {
-        "duration": round(duration_s, 4),
-        "completed": measured.num_finished,
-        "failed": num_requests - measured.num_finished,
-        "rejected": measured.num_rejected,
-        "num_prompts": num_requests,
-        "total_input_tokens": total_input,
-        "total_output_tokens": total_output,
-        "request_throughput": per_s(measured.num_finished),
-        "request_goodput": per_s(float(meets_all.sum())),
-        "output_throughput": per_s(total_output),
-        "total_token_throughput": per_s(total_input + total_output),
-        **{key: value for name in metrics for key, value in _latency(name, reported[name], percentiles).items()},
-        "offered_rate": round((num_requests - 1) / arrival_s, 4) if arrival_s else None,
-        "goodput_ms": dict(objectives),
-        "attainment": {"joint": float(meets_all.mean()), **{name: float(met.mean()) for name, met in meets.items()}},
+        **serving_figures(measured.times, measured.gap_s, measured.ended_s, objectives, metrics, percentiles),
         "errors": dict(measured.errors),
         "generator": {
             "cpu_share": round(health.cpu_share, 3),
@@ -128,18 +86,6 @@ def serving_result(
             "loop_late_p99_s": round(health.loop_late_p99_s, 6),
         },
         "problems": health.problems(),
-    }
-
-
-def _latency(name: str, seconds: FloatArray, percentiles: Sequence[float]) -> dict[str, float | None]:
-    keys = ["mean", "median", "std", *(f"p{percentile:g}" for percentile in percentiles)]
-    values = [np.nan] * len(keys)
-    if seconds.size:
-        middle = [seconds.mean(), float(np.median(seconds)), seconds.std()]
-        values = [*middle, *np.percentile(seconds, percentiles)]
-    return {
-        f"{key}_{name}_ms": None if np.isnan(value) else round(1e3 * float(value), 3)
-        for key, value in zip(keys, values, strict=True)
     }
 
 

@@ -32,55 +32,123 @@ _MIN_TRAFFIC_REQUESTS = 1000
 
 
 def plan(
-    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; weights are not needed.")] = None,
-    gpu: Annotated[str, typer.Option(metavar="KIND", help="GPU, such as h100-sxm; an unknown name lists all.")] = "",
-    nodes: Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Number of hosts.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=MAX_GPUS_PER_NODE, help="GPUs per host.")] = 8,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model folder, or a config.json; weights are not needed.", rich_help_panel=options.WHAT),
+    ] = None,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND", help="GPU, such as h100-sxm; an unknown name lists all.", rich_help_panel=options.GPUS
+        ),
+    ] = "",
+    nodes: Annotated[
+        int, typer.Option(min=1, max=MAX_NODES, help="Number of hosts.", rich_help_panel=options.GPUS)
+    ] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, max=MAX_GPUS_PER_NODE, help="GPUs per host.", rich_help_panel=options.GPUS)
+    ] = 8,
     decode_gpu: Annotated[
-        str, typer.Option(metavar="KIND", help="Second kind of GPU; each phase may use either.")
+        str,
+        typer.Option(
+            metavar="KIND", help="Second kind of GPU; each phase may use either.", rich_help_panel=options.GPUS
+        ),
     ] = "",
     decode_nodes: Annotated[
-        int | None, typer.Option(min=1, max=MAX_NODES, help="Hosts with the second kind. Default: --nodes.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_NODES, help="Hosts with the second kind. Default: --nodes.", rich_help_panel=options.GPUS
+        ),
     ] = None,
     hardware_file: options.HardwareFileOption = None,
     engine: options.EngineOption = "pdserve",
-    price: Annotated[float | None, typer.Option(help="Price, dollars per GPU hour. Default: list price.")] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(help="Price, dollars per GPU hour. Default: list price.", rich_help_panel=options.GPUS),
+    ] = None,
     dtype: options.DtypeOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantization: options.QuantizationOption = None,
     max_model_len: options.MaxModelLenOption = None,
     workload: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Preset (chat, code, summarisation, agent) or a trace.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Preset (chat, code, summarisation, agent) or a trace.",
+            rich_help_panel=options.WHAT,
+        ),
     ] = "",
-    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt, in place of a workload.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per answer, in place of a workload.")] = None,
+    input_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per prompt, in place of a workload.", rich_help_panel=options.WHAT)
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per answer, in place of a workload.", rich_help_panel=options.WHAT)
+    ] = None,
     burstiness: options.BurstinessOption = None,
     lenient: options.LenientOption = False,
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second to find the fewest GPUs for.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second to find the fewest GPUs for.", rich_help_panel=options.WHAT),
+    ] = None,
     objective: Annotated[
-        str, typer.Option(help="rate, rate-per-device, and with --rate fewest-devices or least-cost.")
+        str,
+        typer.Option(
+            help="rate, rate-per-device, and with --rate fewest-devices or least-cost.", rich_help_panel=options.WHAT
+        ),
     ] = "",
-    output: Annotated[Path | None, typer.Option(help="Deployment file to write for the best placement.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Report to write (HTML).")] = None,
-    json: Annotated[Path | None, typer.Option(help="JSON file to write; -: standard output, without tables.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Deployment file to write for the best placement.", rich_help_panel=options.ANSWER),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Report to write (HTML).", rich_help_panel=options.ANSWER)] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="JSON file to write; -: standard output, without tables.", rich_help_panel=options.ANSWER),
+    ] = None,
     top: Annotated[
-        int, typer.Option(min=0, help="Layouts to show in a table, with the reasons; 0 shows the answer alone.")
+        int,
+        typer.Option(
+            min=0,
+            help="Layouts to show in a table, with the reasons; 0 shows the answer alone.",
+            rich_help_panel=options.ANSWER,
+        ),
     ] = 0,
-    jobs: Annotated[int, typer.Option(min=0, help="Simulation processes; 0: one per core.")] = 0,
+    jobs: Annotated[
+        int, typer.Option(min=0, help="Simulation processes; 0: one per core.", rich_help_panel=options.ANSWER)
+    ] = 0,
     requests: Annotated[
         int,
-        typer.Option(min=MIN_REQUESTS, help="Requests per run of a finalist; at most 10,000 per run of the judge."),
+        typer.Option(
+            min=MIN_REQUESTS,
+            help="Requests per run of a finalist; at most 10,000 per run of the judge.",
+            rich_help_panel=options.ANSWER,
+        ),
     ] = DEFAULT_REQUESTS,
     seed: options.SeedOption = 0,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show the formulas for memory and times of a worker, without a search.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Show the formulas for memory and times of a worker, without a search.",
+            rich_help_panel=options.ANSWER,
+        ),
     ] = False,
-    live: Annotated[str, typer.Option(metavar="URL", help="Admin address of a running cluster to compare with.")] = "",
-    window: Annotated[float, typer.Option(help="Time to watch the cluster, seconds.")] = 60.0,
-    hysteresis: Annotated[float, typer.Option(min=0, help="Least gain in goodput for a change, as a share.")] = 0.1,
+    live: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="Admin address of a running cluster to compare with.", rich_help_panel=options.ANSWER
+        ),
+    ] = "",
+    window: Annotated[
+        float, typer.Option(help="Time to watch the cluster, seconds.", rich_help_panel=options.ANSWER)
+    ] = 60.0,
+    hysteresis: Annotated[
+        float,
+        typer.Option(min=0, help="Least gain in goodput for a change, as a share.", rich_help_panel=options.ANSWER),
+    ] = 0.1,
 ) -> int:
     """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
     model_options = ModelOptions(dtype, kv_dtype, quantization, max_model_len)

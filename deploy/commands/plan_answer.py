@@ -150,9 +150,9 @@ def _model_path(model: Path | None) -> str:
 
 
 def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_processes: int) -> None:
+    from pdserve.planner.report.charts import drawn_candidates
     from pdserve.planner.report.curves import attainment_curves
     from pdserve.planner.report.report import report_html
-    from pdserve.planner.report.charts import drawn_candidates
 
     drawn = [each.candidate for each in drawn_candidates(plan)]
     with options.failure(), options.working("simulating curves for the report"):

@@ -27,32 +27,62 @@ if TYPE_CHECKING:
     from pdserve.planner.layout import PlannedModel
     from pdserve.planner.workload.traffic import Traffic
 
+WHAT, GPUS, ANSWER = "What to serve", "GPUs", "Answer"
+"""Groups of options in the help."""
+
 GpuOption = Annotated[
-    str, typer.Option(metavar="KIND", help="GPU of every worker, such as h100-sxm; an unknown name lists all.")
+    str,
+    typer.Option(
+        metavar="KIND", help="GPU of every worker, such as h100-sxm; an unknown name lists all.", rich_help_panel=GPUS
+    ),
 ]
-EngineOption = Annotated[str, typer.Option(help="Engine with the host costs to predict: pdserve or vllm.")]
-DecodeGpuOption = Annotated[str, typer.Option(metavar="KIND", help="GPU of decode workers. Default: --gpu.")]
-HardwareFileOption = Annotated[Path | None, typer.Option(help="Device file (YAML) from pdserve profile, for --gpu.")]
+EngineOption = Annotated[
+    str, typer.Option(help="Engine with the host costs to predict: pdserve or vllm.", rich_help_panel=GPUS)
+]
+DecodeGpuOption = Annotated[
+    str, typer.Option(metavar="KIND", help="GPU of decode workers. Default: --gpu.", rich_help_panel=GPUS)
+]
+HardwareFileOption = Annotated[
+    Path | None, typer.Option(help="Device file (YAML) from pdserve profile, for --gpu.", rich_help_panel=GPUS)
+]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="Weights and activations: float32, bfloat16 (default) or float16.")
+    str | None,
+    typer.Option(help="Weights and activations: float32, bfloat16 (default) or float16.", rich_help_panel=WHAT),
 ]
-KvDtypeOption = Annotated[str | None, typer.Option(help="KV cache: auto (the model's dtype), int8 or float8_e4m3fn.")]
-QuantizationOption = Annotated[str | None, typer.Option(help="Layer weights: none, int8 or int4.")]
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="KV cache: auto (the model's dtype), int8 or float8_e4m3fn.", rich_help_panel=WHAT)
+]
+QuantizationOption = Annotated[
+    str | None, typer.Option(help="Layer weights: none, int8 or int4.", rich_help_panel=WHAT)
+]
 MaxModelLenOption = Annotated[
     int | None,
-    typer.Option(min=0, help="Longest request, prompt and answer tokens. Default: the model's limit, up to 8192."),
+    typer.Option(
+        min=0,
+        help="Longest request, prompt and answer tokens. Default: the model's limit, up to 8192.",
+        rich_help_panel=WHAT,
+    ),
 ]
-TtftOption = Annotated[float | None, typer.Option(help="TTFT objective, seconds. Default: the workload's.")]
-TpotOption = Annotated[float | None, typer.Option(help="TPOT objective, seconds. Default: the workload's.")]
+TtftOption = Annotated[
+    float | None, typer.Option(help="TTFT objective, seconds. Default: the workload's.", rich_help_panel=WHAT)
+]
+TpotOption = Annotated[
+    float | None, typer.Option(help="TPOT objective, seconds. Default: the workload's.", rich_help_panel=WHAT)
+]
 AttainmentOption = Annotated[
-    float | None, typer.Option(help="Share of requests to meet both objectives. Default: 0.9.")
+    float | None, typer.Option(help="Share of requests to meet both objectives. Default: 0.9.", rich_help_panel=WHAT)
 ]
 BurstinessOption = Annotated[
     float | None,
-    typer.Option(help="Coefficient of variation of interarrival times; 1: Poisson. Default: the workload's."),
+    typer.Option(
+        help="Coefficient of variation of interarrival times; 1: Poisson. Default: the workload's.",
+        rich_help_panel=WHAT,
+    ),
 ]
-LenientOption = Annotated[bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")]
+LenientOption = Annotated[
+    bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.", rich_help_panel=WHAT)
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.", rich_help_panel=ANSWER)]
 
 _FILE_WIDTH = 160
 

@@ -30,16 +30,25 @@ if TYPE_CHECKING:
 
 DEFAULT_REQUESTS = 3000
 _TRAFFIC_HELP = "give --workload chat, --trace FILE, or --input-tokens and --output-tokens"
-Replicas = Annotated[int | None, typer.Option(min=1, help="Number of workers.")]
-TensorParallel = Annotated[int | None, typer.Option(min=1, help="Tensor parallel degree per worker.")]
-PipelineParallel = Annotated[int | None, typer.Option(min=1, help="Pipeline parallel degree per worker.")]
+Replicas = Annotated[int | None, typer.Option(min=1, help="Number of workers.", rich_help_panel=options.GPUS)]
+TensorParallel = Annotated[
+    int | None, typer.Option(min=1, help="Tensor parallel degree per worker.", rich_help_panel=options.GPUS)
+]
+PipelineParallel = Annotated[
+    int | None, typer.Option(min=1, help="Pipeline parallel degree per worker.", rich_help_panel=options.GPUS)
+]
 
 
 def simulate(
     gpu: options.GpuOption,
     file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML), such as from pdserve plan.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Model folder, or a config.json; weights are not needed.")] = None,
-    colocated: Annotated[bool, typer.Option("--colocated", help="Use workers for both phases.")] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model folder, or a config.json; weights are not needed.", rich_help_panel=options.WHAT),
+    ] = None,
+    colocated: Annotated[
+        bool, typer.Option("--colocated", help="Use workers for both phases.", rich_help_panel=options.GPUS)
+    ] = False,
     replicas: Replicas = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
@@ -49,10 +58,17 @@ def simulate(
     decode: Replicas = None,
     decode_tp: TensorParallel = None,
     decode_pp: PipelineParallel = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget per step.")] = None,
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences decoded per step.")] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Token budget per step.", rich_help_panel=options.GPUS)
+    ] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences decoded per step.", rich_help_panel=options.GPUS)
+    ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs per host. Default: all on one host, up to its size.")
+        int | None,
+        typer.Option(
+            min=1, help="GPUs per host. Default: all on one host, up to its size.", rich_help_panel=options.GPUS
+        ),
     ] = None,
     decode_gpu: options.DecodeGpuOption = "",
     hardware_file: options.HardwareFileOption = None,
@@ -61,24 +77,49 @@ def simulate(
     kv_dtype: options.KvDtypeOption = None,
     quantization: options.QuantizationOption = None,
     max_model_len: options.MaxModelLenOption = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second. Default: as in the trace.")] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent requests (closed loop), in place of --rate.")
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second. Default: as in the trace.", rich_help_panel=options.WHAT)
     ] = None,
-    workload: Annotated[str, typer.Option(metavar="NAME", help="Preset: chat, code, summarisation, agent.")] = "",
-    trace: Annotated[str, typer.Option(metavar="FILE", help="Trace file: Mooncake, Azure, BurstGPT or ShareGPT.")] = "",
-    input_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per answer.")] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Concurrent requests (closed loop), in place of --rate.", rich_help_panel=options.WHAT
+        ),
+    ] = None,
+    workload: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Preset: chat, code, summarisation, agent.", rich_help_panel=options.WHAT),
+    ] = "",
+    trace: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="Trace file: Mooncake, Azure, BurstGPT or ShareGPT.", rich_help_panel=options.WHAT
+        ),
+    ] = "",
+    input_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=options.WHAT)
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per answer.", rich_help_panel=options.WHAT)
+    ] = None,
     burstiness: options.BurstinessOption = None,
     lenient: options.LenientOption = False,
     requests: Annotated[
-        int | None, typer.Option(min=1, help=f"Requests to simulate. Default: {DEFAULT_REQUESTS}, or the whole trace.")
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Requests to simulate. Default: {DEFAULT_REQUESTS}, or the whole trace.",
+            rich_help_panel=options.ANSWER,
+        ),
     ] = None,
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
     seed: options.SeedOption = 0,
-    json: Annotated[Path | None, typer.Option(help="JSON file to write; -: standard output, without tables.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="JSON file to write; -: standard output, without tables.", rich_help_panel=options.ANSWER),
+    ] = None,
 ) -> int:
     """Predict latencies, attainment and throughput of a placement under load, without a GPU."""
     options.check_writable(json)

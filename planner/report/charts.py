@@ -232,7 +232,7 @@ def _svg(draw: Callable[[Any], None]) -> str:
         figure = Figure(figsize=(6, 3.4), layout="constrained")
         axes = figure.subplots()
         draw(axes)
-        figure.legend(loc="outside upper left", ncols=2)
+        figure.legend(loc="outside upper left", ncols=3)
         written = StringIO()
         figure.savefig(written, format="svg", transparent=True)
     svg = written.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,6 +13,7 @@ from pdserve.contracts.codec import to_plain
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, model_json
+from pdserve.planner.report.serving_figures import serving_figures
 from pdserve.planner.search.hosts import host_sentence
 from pdserve.planner.simulate.attainment import PoolUse
 from pdserve.planner.simulate.simulated_run import RunResult
@@ -44,8 +46,9 @@ def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[st
 
 
 def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
-    """The report as JSON; time series have one value per sample."""
-    run = result.run
+    """The report as JSON: vLLM's figures of all requests, those of the steady state, and time series with one value per
+    sample."""
+    run, simulation = result.run, result.simulation
     return {
         "model": model_json(run.model),
         "layout": layout_json(run.layout),
@@ -53,9 +56,14 @@ def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
         "slo": to_plain(run.slo),
         "concurrency": run.concurrency or None,
         "seed": run.seed,
-        "requests_per_s": result.requests_per_s,
-        "attainment": attainment_json(result.attainment),
-        "over_time": [_timeline_json(timeline) for timeline in result.simulation.timelines],
+        **serving_figures(
+            simulation.times,
+            np.repeat(simulation.gap_s, simulation.gap_weights.astype(np.int64)),
+            simulation.ended_s,
+            {"ttft": 1e3 * run.slo.ttft_seconds, "tpot": 1e3 * run.slo.tpot_seconds},
+        ),
+        "steady_state": attainment_json(result.attainment),
+        "over_time": [_timeline_json(timeline) for timeline in simulation.timelines],
         "notes": list(notes),
         "elapsed_s": result.elapsed_s,
     }

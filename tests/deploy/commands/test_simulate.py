@@ -45,7 +45,7 @@ def test_the_default_is_a_worker_for_each_phase(capsys: pytest.CaptureFixture[st
     result = simulated(capsys, "--model", model, "--rate", "5", *SHORT)
     assert result["layout"]["text"] == "1 x P(TP1) + 1 x D(TP1)"
     assert result["model"]["dtype"] == "bfloat16"
-    assert result["attainment"]["num_requests"] == 50
+    assert result["steady_state"]["num_requests"] == 50
 
 
 def test_a_terminal_hears_what_it_waits_for(
@@ -59,7 +59,7 @@ def test_a_terminal_hears_what_it_waits_for(
     assert run(command) == 0
     captured = capsys.readouterr()
     assert "simulating 50 requests" in captured.err
-    assert json.loads(captured.out)["attainment"]["num_requests"] == 50
+    assert json.loads(captured.out)["steady_state"]["num_requests"] == 50
 
 
 def test_options_describe_workers(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -77,7 +77,7 @@ def test_options_describe_workers(capsys: pytest.CaptureFixture[str], model: str
 def test_a_closed_loop_has_no_rate(capsys: pytest.CaptureFixture[str], model: str) -> None:
     result = simulated(capsys, "--model", model, "--concurrency", "4", *SHORT)
     assert result["concurrency"] == 4
-    assert result["attainment"]["rate"] > 10
+    assert result["steady_state"]["rate"] > 10
 
 
 def test_a_deployment_file_is_simulated_and_options_change_it(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -100,9 +100,9 @@ def test_a_trace_is_replayed_whole_at_its_own_times(capsys: pytest.CaptureFixtur
     command = ["simulate", "--gpu", "h100", "--model", model, "--trace", str(file), "--json", "-"]
     assert run(command) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["attainment"]["num_requests"], result["attainment"]["rate"]) == (40, 2.0)
+    assert (result["steady_state"]["num_requests"], result["steady_state"]["rate"]) == (40, 2.0)
     assert run([*command, "--rate", "4"]) == 0
-    assert json.loads(capsys.readouterr().out)["attainment"]["rate"] == 4.0
+    assert json.loads(capsys.readouterr().out)["steady_state"]["rate"] == 4.0
 
 
 def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -167,6 +167,6 @@ def test_without_a_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_engine_has_its_own_host_costs(capsys: pytest.CaptureFixture[str], model: str) -> None:
     options = ("--model", model, "--rate", "1", *SHORT)
     ours, theirs = (simulated(capsys, *options, "--engine", engine) for engine in ("pdserve", "vllm"))
-    assert theirs["attainment"]["tpot_s"]["p50"] > 1.1 * ours["attainment"]["tpot_s"]["p50"]
+    assert theirs["steady_state"]["tpot_s"]["p50"] > 1.1 * ours["steady_state"]["tpot_s"]["p50"]
     assert run([*BASE, *options, "--engine", "triton"]) == 2
     assert "unknown engine 'triton'; use one of pdserve, vllm" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -88,7 +89,12 @@ def test_an_overloaded_cluster_generates_no_more_than_it_can() -> None:
 def test_json_has_the_same_and_what_is_over_time() -> None:
     result = carry_out(replace(RUN, rate=0.0, concurrency=4))
     written: dict[str, Any] = json.loads(json.dumps(run_json(result, "fixed", ("A note.",)), allow_nan=False))
-    assert written["attainment"]["ttft_s"]["p50"] == result.attainment.ttft.percentile(50)
+    assert written["steady_state"]["ttft_s"]["p50"] == result.attainment.ttft.percentile(50)
+    times = result.simulation.times
+    assert written["mean_ttft_ms"] == pytest.approx(1e3 * times.ttft_s.mean(), rel=1e-3)
+    assert written["p99_tpot_ms"] == pytest.approx(1e3 * np.percentile(times.tpot_s, 99), rel=1e-3)
+    num_gaps, decode_s = (times.num_output_tokens - 1).sum(), (times.last_token_s - times.first_token_s).sum()
+    assert written["mean_itl_ms"] == pytest.approx(1e3 * decode_s / num_gaps, rel=1e-3)
     assert written["layout"]["prefill"]["replicas"] == 1
     assert (written["concurrency"], written["notes"], written["traffic"]) == (4, ["A note."], "fixed")
     assert [each["role"] for each in written["over_time"]] == ["prefill", "decode"]
