@@ -4,10 +4,10 @@
 
 Reference: DistServe's simulator (OSDI 2024; LLMServe/DistServe, simdistserve) reports 1.56 requests/s per GPU for
 OPT-13B on 4 A100-80GB with TTFT 200 ms and TPOT 100 ms, by prefill of TP 2 and decode of TP 1; its bisection had
-rejected 1.72. Taken from DistServe: fitted step times, no transfer time, no chunks, a cap of 50,000 tokens for decode,
-one prefill and one decode instance, a burst of 300 requests, and 90th percentiles of each latency by itself. Router
-policy, schedulers and reservations are pdserve's. Such a burst need not be sustainable, so the steady state is printed
-too, judged jointly and without the warm-up.
+rejected 1.72. Taken from DistServe: fitted step times, no transfer time, no chunks, one prefill and one decode
+instance, a burst of 300 requests, and 90th percentiles of each latency by itself. Its simulator caps decode at 50,000
+tokens; here the KV pool is what the devices' memory holds. Router policy, schedulers and reservations are pdserve's.
+Such a burst need not be sustainable, so the steady state is printed too, judged jointly and without the warm-up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from pdserve.planner.simulate.attainment import measure
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.presets import preset
 
-MAX_DECODE_TOKENS = 50_000
 DEVICES = 4
 DEGREES = (1, 2, 4)
 SLO = SloConfig(ttft_seconds=0.2, tpot_seconds=0.1, attainment=0.9)
@@ -112,7 +111,7 @@ class FittedCost(CostModel):
     def max_kv_blocks(
         self, block_size: int, memory_fraction: float = 0.9, *, max_batch_tokens: int = 0, max_batch_size: int = 0
     ) -> int:
-        return MAX_DECODE_TOKENS // block_size * self.pipeline_parallel
+        return super().max_kv_blocks(block_size, memory_fraction)
 
 
 def layouts() -> Iterator[Layout]:

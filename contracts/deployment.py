@@ -65,7 +65,7 @@ class ModelConfig:
     kv_dtype: KvDtype = "auto"
     """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
     quantization: Quantization = "none"
-    """``none``, or ``int8`` or ``int4`` for the matrices of the layers."""
+    """``none``, or ``int8`` or ``int4`` for the matrices of the layers; ``fp8`` can be planned and simulated."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's limit."""
     block_size: Annotated[int, between(1, 256)] = 16

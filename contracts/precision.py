@@ -8,7 +8,7 @@ from typing import Annotated
 from pdserve.contracts.codec import one_of
 from pdserve.contracts.kv_layout import KV_DTYPE_SETTINGS
 
-QUANTIZATION_SETTINGS = ("none", "int8", "int4")
+QUANTIZATION_SETTINGS = ("none", "int8", "int4", "fp8")
 
 Dtype = Annotated[str, one_of("float32", "bfloat16", "float16")]
 KvDtype = Annotated[str, one_of(*KV_DTYPE_SETTINGS)]
@@ -26,7 +26,8 @@ class Precision:
     less accurate. ``float8_e4m3fn`` is for GPUs; on CPUs plain torch attends to it, slowly."""
     quantization: Quantization = "none"
     """``none``, or the dtype of the matrices of the layers: ``int8``, with one scale per output, or ``int4``, with one
-    per output and group of 128 inputs."""
+    per output and group of 128 inputs. ``fp8``, with one scale per output, is for planning: no engine of ours computes
+    with it."""
 
     def __str__(self) -> str:
         weights = f", {self.quantization} weights" if self.quantization != "none" else ""

@@ -93,6 +93,11 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
             f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
             "give both at least 1, or mixed.replicas at least 1"
         )
+    if use == "serve" and config.model.quantization == "fp8":
+        raise ConfigError(
+            "model.quantization is fp8, which can be planned, simulated and emulated, but not computed; use int8",
+            "model.quantization",
+        )
     if not config.router.host:
         raise ConfigError(
             "router.host is empty; write 127.0.0.1 for this machine only or 0.0.0.0 for every interface", "router.host"

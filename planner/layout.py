@@ -28,6 +28,8 @@ class PlannedModel:
     precision: Precision = BFLOAT16
     block_size: int = 16
     max_model_len: int = 8192
+    unserved: str = ""
+    """Why `pdserve up` refuses the checkpoint, if it does."""
 
     @property
     def held_name(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pdserve.contracts.precision import Precision
@@ -26,7 +27,7 @@ def read_planned_model(
     block_size: int = 16,
     max_model_len: int = 0,
 ) -> PlannedModel:
-    """The model at ``path``, in ``precision``.
+    """The model at ``path``, in ``precision`` or, if that leaves weights as they are, in the checkpoint's quantisation.
 
     Args:
         max_model_len: 0 uses the model's own limit, or `MAX_DEFAULT_LENGTH` if that is less.
@@ -37,7 +38,9 @@ def read_planned_model(
     file = path / "config.json" if path.is_dir() else path
     values = _read_object(file)
     try:
-        _check_is_planned(values, precision)
+        _check_is_planned(values)
+        if precision.quantization == "none":
+            precision = replace(precision, quantization=_checkpoint_quantization(values))
         shape = ModelShape.from_hf_config(values)
         own_limit = positive_int(values, "max_position_embeddings", MAX_DEFAULT_LENGTH)
     except ValueError as error:
@@ -48,10 +51,11 @@ def read_planned_model(
         precision=precision,
         block_size=block_size,
         max_model_len=max_model_len or min(own_limit, MAX_DEFAULT_LENGTH),
+        unserved=_unserved(values),
     )
 
 
-def _check_is_planned(values: Mapping[str, object], precision: Precision) -> None:
+def _check_is_planned(values: Mapping[str, object]) -> None:
     """Raise ValueError for a config that would be planned as another model."""
     families = {**FAMILIES, **PLANNED_FAMILIES}
     if values.get("architectures") and find_family(values, families) is None:
@@ -60,18 +64,46 @@ def _check_is_planned(values: Mapping[str, object], precision: Precision) -> Non
             f"architectures {values['architectures']} are not known; plan for one of {known}, or write "
             "LlamaForCausalLM in a copy of the file if the layers are Llama's"
         )
-    quantization = values.get("quantization_config")
-    if isinstance(quantization, Mapping) and precision.quantization == "none":
-        raise ValueError(
-            f"its weights are quantised ({quantization.get('quant_method', 'unknown method')}) and would be planned as "
-            f"{precision.dtype}: give --quantization int8 or int4, whichever has as many bytes a weight, or remove "
-            "quantization_config from a copy of the file"
-        )
     num_heads, num_kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if isinstance(num_heads, int) and isinstance(num_kv_heads, int) and num_kv_heads > 0 and num_heads % num_kv_heads:
         raise ValueError(
             f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}: download it again"
         )
+
+
+def _unserved(values: Mapping[str, object]) -> str:
+    if find_family(values, FAMILIES) is None:
+        return f"{values.get('architectures')} cannot be served yet"
+    return "quantised checkpoints cannot be served yet" if values.get("quantization_config") else ""
+
+
+def _checkpoint_quantization(values: Mapping[str, object]) -> str:
+    """Setting of the same bytes per weight as the ``quantization_config`` of a checkpoint, as transformers and vLLM
+    read it; ``none`` without one.
+
+    Raises:
+        ValueError: a method that is not known.
+    """
+    config = values.get("quantization_config")
+    if not isinstance(config, Mapping):
+        return "none"
+    method = config.get("quant_method")
+    kind: tuple[object, object] = "int", config.get("bits")  # gptq, awq
+    if method in ("fp8", "fbgemm_fp8"):
+        kind = "float", 8
+    elif method == "bitsandbytes":
+        kind = "int", 4 if config.get("load_in_4bit") else 8
+    elif method == "compressed-tensors" and isinstance(groups := config.get("config_groups"), Mapping):
+        weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+        kinds = {(each.get("type"), each.get("num_bits")) for each in weights if isinstance(each, Mapping)}
+        kind = kinds.pop() if len(kinds) == 1 else ("mixed", None)
+    known = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4"}
+    if kind not in known:
+        raise ValueError(
+            f"its weights are quantised in a way that is not known ({method or 'no method'}): give --quantization fp8, "
+            "int8 or int4, whichever has as many bytes a weight"
+        )
+    return known[kind]
 
 
 def _name(file: Path) -> str:

@@ -132,13 +132,14 @@ def write_files(plan: Plan, traffic: Traffic, words: str, outputs: Outputs) -> N
 
 
 def _write_deployment(plan: Plan, outputs: Outputs) -> None:
-    from pdserve.planner.report.deployment_file import NOT_SERVED_YET, deployment_text, has_parallel_workers
+    from pdserve.planner.report.deployment_file import deployment_text, problems
 
     path, model = outputs.deployment, outputs.model
     assert path is not None
     options.write_text(path, deployment_text(plan, plan.best, _model_path(model)))
-    if has_parallel_workers(plan.best.layout) and not outputs.is_json_alone:
-        note = f"{path}: {NOT_SERVED_YET}"
+    found = problems(plan.best.layout, plan.question.model)
+    if found and not outputs.is_json_alone:
+        note = f"{path} cannot be started yet: {'; '.join(found)}; pdserve simulate reads it"
         options.console().print(note, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -53,7 +53,8 @@ KvDtypeOption = Annotated[
     str | None, typer.Option(help="KV cache: auto (the model's dtype), int8 or float8_e4m3fn.", rich_help_panel=WHAT)
 ]
 QuantizationOption = Annotated[
-    str | None, typer.Option(help="Layer weights: none, int8 or int4.", rich_help_panel=WHAT)
+    str | None,
+    typer.Option(help="Layer weights: none, int8, int4 or fp8. Default: the checkpoint's.", rich_help_panel=WHAT),
 ]
 MaxModelLenOption = Annotated[
     int | None,
@@ -202,7 +203,7 @@ def model_config(usual: ModelConfig, given: ModelOptions) -> ModelConfig:
 
 def _overridden(usual: DeploymentConfig, section: str, given: Objectives | ModelOptions) -> DeploymentConfig:
     config = override(usual, section, **given._asdict())
-    check_deployment(config)
+    check_deployment(config, use="simulate")
     return config
 
 

@@ -7,7 +7,8 @@ A worker has t * p devices: t tensor-parallel ranks share heads and columns, p p
 duration of a step with T new tokens and S sampled rows is the sum, over all stages, of one rank's work:
 
 - linear layers: ``max(2 T * layer weights / t / (F e(T)), bytes of those weights / t / W)``, e(T) the share of peak
-  arithmetic F that products of T rows reach, W the rate at which weights are read;
+  arithmetic F that products of T rows reach, W the rate at which weights are read; F is that of float8 if the weights
+  are fp8 and the device multiplies float8, as the engines do that quantise activations on the way;
 - routed experts (E, k per token): the same formula over the experts that the step touches. Assuming even and
   independent routing, these are ``n = E (1 - (1 - k / E) ** T)`` experts with ``T k / n`` rows each;
 - the output projection, as a linear layer of S rows;
@@ -119,6 +120,8 @@ class CostModel:
         """KV of one token over the whole model; each KV head counts once."""
 
         self._rank_flops = hardware.peak(dtype) * tensor_parallel  # a rank does this share of an operation's work
+        multiplies_float8 = precision.quantization == "fp8" and "float8" in hardware.peak_flops
+        self._layer_flops = hardware.peak("float8") * tensor_parallel if multiplies_float8 else self._rank_flops
         self._rank_bandwidth = hardware.bandwidth * tensor_parallel
         stages_kv_bytes = self.kv_bytes_per_token / min(tensor_parallel, shape.num_kv_heads)
         self.rank_kv_bytes_per_token = stages_kv_bytes / pipeline_parallel
@@ -294,20 +297,22 @@ class CostModel:
         """Linear layers of all stages."""
         shape = self.shape
         bytes_each = self._layer_weight_bytes
-        common_s = self._product_s(num_tokens, self._common_layer_parameters, bytes_each)
+        common_s = self._product_s(num_tokens, self._common_layer_parameters, bytes_each, self._layer_flops)
         if not shape.num_experts:
             return shape.num_layers * common_s
         num_uses = num_tokens * shape.experts_per_token
         num_touched = num_experts_touched(num_tokens, shape.num_experts, shape.experts_per_token)
-        experts_s = self._product_s(num_uses / num_touched, num_touched * shape.expert_parameters, bytes_each)
+        num_weights = num_touched * shape.expert_parameters
+        experts_s = self._product_s(num_uses / num_touched, num_weights, bytes_each, self._layer_flops)
         return shape.num_layers * (common_s + experts_s)
 
     def _output_s(self, num_rows: int) -> float:
-        return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype])
+        return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype], self._rank_flops)
 
-    def _product_s(self, num_rows: float, num_weights: float, bytes_each: float) -> float:
-        """Seconds to multiply ``num_rows`` rows by ``num_weights`` weights, split over a stage's ranks."""
-        flops = self._rank_flops * self.hardware.compute_efficiency.at(num_rows)
+    def _product_s(self, num_rows: float, num_weights: float, bytes_each: float, flops: float) -> float:
+        """Seconds to multiply ``num_rows`` rows by ``num_weights`` weights, split over a stage's ranks, at a peak of
+        ``flops`` operations per second."""
+        flops *= self.hardware.compute_efficiency.at(num_rows)
         return max(2 * num_rows * num_weights / flops, num_weights * bytes_each / self._rank_bandwidth)
 
 

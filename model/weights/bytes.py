@@ -41,6 +41,7 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightByte
     layer_bytes = {
         "none": shape.layer_parameters * value_bytes,
         "int8": shape.layer_parameters + shape.layer_outputs * _SCALE_BYTES,
+        "fp8": shape.layer_parameters + shape.layer_outputs * _SCALE_BYTES,
         "int4": shape.layer_parameters // 2 + shape.layer_groups(_GROUP_INPUTS) * _SCALE_BYTES,
     }[quantization]
     num_in_layers = shape.num_layers * shape.layer_parameters

@@ -31,11 +31,6 @@ _PLANNED_KEYS = (
     "max_batch_size",
 )
 """Keys of a pool; the others keep their defaults."""
-NOT_SERVED_YET = (
-    "pdserve up takes tensor_parallel above 1 only with --emulate today, and pipeline_parallel above 1 not at all; "
-    "pdserve simulate reads this file"
-)
-"""Note for a file with such workers."""
 
 
 def deployment_text(plan: Plan, candidate: Candidate, model_path: str) -> str:
@@ -45,7 +40,8 @@ def deployment_text(plan: Plan, candidate: Candidate, model_path: str) -> str:
         model_path: absolute, or relative to the folder of the deployment file.
     """
     config = deployment_of(candidate.layout, plan.question.model, plan.question.slo, model_path)
-    comments = "".join(f"# {line}\n" for line in _predictions(plan, candidate))
+    lines = [f"Cannot be started yet: {each}" for each in problems(candidate.layout, plan.question.model)]
+    comments = "".join(f"# {line}\n" for line in (*lines, *_predictions(plan, candidate)))
     sections = "".join(f"{name}: {_flow(values)}\n" for name, values in _sections(config))
     return comments + sections
 
@@ -68,9 +64,16 @@ def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_pat
     )
 
 
-def has_parallel_workers(layout: Layout) -> bool:
-    """Whether a worker takes several devices, which the engine does not support yet."""
-    return any(pool.devices_per_worker > 1 for pool in layout.pools)
+def problems(layout: Layout, model: PlannedModel) -> list[str]:
+    """Why `pdserve up` cannot start ``layout`` on GPUs yet; empty if it can."""
+    found = [model.unserved] if model.unserved else []
+    if model.precision.quantization == "fp8" and not found:
+        found.append("fp8 weights cannot be computed with yet")
+    if any(pool.devices_per_worker > 1 for pool in layout.pools):
+        found.append(
+            "tensor_parallel above 1 is taken only with --emulate today, and pipeline_parallel above 1 not at all"
+        )
+    return found
 
 
 class DevicePool(NamedTuple):
@@ -173,8 +176,6 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
         at_rate = goodput.at_rate if goodput is not None else None
         yield host_sentence(candidate.layout, at_rate)
         yield ONE_HOST_TODAY
-    if has_parallel_workers(candidate.layout):
-        yield NOT_SERVED_YET
 
 
 def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:

@@ -1,4 +1,4 @@
-"""DistServe's rules: its fitted step times, its placements, and its cap of tokens."""
+"""DistServe's rules: its fitted step times and its placements."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.distserve import MAX_DECODE_TOKENS, FittedCost, highest_rate, layouts, read_fits
+from pdserve.bench.distserve import FittedCost, highest_rate, layouts, read_fits
 from pdserve.bench.models import OPT_13B
+from pdserve.model.cost.cost_model import CostModel
 
 HEADER = "# source\nengine,model,tp,phase,a_ms,b_ms_per_token,c\n"
 ROWS = [
@@ -42,7 +43,8 @@ def test_steps_take_what_the_fits_say(file: Path) -> None:
     assert cost.step_s([(1, 500), (1, 300)]) == pytest.approx((8 + 0.8 + 0.1) / 1e3)
     assert cost.decode_s(100, 0) == pytest.approx((9 + 4) / 1e3)
     assert cost.transfer_s(1000, same_host=False) == 0
-    assert cost.max_kv_blocks(16) == MAX_DECODE_TOKENS // 16
+    pool = CostModel(OPT_13B.shape, layout.prefill.hardware, OPT_13B.precision, layout.prefill.tensor_parallel)
+    assert cost.max_kv_blocks(16, max_batch_tokens=2**20) == pool.max_kv_blocks(16) > 0, "memory, not the largest step"
 
 
 def test_layouts_use_four_devices_at_most() -> None:

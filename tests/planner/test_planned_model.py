@@ -63,10 +63,8 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"architectures": ["MambaForCausalLM"]}, r"\['MambaForCausalLM'\] are not known; plan for one of Gemma2For"),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            r"quantised \(fp8\) .* as bfloat16: give --quantization int8",
-        ),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"is not known \(hqq\): give --quantization fp8, int8 or"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, r"is not known \(gptq\): give --quant"),
         ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
     ],
 )
@@ -75,6 +73,35 @@ def test_what_would_be_planned_as_another_model_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"config.json: .*{problem}"):
         read_planned_model(written(tmp_path / "model", **changes))
+
+
+INT4 = {"num_bits": 4, "type": "int"}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FLOAT8}}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": INT4}}}, "int4"),
+    ],
+)
+def test_quantised_checkpoints_are_planned_by_their_bytes_and_not_served(
+    tmp_path: Path, config: dict[str, object], expected: str
+) -> None:
+    model = read_planned_model(written(tmp_path / "model", quantization_config=config))
+    assert model.precision.quantization == expected
+    assert model.unserved == "quantised checkpoints cannot be served yet"
+
+
+def test_what_cannot_be_served_is_told(tmp_path: Path) -> None:
+    assert read_planned_model(written(tmp_path / "model")).unserved == ""
+    mixtral = read_planned_model(written(tmp_path / "moe", architectures=["MixtralForCausalLM"], num_local_experts=8))
+    assert mixtral.unserved == "['MixtralForCausalLM'] cannot be served yet"
 
 
 def test_quantised_weights_are_planned_as_asked(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_the_deployment_that_was_written_can_be_simulated(planned: Planned, caps
     assert run([*command, "--rate", str(best["rate"] * 0.5), "--json", "-"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["layout"]["text"] == best["layout"]["text"]
-    assert result["attainment"]["share"] > 0.9
+    assert result["steady_state"]["share"] > 0.9
 
 
 def test_formulas_are_shown_without_a_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_deployment_that_cannot_be_served_yet_is_said_to_be(
     file = tmp_path / "deployment.yaml"
     command = ["plan", "--model", str(model), "--gpu", "h100", *SMALL, *SHORT, "--ttft", "1", "--output", str(file)]
     assert run(command) == 0
-    assert f"{file}: pdserve up takes tensor_parallel above 1 only with --emulate today" in capsys.readouterr().out
+    assert f"{file} cannot be started yet: tensor_parallel above 1 is taken only" in capsys.readouterr().out
     assert read_deployment(file, use="simulate").mixed.replicas == 1
 
 

@@ -64,6 +64,19 @@ def test_int8_weights_are_smaller_and_read_faster() -> None:
         CostModel(shape, H100, Precision(dtype="bfloat16", quantization="awq"))
 
 
+def test_fp8_weights_take_a_byte_and_are_multiplied_as_such_where_the_device_can() -> None:
+    shape = ModelShape.from_hf_config(LLAMA_3_8B)
+
+    def seconds(device: str, quantization: str) -> tuple[float, float]:
+        cost = CostModel(shape, hardware(device), Precision(dtype="bfloat16", quantization=quantization))
+        return cost.parts([(8192, 0)]).layers_s, cost.decode_s(1, 0)
+
+    whole, fp8, int8 = (seconds("h100-sxm", how) for how in ("none", "fp8", "int8"))
+    assert fp8[0] == pytest.approx(whole[0] / 2, rel=0.01)
+    assert fp8[1] == int8[1] < whole[1]
+    assert seconds("a100-80gb-sxm", "fp8") == seconds("a100-80gb-sxm", "int8")
+
+
 def test_int4_weights_take_half_a_byte_and_a_scale_for_128_of_them() -> None:
     shape = ModelShape.from_hf_config(LLAMA_3_8B)
     whole, quantised = (

@@ -8,6 +8,7 @@ import pytest
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.precision import Precision
 from pdserve.deploy.config import read_deployment
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout
@@ -15,8 +16,8 @@ from pdserve.planner.report.deployment_file import (
     DevicePool,
     deployment_of,
     deployment_text,
-    has_parallel_workers,
     layout_of,
+    problems,
 )
 from pdserve.planner.search.plan import Candidate
 from tests.planner.plans import APART, MODEL, SLO, TOGETHER, WIDE, a_plan
@@ -45,9 +46,14 @@ def test_what_is_written_can_be_served(tmp_path: Path, rank: int) -> None:
 
 def test_what_the_engine_does_not_do_is_written_and_said(tmp_path: Path) -> None:
     file = written(a_plan().candidates[2], tmp_path)
-    assert has_parallel_workers(WIDE)
-    assert not has_parallel_workers(APART)
-    assert "# pdserve up takes tensor_parallel above 1 only with --emulate today" in file.read_text()
+    (parallel,) = problems(WIDE, MODEL)
+    assert "tensor_parallel above 1" in parallel
+    assert problems(APART, MODEL) == []
+    assert problems(APART, replace(MODEL, unserved="no")) == ["no"]
+    assert problems(APART, replace(MODEL, precision=Precision(quantization="fp8"))) == [
+        "fp8 weights cannot be computed with yet"
+    ]
+    assert "# Cannot be started yet: tensor_parallel above 1 is taken only with --emulate today" in file.read_text()
     with pytest.raises(ConfigError, match=r"prefill.tensor_parallel is 2; only 1 is supported today"):
         read_deployment(file)
 
