@@ -1,24 +1,15 @@
 """Speed of the planner's simulator: simulated requests per second of CPU time, on one core.
 
-    python -m pdserve.bench.simulator_speed [--runs 3] [--json FILE] [--peer FOLDER --peer-python PYTHON]
+    python -m pdserve.bench.simulator_speed [--runs 3] [--json FILE]
 
 The time covers everything that a search computes for a point: scaling a drawn workload to a rate, `simulate`, and the
 latencies and attainment. Each case runs several times; the fastest run counts, as the least disturbed, and all are
 kept.
-
-With a checkout of DistServe (OSDI 2024; LLMServe/DistServe) and an interpreter that has simpy and pandas, DistServe's
-simulator gets the requests of the first case too, alternating run by run with this one. Its event loop alone, and
-everything that its search computes for a point, are timed.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import process_time
 from typing import Any
 
@@ -34,7 +25,6 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate import simulator
 from pdserve.planner.workload.conversations import Conversations, SystemPrompts
 from pdserve.planner.workload.presets import preset
-from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.planner.workload.workload import Workload, WorkloadSample
 
 
@@ -106,51 +96,12 @@ def run_once(case: Case, sample: WorkloadSample) -> tuple[float, float]:
     return process_time() - began_s, attainment
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """DistServe's simulator."""
-
-    folder: Path
-    """A checkout of DistServe."""
-    python: str
-
-    def run(self, requests: Sequence[SimulatedRequest]) -> dict[str, float]:
-        """CPU seconds: `event_loop_s` and `whole_s`.
-
-        Raises:
-            subprocess.CalledProcessError: it failed; what it said is on standard error.
-        """
-        rows = [
-            {"start_time": each.arrived_s, "prompt_len": each.num_prompt_tokens, "output_len": each.num_output_tokens}
-            for each in requests
-        ]
-        with TemporaryDirectory() as work:
-            file = Path(work) / "requests.json"
-            file.write_text(json.dumps(rows))
-            script = Path(__file__).with_name("simulator_peer.py")
-            command = [self.python, str(script), str(self.folder), str(file), str(len(rows))]
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        cpu_s: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        return cpu_s
-
-
-def measure(case: Case, num_runs: int, peer: Peer | None = None) -> dict[str, Any]:
-    """Figures of a case and of the peer's runs, which take turns with this simulator's."""
+def measure(case: Case, num_runs: int) -> dict[str, Any]:
+    """Figures of a case."""
     sample = case.workload.draw(case.num_requests, max_model_len=case.model.max_model_len)
     statistics = sample.statistics()
-    runs, peer_runs = [], []
-    for _ in range(num_runs):
-        runs.append(run_once(case, sample))
-        if peer is not None:
-            peer_runs.append(peer.run(sample.at_rate(case.requests_per_s)))
+    runs = [run_once(case, sample) for _ in range(num_runs)]
     fastest_s = min(cpu_s for cpu_s, _ in runs)
-    kept_of_peer = {
-        f"distserve_{part}": {
-            "simulated_requests_per_s": round(sample.num_requests / min(run[part] for run in peer_runs)),
-            "cpu_s": [round(run[part], 3) for run in peer_runs],
-        }
-        for part in (peer_runs[0] if peer_runs else ())
-    }
     return {
         "name": case.name,
         "layout": str(case.layout),
@@ -164,31 +115,22 @@ def measure(case: Case, num_runs: int, peer: Peer | None = None) -> dict[str, An
         "simulated_requests_per_s": round(sample.num_requests / fastest_s),
         "simulated_tokens_per_s": round(int(np.sum(statistics.num_output_tokens)) / fastest_s),
         "cpu_s": [round(cpu_s, 3) for cpu_s, _ in runs],
-        **kept_of_peer,
     }
 
 
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--runs", type=int, default=3, help="of each case")
-    parser.add_argument("--peer", type=Path, help="a checkout of DistServe")
-    parser.add_argument("--peer-python", default="python3", help="an interpreter that has simpy and pandas")
     arguments = parser.parse_args()
     console = Console(stderr=True)
     results = []
-    for number, case in enumerate(cases()):
-        peer = Peer(arguments.peer, arguments.peer_python) if arguments.peer and number == 0 else None
-        result = measure(case, arguments.runs, peer)
+    for case in cases():
+        result = measure(case, arguments.runs)
         results.append(result)
         console.print(
             f"{result['name']}: {result['simulated_requests_per_s']:,} requests/s "
             f"({result['simulated_tokens_per_s']:,} tokens/s), attainment {result['attainment']:.3f}"
         )
-        if peer is not None:
-            loop, whole = (
-                result[f"distserve_{part}"]["simulated_requests_per_s"] for part in ("event_loop_s", "whole_s")
-            )
-            console.print(f"  DistServe's simulator: {loop:,} requests/s in its event loop, {whole:,} with all")
     publish({"cases": results}, arguments.json)
 
 
