@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from pdserve.bench.demo.accuracy import MIXED, ask_all
+from pdserve.bench.demo.corpus import Examined, examine
 from pdserve.model.weights.demo_model import DEMO_MODEL, DRAFT_MODEL
-from pdserve.scripts.demo_model.accuracy import MIXED, ask_all
-from pdserve.scripts.demo_model.corpus import Examined, examine
 from tests.e2e.cluster import running_cluster
 
 PROMISED = {

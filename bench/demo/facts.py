@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from pdserve.scripts.demo_model.texts import answers, phrasings, terms
-from pdserve.scripts.demo_model.turns import Turn, phrase
-from pdserve.scripts.demo_model.words import CITIES, NAMES, draw_name, draw_word
+from pdserve.bench.demo.texts import answers, phrasings, terms
+from pdserve.bench.demo.turns import Turn, phrase
+from pdserve.bench.demo.words import CITIES, NAMES, draw_name, draw_word
 
 _ASK = phrasings("facts")
 TERMS = terms()

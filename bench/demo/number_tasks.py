@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from itertools import chain
 
-from pdserve.scripts.demo_model.texts import phrasings
-from pdserve.scripts.demo_model.turns import Turn, phrase
+from pdserve.bench.demo.texts import phrasings
+from pdserve.bench.demo.turns import Turn, phrase
 
 MAX_OPERAND = 999
 MAX_DAYS = 50

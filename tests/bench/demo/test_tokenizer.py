@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from pdserve.bench.demo import tokenizer as words
+from pdserve.bench.demo.corpus import EXAMINED, conversation, examine, messages
+from pdserve.bench.demo.words import CITIES, ENGLISH, NAMES
 from pdserve.router.text.tokenizer import ChatTokenizer
-from pdserve.scripts.demo_model import tokenizer as words
-from pdserve.scripts.demo_model.corpus import EXAMINED, conversation, examine, messages
-from pdserve.scripts.demo_model.words import CITIES, ENGLISH, NAMES
 
 
 @pytest.fixture(scope="module")

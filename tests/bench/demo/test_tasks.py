@@ -9,8 +9,8 @@ from datetime import date, timedelta
 
 import pytest
 
-from pdserve.scripts.demo_model import facts, number_tasks, word_tasks
-from pdserve.scripts.demo_model.turns import Turn
+from pdserve.bench.demo import facts, number_tasks, word_tasks
+from pdserve.bench.demo.turns import Turn
 
 SEEDS = range(60)
 

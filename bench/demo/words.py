@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import string
 
-from pdserve.scripts.demo_model.texts import word_lists
+from pdserve.bench.demo.texts import word_lists
 
 MIN_LETTERS, MAX_LETTERS = 3, 10
 

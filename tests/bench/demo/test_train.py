@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+from pdserve.bench.demo import tokenizer as words
+from pdserve.bench.demo import train
+from pdserve.bench.demo.train import IGNORED, LAST_SHARE, Size, Training, draw_rows, number_features
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.files import check_weights
-from pdserve.scripts.demo_model import tokenizer as words
-from pdserve.scripts.demo_model import train
-from pdserve.scripts.demo_model.train import IGNORED, LAST_SHARE, Size, Training, draw_rows, number_features
 
 TINY = Size("tiny", 32, 64, 2, 2, 1, 100, 0)
 
