@@ -17,8 +17,8 @@ import httpx
 from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
-from pdserve.demo.corpus import EXAMINED, Examined, examine
 from pdserve.bench.script import publish, script_parser
+from pdserve.demo.corpus import EXAMINED, Examined, examine
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.demo_model import DEMO_MODEL
 

@@ -16,14 +16,15 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import process_time
 
 import numpy as np
 
+from pdserve.bench.models import dense
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout
@@ -42,26 +43,12 @@ _TURNS = Turns(4.0, 2.0)
 _GPUS = ("h100-sxm", "a100-80gb-sxm", "l40s")
 
 
-def _model(
-    name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int
-) -> PlannedModel:
-    shape = ModelShape(
-        num_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        vocab_size=vocabulary,
-    )
-    return PlannedModel(name=name, shape=shape, max_model_len=_MAX_MODEL_LEN)
-
-
+_dense = partial(dense, max_model_len=_MAX_MODEL_LEN)
 MODELS = (
-    (_model("8B", 4096, 14336, 32, 32, 8, 128256), (1, 2)),
-    (_model("14B", 5120, 17408, 40, 40, 8, 151936), (1, 2)),
-    (_model("32B", 5120, 25600, 64, 64, 8, 151936), (2, 4)),
-    (_model("70B", 8192, 28672, 80, 64, 8, 128256), (4, 8)),
+    (_dense("8B", 32, 4096, 14336, 32, 128256), (1, 2)),
+    (_dense("14B", 40, 5120, 17408, 40, 151936), (1, 2)),
+    (_dense("32B", 64, 5120, 25600, 64, 151936), (2, 4)),
+    (_dense("70B", 80, 8192, 28672, 64, 128256), (4, 8)),
 )
 """Each with the tensor-parallel degrees to choose from."""
 

@@ -1,7 +1,7 @@
 """Accuracy of the simulator on a live cluster: the same requests, simulated and on a cluster of emulated GPUs.
 
     python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
-                                                   [--time-scale 10] [--requests 240] [--json FILE] [--plot FILE]
+                                                   [--time-scale 10] [--requests 240] [--json FILE]
 
 `pdserve up --emulate` runs every part of a cluster except the arithmetic: steps and transfers last as long as the cost
 model predicts, times the time scale, which makes the host's own work relatively small. An open-loop generator measures
@@ -247,34 +247,6 @@ def _line(result: dict[str, Any]) -> str:
     )
 
 
-def plot(results: list[dict[str, Any]], saturation_rate: float, title: str, file: Path) -> None:
-    from matplotlib import pyplot
-
-    rates = [result["rate"] for result in results]
-    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True)
-    panels: list[tuple[Any, str, float]] = [
-        (top, "attainment", 100.0),
-        (middle, "ttft_p50_s", 1e3),
-        (middle, "ttft_p90_s", 1e3),
-        (bottom, "tpot_p50_s", 1e3),
-        (bottom, "tpot_p90_s", 1e3),
-    ]
-    for axes, name, factor in panels:
-        label = name.removesuffix("_s").replace("_", " ")
-        simulated = [factor * result["agreement"]["simulated"][name] for result in results]
-        measured = [factor * result["agreement"]["measured"][name] for result in results]
-        (line,) = axes.plot(rates, simulated, label=f"{label}, simulated")
-        axes.plot(rates, measured, "o", color=line.get_color(), label=f"{label}, measured")
-    middle.set_yscale("log")
-    top.set(ylabel="requests that meet both objectives, %", ylim=(0, 105), title=title)
-    middle.set(ylabel="ms")
-    bottom.set(ylabel="ms", ylim=(0, None), xlabel="requests per second of the emulated clock")
-    for axes in (top, middle, bottom):
-        axes.axvline(saturation_rate, color="gray", linestyle=":")
-        axes.legend(fontsize="small")
-    figure.savefig(file, bbox_inches="tight", dpi=120)
-
-
 def main() -> int:
     parser = script_parser(__doc__)
     parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
@@ -294,7 +266,6 @@ def main() -> int:
         metavar="SHARE",
         help="rates, as shares of the one at saturation",
     )
-    parser.add_argument("--plot", type=Path, help="draw attainment and percentiles against the rate")
     arguments = parser.parse_args()
     layout = placement(arguments.gpu, arguments.replicas, is_colocated=arguments.colocated)
     results, figures = compare(layout, arguments, Console(stderr=True))
@@ -313,9 +284,6 @@ def main() -> int:
         "agrees": not failures,
     }
     publish(document, arguments.json)
-    if arguments.plot:
-        title = f"{MODEL.name} on {layout}, {arguments.gpu} emulated"
-        plot(results, figures["saturation_rate"], title, arguments.plot)
     return 1 if failures else 0
 
 
