@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for a GPU that is not here: registers, spills, shared memory, instructions.
 
-``pdserve bench kernels --compile-only`` and ``python -m pdserve.bench.kernels_compile`` compile every launch of
-serving for sm_90 and print one line for each. The launchers run as in serving, on small tensors in host memory, except
-for the launch itself, so that exactly the requested variants are compiled.
+``pdserve bench kernels --compile-only`` compiles every launch of serving for sm_90 and prints one line for each. The
+launchers run as in serving, on small tensors in host memory, except for the launch itself, so that exactly the
+requested variants are compiled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -310,7 +309,3 @@ def compile_all(some: Iterable[Launch], echo: Callable[[str], None], *, as_json:
     if as_json:
         echo(json.dumps({"target": f"sm_{_TARGET.arch}", "triton": triton.__version__, "kernels": rows}))
     return 0 if all(row["fits"] for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(compile_all(launches(), print))

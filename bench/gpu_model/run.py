@@ -1,6 +1,6 @@
 """A whole model on a GPU, compared with the limits of its memory and tensor cores, and with transformers.
 
-    python -m pdserve.bench.gpu_model [--quick] [--only PART] [--quantised] [--folder FOLDER] [--plot]
+    python -m pdserve.bench.gpu_model [--quick] [--only PART] [--quantised] [--folder FOLDER]
 
 Random weights in the shape of Llama 3.1 8B, in bfloat16. The limit of a decode step, with 2k tokens of context a row,
 is the time to read its weights and KV at the speed of a large copy; the limit of a prompt is the time of its operations
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from pdserve.bench.gpu_model.checkpoint import LLAMA_8B, TINY, write_weights
+from pdserve.bench.gpu_model.checkpoint import TINY, write_weights
 from pdserve.bench.gpu_model.handoff import measure_handoff
 from pdserve.bench.gpu_model.steps import BLOCK_SIZE, OwnModel, StepSeconds, Variant, random_tokens
 from pdserve.bench.gpu_model.transformers_steps import TransformersModel
@@ -37,16 +37,15 @@ from pdserve.bench.kernels.measure import Timer, clocks_under, gpu_timer
 from pdserve.bench.kernels.report import (
     Echo,
     NoGpuError,
-    check_plot,
     cuda_device,
     limits_of,
     machine,
     measured_limits,
-    plot_shares,
     show_table,
     write_dated,
 )
 from pdserve.bench.kernels.run import free_memory
+from pdserve.bench.shapes import LLAMA_8B
 from pdserve.contracts.kv_layout import kv_vector_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
@@ -120,7 +119,6 @@ class Settings:
     """Folder of the dated file."""
     scratch: Path | None = None
     """Folder of the weights, 16 GB; by default in memory if they fit there, else with temporary files."""
-    with_plot: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,13 +360,11 @@ def run(settings: Settings, echo: Echo) -> int:
     """Measure, and return the exit status: 1 if pdserve failed.
 
     Raises:
-        ValueError: unknown part, or no matplotlib.
+        ValueError: unknown part.
         NoGpuError: there is no GPU.
     """
     if settings.only and settings.only not in PARTS:
         raise ValueError(f"there is no part {settings.only!r}: use one of {', '.join(PARTS)}")
-    if settings.with_plot:
-        check_plot()
     if settings.device != "cpu" and not torch.cuda.is_available():
         raise NoGpuError("no GPU here: --device cpu tries all of it on a tiny model")
     device = torch.device("cpu") if settings.device == "cpu" else cuda_device()
@@ -382,13 +378,8 @@ def run(settings: Settings, echo: Echo) -> int:
             _measure(bench, settings)
         except DeviceLostError:
             _log("the device is lost: earlier measurements are kept")
-    file = bench.write()
+    bench.write()
     show(document, bench.rows, echo)
-    if settings.with_plot:
-        percents = {
-            f"{row.phase} {row.shape}: {row.engine}, {row.precision}": 100 * row.limit_share for row in bench.rows
-        }
-        plot_shares(percents, f"{document['device']}, {document['commit']}", file.with_suffix(".png"))
     return 1 if document["failures"] else 0
 
 

@@ -1,14 +1,12 @@
 """Report of a GPU benchmark: machine, rows, JSON document, tables and a picture.
 
-Used by `pdserve.bench.kernels.run` and `pdserve.bench.gpu_model`. Tables are plain without rich or a terminal; a
-picture needs matplotlib.
+Used by `pdserve.bench.kernels.run` and `pdserve.bench.gpu_model`. A picture needs matplotlib.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -138,16 +136,6 @@ def _notes(results: Sequence[Result]) -> list[str]:
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], echo: Echo) -> None:
-    """Print a table: with rich if it is installed and the output is a terminal, else plainly."""
-    if sys.stdout.isatty() and find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*header, title=title)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     echo(title)
     for first, *others in (header, *rows):
