@@ -16,7 +16,6 @@ run on a GPU yet.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from pdserve.bench.kernels.report import (
     NoGpuError,
     cuda_device,
     limits_of,
+    log,
     machine,
     measured_limits,
     show_table,
@@ -233,7 +233,7 @@ class Bench:
         shapes = self._shapes(variant) if decode else []
         answer: list[int] = []
         with self._guarded(f"{OWN}, {variant.name}"):
-            _log(f"{OWN}: loading and capturing, {variant.name}")
+            log(f"{OWN}: loading and capturing, {variant.name}")
             most_rows = max((rows for rows, _ in shapes), default=1)
             blocks = num_blocks(self.plan, shapes)
             model = OwnModel(self.folder, variant, self.device, num_blocks=blocks, max_rows=most_rows)
@@ -255,7 +255,7 @@ class Bench:
         with self._guarded(f"{OWN}, handoff"):
             config = DecoderConfig.from_folder(self.folder)
             layout = config.kv_layout(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, variant.pool_dtype, "random")
-            _log(f"handing off {layout.pool_bytes / 1e6:.0f} MB")
+            log(f"handing off {layout.pool_bytes / 1e6:.0f} MB")
             handoff_s, link_s = measure_handoff(layout, self.device)
             self._add("handoff", OWN, variant, 1, num_tokens, num_tokens, handoff_s, link_s)
 
@@ -263,7 +263,7 @@ class Bench:
         """Measure transformers, and compare its answer with ours, if there is one."""
         variant = Variant(dtype=self.plan.dtype)
         with self._guarded(PEER):
-            _log(f"{PEER}: loading")
+            log(f"{PEER}: loading")
             model = TransformersModel(self.folder, self.plan.dtype, self.device, options=self.plan.peer_options)
             for num_tokens in self.plan.prompt_tokens:
                 with self._guarded(f"{PEER}, {num_tokens} tokens"):
@@ -325,7 +325,7 @@ class Bench:
         )
         self.rows.append(row)
         self.write()
-        _log(f"{phase} {row.shape}: {engine}, {variant.name}: {row.step_s * 1e3:.3f} ms, {row.limit_share:.1%}")
+        log(f"{phase} {row.shape}: {engine}, {variant.name}: {row.step_s * 1e3:.3f} ms, {row.limit_share:.1%}")
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -343,7 +343,7 @@ class Bench:
         except Exception as error:  # Earlier and later measurements are worth having.
             line = f"{what}: {(str(error) or repr(error)).splitlines()[0]}"
             self.document["notes" if what.startswith(PEER) else "failures"].append(line)
-            _log(f"FAILED: {line}")
+            log(f"FAILED: {line}")
             if isinstance(error, torch.AcceleratorError):
                 self.write()
                 raise DeviceLostError from error
@@ -371,13 +371,13 @@ def run(settings: Settings, echo: Echo) -> int:
     plan = ON_CPU if device.type == "cpu" else QUICK if settings.quick else LLAMA
     document = describe(device, plan, "_".join(filter(None, (settings.only, "quick" * settings.quick))))
     with tempfile.TemporaryDirectory(prefix="pdserve-", dir=_scratch(settings)) as scratch:
-        _log("drawing and writing weights")
+        log("drawing and writing weights")
         folder = write_weights(Path(scratch), plan.sizes, plan.dtype, device)
         bench = Bench(folder, plan, device, document, settings.folder, [])
         try:
             _measure(bench, settings)
         except DeviceLostError:
-            _log("the device is lost: earlier measurements are kept")
+            log("the device is lost: earlier measurements are kept")
     bench.write()
     show(document, bench.rows, echo)
     return 1 if document["failures"] else 0
@@ -445,8 +445,3 @@ def _wall_timer(run: Callable[[], Any]) -> float:
     started_s = perf_counter()
     run()
     return perf_counter() - started_s
-
-
-def _log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

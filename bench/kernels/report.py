@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -165,3 +166,7 @@ def plot_shares(percents: Mapping[str, float], title: str, file: Path) -> None:
     axes.set_xlabel("% of the limit")
     axes.set_title(title)
     figure.savefig(file)
+
+
+def log(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
