@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for a GPU that is not here: registers, spills, shared memory, instructions.
 
-``pdserve bench kernels --compile-only`` and ``python -m pdserve.bench.kernels_compile`` compile every launch of
-serving for sm_90 and print one line for each. The launchers run as in serving, on small tensors in host memory, except
-for the launch itself, so that exactly the requested variants are compiled.
+``pdserve bench kernels --compile-only`` compiles every launch of serving for sm_90 and prints one line for each. The
+launchers run as in serving, on small tensors in host memory, except for the launch itself, so that exactly the
+requested variants are compiled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -117,42 +116,34 @@ def _measure(kernel: Any) -> Compiled:
     return Compiled(registers, stack, kernel.metadata.shared, "wgmma" in kernel.asm["ptx"])
 
 
-def launches_of_a_step(new_tokens: tuple[int, ...]) -> list[Launch]:
-    """Launches of one model that depend on the batch."""
-    return [
-        *(_attention(kernel, _BF16, _BF16, 128, new_tokens=new_tokens) for kernel in ATTENTION_KERNELS),
-        _rope_launch(_BF16, _BF16, 128, new_tokens),
-    ]
-
-
 def launches() -> list[Launch]:
     """Every kind of launch of every kernel: dtypes, head dims, and rules that make other code."""
     attentions: list[Callable[[str], Launch]] = [
-        *(partial(_attention, dtype=_BF16, kv_dtype=_BF16, head_dim=dim) for dim in (64, 128, 256)),
+        *(partial(attention_launch, dtype=_BF16, kv_dtype=_BF16, head_dim=dim) for dim in (64, 128, 256)),
         *(
-            partial(_attention, dtype=_BF16, kv_dtype=kv_dtype, head_dim=dim)
+            partial(attention_launch, dtype=_BF16, kv_dtype=kv_dtype, head_dim=dim)
             for kv_dtype in LARGEST_VALUES
             for dim in (64, 80, 128, 256)
         ),
-        *(partial(_attention, dtype=_FP32, kv_dtype=_FP32, head_dim=dim) for dim in (64, 128, 256)),
-        partial(_attention, dtype=_FP16, kv_dtype=_FP16, head_dim=128),
-        partial(_attention, dtype=_BF16, kv_dtype=_BF16, head_dim=128, window=4096),
+        *(partial(attention_launch, dtype=_FP32, kv_dtype=_FP32, head_dim=dim) for dim in (64, 128, 256)),
+        partial(attention_launch, dtype=_FP16, kv_dtype=_FP16, head_dim=128),
+        partial(attention_launch, dtype=_BF16, kv_dtype=_BF16, head_dim=128, window=4096),
         *(
-            partial(_attention, dtype=_BF16, kv_dtype=kv_dtype, head_dim=256, window=4096, softcap=50.0)
+            partial(attention_launch, dtype=_BF16, kv_dtype=kv_dtype, head_dim=256, window=4096, softcap=50.0)
             for kv_dtype in (_BF16, *LARGEST_VALUES)
         ),
-        *(partial(_attention, dtype=_FP16, kv_dtype=kv_dtype, head_dim=64) for kv_dtype in LARGEST_VALUES),
-        *(partial(_attention, dtype=_FP32, kv_dtype=kv_dtype, head_dim=256) for kv_dtype in LARGEST_VALUES),
+        *(partial(attention_launch, dtype=_FP16, kv_dtype=kv_dtype, head_dim=64) for kv_dtype in LARGEST_VALUES),
+        *(partial(attention_launch, dtype=_FP32, kv_dtype=kv_dtype, head_dim=256) for kv_dtype in LARGEST_VALUES),
     ]
-    decode = partial(_attention, "decode_attention", _BF16)
+    decode = partial(attention_launch, "decode_attention", _BF16)
     return [
         *(make(kernel) for kernel in ATTENTION_KERNELS for make in attentions),
         decode(_BF16, 128, new_tokens=(1,) * 1000),
         *(decode(kv_dtype, dim, new_tokens=(8,) * 3) for kv_dtype in (_BF16, *LARGEST_VALUES) for dim in (128, 256)),
         *(_pointwise_launch(dtype) for dtype in (_BF16, _FP16, _FP32)),
-        *(_rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, *LARGEST_VALUES)),
-        _rope_launch(_FP16, _FP16, 64),
-        _rope_launch(_FP32, _FP32, 256),
+        *(rope_launch(_BF16, pool_dtype, 128) for pool_dtype in (_BF16, *LARGEST_VALUES)),
+        rope_launch(_FP16, _FP16, 64),
+        rope_launch(_FP32, _FP32, 256),
         *(_sampling_launch(vocab_size) for vocab_size in (32_000, 128_256, 151_936)),
         *(_copy_launch(_BF16, _BF16, dim) for dim in (80, 128, 256)),
         *(
@@ -170,7 +161,7 @@ def launches() -> list[Launch]:
     ]
 
 
-def _attention(
+def attention_launch(
     kernel: str,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -211,7 +202,7 @@ def _pointwise_launch(dtype: torch.dtype) -> Launch:
     return Launch(f"rms_normalise and gates {dtype}".replace("torch.", ""), run)
 
 
-def _rope_launch(
+def rope_launch(
     dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int, new_tokens: tuple[int, ...] = (3, 2)
 ) -> Launch:
     """The rotary write with norms."""
@@ -310,7 +301,3 @@ def compile_all(some: Iterable[Launch], echo: Callable[[str], None], *, as_json:
     if as_json:
         echo(json.dumps({"target": f"sm_{_TARGET.arch}", "triton": triton.__version__, "kernels": rows}))
     return 0 if all(row["fits"] for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(compile_all(launches(), print))

@@ -25,7 +25,7 @@ def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> Planne
     return PlannedModel(shape=shape, name=name, precision=Precision(dtype="float16"), max_model_len=2048)
 
 
-def _dense(
+def dense(
     name: str,
     num_layers: int,
     hidden_size: int,
@@ -34,7 +34,9 @@ def _dense(
     vocab_size: int,
     *,
     qk_norm: bool = False,
+    max_model_len: int = 16384,
 ) -> PlannedModel:
+    """A model of eight KV heads of 128."""
     shape = ModelShape(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -45,13 +47,13 @@ def _dense(
         vocab_size=vocab_size,
         qk_norm=qk_norm,
     )
-    return PlannedModel(shape=shape, name=name, max_model_len=16384)
+    return PlannedModel(shape=shape, name=name, max_model_len=max_model_len)
 
 
 OPT_13B = _opt("OPT-13B", 40, 5120, 40)
 OPT_66B = _opt("OPT-66B", 64, 9216, 72)
 OPT_175B = _opt("OPT-175B", 96, 12288, 96)
-LLAMA_2_70B = _dense("Llama-2-70B", 80, 8192, 28672, 64, 32000)
-LLAMA_3_8B = _dense("Llama-3-8B", 32, 4096, 14336, 32, 128256)
-LLAMA_3_70B = _dense("Llama-3-70B", 80, 8192, 28672, 64, 128256)
-QWEN3_32B = _dense("Qwen3-32B", 64, 5120, 25600, 64, 151936, qk_norm=True)
+LLAMA_2_70B = dense("Llama-2-70B", 80, 8192, 28672, 64, 32000)
+LLAMA_3_8B = dense("Llama-3-8B", 32, 4096, 14336, 32, 128256)
+LLAMA_3_70B = dense("Llama-3-70B", 80, 8192, 28672, 64, 128256)
+QWEN3_32B = dense("Qwen3-32B", 64, 5120, 25600, 64, 151936, qk_norm=True)

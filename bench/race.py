@@ -84,7 +84,7 @@ def _http_burst(client: httpx.Client, threads: ThreadPoolExecutor, prompts: Prom
 
 
 @contextmanager
-def running_vllm(python: str, folder: Path, dtype: str, *, eager: bool) -> Iterator[Implementation]:
+def running_vllm(python: str, folder: Path, dtype: str) -> Iterator[Implementation]:
     """vLLM's offline engine in a process of its own environment."""
     command = [python, str(Path(__file__).with_name("race_peer.py")), str(folder), "--dtype", dtype]
     environment = {
@@ -93,7 +93,7 @@ def running_vllm(python: str, folder: Path, dtype: str, *, eager: bool) -> Itera
         "VLLM_CPU_KVCACHE_SPACE": "2",
     }
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([*command, *["--eager"] * eager], text=True, env=environment, **pipes) as process:
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -166,9 +166,7 @@ def _implementations(
         "pdserve": partial(running_pdserve, folder, arguments.dtype)
     }
     for dtype in arguments.vllm_dtypes.split(","):
-        for eager in (False, True) if arguments.eager else (False,):
-            name = f"vllm {dtype} {'eager' if eager else 'compiled'}"
-            implementations[name] = partial(running_vllm, arguments.vllm_python, folder, dtype, eager=eager)
+        implementations[f"vllm {dtype} compiled"] = partial(running_vllm, arguments.vllm_python, folder, dtype)
     return implementations
 
 
@@ -179,7 +177,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", help="of weights and KV of pdserve")
     parser.add_argument("--vllm-dtypes", default="bfloat16", help="dtypes to race vLLM in, separated by commas")
-    parser.add_argument("--eager", action="store_true", help="race vLLM without torch.compile, too")
     arguments = parser.parse_args()
     console = Console(stderr=True)
     shape = SHAPES[arguments.shape]

@@ -17,7 +17,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--max-model-len", type=int, default=1024)
     arguments = parser.parse_args()
     started_s = time.perf_counter()
@@ -27,7 +26,6 @@ def main() -> None:
         arguments.model,
         skip_tokenizer_init=True,
         dtype=arguments.dtype,
-        enforce_eager=arguments.eager,
         max_model_len=arguments.max_model_len,
         enable_prefix_caching=False,
     )

@@ -12,18 +12,17 @@ CPU time.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from time import process_time
 
 import numpy as np
 
+from pdserve.bench.models import dense
+from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout
@@ -42,26 +41,12 @@ _TURNS = Turns(4.0, 2.0)
 _GPUS = ("h100-sxm", "a100-80gb-sxm", "l40s")
 
 
-def _model(
-    name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int
-) -> PlannedModel:
-    shape = ModelShape(
-        num_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        vocab_size=vocabulary,
-    )
-    return PlannedModel(name=name, shape=shape, max_model_len=_MAX_MODEL_LEN)
-
-
+_dense = partial(dense, max_model_len=_MAX_MODEL_LEN)
 MODELS = (
-    (_model("8B", 4096, 14336, 32, 32, 8, 128256), (1, 2)),
-    (_model("14B", 5120, 17408, 40, 40, 8, 151936), (1, 2)),
-    (_model("32B", 5120, 25600, 64, 64, 8, 151936), (2, 4)),
-    (_model("70B", 8192, 28672, 80, 64, 8, 128256), (4, 8)),
+    (_dense("8B", 32, 4096, 14336, 32, 128256), (1, 2)),
+    (_dense("14B", 40, 5120, 17408, 40, 151936), (1, 2)),
+    (_dense("32B", 64, 5120, 25600, 64, 151936), (2, 4)),
+    (_dense("70B", 80, 8192, 28672, 64, 128256), (4, 8)),
 )
 """Each with the tensor-parallel degrees to choose from."""
 
@@ -99,7 +84,7 @@ class Case:
         return simulate(self.model, self.layout, self.sample.at_rate(self.rate), slo=self.slo).times
 
 
-def draw_case(number: int, seed: int, num_requests: int, *, has_pipelines: bool = True) -> Case | None:
+def draw_case(number: int, seed: int, num_requests: int) -> Case | None:
     """Case ``number``; ``None`` if its model does not fit."""
     random = np.random.default_rng((seed, number))
     model, degrees = MODELS[random.integers(len(MODELS))]
@@ -111,7 +96,7 @@ def draw_case(number: int, seed: int, num_requests: int, *, has_pipelines: bool 
             replicas=int(random.integers(1, 5)),
             hardware=gpu,
             tensor_parallel=int(random.choice(degrees)),
-            pipeline_parallel=int(random.choice((1, 1, 1, 2 if has_pipelines else 1))),
+            pipeline_parallel=int(random.choice((1, 1, 1, 2))),
             max_batch_tokens=int(random.choice((512, 2048, 8192))),
             max_batch_size=int(random.choice((64, 256))),
         )
@@ -201,12 +186,12 @@ def agrees(disagreement: tuple[float, float, float]) -> bool:
     return abs(points) <= MAX_POINTS and abs(ttft) <= MAX_RATIO and abs(tpot) <= MAX_RATIO
 
 
-def cases(num_cases: int, num_requests: int, seed: int, *, only: int | None, has_pipelines: bool) -> Iterator[Case]:
+def cases(num_cases: int, num_requests: int, seed: int, *, only: int | None) -> Iterator[Case]:
     number = num_drawn = 0
     while num_drawn < num_cases:
         case = None
         if only is None or number == only:
-            case = draw_case(number, seed, num_requests, has_pipelines=has_pipelines)
+            case = draw_case(number, seed, num_requests)
         if case is not None:
             num_drawn += 1
             yield case
@@ -214,24 +199,16 @@ def cases(num_cases: int, num_requests: int, seed: int, *, only: int | None, has
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="number of the only case to run")
-    parser.add_argument("--no-pipelines", action="store_true", help="every worker has one pipeline stage")
-    parser.add_argument("--json", type=Path, help="file for the figures of every case")
     arguments = parser.parse_args()
     num_cases = 1 if arguments.only is not None else arguments.cases
     records = []
     num_agreed, scout_s, judge_s = 0, 0.0, 0.0
-    for case in cases(
-        num_cases,
-        arguments.requests,
-        arguments.seed,
-        only=arguments.only,
-        has_pipelines=not arguments.no_pipelines,
-    ):
+    for case in cases(num_cases, arguments.requests, arguments.seed, only=arguments.only):
         began_s = process_time()
         judge = case.judged()
         judged_s = process_time()
@@ -260,8 +237,7 @@ def main() -> None:
         print(f"  {name:20} median {median:.4f}  p95 {high:.4f}  most {most:.4f}")
     num_requests = num_cases * arguments.requests
     print(f"scout {num_requests / scout_s:,.0f} requests/s, judge {num_requests / judge_s:,.0f} requests/s")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(records, indent=1))
+    publish({"num_agreed": num_agreed, "num_cases": num_cases, "cases": records}, arguments.json, unshown=["cases"])
 
 
 if __name__ == "__main__":

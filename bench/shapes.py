@@ -33,3 +33,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Llama shapes; ``half`` has the figures of a 0.5B model."""
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
+"""Sizes in config.json of Llama 3 and 3.1 8B."""

@@ -1,7 +1,7 @@
 """Accuracy of the simulator on a live cluster: the same requests, simulated and on a cluster of emulated GPUs.
 
     python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
-                                                   [--time-scale 10] [--requests 240] [--json FILE] [--plot FILE]
+                                                   [--time-scale 10] [--requests 240] [--json FILE]
 
 `pdserve up --emulate` runs every part of a cluster except the arithmetic: steps and transfers last as long as the cost
 model predicts, times the time scale, which makes the host's own work relatively small. An open-loop generator measures
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,9 +33,10 @@ from rich.console import Console
 
 from pdserve.bench.agreement import Agreement, figures_of
 from pdserve.bench.calibration import pipelined_overheads, saturation
-from pdserve.bench.cluster import running_cluster
+from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.bench.script import publish, script_parser
+from pdserve.bench.shapes import LLAMA_8B
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
@@ -53,12 +54,7 @@ from pdserve.planner.workload.workload import Workload
 LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+    **LLAMA_8B,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-05,
     "rope_theta": 500000.0,
@@ -99,33 +95,25 @@ def placement(gpu: str, replicas: int, *, is_colocated: bool = False) -> Layout:
     return Layout(mixed=mixed) if is_colocated else Layout(prefill=prefill, decode=decode)
 
 
-@dataclass(frozen=True, slots=True)
-class EmulatedCluster:
-    """A cluster that is ready."""
-
-    url: str
-    pid: int
-    """Process of `pdserve up`."""
-
-    def cpu_seconds(self) -> dict[str, float]:
-        """CPU time so far of the router and of each worker, by name; of several workers alike, the busiest."""
-        seconds: dict[str, float] = {}
-        for process in psutil.Process(self.pid).children(recursive=True):
-            try:
-                command, times = " ".join(process.cmdline()), process.cpu_times()
-            except psutil.Error:
-                continue  # it has just ended
-            for name, mark in _PROCESSES.items():
-                if mark in command:
-                    seconds[name] = max(seconds.get(name, 0.0), times.user + times.system)
-        return seconds
+def cpu_seconds(cluster: RunningCluster) -> dict[str, float]:
+    """CPU time so far of the router and of each worker, by name; of several workers alike, the busiest."""
+    seconds: dict[str, float] = {}
+    for process in psutil.Process(cluster.pid).children(recursive=True):
+        try:
+            command, times = " ".join(process.cmdline()), process.cpu_times()
+        except psutil.Error:
+            continue  # it has just ended
+        for name, mark in _PROCESSES.items():
+            if mark in command:
+                seconds[name] = max(seconds.get(name, 0.0), times.user + times.system)
+    return seconds
 
 
 _PROCESSES = {"router": "pdserve.router", "prefill": "ray::PrefillWorker", "decode": "ray::DecodeWorker"}
 
 
 @contextmanager
-def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float) -> Iterator[EmulatedCluster]:
+def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float) -> Iterator[RunningCluster]:
     """``layout`` on emulated devices, ``time_scale`` times slower than real ones; ``slo`` is in seconds of theirs.
 
     Emulation needs a config.json and a tokenizer, but no weights. Prompts are token ids, so the tokenizer is small.
@@ -144,13 +132,13 @@ def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float
             **{pool.role.value: {"replicas": pool.replicas} for pool in layout.pools},
         }
         with running_cluster(deployment, "--emulate", gpu, "--time-scale", str(time_scale)) as cluster:
-            yield EmulatedCluster(cluster.url, cluster.pid)
+            yield cluster
 
 
 class Comparison:
     """One cluster and its simulation."""
 
-    def __init__(self, cluster: EmulatedCluster, layout: Layout, time_scale: float) -> None:
+    def __init__(self, cluster: RunningCluster, layout: Layout, time_scale: float) -> None:
         self._cluster = cluster
         self._layout = layout
         self._time_scale = time_scale
@@ -165,11 +153,11 @@ class Comparison:
 
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> dict[str, Any]:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
-        before_s, began_s = self._cluster.cpu_seconds(), time.monotonic()
+        before_s, began_s = cpu_seconds(self._cluster), time.monotonic()
         psutil.cpu_percent()  # begins the interval of the next call
         measured = self._measure(requests)
         machine_share = psutil.cpu_percent() / 100
-        lasted_s, after_s = time.monotonic() - began_s, self._cluster.cpu_seconds()
+        lasted_s, after_s = time.monotonic() - began_s, cpu_seconds(self._cluster)
         cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
         agreement = Agreement(
             measured=figures_of(measured.times, SLO),
@@ -247,34 +235,6 @@ def _line(result: dict[str, Any]) -> str:
     )
 
 
-def plot(results: list[dict[str, Any]], saturation_rate: float, title: str, file: Path) -> None:
-    from matplotlib import pyplot
-
-    rates = [result["rate"] for result in results]
-    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True)
-    panels: list[tuple[Any, str, float]] = [
-        (top, "attainment", 100.0),
-        (middle, "ttft_p50_s", 1e3),
-        (middle, "ttft_p90_s", 1e3),
-        (bottom, "tpot_p50_s", 1e3),
-        (bottom, "tpot_p90_s", 1e3),
-    ]
-    for axes, name, factor in panels:
-        label = name.removesuffix("_s").replace("_", " ")
-        simulated = [factor * result["agreement"]["simulated"][name] for result in results]
-        measured = [factor * result["agreement"]["measured"][name] for result in results]
-        (line,) = axes.plot(rates, simulated, label=f"{label}, simulated")
-        axes.plot(rates, measured, "o", color=line.get_color(), label=f"{label}, measured")
-    middle.set_yscale("log")
-    top.set(ylabel="requests that meet both objectives, %", ylim=(0, 105), title=title)
-    middle.set(ylabel="ms")
-    bottom.set(ylabel="ms", ylim=(0, None), xlabel="requests per second of the emulated clock")
-    for axes in (top, middle, bottom):
-        axes.axvline(saturation_rate, color="gray", linestyle=":")
-        axes.legend(fontsize="small")
-    figure.savefig(file, bbox_inches="tight", dpi=120)
-
-
 def main() -> int:
     parser = script_parser(__doc__)
     parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
@@ -294,7 +254,6 @@ def main() -> int:
         metavar="SHARE",
         help="rates, as shares of the one at saturation",
     )
-    parser.add_argument("--plot", type=Path, help="draw attainment and percentiles against the rate")
     arguments = parser.parse_args()
     layout = placement(arguments.gpu, arguments.replicas, is_colocated=arguments.colocated)
     results, figures = compare(layout, arguments, Console(stderr=True))
@@ -313,9 +272,6 @@ def main() -> int:
         "agrees": not failures,
     }
     publish(document, arguments.json)
-    if arguments.plot:
-        title = f"{MODEL.name} on {layout}, {arguments.gpu} emulated"
-        plot(results, figures["saturation_rate"], title, arguments.plot)
     return 1 if failures else 0
 
 

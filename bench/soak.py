@@ -1,7 +1,7 @@
 """Memory growth: mixed load on a whole cluster for a long time, with the memory of each of its processes.
 
     python -m pdserve.bench.soak [--minutes 60] [--clients 8] [--shape tiny|half] [--dtype bfloat16]
-                                 [--json FILE] [--plot FILE]
+                                 [--json FILE]
 
 The load mixes whole and streamed answers, short and long prompts, continued conversations, several choices, log
 probabilities, refused requests, and clients that disconnect half-way. Memory is the proportional set size (PSS), which
@@ -157,24 +157,12 @@ def growth(samples: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def plot(samples: list[dict[str, Any]], file: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5))
-    for name in sorted(samples[-1]["mib"]):
-        axes.plot([sample["s"] / 60 for sample in samples], [s["mib"].get(name, 0.0) for s in samples], label=name)
-    axes.set(xlabel="minutes of mixed load", ylabel="memory, PSS in MiB", ylim=(0, None))
-    axes.legend(fontsize="small")
-    figure.savefig(file, bbox_inches="tight")
-
-
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as work:
@@ -199,8 +187,6 @@ def main() -> None:
         "growth_mib": growth(result["samples"]),
         **result,
     }
-    if arguments.plot:
-        plot(result["samples"], arguments.plot)
     publish(result, arguments.json, unshown=["samples"])
 
 

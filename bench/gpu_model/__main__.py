@@ -18,7 +18,6 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, default=Path(), help="folder of the dated file of results")
     parser.add_argument("--scratch", type=Path, help="folder of the weights, 16 GB")
-    parser.add_argument("--plot", dest="with_plot", action="store_true", help="draw a picture of the results")
     try:
         return bench.run(bench.Settings(**vars(parser.parse_args())), print)
     except (ValueError, NoGpuError) as error:

@@ -18,16 +18,6 @@ from safetensors.torch import save_file
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.files import tensor_shapes
 
-LLAMA_8B: Mapping[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-}
-"""Llama 3.1 8B."""
 TINY: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -52,7 +42,7 @@ def write_weights(folder: Path, sizes: Mapping[str, Any], dtype: str, device: to
     """Write config.json, shards and their index to ``folder``, and return it.
 
     Args:
-        sizes: `LLAMA_8B` or `TINY`.
+        sizes: `pdserve.bench.shapes.LLAMA_8B` or `TINY`.
     """
     config = {**_COMMON, **sizes, "torch_dtype": dtype}
     _write_json(folder / "config.json", config)

@@ -1,6 +1,6 @@
 """A whole model on a GPU, compared with the limits of its memory and tensor cores, and with transformers.
 
-    python -m pdserve.bench.gpu_model [--quick] [--only PART] [--quantised] [--folder FOLDER] [--plot]
+    python -m pdserve.bench.gpu_model [--quick] [--only PART] [--quantised] [--folder FOLDER]
 
 Random weights in the shape of Llama 3.1 8B, in bfloat16. The limit of a decode step, with 2k tokens of context a row,
 is the time to read its weights and KV at the speed of a large copy; the limit of a prompt is the time of its operations
@@ -16,7 +16,6 @@ run on a GPU yet.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from pdserve.bench.gpu_model.checkpoint import LLAMA_8B, TINY, write_weights
+from pdserve.bench.gpu_model.checkpoint import TINY, write_weights
 from pdserve.bench.gpu_model.handoff import measure_handoff
 from pdserve.bench.gpu_model.steps import BLOCK_SIZE, OwnModel, StepSeconds, Variant, random_tokens
 from pdserve.bench.gpu_model.transformers_steps import TransformersModel
@@ -37,16 +36,16 @@ from pdserve.bench.kernels.measure import Timer, clocks_under, gpu_timer
 from pdserve.bench.kernels.report import (
     Echo,
     NoGpuError,
-    check_plot,
     cuda_device,
     limits_of,
+    log,
     machine,
     measured_limits,
-    plot_shares,
     show_table,
     write_dated,
 )
 from pdserve.bench.kernels.run import free_memory
+from pdserve.bench.shapes import LLAMA_8B
 from pdserve.contracts.kv_layout import kv_vector_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
@@ -120,7 +119,6 @@ class Settings:
     """Folder of the dated file."""
     scratch: Path | None = None
     """Folder of the weights, 16 GB; by default in memory if they fit there, else with temporary files."""
-    with_plot: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +233,7 @@ class Bench:
         shapes = self._shapes(variant) if decode else []
         answer: list[int] = []
         with self._guarded(f"{OWN}, {variant.name}"):
-            _log(f"{OWN}: loading and capturing, {variant.name}")
+            log(f"{OWN}: loading and capturing, {variant.name}")
             most_rows = max((rows for rows, _ in shapes), default=1)
             blocks = num_blocks(self.plan, shapes)
             model = OwnModel(self.folder, variant, self.device, num_blocks=blocks, max_rows=most_rows)
@@ -257,7 +255,7 @@ class Bench:
         with self._guarded(f"{OWN}, handoff"):
             config = DecoderConfig.from_folder(self.folder)
             layout = config.kv_layout(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, variant.pool_dtype, "random")
-            _log(f"handing off {layout.pool_bytes / 1e6:.0f} MB")
+            log(f"handing off {layout.pool_bytes / 1e6:.0f} MB")
             handoff_s, link_s = measure_handoff(layout, self.device)
             self._add("handoff", OWN, variant, 1, num_tokens, num_tokens, handoff_s, link_s)
 
@@ -265,7 +263,7 @@ class Bench:
         """Measure transformers, and compare its answer with ours, if there is one."""
         variant = Variant(dtype=self.plan.dtype)
         with self._guarded(PEER):
-            _log(f"{PEER}: loading")
+            log(f"{PEER}: loading")
             model = TransformersModel(self.folder, self.plan.dtype, self.device, options=self.plan.peer_options)
             for num_tokens in self.plan.prompt_tokens:
                 with self._guarded(f"{PEER}, {num_tokens} tokens"):
@@ -327,7 +325,7 @@ class Bench:
         )
         self.rows.append(row)
         self.write()
-        _log(f"{phase} {row.shape}: {engine}, {variant.name}: {row.step_s * 1e3:.3f} ms, {row.limit_share:.1%}")
+        log(f"{phase} {row.shape}: {engine}, {variant.name}: {row.step_s * 1e3:.3f} ms, {row.limit_share:.1%}")
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -345,7 +343,7 @@ class Bench:
         except Exception as error:  # Earlier and later measurements are worth having.
             line = f"{what}: {(str(error) or repr(error)).splitlines()[0]}"
             self.document["notes" if what.startswith(PEER) else "failures"].append(line)
-            _log(f"FAILED: {line}")
+            log(f"FAILED: {line}")
             if isinstance(error, torch.AcceleratorError):
                 self.write()
                 raise DeviceLostError from error
@@ -362,33 +360,26 @@ def run(settings: Settings, echo: Echo) -> int:
     """Measure, and return the exit status: 1 if pdserve failed.
 
     Raises:
-        ValueError: unknown part, or no matplotlib.
+        ValueError: unknown part.
         NoGpuError: there is no GPU.
     """
     if settings.only and settings.only not in PARTS:
         raise ValueError(f"there is no part {settings.only!r}: use one of {', '.join(PARTS)}")
-    if settings.with_plot:
-        check_plot()
     if settings.device != "cpu" and not torch.cuda.is_available():
         raise NoGpuError("no GPU here: --device cpu tries all of it on a tiny model")
     device = torch.device("cpu") if settings.device == "cpu" else cuda_device()
     plan = ON_CPU if device.type == "cpu" else QUICK if settings.quick else LLAMA
     document = describe(device, plan, "_".join(filter(None, (settings.only, "quick" * settings.quick))))
     with tempfile.TemporaryDirectory(prefix="pdserve-", dir=_scratch(settings)) as scratch:
-        _log("drawing and writing weights")
+        log("drawing and writing weights")
         folder = write_weights(Path(scratch), plan.sizes, plan.dtype, device)
         bench = Bench(folder, plan, device, document, settings.folder, [])
         try:
             _measure(bench, settings)
         except DeviceLostError:
-            _log("the device is lost: earlier measurements are kept")
-    file = bench.write()
+            log("the device is lost: earlier measurements are kept")
+    bench.write()
     show(document, bench.rows, echo)
-    if settings.with_plot:
-        percents = {
-            f"{row.phase} {row.shape}: {row.engine}, {row.precision}": 100 * row.limit_share for row in bench.rows
-        }
-        plot_shares(percents, f"{document['device']}, {document['commit']}", file.with_suffix(".png"))
     return 1 if document["failures"] else 0
 
 
@@ -454,8 +445,3 @@ def _wall_timer(run: Callable[[], Any]) -> float:
     started_s = perf_counter()
     run()
     return perf_counter() - started_s
-
-
-def _log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -1,7 +1,6 @@
 """Report of a GPU benchmark: machine, rows, JSON document, tables and a picture.
 
-Used by `pdserve.bench.kernels.run` and `pdserve.bench.gpu_model`. Tables are plain without rich or a terminal; a
-picture needs matplotlib.
+Used by `pdserve.bench.kernels.run` and `pdserve.bench.gpu_model`. A picture needs matplotlib.
 """
 
 from __future__ import annotations
@@ -138,16 +137,6 @@ def _notes(results: Sequence[Result]) -> list[str]:
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], echo: Echo) -> None:
-    """Print a table: with rich if it is installed and the output is a terminal, else plainly."""
-    if sys.stdout.isatty() and find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*header, title=title)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     echo(title)
     for first, *others in (header, *rows):
@@ -177,3 +166,7 @@ def plot_shares(percents: Mapping[str, float], title: str, file: Path) -> None:
     axes.set_xlabel("% of the limit")
     axes.set_title(title)
     figure.savefig(file)
+
+
+def log(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,6 +25,7 @@ from pdserve.bench.kernels.report import (
     check_plot,
     cuda_device,
     limits_of,
+    log,
     machine,
     measured_limits,
     plot_shares,
@@ -118,13 +118,13 @@ def measure_all(
                 )
             except (RuntimeError, TritonError) as error:
                 document["failures"][f"{kernel}: {case.shape}"] = str(error).splitlines()[0]
-                _log(f"{kernel}: {case.shape}: FAILED: {error}")
+                log(f"{kernel}: {case.shape}: FAILED: {error}")
                 if lost := isinstance(error, torch.AcceleratorError):
                     break
             else:
                 measured = case
                 results.append(result)
-                _log(f"{kernel}: {case.shape}: {result.own_s * 1e6:.1f} us")
+                log(f"{kernel}: {case.shape}: {result.own_s * 1e6:.1f} us")
             free_memory(device)
         if device.type == "cuda" and measured is not None and not lost:
             document["clocks"][kernel] = clocks_under(measured.own(device).run, device)
@@ -139,7 +139,3 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

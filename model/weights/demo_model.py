@@ -1,6 +1,6 @@
 """Folders of the demo model, which is served when no model is named, and of its draft model.
 
-Part of the package, unless removed from the installation. `pdserve.bench.demo` trains both.
+Part of the package, unless removed from the installation. `pdserve.demo` trains both.
 """
 
 from __future__ import annotations

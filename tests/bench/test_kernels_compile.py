@@ -7,18 +7,20 @@ import json
 import pytest
 import torch
 
+from pdserve.bench.kernels.attention import ATTENTION_KERNELS
 from pdserve.bench.kernels.tune import tile_launches
 from pdserve.bench.kernels_compile import (
     MAX_SHARED_BYTES,
     Compiled,
     Launch,
+    attention_launch,
     compile_all,
     compile_launch,
     compiled_kernels,
     fits,
     launches,
-    launches_of_a_step,
     product_launch,
+    rope_launch,
 )
 from pdserve.kernels.triton.tuned_tiles import tuned_tiles
 
@@ -32,6 +34,15 @@ def test_a_launch_fits_the_gpu(launch: Launch) -> None:
         assert kernel.spilled_bytes == 0
         assert kernel.shared_bytes <= MAX_SHARED_BYTES
     assert any(kernel.has_wgmma for kernel in kernels) == launch.is_wgmma
+
+
+def launches_of_a_step(new_tokens: tuple[int, ...]) -> list[Launch]:
+    """Launches of one model that depend on the batch."""
+    bf16 = torch.bfloat16
+    return [
+        *(attention_launch(kernel, bf16, bf16, 128, new_tokens=new_tokens) for kernel in ATTENTION_KERNELS),
+        rope_launch(bf16, bf16, 128, new_tokens),
+    ]
 
 
 def test_the_next_step_needs_no_other_kernels() -> None:

@@ -64,14 +64,14 @@ def test_medians_over_rounds() -> None:
 
 
 def test_vllm_is_driven_over_its_pipes(tmp_path: Path) -> None:
-    with running_vllm(interpreter(tmp_path, PEER), tmp_path, "bfloat16", eager=True) as vllm:
+    with running_vllm(interpreter(tmp_path, PEER), tmp_path, "bfloat16") as vllm:
         assert vllm.ready_s == 2.5
         assert vllm.burst([[1], [2]], 3) == 0.5
 
 
 def test_a_dead_vllm_is_an_error(tmp_path: Path) -> None:
     python = interpreter(tmp_path, "raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match="vLLM ended with 3"), running_vllm(python, tmp_path, "float32", eager=False):
+    with pytest.raises(RuntimeError, match="vLLM ended with 3"), running_vllm(python, tmp_path, "float32"):
         pass
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from pdserve.bench.gpu_model.checkpoint import LLAMA_8B, TINY, write_weights
+from pdserve.bench.gpu_model.checkpoint import TINY, write_weights
+from pdserve.bench.shapes import LLAMA_8B
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.decoder_weights import Checkpoint

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from pdserve.bench.gpu_model import run as bench_run
-from pdserve.bench.gpu_model.checkpoint import LLAMA_8B
 from pdserve.bench.gpu_model.run import (
     LLAMA,
     ON_CPU,
@@ -32,6 +30,7 @@ from pdserve.bench.gpu_model.run import (
 )
 from pdserve.bench.gpu_model.steps import OwnModel, Variant
 from pdserve.bench.kernels.report import NoGpuError
+from pdserve.bench.shapes import LLAMA_8B
 from pdserve.model.config.shape import ModelShape
 
 SHAPE = ModelShape.from_hf_config(LLAMA_8B)
@@ -223,12 +222,6 @@ def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
     assert printed[1] == "decode, a step"
 
 
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib, of the bench extra")
-def test_a_picture_of_a_part(tmp_path: Path) -> None:
-    run(Settings(device="cpu", folder=tmp_path, only="decode", with_plot=True), lambda line: None)
-    assert next(tmp_path.glob("*.png")).stat().st_size > 10_000
-
-
 @pytest.mark.parametrize("only", ["decode", "handoff"])
 def test_a_part_of_it_with_quantised_ones(tmp_path: Path, only: str) -> None:
     run(Settings(device="cpu", folder=tmp_path, only=only, quantised=only == "decode"), lambda line: None)
@@ -243,9 +236,6 @@ def test_without_a_gpu_there_is_something_to_do(monkeypatch: pytest.MonkeyPatch)
         run(Settings(), lambda line: None)
 
 
-def test_mistakes_are_found_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_part_is_found_before_anything_is_measured() -> None:
     with pytest.raises(ValueError, match="no part 'peers': use one of decode, prefill, handoff, peer"):
         run(Settings(only="peers"), lambda line: None)
-    monkeypatch.setattr("pdserve.bench.kernels.report.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="need matplotlib"):
-        run(Settings(with_plot=True), lambda line: None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pdserve.bench.demo.muon import Muon, orthogonal
+from pdserve.demo.muon import Muon, orthogonal
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 6, 20), (2, 20, 6)])

@@ -9,8 +9,8 @@ from datetime import date, timedelta
 
 import pytest
 
-from pdserve.bench.demo import facts, number_tasks, word_tasks
-from pdserve.bench.demo.turns import Turn
+from pdserve.demo import facts, number_tasks, word_tasks
+from pdserve.demo.turns import Turn
 
 SEEDS = range(60)
 

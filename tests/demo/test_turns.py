@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pdserve.bench.demo.turns import Turn, draw_held_out, draw_trained, phrase
+from pdserve.demo.turns import Turn, draw_held_out, draw_trained, phrase
 
 
 def draw(random: random.Random) -> Turn:

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from pdserve.bench.demo.corpus import EXAMINED, TASKS, conversation, examine
-from pdserve.bench.demo.turns import draw_held_out
+from pdserve.demo.corpus import EXAMINED, TASKS, conversation, examine
+from pdserve.demo.turns import draw_held_out
 
 
 def test_the_same_seed_gives_the_same_conversation() -> None:

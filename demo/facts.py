@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from pdserve.bench.demo.texts import answers, phrasings, terms
-from pdserve.bench.demo.turns import Turn, phrase
-from pdserve.bench.demo.words import CITIES, NAMES, draw_name, draw_word
+from pdserve.demo.texts import answers, phrasings, terms
+from pdserve.demo.turns import Turn, phrase
+from pdserve.demo.words import CITIES, NAMES, draw_name, draw_word
 
 _ASK = phrasings("facts")
 TERMS = terms()

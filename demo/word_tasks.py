@@ -6,9 +6,9 @@ import json
 import random
 from itertools import chain
 
-from pdserve.bench.demo.texts import phrasings
-from pdserve.bench.demo.turns import Turn, phrase
-from pdserve.bench.demo.words import CITIES, NAMES, draw_name, draw_word
+from pdserve.demo.texts import phrasings
+from pdserve.demo.turns import Turn, phrase
+from pdserve.demo.words import CITIES, NAMES, draw_name, draw_word
 
 _ASK = phrasings("words")
 _EMPTY = {"name": "", "age": 0, "city": ""}

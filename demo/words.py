@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import string
 
-from pdserve.bench.demo.texts import word_lists
+from pdserve.demo.texts import word_lists
 
 MIN_LETTERS, MAX_LETTERS = 3, 10
 

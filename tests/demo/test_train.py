@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from pdserve.bench.demo import tokenizer as words
-from pdserve.bench.demo import train
-from pdserve.bench.demo.train import IGNORED, LAST_SHARE, Size, Training, draw_rows, number_features
+from pdserve.demo import tokenizer as words
+from pdserve.demo import train
+from pdserve.demo.train import IGNORED, LAST_SHARE, Size, Training, draw_rows, number_features
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.files import check_weights
 

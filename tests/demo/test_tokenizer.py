@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pdserve.bench.demo import tokenizer as words
-from pdserve.bench.demo.corpus import EXAMINED, conversation, examine, messages
-from pdserve.bench.demo.words import CITIES, ENGLISH, NAMES
+from pdserve.demo import tokenizer as words
+from pdserve.demo.corpus import EXAMINED, conversation, examine, messages
+from pdserve.demo.words import CITIES, ENGLISH, NAMES
 from pdserve.router.text.tokenizer import ChatTokenizer
 
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pdserve.bench.demo import tokenizer as words
-from pdserve.bench.demo.corpus import PHASE_ENDS, conversation, system_message
-from pdserve.bench.demo.muon import Muon
+from pdserve.demo import tokenizer as words
+from pdserve.demo.corpus import PHASE_ENDS, conversation, system_message
+from pdserve.demo.muon import Muon
 from pdserve.model.weights.demo_model import DEMO_MODEL, DRAFT_MODEL
 
 TOKENS_PER_STEP = 3072

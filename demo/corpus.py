@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from pdserve.bench.demo.facts import UNKNOWN, draw_fact, draw_reworded, draw_unknown
-from pdserve.bench.demo.number_tasks import (
+from pdserve.demo.facts import UNKNOWN, draw_fact, draw_reworded, draw_unknown
+from pdserve.demo.number_tasks import (
     MAX_OPERAND,
     draw_comparison,
     draw_difference,
@@ -21,8 +21,8 @@ from pdserve.bench.demo.number_tasks import (
     draw_weekday,
     follow_number,
 )
-from pdserve.bench.demo.turns import Draw, Turn, draw_held_out, draw_trained
-from pdserve.bench.demo.word_tasks import draw_count, draw_object, draw_reverse, draw_spell, follow_word
+from pdserve.demo.turns import Draw, Turn, draw_held_out, draw_trained
+from pdserve.demo.word_tasks import draw_count, draw_object, draw_reverse, draw_spell, follow_word
 
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer briefly.", "You are the demo model of pdserve.")
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from pdserve.bench.demo.corpus import SYSTEM_MESSAGES
-from pdserve.bench.demo.facts import FACT_TEXTS
-from pdserve.bench.demo.number_tasks import NUMBER_TEXTS
-from pdserve.bench.demo.turns import COURTESIES, Turn
-from pdserve.bench.demo.word_tasks import WORD_TEXTS
+from pdserve.demo.corpus import SYSTEM_MESSAGES
+from pdserve.demo.facts import FACT_TEXTS
+from pdserve.demo.number_tasks import NUMBER_TEXTS
+from pdserve.demo.turns import COURTESIES, Turn
+from pdserve.demo.word_tasks import WORD_TEXTS
 
 PAD, BOS, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (PAD, BOS, END, SYSTEM, USER, ASSISTANT)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from itertools import chain
 
-from pdserve.bench.demo.texts import phrasings
-from pdserve.bench.demo.turns import Turn, phrase
+from pdserve.demo.texts import phrasings
+from pdserve.demo.turns import Turn, phrase
 
 MAX_OPERAND = 999
 MAX_DAYS = 50

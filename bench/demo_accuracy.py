@@ -1,6 +1,6 @@
 """Accuracy of the demo model on held-out questions of each task, for every way of serving it.
 
-    python -m pdserve.bench.demo.accuracy [--model FOLDER] [--questions 200] [--json FILE]
+    python -m pdserve.bench.demo_accuracy [--model FOLDER] [--questions 200] [--json FILE]
 
 Each way of serving is a cluster started by `pdserve up`. Questions go to it over the API with greedy sampling, half of
 them at the end of a conversation. An answer counts only if it equals the expected one exactly.
@@ -17,8 +17,8 @@ import httpx
 from rich.console import Console
 
 from pdserve.bench.cluster import running_cluster
-from pdserve.bench.demo.corpus import EXAMINED, Examined, examine
 from pdserve.bench.script import publish, script_parser
+from pdserve.demo.corpus import EXAMINED, Examined, examine
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
