@@ -19,6 +19,8 @@ from pdserve.router.http.writer import VERSION
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.text.tokenizer import ChatTokenizer
 
+_READ = ["GET", "HEAD"]
+
 MAX_BODY_BYTES = 8 * 2**20
 """Enough for about a million prompt tokens."""
 
@@ -64,13 +66,15 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
     routes = APIRouter(route_class=JsonRoute)
     routes.post("/v1/chat/completions")(edge.create_chat_completion)
     routes.post("/v1/completions")(edge.create_completion)
+    routes.post("/tokenize")(edge.tokenize)
+    routes.post("/detokenize")(edge.detokenize)
     app.include_router(routes)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def list_models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model_card()]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def get_model(name: str) -> JSONResponse:
         if name != edge.served_name:
             raise ApiError(404, f"the model `{name}` does not exist", param="model", code="model_not_found")
@@ -78,7 +82,7 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
 
 
 def _add_status_routes(app: FastAPI, cluster: Cluster) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> JSONResponse:
         """Whether a request sent now would be served."""
         if cluster.is_ready:
@@ -86,11 +90,11 @@ def _add_status_routes(app: FastAPI, cluster: Cluster) -> None:
         missing = "a worker" if cluster.max_model_len is None else "a round trip through prefill and decode"
         return JSONResponse({"status": "not ready", "missing": missing}, 503)
 
-    @app.get("/live")
+    @app.api_route("/live", methods=_READ)
     async def live() -> JSONResponse:
         """Whether this process serves HTTP at all."""
         return JSONResponse({"status": "live"})
 
-    @app.get("/version")
+    @app.api_route("/version", methods=_READ)
     async def show_version() -> JSONResponse:
         return JSONResponse({"version": VERSION})

@@ -1,6 +1,6 @@
-"""The two generating routes, from a request body to a response.
+"""The two generating routes, from a request body to a response, and those of the tokenizer.
 
-They differ in how they read a prompt; `pdserve.router.http.writer` writes the answers of both. Called by
+The former differ in how they read a prompt; `pdserve.router.http.writer` writes the answers of both. Called by
 `pdserve.router.http.app`.
 """
 
@@ -13,13 +13,20 @@ from functools import partial
 from hashlib import blake2b
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
-from pdserve.router.http.schema import ChatBody, CompletionBody, GenerationBody
+from pdserve.router.http.schema import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
 from pdserve.router.http.sse import EventStream
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics, TokenTimer
@@ -50,12 +57,9 @@ class Edge:
     async def create_chat_completion(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation with the assistant's turn."""
         max_model_len = self._admit(body)
-        try:
-            text = self.tokenizer.chat_text([message.for_template() for message in body.messages])
-        except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from error
-        # The template has written the special tokens
-        tokens = await self._encode(body, max_model_len, text, add_special_tokens=False)
+        text = self._chat_text(body.messages)
+        check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
+        tokens = await self.tokenizer.encode_chat(text)
         answer = self._answer(body, self._spec(body, request, max_model_len, tokens))
         return await self._respond(body, request, [answer])
 
@@ -65,7 +69,8 @@ class Edge:
         answers: list[Answer] = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
-                tokens = await self._encode(body, max_model_len, prompt, add_special_tokens=True)
+                check_prompt_length(body, self.tokenizer.fewest_tokens(prompt), max_model_len, is_least=True)
+                tokens = await self.tokenizer.encode(prompt)
             else:
                 tokens = prompt
             spec = self._spec(body, request, max_model_len, tokens)
@@ -74,25 +79,54 @@ class Edge:
             answers.append(self._answer(body, spec, first_index=first_index, context=tokens, echo=echo))
         return await self._respond(body, request, answers)
 
+    async def tokenize(self, body: TokenizeBody) -> JSONResponse:
+        """Token ids of a prompt, or of a chat as the model would be asked it."""
+        body.check()
+        self._check_model(body.model)
+        if body.messages is not None:
+            tokens = await self.tokenizer.encode_chat(self._chat_text(body.messages))
+        else:
+            add_special_tokens = body.add_special_tokens is not False
+            tokens = await self.tokenizer.encode(body.prompt or "", add_special_tokens=add_special_tokens)
+        texts = None
+        if body.return_token_strs:
+            texts = await off_loop(len(tokens), lambda: list(map(self.tokenizer.token_text, tokens)))
+        return JSONResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": self.cluster.max_model_len,
+                "tokens": tokens,
+                "token_strs": texts,
+            }
+        )
+
+    async def detokenize(self, body: DetokenizeBody) -> JSONResponse:
+        """Text of token ids, special tokens included."""
+        self._check_model(body.model)
+        check_token_ids("tokens", body.tokens, self.tokenizer.vocab_size)
+        return JSONResponse({"prompt": await off_loop(len(body.tokens), partial(self.tokenizer.decode, body.tokens))})
+
     def _admit(self, body: GenerationBody) -> int:
         """Check the request as far as possible before reading the prompt; return the model's maximum length."""
         body.check()
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
         check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
-        if body.model not in (None, self.served_name):
-            message = f"the model `{body.model}` does not exist; this server has `{self.served_name}`"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        self._check_model(body.model)
         max_model_len = self.cluster.max_model_len
         if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
         return max_model_len
 
-    async def _encode(
-        self, body: GenerationBody, max_model_len: int, text: str, *, add_special_tokens: bool
-    ) -> list[int]:
-        """Token ids of a prompt, unless a lower bound on their number already exceeds the context."""
-        check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
-        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.served_name):
+            message = f"the model `{name}` does not exist; this server has `{self.served_name}`"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _chat_text(self, messages: Sequence[ChatMessage]) -> str:
+        try:
+            return self.tokenizer.chat_text([message.for_template() for message in messages])
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from error
 
     def _spec(
         self, body: GenerationBody, request: Request, max_model_len: int, prompt_tokens: Sequence[int]

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from pdserve.contracts.request import (
@@ -45,7 +54,8 @@ def _joined_text(value: object) -> object:
         raise PydanticCustomError("content", "Input should be a string or a list of text parts")
     texts = []
     for part in value:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
             raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
         texts.append(text)
@@ -157,7 +167,7 @@ class GenerationBody(_Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: _RepetitionPenalty | None = None
@@ -251,6 +261,14 @@ class ChatMessage(_Body):
     content: MessageText
     name: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_content(cls, message: object) -> object:
+        """An assistant's message may have no text, as at OpenAI."""
+        if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None:
+            return {**message, "content": ""}
+        return message
+
     def for_template(self) -> dict[str, str]:
         """Message as passed to the chat template."""
         named = {} if self.name is None else {"name": self.name}
@@ -326,3 +344,26 @@ class CompletionBody(GenerationBody):
             message = f"{len(self.prompt)} prompts with n = {self.num_choices} make more than {MAX_CHOICES} choices"
             raise ApiError(400, f"{message}; send several requests", param="n")
         check_extra_fields(self.model_extra, COMPLETION)
+
+
+class TokenizeBody(_Body):
+    """Body of ``POST /tokenize`` (vLLM): a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    """Of a prompt, true by default; a chat template writes them itself."""
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either a prompt or messages", param="prompt")
+        check_extra_fields(self.model_extra, CHAT)
+
+
+class DetokenizeBody(_Body):
+    """Body of ``POST /detokenize`` (vLLM)."""
+
+    model: str | None = None
+    tokens: list[_TokenId]

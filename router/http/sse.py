@@ -1,7 +1,7 @@
 """Streamed answers: one server-sent event per token, and one write for tokens that arrive together.
 
-The status is sent with token 0: an earlier failure is an ordinary HTTP error. A later failure is one event with an
-OpenAI error object, after which the stream ends without ``[DONE]``.
+The status is sent with token 0, or after 10 s without one: an earlier failure is an ordinary HTTP error. A later
+failure is one event with an OpenAI error object, after which the stream ends without ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from pdserve.router.text.answer import Answer, deltas_of
 
 WRITE_TIMEOUT_S = 60.0
 """Seconds without progress while an event waits, after which the reader counts as gone."""
+
+
+WAITING_S = 10.0
+"""Seconds between comments before token 0, so that proxies do not cut the connection."""
 
 
 class EventStream(StreamingResponse):
@@ -50,22 +54,38 @@ class EventStream(StreamingResponse):
 
     async def _write_all(self, send: Send) -> None:
         last = b""
+        waiting = asyncio.create_task(self._wait(send))
         try:
             async with aclosing(deltas_of(self._answers)) as deltas:
                 async for batch in deltas:
                     data = await self._writer.events(batch)
-                    if not self._is_started:
-                        self._is_started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    if not waiting.done():
+                        await _end(waiting)
+                        await self._start(send)
                     await self._write(send, data)
                     for delta in batch:
                         self._timer.token(delta.choice)
             self._timer.finished()
         except Exception as error:
+            await _end(waiting)
             if not self._is_started:
                 raise
             last = event(api_error(error).body())
+        finally:
+            waiting.cancel()
         await self._write(send, last, more_body=False)
+
+    async def _wait(self, send: Send) -> None:
+        """Write comments until token 0 arrives."""
+        while True:
+            await asyncio.sleep(WAITING_S)
+            await self._start(send)
+            await self._write(send, b": waiting\n\n")
+
+    async def _start(self, send: Send) -> None:
+        if not self._is_started:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._is_started = True
 
     async def _write(self, send: Send, body: bytes, *, more_body: bool = True) -> None:
         self._writing_since_s = time.monotonic()
@@ -78,3 +98,8 @@ class EventStream(StreamingResponse):
             await asyncio.sleep(WRITE_TIMEOUT_S / 4)
             if self._writing_since_s is not None and time.monotonic() - self._writing_since_s > WRITE_TIMEOUT_S:
                 return
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

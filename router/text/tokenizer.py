@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,7 +41,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 def compile_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
     """Compile a chat template to a function that renders a conversation up to the start of the assistant's answer; it
-    raises `ValueError` if the template refuses the messages.
+    raises `ValueError` if the template refuses the messages. A template that does not name the role ``developer`` gets
+    ``system`` in its place, as OpenAI defines it; it might drop the message.
 
     Args:
         special_tokens: text of the names available to the template, such as ``bos_token``.
@@ -59,7 +61,11 @@ def compile_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemp
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
 
+    names_developer = "developer" in source
+
     def render(messages: Sequence[Mapping[str, str]]) -> str:
+        if not names_developer:
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         try:
             return template.render(messages=messages, add_generation_prompt=True, **special_tokens)
         except Exception as error:  # a template is code and its input comes from clients: anything can be raised
@@ -92,6 +98,9 @@ _CONTEXT_TOKENS = 8
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """Space as sentencepiece writes it."""
 
+_LITERAL = "\U0010ffff"
+"""Stands around text of a special token that is only text. Not a character, so no text has it."""
+
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 """Byte that is not a character, as sentencepiece writes it."""
 
@@ -111,6 +120,8 @@ class ChatTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
+        special_texts = sorted((each.content for each in added.values() if each.special), key=len, reverse=True)
+        self._special_text = re.compile("|".join(map(re.escape, special_texts)) or "(?!)")
         self._longest_token_chars = max(map(len, tokenizer.get_vocab()))
         self._bytes_of_token: dict[int, bytes] = {}
         decoders = _decoder_types(tokenizer)
@@ -145,7 +156,8 @@ class ChatTokenizer:
         return self._template is not None
 
     def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Text of a conversation, special tokens included, up to the start of the assistant's answer.
+        """Text of a conversation, special tokens included, up to the start of the assistant's answer, for
+        `encode_chat`. Special tokens in messages are marked as text: only the template may write them.
 
         Raises:
             ValueError: the model has no chat template, or it refuses these messages.
@@ -154,7 +166,12 @@ class ChatTokenizer:
             raise ValueError(
                 "the model has no chat template; use /v1/completions, or put a chat_template.jinja into its folder"
             )
-        return self._template(messages)
+        if any(_LITERAL in message["content"] for message in messages):
+            raise ValueError("a message has U+10FFFF, which is not a character; remove it")
+        marked = rf"{_LITERAL}\g<0>{_LITERAL}"
+        return self._template(
+            [{**message, "content": self._special_text.sub(marked, message["content"])} for message in messages]
+        )
 
     def fewest_tokens(self, text: str) -> int:
         """Lower bound on a text's tokens: none covers more characters than the longest in the vocabulary."""
@@ -165,6 +182,31 @@ class ChatTokenizer:
         if len(text) <= MAX_INLINE_CHARS:
             return self._encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a `chat_text`."""
+        if _LITERAL not in text:
+            return await self.encode(text, add_special_tokens=False)
+        return await asyncio.to_thread(self._encode_marked, text)
+
+    def _encode_marked(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        for index, part in enumerate(text.split(_LITERAL)):
+            tokenizer = self._literal_tokenizer if index % 2 else self._tokenizer
+            tokens += tokenizer.encode(part, add_special_tokens=False).ids
+        return tokens
+
+    @cached_property
+    def _literal_tokenizer(self) -> Tokenizer:
+        """Knows no special tokens."""
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
 
     def detokenizer(
         self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = (), piece_tokens: int = 1

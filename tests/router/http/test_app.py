@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from tests.router.edge_server import (
     MAX_BODY_BYTES,
     MODEL,
     EdgeServer,
+    Script,
     ScriptedGeneration,
     at_once,
     failing_after,
@@ -103,6 +105,33 @@ def test_bytes_of_a_chat_stream(edge: EdgeServer, http: httpx.Client) -> None:
         {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"},
     ]
     assert [json.loads(chunk) for chunk in chunks[1:]] == [{**shared, "choices": [choice]} for choice in choices]
+
+
+def waiting_first(script: Script) -> Script:
+    async def wait_first(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
+        await asyncio.sleep(0.3)
+        async for token in script(generation):
+            yield token
+
+    return wait_first
+
+
+def test_a_stream_that_waits_says_so_and_an_error_after_that_is_an_event(
+    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.http.sse.WAITING_S", 0.1)
+    body = {"messages": MESSAGES, "stream": True}
+    at_once_text = http.post(CHAT, json=body, headers={"X-Request-Id": "mine"}).text
+    edge.generator.script = waiting_first(edge.generator.script)
+    comments, _, rest = http.post(CHAT, json=body, headers={"X-Request-Id": "mine"}).text.rpartition(": waiting\n\n")
+    assert comments.replace(": waiting\n\n", "") == ""
+    created = re.compile(r'"created":\d+')
+    assert created.sub("", rest) == created.sub("", at_once_text)
+    edge.generator.script = waiting_first(failing_after([], GenerationError(503, "lost")))
+    answer = http.post(CHAT, json=body)
+    assert answer.status_code == 200
+    *_, last = answer.text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "lost"
 
 
 @pytest.mark.parametrize(("route", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})])
@@ -210,6 +239,45 @@ def test_health_says_what_is_missing(edge: EdgeServer, http: httpx.Client) -> No
     assert "worker" in http.get("/health").json()["missing"]
     assert http.get("/live").status_code == 200
     assert http.get("/version").json() == {"version": "0.1.0"}
+
+
+@pytest.mark.parametrize("route", ["/health", "/live", "/version", "/v1/models", f"/v1/models/{MODEL}"])
+def test_monitors_may_ask_for_the_head_alone(edge: EdgeServer, http: httpx.Client, route: str) -> None:
+    answer = http.head(route)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-length"] == http.get(route).headers["content-length"]
+
+
+def test_tokens_of_texts_and_chats(edge: EdgeServer, http: httpx.Client) -> None:
+    answer = http.post("/tokenize", json={"prompt": "Größe", "return_token_strs": True}).json()
+    assert http.post(COMPLETIONS, json={"prompt": "Größe"}).status_code == 200
+    assert answer["tokens"] == edge.generator.last.prompt_tokens
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 512)
+    assert len(answer["token_strs"]) == answer["count"]
+    bare = http.post("/tokenize", json={"prompt": "Größe", "add_special_tokens": False}).json()["tokens"]
+    assert bare == answer["tokens"][1:]
+    assert http.post("/detokenize", json={"tokens": bare}).json() == {"prompt": "Größe"}
+
+    chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert http.post(CHAT, json={"messages": MESSAGES}).status_code == 200
+    assert chat["tokens"] == edge.generator.last.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages.0.content"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
+    ],
+)
+def test_bodies_for_the_tokenizer_are_checked(
+    edge: EdgeServer, http: httpx.Client, route: str, body: dict[str, Any], param: str
+) -> None:
+    assert error_of(http.post(route, json=body))["param"] == param
 
 
 def test_unknown_routes_and_methods(edge: EdgeServer, http: httpx.Client) -> None:
@@ -330,7 +398,7 @@ def test_an_answer_may_take_longer_than_a_body(
         ("temperature", 2.1),
         ("temperature", -0.1),
         ("temperature", "1"),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("top_k", -2),
         ("top_k", 1.5),
@@ -459,6 +527,22 @@ def test_null_means_the_default(edge: EdgeServer, http: httpx.Client) -> None:
     for path, model, body in ((CHAT, ChatBody, {"messages": MESSAGES}), (COMPLETIONS, CompletionBody, {"prompt": "x"})):
         nulls = dict.fromkeys([*model.model_fields, "tools", "audio", "suffix"], None)
         assert http.post(path, json=nulls | body).status_code == 200
+
+
+def test_an_assistant_may_have_said_nothing_or_refused(edge: EdgeServer, http: httpx.Client) -> None:
+    def prompt_of(message: dict[str, Any]) -> list[int]:
+        assert http.post(CHAT, json={"messages": [*MESSAGES, message, *MESSAGES]}).status_code == 200
+        return edge.generator.last.prompt_tokens
+
+    empty = prompt_of({"role": "assistant", "content": ""})
+    assert prompt_of({"role": "assistant", "content": None}) == prompt_of({"role": "assistant"}) == empty
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    assert prompt_of(refusal) == prompt_of({"role": "assistant", "content": "No."}) != empty
+
+
+def test_top_p_of_zero_keeps_the_most_likely_token(edge: EdgeServer, http: httpx.Client) -> None:
+    assert http.post(CHAT, json={"messages": MESSAGES, "top_p": 0}).status_code == 200
+    assert 0 < edge.generator.last.sampling.top_p < 1e-5
 
 
 def test_an_answer_can_be_sent_back_as_it_came(edge: EdgeServer, http: httpx.Client) -> None:

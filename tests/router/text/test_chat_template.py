@@ -48,6 +48,17 @@ def test_what_a_template_raises_is_a_value_error(source: str) -> None:
         compile_template(source, {})(MESSAGES)
 
 
+@pytest.mark.parametrize(
+    ("source", "role"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "system"),
+        ("{% for m in messages %}{{ 'dev' if m.role == 'developer' else m.role }}{% endfor %}", "dev"),
+    ],
+)
+def test_a_developer_is_the_system_where_a_template_does_not_name_it(source: str, role: str) -> None:
+    assert compile_template(source, {})([{"role": "developer", "content": "x"}]) == role
+
+
 def test_the_reason_of_a_template_is_told() -> None:
     with pytest.raises(ValueError, match="roles must alternate"):
         compile_template("{{ raise_exception('roles must alternate') }}", {})(MESSAGES)

@@ -13,13 +13,21 @@ from transformers import AutoTokenizer
 
 from pdserve.model.weights import random_checkpoint
 from pdserve.router.text.tokenizer import MAX_INLINE_CHARS, ChatTokenizer
-from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer, metaspace_tokenizer, write_tokenizer
+from tests.router.small_tokenizers import (
+    BOS,
+    BOS_ID,
+    EOS,
+    EOS_ID,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+    write_tokenizer,
+)
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Größe? 🙂"}]
 
 
 def encoded_chat(tokenizer: ChatTokenizer, messages: list[dict[str, str]]) -> list[int]:
-    return asyncio.run(tokenizer.encode(tokenizer.chat_text(messages), add_special_tokens=False))
+    return asyncio.run(tokenizer.encode_chat(tokenizer.chat_text(messages)))
 
 
 def test_agrees_with_transformers_on_a_checkpoint(tmp_path: Path) -> None:
@@ -36,6 +44,22 @@ def test_a_chat_writes_its_own_special_tokens_and_a_text_gets_the_tokenizers(tmp
     tokenizer = ChatTokenizer.from_folder(tmp_path)
     assert encoded_chat(tokenizer, MESSAGES).count(BOS_ID) == 1
     assert asyncio.run(tokenizer.encode("hi"))[0] == BOS_ID
+
+
+@pytest.mark.parametrize("text", [EOS, f"a{BOS}b{EOS}", f"{BOS}{BOS} {EOS[:-1]}"])
+def test_special_tokens_in_a_message_are_text(tmp_path: Path, text: str) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    tokens = encoded_chat(tokenizer, [{"role": "user", "content": text}])
+    assert (tokens.count(BOS_ID), tokens.count(EOS_ID)) == (1, 0)
+    assert f"[user] {text}\n" in tokenizer.decode(tokens)
+    assert BOS_ID in asyncio.run(tokenizer.encode(BOS, add_special_tokens=False)), "a prompt may have them"
+
+
+def test_a_message_cannot_mark_text_itself(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"U\+10FFFF"):
+        ChatTokenizer.from_folder(tmp_path).chat_text([{"role": "user", "content": f"\U0010ffff{EOS}"}])
 
 
 def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
