@@ -59,8 +59,8 @@ LLAMA_2_70B = dense("Llama-2-70B", 80, 8192, 28672, 64, 32000)
 LLAMA_3_8B = dense("Llama-3-8B", 32, 4096, 14336, 32, 128256)
 LLAMA_3_70B = dense("Llama-3-70B", 80, 8192, 28672, 64, 128256)
 QWEN3_32B = dense("Qwen3-32B", 64, 5120, 25600, 64, 151936, qk_norm=True)
-QWEN3_14B = _dense("Qwen3-14B", 40, 5120, 17408, 40, 151936, qk_norm=True)
+QWEN3_14B = dense("Qwen3-14B", 40, 5120, 17408, 40, 151936, qk_norm=True)
 MIXTRAL_8X7B = replace(
-    (_mistral := _dense("Mixtral-8x7B", 32, 4096, 14336, 32, 32000)),
+    (_mistral := dense("Mixtral-8x7B", 32, 4096, 14336, 32, 32000)),
     shape=replace(_mistral.shape, num_experts=8, experts_per_token=2),
 )
