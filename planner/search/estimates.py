@@ -133,11 +133,10 @@ def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
 class Estimator:
     """Estimate of a model's layouts under one demand; caches what several layouts share."""
 
-    def __init__(self, model: PlannedModel, demand: Demand, slo: SloConfig, overheads: Overheads | None = None) -> None:
+    def __init__(self, model: PlannedModel, demand: Demand, slo: SloConfig) -> None:
         self._model = model
         self._demand = demand
         self._slo = slo
-        self._overheads = overheads or Overheads()
         self._figures: dict[Pool, WorkerFigures] = {}
         self._costs: dict[tuple[Hardware, int, int], CostModel] = {}
         self._queued: dict[Pool, float] = {}
@@ -276,7 +275,7 @@ class Estimator:
         lane_tokens = num_blocks // num_lanes * self._model.block_size
         num_held = int(lane_tokens // max(demand.mean_decode_context, 1.0))
         max_batch = max(1, min(pool.max_batch_size, num_held))
-        overheads = self._overheads
+        overheads = Overheads()
         idle_s = np.array([_idle_prefill_s(pool, cost, *row) for row in self._sampled_prompts()])
         return WorkerFigures(
             cost=cost,

@@ -8,7 +8,7 @@ pattern, only scaled in time (common random numbers), so that differences come f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from math import exp, inf, log
@@ -19,7 +19,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.attainment import Attainment, Interval, measure
 from pdserve.planner.simulate.simulation import Simulation
-from pdserve.planner.simulate.simulator import Overheads, simulate
+from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import DrawnRequests
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class Trial:
     is_scouted: bool = False
     """Simulated by the scout (`pdserve.planner.simulate.scout`) instead of the judge
     (`pdserve.planner.simulate.simulator`)."""
-    overheads: Overheads = field(default_factory=Overheads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +115,6 @@ class Runner:
             trial.layout,
             self._drawn(trial.num_requests, seed, trial.model.max_model_len).at_rate(rate),
             slo=trial.slo,
-            overheads=trial.overheads,
             max_in_flight=_max_in_flight(trial),
             cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
         )
@@ -131,7 +129,6 @@ class Runner:
             trial.layout,
             requests.faster(rate),
             slo=trial.slo,
-            overheads=trial.overheads,
             max_in_flight=_max_in_flight(trial),
         )
         return found.simulation()
