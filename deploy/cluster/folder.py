@@ -33,6 +33,8 @@ class ClusterNote:
     """Process id of the supervisor."""
     url: str
     admin_url: str
+    is_ray_silent: bool = False
+    """True while Ray does not answer the supervisor, which then restarts nothing."""
 
 
 @contextmanager
@@ -44,19 +46,30 @@ def cluster_folder() -> Iterator[Path]:
     """
     root = _root()
     try:
-        for folder in root.iterdir():
-            if _is_stale(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-        path = Path(tempfile.mkdtemp(dir=root, prefix=""))
-        lock = (path / _LOCK).open("w")
+        with _locked(root):  # nobody looks for stale folders between the making of ours and its lock
+            for folder in root.iterdir():
+                if _is_stale(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+            path = Path(tempfile.mkdtemp(dir=root, prefix=""))
+            lock = (path / _LOCK).open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise _unusable(root, error) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_note(folder: Path, note: ClusterNote) -> None:

@@ -13,7 +13,7 @@ from pdserve.contracts.errors import DeployError
 _TIMEOUT_S = 5.0
 
 
-def show_status(admin_url: str, console: Console) -> int:
+def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False) -> int:
     """Print the status; returns 0 if the cluster serves, else 1.
 
     Raises:
@@ -27,6 +27,8 @@ def show_status(admin_url: str, console: Console) -> int:
         + (f" ({outcomes})" if outcomes else ""),
         highlight=False,
     )
+    if is_ray_silent:
+        console.print("Ray does not answer: requests are served, nothing is restarted until it does")
     console.print(worker_table(status["workers"]))
     return 0 if state == "ready" else 1
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -66,7 +68,7 @@ import os
 from pathlib import Path
 from pdserve.deploy.cluster import folder
 folder._root = lambda: Path({str(root)!r})
-with folder.cluster_folder() as path:
+with cluster_folder() as path:
     folder.write_note(path, folder.ClusterNote(pid=os.getpid(), url="u", admin_url="a"))
     os.kill(os.getpid(), 9)
 """
@@ -76,3 +78,23 @@ with folder.cluster_folder() as path:
     with cluster_folder() as folder:
         assert list(root.iterdir()) == [folder]
         assert left != folder
+
+
+def test_no_other_cluster_looks_for_stale_folders_while_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "_PARENT", tmp_path)
+    lock, seen = fcntl.flock, []
+
+    def spied(file: IO[str] | int, operation: int) -> None:
+        lock(file, operation)
+        if not isinstance(file, int):  # the lock of the new folder; its parent's is a descriptor
+            parent = os.open(Path(file.name).parents[1], os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                lock(parent, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(parent)
+            seen.append(file.name)
+
+    monkeypatch.setattr(fcntl, "flock", spied)
+    with cluster_folder() as path:
+        assert seen == [str(path / "lock")]
