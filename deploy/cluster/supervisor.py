@@ -25,7 +25,7 @@ import psutil
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.checks.model import check_model
-from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, write_note
+from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, make_admin_token, write_note
 from pdserve.deploy.cluster.processes import end_session, last_line, pin_process, start_tied
 from pdserve.deploy.cluster.ray_cluster import ExistingRay, PrivateRay, RayCluster
 from pdserve.deploy.cluster.ray_desk import SILENT_S, RayDesk
@@ -85,7 +85,10 @@ class Supervisor:
         model_warning = check_model(launch)
         with cluster_folder() as self._folder:
             self._take_signals()
-            self._router = RouterProcess(router_config(launch, self._cluster_token), self._folder / "router.log")
+            token_file = launch.config.router.admin_token_file or self._folder / "admin_token"
+            self._admin_token_file = Path(token_file).absolute()
+            config = router_config(launch, self._cluster_token, make_admin_token(self._admin_token_file))
+            self._router = RouterProcess(config, self._folder / "router.log")
             if launch.ray_address:
                 self._ray = ExistingRay(self._desk, launch.ray_address)
             else:
@@ -186,7 +189,11 @@ class Supervisor:
     def _write_note(self) -> None:
         router = self._router
         note = ClusterNote(
-            pid=os.getpid(), url=router.address, admin_url=router.admin_url, is_ray_silent=self._is_silent
+            pid=os.getpid(),
+            url=router.address,
+            admin_url=router.admin_url,
+            admin_token_file=str(self._admin_token_file),
+            is_ray_silent=self._is_silent,
         )
         write_note(self._folder, note)
 
@@ -219,10 +226,10 @@ class Supervisor:
             DeployError: the router does not answer.
         """
         config, router = self._launch.config, self._router
+        self._write_note()  # has the token that `fetch_status` sends
         workers = fetch_status(router.admin_url)["workers"]
         self._is_ready = True
         self._leave_cores_to_workers()
-        self._write_note()
         emulated = f", emulated on {self._launch.emulate}" if self._launch.emulate else ""
         rows = [("model", f"{router.config.served_name} ({config.model.precision}){emulated}")]
         for role, count in Counter(self._launch.roles).items():

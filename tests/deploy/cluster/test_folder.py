@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import subprocess
@@ -13,7 +14,15 @@ import pytest
 
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster import folder as folder_module
-from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, find_cluster, running_clusters, write_note
+from pdserve.deploy.cluster.folder import (
+    ClusterNote,
+    admin_headers,
+    cluster_folder,
+    find_cluster,
+    make_admin_token,
+    running_clusters,
+    write_note,
+)
 
 NOTE = ClusterNote(pid=1, url="http://127.0.0.1:8000", admin_url="http://127.0.0.1:9000")
 
@@ -68,7 +77,7 @@ import os
 from pathlib import Path
 from pdserve.deploy.cluster import folder
 folder._root = lambda: Path({str(root)!r})
-with cluster_folder() as path:
+with folder.cluster_folder() as path:
     folder.write_note(path, folder.ClusterNote(pid=os.getpid(), url="u", admin_url="a"))
     os.kill(os.getpid(), 9)
 """
@@ -98,3 +107,27 @@ def test_no_other_cluster_looks_for_stale_folders_while_one_is_made(
     monkeypatch.setattr(fcntl, "flock", spied)
     with cluster_folder() as path:
         assert seen == [str(path / "lock")]
+
+
+def test_the_admin_token_is_made_once_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = make_admin_token(path)
+    assert len(token) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert make_admin_token(path) == token
+    path.chmod(0o644)
+    with pytest.raises(DeployError, match="readable by you only"):
+        make_admin_token(path)
+    with pytest.raises(DeployError, match=r"No such file or directory; set router\.admin_token_file"):
+        make_admin_token(tmp_path / "absent" / "token")
+
+
+def test_commands_send_the_token_of_the_cluster_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster_folder() as running:
+        path = running / "token"
+        make_admin_token(path)
+        write_note(running, dataclasses.replace(NOTE, admin_token_file=str(path)))
+        assert admin_headers(f"{NOTE.admin_url}/") == {"Authorization": f"Bearer {path.read_text()}"}
+        assert admin_headers("http://127.0.0.1:1") == {}
+        monkeypatch.setenv("PDSERVE_ADMIN_TOKEN", "another")
+        assert admin_headers("http://127.0.0.1:1") == {"Authorization": "Bearer another"}
