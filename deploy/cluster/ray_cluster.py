@@ -6,6 +6,7 @@ through it. Never calls `ray stop`, which ends every Ray on the machine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -48,6 +50,8 @@ class RayCluster(SupervisedProcess):
         self._joining: Future[dict[str, float]] | None = None
         self._probe: Future[Any] | None = None
         self._probed_at_s = 0.0
+        self._has_ended = threading.Event()
+        """Frees the desk from a question that nobody will answer."""
 
     @property
     def worker_resources(self) -> dict[str, float]:
@@ -60,6 +64,7 @@ class RayCluster(SupervisedProcess):
 
     def end(self) -> None:
         """Leave the cluster, if this process has joined it; its actors end. Waits up to 1 s for Ray."""
+        self._has_ended.set()
         self._joining = self._probe = None
         futures.wait([self.desk.submit(_leave)], _LEAVE_S)
 
@@ -76,7 +81,8 @@ class RayCluster(SupervisedProcess):
         if self._probe is None or (self._probe.done() and now_s - self._probed_at_s > _PROBE_INTERVAL_S):
             if self._probe is not None:
                 self._probe.result()
-            self._probe, self._probed_at_s = self.desk.submit(_list_nodes), now_s
+            self._has_ended = has_ended = threading.Event()
+            self._probe, self._probed_at_s = self.desk.submit(lambda: _wait_for_answer(has_ended)), now_s
 
 
 class ExistingRay(RayCluster):
@@ -99,6 +105,10 @@ class ExistingRay(RayCluster):
 
     def _check_up(self, now_s: float) -> None:
         self._ask(now_s)
+        if self.desk.is_silent:
+            host, _, port = self._address.rpartition(":")
+            with contextlib.suppress(TimeoutError), socket.create_connection((host, int(port)), timeout=0.5):
+                pass
 
     def _reason(self, error: Exception) -> str:
         return str(error) if isinstance(error, DeployError) else f"the cluster at {self._address} has ended"
@@ -227,10 +237,15 @@ def _leave() -> None:
             ray.shutdown()
 
 
-def _list_nodes() -> Any:
-    import ray
+def _wait_for_answer(has_ended: threading.Event) -> None:
+    """Ask with a time limit again and again: other calls of Ray could not be cut short once the cluster has ended."""
+    from ray._private.worker import global_worker
 
-    return ray.nodes()
+    while not has_ended.is_set():
+        with contextlib.suppress(Exception):
+            global_worker.gcs_client.internal_kv_exists(b"pdserve", None, timeout=1)
+            return
+        has_ended.wait(0.1)
 
 
 def trim_ray_start(ray_params: Any, head: bool) -> None:

@@ -171,6 +171,8 @@ class Supervisor:
             return
         if not self._is_ready:
             raise DeployError(f"{process.name} did not start: {process.failure}")
+        if process is self._ray and self._desk.is_silent:  # this process can join no other
+            raise DeployError(f"{process.name}: {process.failure} while a call to it hung; start the cluster again")
         self._progress.warn(process.name, f"{process.failure}; starting it again")
         if process is self._ray:
             for worker in self._workers:
