@@ -42,7 +42,7 @@ def running_cluster(deployment: dict[str, Any], *options: str) -> Iterator[Runni
     Raises:
         RuntimeError: it did not start; the message is what it printed.
     """
-    deployment = {**deployment, "router": {"port": 0, **deployment.get("router", {})}}
+    deployment = {**deployment, "router": {"port": 0, "open_metrics": True, **deployment.get("router", {})}}
     with tempfile.TemporaryDirectory() as work:
         file, log = Path(work) / "deployment.yaml", Path(work) / "log"
         file.write_text(json.dumps(deployment))

@@ -141,7 +141,12 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: _Port = 8000
     admin_port: _Port = 0
-    """Metrics, targets, drain; loopback only; 0 picks a free port."""
+    """Metrics, status, targets, drain; 0 picks a free port. Requests need the token of the cluster."""
+    admin_host: str = "127.0.0.1"
+    admin_token_file: str = ""
+    """File with the admin token, made if it is absent; empty keeps a random token in the cluster's folder."""
+    open_metrics: bool = False
+    """Serve ``/metrics`` of the admin port without the token."""
     replicas: int = 1
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
     """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429."""

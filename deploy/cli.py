@@ -175,7 +175,9 @@ def status(
     """Show the workers of a running cluster and their load."""
     from pdserve.deploy.commands.status import show_status
 
-    return show_status(admin_url or find_cluster().admin_url, Console())
+    note = None if admin_url else find_cluster()
+    is_silent = note is not None and note.is_ray_silent
+    return show_status(note.admin_url if note else admin_url, Console(), is_ray_silent=is_silent)
 
 
 app.command(epilog="Example: pdserve plan --model ./Llama-3.1-8B --gpu h100-sxm --nodes 2 --workload chat")(plan)

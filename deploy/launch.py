@@ -122,7 +122,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
     return configs
 
 
-def router_config(launch: Launch, cluster_token: str = "") -> RouterProcessConfig:
+def router_config(launch: Launch, cluster_token: str = "", admin_token: str = "") -> RouterProcessConfig:
     """Configuration of the router."""
     model, router = launch.config.model, launch.config.router
     worker_cores = launch.split.worker_cores
@@ -131,7 +131,10 @@ def router_config(launch: Launch, cluster_token: str = "") -> RouterProcessConfi
         served_name=model.served_name or Path(model.path).resolve().name,
         host=router.host,
         port=router.port,
+        admin_host=router.admin_host,
         admin_port=router.admin_port,
+        admin_token=admin_token,
+        open_metrics=router.open_metrics,
         slo=launch.config.slo,
         max_queued_requests=router.max_queued_requests,
         cluster_token=cluster_token,

@@ -1,18 +1,22 @@
-"""Admin port: metrics, targets, drain and status. Loopback by default; it has no authentication.
+"""Admin port: metrics, targets, drain and status. Loopback by default; every request needs the cluster's admin token.
 
 The supervisor puts the whole list of workers; Prometheus and `pdserve status` read. Serves no client requests.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.router.cluster.cluster import Cluster
@@ -39,6 +43,12 @@ class Target(BaseModel):
 def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs) -> FastAPI:
     model = {"path": str(Path(config.model_path).resolve()), "name": config.served_name}
     app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def check_caller(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        if refusal := _refusal(request, config):
+            return refusal
+        return await answer(request)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -82,6 +92,27 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
         }
 
     return app
+
+
+def _refusal(request: Request, config: RouterProcessConfig) -> Response | None:
+    """Answer to a stranger: a page in a browser, a name that points here by DNS, or a caller without the token."""
+    if "origin" in request.headers or not _is_own_name(request.url.hostname or "", config.admin_host):
+        return JSONResponse({"detail": "name the admin port by its address; browsers' pages are refused"}, 403)
+    given = request.headers.get("authorization", "").encode()
+    is_open = not config.admin_token or (config.open_metrics and request.url.path == "/metrics")
+    if is_open or hmac.compare_digest(given, f"Bearer {config.admin_token}".encode()):
+        return None
+    detail = "give the admin token of the cluster as a bearer token"
+    return JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})
+
+
+def _is_own_name(name: str, admin_host: str) -> bool:
+    """True for an address or a name of this host, which no other site's DNS can claim."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("localhost", socket.gethostname(), admin_host)
+    return True
 
 
 def _worker_status(worker: RemoteWorker) -> dict[str, Any]:

@@ -24,6 +24,10 @@ class RouterProcessConfig:
     admin_host: str = "127.0.0.1"
     admin_port: int = 0
     """Port of metrics, targets, drain and status; 0 picks a free one."""
+    admin_token: str = ""
+    """Bearer token that the admin port requires; empty requires none."""
+    open_metrics: bool = False
+    """Serve ``/metrics`` without the token."""
     slo: SloConfig = field(default_factory=SloConfig)
     max_queued_requests: int = 1024
     """Maximum answers requested and not finished."""

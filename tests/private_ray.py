@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.deploy.cluster.ray_cluster import PrivateRay
+from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import ProcessState
 
 _TOKEN = "0" * 64
@@ -22,7 +23,7 @@ _TOKEN = "0" * 64
 def joined_ray() -> Iterator[PrivateRay]:
     """A private cluster that this process has joined; it ends with the context."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        cluster = PrivateRay(Path(folder), num_workers=1, token=_TOKEN)
+        cluster = PrivateRay(RayDesk(), Path(folder), num_workers=1, token=_TOKEN)
         try:
             while cluster.state is not ProcessState.UP:
                 cluster.check(time.monotonic())

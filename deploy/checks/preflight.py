@@ -30,13 +30,16 @@ _CONNECT_TIMEOUT_S = 5.0
 def check_ports(launch: Launch) -> None:
     """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host."""
     router = launch.config.router
-    for key, host, port in (("port", router.host, router.port), ("admin_port", "127.0.0.1", router.admin_port)):
+    for key, host, port in (("port", router.host, router.port), ("admin_port", router.admin_host, router.admin_port)):
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
         except OSError as error:
-            reason, remedy = error.strerror or str(error), "set router.host to an address of this host"
+            reason, remedy = (
+                error.strerror or str(error),
+                f"set router.{key.replace('port', 'host')} to an address of this host",
+            )
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 option = "--port 0" if key == "port" else "router.admin_port: 0"
                 remedy = f"choose another router.{key}, or {option}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -33,6 +34,10 @@ class ClusterNote:
     """Process id of the supervisor."""
     url: str
     admin_url: str
+    admin_token_file: str = ""
+    """File with the admin port's token, readable by the user only."""
+    is_ray_silent: bool = False
+    """True while Ray does not answer the supervisor, which then restarts nothing."""
 
 
 @contextmanager
@@ -44,19 +49,30 @@ def cluster_folder() -> Iterator[Path]:
     """
     root = _root()
     try:
-        for folder in root.iterdir():
-            if _is_stale(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-        path = Path(tempfile.mkdtemp(dir=root, prefix=""))
-        lock = (path / _LOCK).open("w")
+        with _locked(root):  # nobody looks for stale folders between the making of ours and its lock
+            for folder in root.iterdir():
+                if _is_stale(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+            path = Path(tempfile.mkdtemp(dir=root, prefix=""))
+            lock = (path / _LOCK).open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise _unusable(root, error) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_note(folder: Path, note: ClusterNote) -> None:
@@ -91,6 +107,35 @@ def find_cluster() -> ClusterNote:
         addresses = ", ".join(f"{note.url} (admin {note.admin_url})" for note in notes)
         raise DeployError(f"{len(notes)} clusters run here; give the address of one: {addresses}")
     return notes[0]
+
+
+def make_admin_token(path: Path) -> str:
+    """The token in ``path``, which is made with a random one if it is absent.
+
+    Raises:
+        DeployError: the file cannot be read or made, is empty, or others may read it.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+        token, mode = path.read_text().strip(), path.stat().st_mode
+    except OSError as error:
+        raise DeployError(f"cannot use {path}: {error.strerror}; set router.admin_token_file") from error
+    if not token.isascii() or not token.isprintable() or not token or mode & 0o077:
+        raise DeployError(f"{path} must hold one token in ASCII and be readable by you only; chmod 600, or remove it")
+    return token
+
+
+def admin_headers(admin_url: str) -> dict[str, str]:
+    """Headers with the token of the user's cluster at ``admin_url``, or of ``PDSERVE_ADMIN_TOKEN`` for another's."""
+    token = os.environ.get("PDSERVE_ADMIN_TOKEN", "")
+    for note in running_clusters():
+        if note.admin_url == admin_url.rstrip("/") and note.admin_token_file:
+            with contextlib.suppress(OSError):
+                token = Path(note.admin_token_file).read_text().strip()
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _root() -> Path:

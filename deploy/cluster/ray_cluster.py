@@ -6,6 +6,7 @@ through it. Never calls `ray stop`, which ends every Ray on the machine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,11 +16,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.processes import end_session, last_line, session_members, start_tied
+from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
 
 WORKER_RESOURCE = "pdserve_worker"
@@ -29,13 +34,90 @@ NAMESPACE = "pdserve"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray refuses less than 75 MB; we keep nothing in it
 _STARTED = "Ray runtime started."
 _START_TIMEOUT_S = 60.0
-_STOP_GRACE_S = 5.0
+_STOP_GRACE_S = 3.0
+_LEAVE_S = 1.0
+_PROBE_INTERVAL_S = 5.0
 
 
-class PrivateRay(SupervisedProcess):
+class RayCluster(SupervisedProcess):
+    """The Ray cluster that this process joins; it is up once this process is its driver."""
+
+    def __init__(self, desk: RayDesk) -> None:
+        super().__init__("ray")
+        self.desk = desk
+        self.resources: dict[str, float] = {}
+        """Resources of the cluster when it was joined."""
+        self._joining: Future[dict[str, float]] | None = None
+        self._probe: Future[Any] | None = None
+        self._probed_at_s = 0.0
+        self._has_ended = threading.Event()
+        """Frees the desk from a question that nobody will answer."""
+
+    @property
+    def worker_resources(self) -> dict[str, float]:
+        """Custom resource that counts workers, if the cluster offers it."""
+        return {WORKER_RESOURCE: 1} if WORKER_RESOURCE in self.resources else {}
+
+    @property
+    def num_gpus(self) -> float:
+        return float(self.resources.get("GPU", 0))
+
+    def end(self) -> None:
+        """Leave the cluster, if this process has joined it; its actors end. Waits up to 1 s for Ray."""
+        self._has_ended.set()
+        self._joining = self._probe = None
+        futures.wait([self.desk.submit(_leave)], _LEAVE_S)
+
+    def _has_joined(self, join: Callable[[], dict[str, float]]) -> bool:
+        if self._joining is None:
+            self._joining = self.desk.submit(join)
+        if not self._joining.done():
+            return False
+        self.resources = self._joining.result()
+        return True
+
+    def _ask(self, now_s: float) -> None:
+        """Call Ray now and then, so that its silence is noticed; raises the error of the last call."""
+        if self._probe is None or (self._probe.done() and now_s - self._probed_at_s > _PROBE_INTERVAL_S):
+            if self._probe is not None:
+                self._probe.result()
+            self._has_ended = has_ended = threading.Event()
+            self._probe, self._probed_at_s = self.desk.submit(lambda: _wait_for_answer(has_ended)), now_s
+
+
+class ExistingRay(RayCluster):
+    """A Ray cluster at ``address`` (``host:port``) that others start and end."""
+
+    def __init__(self, desk: RayDesk, address: str) -> None:
+        super().__init__(desk)
+        self._address = address
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def _start(self) -> None:
+        # Give up after two attempts if the token is refused.
+        os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"
+
+    def _check_starting(self, now_s: float) -> bool:
+        return self._has_joined(lambda: _join_existing(self._address))
+
+    def _check_up(self, now_s: float) -> None:
+        self._ask(now_s)
+        if self.desk.is_silent:
+            host, _, port = self._address.rpartition(":")
+            with contextlib.suppress(TimeoutError), socket.create_connection((host, int(port)), timeout=0.5):
+                pass
+
+    def _reason(self, error: Exception) -> str:
+        return str(error) if isinstance(error, DeployError) else f"the cluster at {self._address} has ended"
+
+
+class PrivateRay(RayCluster):
     """Ray head of one deployment: loopback only, protected by a random token, with its own session and folder."""
 
-    def __init__(self, folder: Path, num_workers: int, token: str) -> None:
+    def __init__(self, desk: RayDesk, folder: Path, num_workers: int, token: str) -> None:
         """Prepare the head; it is up once this process is its driver.
 
         Args:
@@ -44,7 +126,7 @@ class PrivateRay(SupervisedProcess):
             token: credential of every call to the head. Ray reads it once per process, so all clusters that a process
                 ever joins must share it.
         """
-        super().__init__("ray")
+        super().__init__(desk)
         self._port = 0
         self._folder = folder
         self._log_path = folder / "start.log"
@@ -74,9 +156,9 @@ class PrivateRay(SupervisedProcess):
 
     def end(self) -> None:
         """Disconnect, end every process of the cluster and remove its files."""
-        disconnect()
+        super().end()
         if self._process is not None:
-            end_session(self._process, _STOP_GRACE_S)
+            end_session(self._process, 0 if self.desk.is_stuck else _STOP_GRACE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -98,43 +180,56 @@ class PrivateRay(SupervisedProcess):
         self._process = start_tied(command, env=environment, log_path=self._log_path)
         # Ray reads the environment when it is imported. The import takes most of a second, which the head needs anyway.
         os.environ.update(self._environment)
-        threading.Thread(target=importlib.import_module, args=("ray",), daemon=True).start()
+        self.desk.submit(lambda: importlib.import_module("ray") and None)
 
     def _check_starting(self, now_s: float) -> bool:
-        self._check_up(now_s)
+        self._check_process()
         if now_s > self._deadline_s:
             raise TimeoutError(f"no answer for {_START_TIMEOUT_S:.0f} s")
         if _STARTED not in self._log_path.read_text(errors="replace"):
             return False
-        _connect(self.address)
-        return True
+        return self._has_joined(lambda: _join(self.address))
 
     def _check_up(self, now_s: float) -> None:
+        self._check_process()
+        self._ask(now_s)
+
+    def _check_process(self) -> None:
         if self._process is not None and self._process.poll() is not None:
             raise RuntimeError(last_line(self._log_path) or "its process ended")
 
 
-def connect_existing(address: str) -> None:
-    """Make this process a driver of the cluster at ``address`` (``host:port``).
-
-    Raises:
-        DeployError: the cluster cannot be reached, or has other hosts than this one.
-    """
-    # Give up after two attempts if the token is refused.
-    os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"
+def _join_existing(address: str) -> dict[str, float]:
     import ray
 
-    _connect(address)
+    resources = _join(address)
     hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if len(hosts) != 1:
-        disconnect()
+        _leave()
         raise DeployError(
             f"the Ray cluster at {address} has {len(hosts)} hosts; clusters of one host are supported today"
         )
+    return resources
 
 
-def disconnect() -> None:
-    """Leave the cluster, if this process has joined one; its actors end. Resets the handler of SIGTERM."""
+def _join(address: str) -> dict[str, float]:
+    """Make this process a driver of the cluster; returns the cluster's resources.
+
+    Raises:
+        DeployError: the cluster cannot be reached.
+    """
+    import ray
+
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="critical")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        _leave()
+        cause = str(error).splitlines()[0]
+        raise DeployError(f"cannot connect to Ray at {address}: {cause}; check --ray-address and its token") from error
+    return dict(ray.cluster_resources())
+
+
+def _leave() -> None:
     if "ray" in sys.modules:
         import ray
 
@@ -142,29 +237,15 @@ def disconnect() -> None:
             ray.shutdown()
 
 
-def worker_resources() -> dict[str, float]:
-    """Custom resource that counts workers, if the cluster offers it."""
-    import ray
+def _wait_for_answer(has_ended: threading.Event) -> None:
+    """Ask with a time limit again and again: other calls of Ray could not be cut short once the cluster has ended."""
+    from ray._private.worker import global_worker
 
-    return {WORKER_RESOURCE: 1} if WORKER_RESOURCE in ray.cluster_resources() else {}
-
-
-def num_gpus() -> float:
-    """GPUs of the cluster that this process has joined."""
-    import ray
-
-    return float(ray.cluster_resources().get("GPU", 0))
-
-
-def _connect(address: str) -> None:
-    import ray
-
-    try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="critical")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        disconnect()
-        cause = str(error).splitlines()[0]
-        raise DeployError(f"cannot connect to Ray at {address}: {cause}; check --ray-address and its token") from error
+    while not has_ended.is_set():
+        with contextlib.suppress(Exception):
+            global_worker.gcs_client.internal_kv_exists(b"pdserve", None, timeout=1)
+            return
+        has_ended.wait(0.1)
 
 
 def trim_ray_start(ray_params: Any, head: bool) -> None:

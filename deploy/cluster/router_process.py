@@ -42,12 +42,11 @@ class RouterProcess(SupervisedProcess):
     @property
     def address(self) -> str:
         """URL of the API for this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
-        return f"http://{host}:{self.config.port}"
+        return _url(self.config.host, self.config.port)
 
     @property
     def admin_url(self) -> str:
-        return f"http://{self.config.admin_host}:{self.config.admin_port}"
+        return _url(self.config.admin_host, self.config.admin_port)
 
     @property
     def process_id(self) -> int:
@@ -62,7 +61,10 @@ class RouterProcess(SupervisedProcess):
     def put_targets(self, endpoints: Sequence[WorkerEndpoint]) -> bool:
         """Replace the router's list of workers; returns whether the router has accepted it."""
         try:
-            return self._http.put(f"{self.admin_url}/targets", json=to_plain(list(endpoints))).is_success
+            token = self.config.admin_token
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            body = to_plain(list(endpoints))
+            return self._http.put(f"{self.admin_url}/targets", json=body, headers=headers).is_success
         except httpx.HTTPError:
             return False
 
@@ -125,3 +127,8 @@ class RouterProcess(SupervisedProcess):
             return self._http.get(f"{self.address}{path}").status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
+
+
+def _url(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent import futures
 from pathlib import Path
 from types import FrameType
 
@@ -24,13 +25,14 @@ import psutil
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.checks.model import check_model
-from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, write_note
+from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, make_admin_token, write_note
 from pdserve.deploy.cluster.processes import end_session, last_line, pin_process, start_tied
-from pdserve.deploy.cluster.ray_cluster import PrivateRay, connect_existing, disconnect, num_gpus, worker_resources
+from pdserve.deploy.cluster.ray_cluster import ExistingRay, PrivateRay, RayCluster
+from pdserve.deploy.cluster.ray_desk import SILENT_S, RayDesk
 from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning
 from pdserve.deploy.cluster.router_process import RouterProcess
 from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
-from pdserve.deploy.cluster.worker_process import WorkerProcess
+from pdserve.deploy.cluster.worker_process import MIN_START_TIMEOUT_S, WorkerProcess
 from pdserve.deploy.commands.progress import Progress
 from pdserve.deploy.commands.status import fetch_status, num_blocks
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
@@ -39,6 +41,8 @@ from pdserve.model.weights.demo_model import DEMO_MODEL
 
 START_TIMEOUT_S = 600.0
 """Time after which a cluster that does not serve is given up; loading weights may take minutes."""
+_READ_BYTES_PER_S = 100e6
+"""Slowest disk on which a worker that reads its weights does not count as hung."""
 _TICK_S = 0.05
 _STOP_WORKERS_S = 3.0
 _CLOSE_STREAMS_S = 8.0
@@ -56,8 +60,10 @@ class Supervisor:
         self._is_ready = False
         self._are_targets_due = False
         self._folder: Path
-        self._ray: PrivateRay | None = None
-        """None if the workers run in an existing cluster."""
+        self._desk = RayDesk()
+        self._ray: RayCluster
+        self._is_silent = False
+        """True while Ray does not answer."""
         self._router: RouterProcess
         self._workers: list[WorkerProcess] = []
         """Empty until Ray is up."""
@@ -79,9 +85,15 @@ class Supervisor:
         model_warning = check_model(launch)
         with cluster_folder() as self._folder:
             self._take_signals()
-            self._router = RouterProcess(router_config(launch, self._cluster_token), self._folder / "router.log")
-            if not launch.ray_address:
-                self._ray = PrivateRay(self._folder / "ray", len(launch.roles), secrets.token_hex(32))
+            token_file = launch.config.router.admin_token_file or self._folder / "admin_token"
+            self._admin_token_file = Path(token_file).absolute()
+            config = router_config(launch, self._cluster_token, make_admin_token(self._admin_token_file))
+            self._router = RouterProcess(config, self._folder / "router.log")
+            if launch.ray_address:
+                self._ray = ExistingRay(self._desk, launch.ray_address)
+            else:
+                ray_token = secrets.token_hex(32)
+                self._ray = PrivateRay(self._desk, self._folder / "ray", len(launch.roles), ray_token)
             try:
                 self._begin(model_warning)
                 while not self._num_signals:
@@ -92,7 +104,6 @@ class Supervisor:
                 self._end()
 
     def _take_signals(self) -> None:
-        """Install signal handlers at the start, and again after Ray is joined or left, each of which changes them."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._count_signal)
 
@@ -102,7 +113,10 @@ class Supervisor:
     def _begin(self, model_warning: str) -> None:
         """Show warnings, and start every process that does not wait for another."""
         launch = self._launch
-        self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
+        files = Path(launch.config.model.path).glob("*.safetensors")
+        self._read_s = sum(file.stat().st_size for file in files) / _READ_BYTES_PER_S
+        self._start_timeout_s = START_TIMEOUT_S + self._read_s
+        self._start_deadline_s = time.monotonic() + self._start_timeout_s
         if len(launch.cores) < len(launch.roles):
             self._progress.warn("cores", f"fewer than workers: {len(launch.roles)} workers on {len(launch.cores)}")
         kernel_warning = preflight.kernel_warning(launch)
@@ -116,11 +130,6 @@ class Supervisor:
             self._progress.note("kernels", "compiling CPU kernels (once for this machine)")
             command = [sys.executable, "-m", "pdserve.kernels.cpu.build"]
             self._compiler = start_tied(command, env=os.environ, log_path=self._folder / "kernels.log")
-        if self._ray is None:
-            connect_existing(launch.ray_address)
-            self._take_signals()
-            self._progress.note("ray", f"joined {launch.ray_address}")
-            self._make_workers()
 
     def _tick(self) -> None:
         self._reconcile_processes()
@@ -134,18 +143,19 @@ class Supervisor:
                 with contextlib.suppress(DeployError):  # retried at the next tick
                     self._announce()
         if not self._is_ready and time.monotonic() > self._start_deadline_s:
-            raise DeployError(f"the cluster does not serve after {START_TIMEOUT_S:.0f} s; try a smaller model")
+            raise DeployError(f"the cluster does not serve after {self._start_timeout_s:.0f} s; try a smaller model")
 
     def _reconcile_processes(self) -> None:
         """Check every process once."""
         if self._router.exit_code is None or not self._num_signals:  # it is meant to end after a signal
             self._reconcile(self._router)
-        if self._ray is not None:
-            self._reconcile(self._ray)
-            if self._ray.state is not ProcessState.UP:
-                return
-            if not self._workers:
-                self._make_workers()
+        self._reconcile(self._ray)
+        if self._workers and self._desk.is_silent is not self._is_silent:
+            self._report_silence()
+        if self._ray.state is not ProcessState.UP:
+            return
+        if not self._workers:
+            self._make_workers()
         for worker in self._workers:
             self._reconcile(worker)
 
@@ -155,28 +165,52 @@ class Supervisor:
         process.check(time.monotonic())
         if process.state is state or process.state is ProcessState.STARTING:
             return
-        self._take_signals()
         self._are_targets_due = True
         if process.state is ProcessState.UP:
             self._progress.note(process.name, f"up at {process.address}")
             return
         if not self._is_ready:
             raise DeployError(f"{process.name} did not start: {process.failure}")
+        if process is self._ray and self._desk.is_silent:  # this process can join no other
+            raise DeployError(f"{process.name}: {process.failure} while a call to it hung; start the cluster again")
         self._progress.warn(process.name, f"{process.failure}; starting it again")
         if process is self._ray:
             for worker in self._workers:
+                worker.kill()
                 worker.clear()
 
+    def _report_silence(self) -> None:
+        self._is_silent = self._desk.is_silent
+        if self._is_silent:
+            self._progress.warn("ray", f"no answer for {SILENT_S:.0f} s; requests are served, nothing is restarted")
+        else:
+            self._progress.note("ray", "answers again")
+        if self._is_ready:
+            self._write_note()
+
+    def _write_note(self) -> None:
+        router = self._router
+        note = ClusterNote(
+            pid=os.getpid(),
+            url=router.address,
+            admin_url=router.admin_url,
+            admin_token_file=str(self._admin_token_file),
+            is_ray_silent=self._is_silent,
+        )
+        write_note(self._folder, note)
+
     def _make_workers(self) -> None:
-        counted = worker_resources()
+        counted, num_gpus = self._ray.worker_resources, self._ray.num_gpus
         configs = worker_configs(self._launch, self._cluster_token, str(self._folder / "cores"))
-        shares = gpu_shares(configs, num_gpus())
-        if text := gpu_warning(configs, shares, num_gpus()):
+        shares = gpu_shares(configs, num_gpus)
+        if text := gpu_warning(configs, shares, num_gpus):
             self._progress.warn("gpus", text)
+        timeout_s = MIN_START_TIMEOUT_S + self._read_s
         for config, share in zip(configs, shares, strict=True):
             resources = counted | self._launch.config.phase(config.role).resources
             config = config if share else dataclasses.replace(config, device="cpu")
-            self._workers.append(WorkerProcess(config, WORKER_CLASSES[config.role], resources, share))
+            worker_class = WORKER_CLASSES[config.role]
+            self._workers.append(WorkerProcess(self._desk, config, worker_class, resources, share, timeout_s))
 
     def _reconcile_compiler(self, compiler: subprocess.Popen[bytes]) -> None:
         if compiler.poll() is None:
@@ -194,19 +228,19 @@ class Supervisor:
             DeployError: the router does not answer.
         """
         config, router = self._launch.config, self._router
+        self._write_note()  # has the token that `fetch_status` sends
         workers = fetch_status(router.admin_url)["workers"]
         self._is_ready = True
         self._leave_cores_to_workers()
-        note = ClusterNote(pid=os.getpid(), url=router.address, admin_url=router.admin_url)
-        write_note(self._folder, note)
         emulated = f", emulated on {self._launch.emulate}" if self._launch.emulate else ""
         rows = [("model", f"{router.config.served_name} ({config.model.precision}){emulated}")]
         for role, count in Counter(self._launch.roles).items():
             blocks = sum(num_blocks(worker) for worker in workers if worker["role"] == role.value)
             tokens = f"{blocks * config.model.block_size:,} tokens of KV cache"
             rows.append((role.value, f"{count} worker{'s' * (count > 1)}, {tokens}"))
-        rows += [("transport", config.kv_transfer.transport), ("API", f"{note.url}/v1"), ("admin", note.admin_url)]
-        self._progress.banner(rows, curl_command(note.url, router.config.served_name))
+        rows += [("transport", config.kv_transfer.transport), ("API", f"{router.address}/v1")]
+        rows.append(("admin", router.admin_url))
+        self._progress.banner(rows, curl_command(router.address, router.config.served_name))
 
     def _leave_cores_to_workers(self) -> None:
         """Move the router and Ray's daemons, which started on every core, to the spare cores."""
@@ -217,7 +251,7 @@ class Supervisor:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(worker.process_id)
                 workers |= {process.pid, *(child.pid for child in process.children(recursive=True))}
-        daemons = self._ray.process_ids if self._ray else []
+        daemons = self._ray.process_ids if isinstance(self._ray, PrivateRay) else []
         for process_id in {self._router.process_id, *daemons} - workers:
             pin_process(process_id, spare_cores)
 
@@ -239,18 +273,13 @@ class Supervisor:
         self._router.end()
         if self._compiler is not None:
             end_session(self._compiler, 0)
-        self._stop_workers()
-        disconnect()
-        self._take_signals()
-        if self._ray is not None:
-            self._ray.end()
-
-    def _stop_workers(self) -> None:
-        stopping = [ending for worker in self._workers if (ending := worker.stop()) is not None]
-        if stopping:
-            import ray
-
-            ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_WORKERS_S)
+        if not self._desk.is_stuck:
+            stopping = [ending for worker in self._workers if (ending := worker.stop()) is not None]
+            futures.wait(stopping, _STOP_WORKERS_S)
+        if self._desk.is_stuck:  # Ray cannot end them
+            for worker in self._workers:
+                worker.kill()
+        self._ray.end()
 
 
 def curl_command(url: str, model: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import httpx
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.folder import admin_headers
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, search, write_files
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
@@ -148,7 +149,8 @@ def _observe(watch: Watch) -> ObservedTraffic:
 
 def _fetch_metrics(url: str) -> str:
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=_TIMEOUT_S, trust_env=False)
+        headers = admin_headers(url)
+        answer = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=_TIMEOUT_S, trust_env=False)
         return answer.raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeployError(f"no pdserve router answers at {url}: {error}; check --live") from error

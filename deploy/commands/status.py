@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.folder import admin_headers
 
 _TIMEOUT_S = 5.0
 
 
-def show_status(admin_url: str, console: Console) -> int:
+def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False) -> int:
     """Print the status; returns 0 if the cluster serves, else 1.
 
     Raises:
@@ -27,6 +28,8 @@ def show_status(admin_url: str, console: Console) -> int:
         + (f" ({outcomes})" if outcomes else ""),
         highlight=False,
     )
+    if is_ray_silent:
+        console.print("Ray does not answer: requests are served, nothing is restarted until it does")
     console.print(worker_table(status["workers"]))
     return 0 if state == "ready" else 1
 
@@ -41,7 +44,10 @@ def fetch_status(admin_url: str, option: str = "--admin-url") -> dict[str, Any]:
         DeployError: no answer, or not a router's.
     """
     try:
-        answer = httpx.get(f"{admin_url.rstrip('/')}/status", timeout=_TIMEOUT_S, trust_env=False)
+        url, headers = f"{admin_url.rstrip('/')}/status", admin_headers(admin_url)
+        answer = httpx.get(url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise DeployError(f"{admin_url} refuses the admin token; set PDSERVE_ADMIN_TOKEN to that of its cluster")
         status: dict[str, Any] = answer.raise_for_status().json()
         status["workers"], status["ready"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:

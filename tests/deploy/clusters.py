@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
+from pdserve.deploy.cluster.folder import admin_headers
+
 DEADLINE_S = 120.0
 Result = TypeVar("Result")
 
@@ -74,7 +76,9 @@ class UpProcess:
         return self.banner("admin")
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = _get(f"{self.admin_url}/status").raise_for_status().json()
+        headers = admin_headers(self.admin_url)
+        answer = httpx.get(f"{self.admin_url}/status", headers=headers, trust_env=False, verify=False)
+        status: dict[str, Any] = answer.raise_for_status().json()
         return status
 
     def is_ready(self) -> bool:

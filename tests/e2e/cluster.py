@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import psutil
 
+from pdserve.deploy.cluster.folder import admin_headers
+
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 
@@ -30,7 +32,7 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """Status of the workers in the router's view."""
-        status: dict[str, Any] = _get(f"{self.admin_url}/status").json()
+        status: dict[str, Any] = _get(f"{self.admin_url}/status", admin_headers(self.admin_url)).json()
         return status
 
     def processes(self) -> list[psutil.Process]:
@@ -68,9 +70,9 @@ class Cluster:
             time.sleep(0.1)
 
 
-def _get(url: str) -> httpx.Response:
+def _get(url: str, headers: dict[str, str] | None = None) -> httpx.Response:
     """GET without loading HTTPS certificates, which takes longer than an answer."""
-    return httpx.get(url, timeout=5, verify=False)
+    return httpx.get(url, headers=headers, timeout=5, verify=False)
 
 
 def _cmdline(process: psutil.Process) -> list[str]:

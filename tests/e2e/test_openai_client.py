@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
+from pdserve.deploy.cluster.folder import admin_headers
 from tests.e2e.cluster import Cluster, running_cluster
 
 
@@ -111,6 +112,6 @@ def test_errors_are_typed(client: openai.OpenAI) -> None:
 
 def test_metrics_have_counted(cluster: Cluster, client: openai.OpenAI) -> None:
     client.completions.create(model=model_of(client), prompt="x", max_tokens=4)
-    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=5).text
+    text = httpx.get(f"{cluster.admin_url}/metrics", headers=admin_headers(cluster.admin_url), timeout=5).text
     assert 'pdserve_request_outcomes_total{outcome="finished"}' in text
     assert "pdserve_ttft_seconds_count" in text

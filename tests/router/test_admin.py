@@ -30,9 +30,9 @@ COSTS = {WorkerRole.DECODE: CostModel(SHAPE, hardware("l4"), Precision())}
 
 
 @asynccontextmanager
-async def admin_client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_admin_app(rig.cluster, SERVED, COSTS))
-    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+async def admin_client(rig: Rig, config: RouterProcessConfig = SERVED) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_admin_app(rig.cluster, config, COSTS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9") as client:
         yield client
 
 
@@ -150,3 +150,41 @@ async def test_decode_alone_is_not_ready(d: ScriptedWorker) -> None:
         await asyncio.sleep(0.2)
         assert d.commands.empty()
         assert not rig.cluster.is_ready
+
+
+ROUTES = (("GET", "/metrics"), ("GET", "/targets"), ("PUT", "/targets"), ("POST", "/drain"), ("GET", "/status"))
+TOKEN = {"Authorization": "Bearer secret"}
+
+
+@with_workers()
+async def test_every_route_needs_the_token() -> None:
+    async with running_rig() as rig, admin_client(rig, replace(SERVED, admin_token="secret")) as client:
+        for raw in ({}, {b"Authorization": b"Bearer wrong"}, {b"Authorization": b"Bearer \xff"}):
+            for method, path in (*ROUTES, ("GET", "/absent")):
+                assert (await client.request(method, path, headers=raw)).status_code == 401, path
+        status = await client.get("/status", headers=TOKEN)
+        assert (status.status_code, status.json()["draining"]) == (200, False)
+
+
+@with_workers()
+async def test_metrics_are_open_by_choice() -> None:
+    config = replace(SERVED, admin_token="secret", open_metrics=True)
+    async with running_rig() as rig, admin_client(rig, config) as client:
+        codes = [(await client.request(*route)).status_code for route in ROUTES]
+    assert codes == [200, 401, 401, 401, 401]
+
+
+@with_workers()
+async def test_pages_of_a_browser_are_refused() -> None:
+    async with running_rig() as rig, admin_client(rig, replace(SERVED, open_metrics=True)) as client:
+        for headers in ({"Origin": "http://127.0.0.1:9"}, {"Origin": "null"}, {"Host": "evil.example:9"}):
+            for method, path in ROUTES:
+                assert (await client.request(method, path, headers={**TOKEN, **headers})).status_code == 403, path
+        assert not rig.dispatcher.is_draining
+
+
+@with_workers()
+async def test_addresses_of_the_host_are_answered() -> None:
+    async with running_rig() as rig, admin_client(rig) as client:
+        for host in ("localhost:9", "127.0.0.1:9", "[::1]:9", "10.0.0.7"):
+            assert (await client.get("/status", headers={"Host": host})).status_code == 200, host

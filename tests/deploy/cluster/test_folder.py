@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster import folder as folder_module
-from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, find_cluster, running_clusters, write_note
+from pdserve.deploy.cluster.folder import (
+    ClusterNote,
+    admin_headers,
+    cluster_folder,
+    find_cluster,
+    make_admin_token,
+    running_clusters,
+    write_note,
+)
 
 NOTE = ClusterNote(pid=1, url="http://127.0.0.1:8000", admin_url="http://127.0.0.1:9000")
 
@@ -76,3 +87,47 @@ with folder.cluster_folder() as path:
     with cluster_folder() as folder:
         assert list(root.iterdir()) == [folder]
         assert left != folder
+
+
+def test_no_other_cluster_looks_for_stale_folders_while_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "_PARENT", tmp_path)
+    lock, seen = fcntl.flock, []
+
+    def spied(file: IO[str] | int, operation: int) -> None:
+        lock(file, operation)
+        if not isinstance(file, int):  # the lock of the new folder; its parent's is a descriptor
+            parent = os.open(Path(file.name).parents[1], os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                lock(parent, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(parent)
+            seen.append(file.name)
+
+    monkeypatch.setattr(fcntl, "flock", spied)
+    with cluster_folder() as path:
+        assert seen == [str(path / "lock")]
+
+
+def test_the_admin_token_is_made_once_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = make_admin_token(path)
+    assert len(token) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert make_admin_token(path) == token
+    path.chmod(0o644)
+    with pytest.raises(DeployError, match="readable by you only"):
+        make_admin_token(path)
+    with pytest.raises(DeployError, match=r"No such file or directory; set router\.admin_token_file"):
+        make_admin_token(tmp_path / "absent" / "token")
+
+
+def test_commands_send_the_token_of_the_cluster_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster_folder() as running:
+        path = running / "token"
+        make_admin_token(path)
+        write_note(running, dataclasses.replace(NOTE, admin_token_file=str(path)))
+        assert admin_headers(f"{NOTE.admin_url}/") == {"Authorization": f"Bearer {path.read_text()}"}
+        assert admin_headers("http://127.0.0.1:1") == {}
+        monkeypatch.setenv("PDSERVE_ADMIN_TOKEN", "another")
+        assert admin_headers("http://127.0.0.1:1") == {"Authorization": "Bearer another"}

@@ -12,10 +12,11 @@ import psutil
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from pdserve.deploy.cluster.ray_cluster import PrivateRay, worker_resources
+from pdserve.deploy.cluster.ray_cluster import PrivateRay
+from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import ProcessState
 
-cluster = PrivateRay(Path(sys.argv[1]) / "ray", 1, sys.argv[2] * 64)
+cluster = PrivateRay(RayDesk(), Path(sys.argv[1]) / "ray", 1, sys.argv[2] * 64)
 while cluster.state is not ProcessState.UP:
     cluster.check(time.monotonic())
     assert not cluster.failure, cluster.failure
@@ -26,7 +27,7 @@ class Actor:
     def process_id(self):
         return os.getpid()
 
-actor = ray.remote(Actor).options(num_cpus=0, resources=worker_resources()).remote()
+actor = ray.remote(Actor).options(num_cpus=0, resources=cluster.worker_resources).remote()
 print(ray.get(actor.process_id.remote()), *cluster.process_ids, flush=True)
 sys.stdin.readline()
 assert ray.get(actor.process_id.remote())

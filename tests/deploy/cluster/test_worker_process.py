@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -11,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
-from pdserve.deploy.cluster.ray_cluster import PrivateRay, num_gpus, worker_resources
+from pdserve.deploy.cluster.ray_cluster import PrivateRay
 from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.worker_process import WorkerProcess
 from tests.private_ray import joined_ray
@@ -25,12 +27,16 @@ class EchoWorker:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
+        if config["model_path"] == "no package":
+            importlib.import_module("absent_package")
         self.epoch = int.from_bytes(os.urandom(4))
 
     def process_id(self) -> int:
         return os.getpid()
 
     def start(self) -> dict[str, Any]:
+        if self.config["model_path"] == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.config["model_path"] == "absent":
             raise ValueError("no model at 'absent': name a folder")
         if self.config["model_path"] == "broken":
@@ -58,12 +64,18 @@ class EchoWorker:
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[PrivateRay]:
     with joined_ray() as cluster:
+        global joined
+        joined = cluster
         yield cluster
 
 
-def make_worker(model_path: str = "/nowhere") -> WorkerProcess:
+joined: PrivateRay
+
+
+def make_worker(model_path: str = "/nowhere", start_timeout_s: float = 60.0) -> WorkerProcess:
     config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path=model_path)
-    return WorkerProcess(config, EchoWorker, worker_resources())
+    resources = joined.worker_resources
+    return WorkerProcess(joined.desk, config, EchoWorker, resources, start_timeout_s=start_timeout_s)
 
 
 def state_of(worker: WorkerProcess) -> ProcessState:
@@ -114,8 +126,8 @@ def test_a_worker_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ray, "remote", without_gpus)
     config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path="/nowhere")
-    assert num_gpus() == 0
-    for worker in (make_worker(), WorkerProcess(config, EchoWorker, worker_resources(), 0.5)):
+    assert joined.num_gpus == 0
+    for worker in (make_worker(), WorkerProcess(joined.desk, config, EchoWorker, joined.worker_resources, 0.5)):
         run_until(worker, lambda worker=worker: worker.state is ProcessState.UP)  # type: ignore[misc]
         worker.clear()
     assert asked == [0, 0.5]
@@ -174,4 +186,49 @@ def test_a_worker_that_is_killed_has_no_reason_of_its_own() -> None:
     os.kill(worker.process_id, signal.SIGKILL)
     run_until(worker, lambda: worker.num_failures == 1)
     assert worker.failure == "its process ended"
+    worker.clear()
+
+
+def test_nothing_is_restarted_while_ray_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.deploy.cluster.worker_process.PING_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("pdserve.deploy.cluster.ray_desk._STUCK_S", 0.2)
+    worker = make_worker()
+    run_until(worker, lambda: worker.state is ProcessState.UP)
+    first = endpoint_of(worker)
+    members = map(psutil.Process, joined.process_ids)
+    server = next(process for process in members if process.name() == "gcs_server")
+    server.suspend()
+    try:
+        probe = joined.desk.submit(lambda: ray_nodes())
+        run_until(worker, lambda: joined.desk.is_stuck)
+        os.kill(worker.process_id, signal.SIGKILL)
+        for seconds in range(60):
+            worker.check(time.monotonic() + seconds)
+        assert (state_of(worker), worker.num_failures) == (ProcessState.UP, 0)
+        assert not probe.done()
+    finally:
+        server.resume()
+    run_until(worker, lambda: worker.num_failures == 1)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
+    assert endpoint_of(worker).epoch != first.epoch
+    worker.clear()
+
+
+def ray_nodes() -> object:
+    import ray
+
+    return ray.nodes()
+
+
+def test_a_worker_that_hangs_while_it_starts_is_replaced() -> None:
+    worker = make_worker("stopped", start_timeout_s=1.0)
+    run_until(worker, lambda: worker.num_failures == 1)
+    assert worker.failure == "did not start within 1 s"
+    worker.clear()
+
+
+def test_what_an_actor_raised_when_it_was_created_is_shown() -> None:
+    worker = make_worker("no package")
+    run_until(worker, lambda: worker.num_failures == 1)
+    assert worker.failure == "ModuleNotFoundError: No module named 'absent_package'"
     worker.clear()
