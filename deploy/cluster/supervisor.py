@@ -104,6 +104,7 @@ class Supervisor:
                 self._end()
 
     def _take_signals(self) -> None:
+        """Install signal handlers at the start, and again after Ray is joined or left, each of which changes them."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._count_signal)
 
@@ -165,6 +166,7 @@ class Supervisor:
         process.check(time.monotonic())
         if process.state is state or process.state is ProcessState.STARTING:
             return
+        self._take_signals()
         self._are_targets_due = True
         if process.state is ProcessState.UP:
             self._progress.note(process.name, f"up at {process.address}")
@@ -280,6 +282,7 @@ class Supervisor:
             for worker in self._workers:
                 worker.kill()
         self._ray.end()
+        self._take_signals()
 
 
 def curl_command(url: str, model: str) -> str:
