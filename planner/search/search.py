@@ -183,8 +183,11 @@ class _Search:
             raise nothing_met(self._question, self._simulated())
 
     def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
-        for entry, goodput in zip(entries, self._goodputs(entries, low, high, "screening"), strict=True):
+        is_tuned = not self._question.space.mixed_batch_tokens
+        whole = [entry for entry in entries if not (is_tuned and entry.layout.is_colocated)]
+        for entry, goodput in zip(whole, self._goodputs(whole, low, (low + high) / 2, "screening"), strict=True):
             entry.screened = goodput
+        self._tune([entry for entry in entries if entry not in whole], (low + high) / 2, high)
         self._correct_estimates(entries)
 
     def _correct_estimates(self, screened: Sequence[Entry]) -> None:
@@ -220,7 +223,6 @@ class _Search:
         while rest and not self._is_served(self._finalists()):
             reach = self._ranking.within_reach(self._ranking.ranked(rest), _SCREEN_OPTIMISM)
             chosen = of_both_kinds(reach, self._question.effort.num_finalists)
-            self._tune([entry for entry in chosen if entry.layout.is_colocated])
             for entry, goodput in zip(
                 chosen, self._goodputs(chosen, 0.45, 0.7, "finalists", is_final=True), strict=True
             ):
@@ -235,10 +237,8 @@ class _Search:
         if not self._is_served(finalists):
             raise too_slow(self._question, finalists)
 
-    def _tune(self, entries: Sequence[Entry]) -> None:
-        """Give colocated layouts the chunk budget with the highest goodput in short runs."""
-        if self._question.space.mixed_batch_tokens:
-            return
+    def _tune(self, entries: Sequence[Entry], low: float, high: float) -> None:
+        """Screen colocated layouts, each with the chunk budget of the highest goodput."""
         variants = [list(self._with_chunks(entry)) for entry in entries]
         jobs = [
             partial(
@@ -251,7 +251,7 @@ class _Search:
             for entry, layouts in zip(entries, variants, strict=True)
         ]
         for entry, layouts, (best, goodput) in zip(
-            entries, variants, self._run(jobs, 0.35, 0.45, "chunk budgets"), strict=True
+            entries, variants, self._run(jobs, low, high, "chunk budgets"), strict=True
         ):
             entry.layout, entry.estimate, entry.screened = (
                 layouts[best],
