@@ -47,7 +47,7 @@ def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[st
 
 def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
     """The report as JSON: vLLM's figures of all requests, those of the steady state, and time series with one value per
-    sample."""
+    sample. ITL is that of decode steps; the handoff before token 1 counts in TPOT only."""
     run, simulation = result.run, result.simulation
     return {
         "model": model_json(run.model),

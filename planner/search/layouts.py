@@ -20,8 +20,8 @@ from pdserve.planner.search.plan import FitsNowhereError, Objective, Question, S
 
 _BATCH_TOKENS = 2048
 """Token budget of the steps of decode workers, which may prefill a prompt."""
-_LEAST_CHUNK_TOKENS = 512
-"""Token budget of the steps of mixed workers before it is tuned: the shortest steps, which meet the tightest TPOT."""
+_FIRST_CHUNK_TOKENS = (512, 2048)
+"""Token budgets of the steps of mixed workers before they are tuned: short steps for TPOT, long ones for TTFT."""
 _MAX_REMEDY_DEGREE = 64
 """Highest degree of either kind to try for the smallest layout that holds the model."""
 
@@ -81,7 +81,7 @@ def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
     space = question.space
     wants_all = question.objective is Objective.RATE
     if space.may_colocate:
-        for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens or (_LEAST_CHUNK_TOKENS,)):
+        for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens or _FIRST_CHUNK_TOKENS):
             for (replicas,) in _replicas((worker,), space, wants_all=wants_all):
                 yield Layout(mixed=replace(worker.pool, replicas=replicas)), worker.holds
     if space.may_disaggregate:

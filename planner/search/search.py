@@ -259,6 +259,11 @@ class _Search:
                 goodput,
             )
             self._num_requests += goodput.num_requests
+        known = {entry.layout for entry in self._simulated() if entry not in entries}
+        for entry in entries:
+            if entry.layout in known:
+                self._entries.remove(entry)
+            known.add(entry.layout)
 
     def _with_chunks(self, entry: Entry) -> Iterator[Layout]:
         """``entry`` with chunk budgets of powers of two that hold a decode batch, and whose steps leave room for KV."""
