@@ -108,7 +108,7 @@ def test_close_leaves_no_descriptor_and_tolerates_live_views() -> None:
     assert view[0] == 1
     memory.close()
     del view, memory
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def _num_mappings(inode: int) -> int:
@@ -149,8 +149,8 @@ def test_a_pool_is_dropped_when_its_owner_is_gone() -> None:
 def test_a_wrong_inode_is_not_kept() -> None:
     owner = PoolMemory.create(LAYOUT)
     pools = PeerPools()
-    num_fds = len(os.listdir("/proc/self/fd"))
+    fds = set(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match="inode"):
         pools.get(owner.path, owner.inode + 1, LAYOUT)
-    assert len(os.listdir("/proc/self/fd")) == num_fds
+    assert set(os.listdir("/proc/self/fd")) <= fds
     owner.close()

@@ -52,7 +52,7 @@ def test_close_leaves_nothing() -> None:
     assert peer.messages.empty()
     peer.process.close()
     del peer
-    assert set(os.listdir("/proc/self/fd")) == fds_before
+    assert set(os.listdir("/proc/self/fd")) <= fds_before  # fewer, if a channel of an earlier test closes meanwhile
     assert "kv-transfer-reader" not in {thread.name for thread in threading.enumerate()}
 
 
