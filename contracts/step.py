@@ -106,6 +106,10 @@ class StepOutput:
     """Duration of the step's computation."""
 
 
+class RankLostError(Exception):
+    """A rank of the worker's model is gone, and with it every step to come: the worker must end."""
+
+
 class StepHandle(Protocol):
     """A step in flight."""
 
@@ -127,7 +131,11 @@ class Executor(Protocol):
         ...
 
     def submit(self, batch: StepBatch) -> StepHandle:
-        """Start a step. The caller may modify the batch once this returns."""
+        """Start a step. The caller may modify the batch once this returns.
+
+        Raises:
+            RankLostError: no further step can run.
+        """
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank's KV pool as kernels see it: views of one contiguous buffer.
+"""One rank's KV pool as kernels see it: views of one contiguous buffer, which ranks of a host may share.
 
 An executor builds it once, over memory that it does not own, and passes it through the model untouched. Never knows
 which block belongs to which sequence.
@@ -50,22 +50,32 @@ class PoolStruct(ctypes.Structure):
         ("block_size", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("head_bytes", ctypes.c_int64),
+        ("block_bytes", ctypes.c_int64),
     )
 
 
 class KvPool:
-    """Keys and values of every block, head and layer."""
+    """Keys and values of every block, layer, and head of one rank."""
 
-    def __init__(self, memory: torch.Tensor, shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        shape: tuple[int, int, int, int, int, int],
+        dtype: torch.dtype,
+        heads: range | None = None,
+    ) -> None:
         """View ``memory`` without taking ownership.
 
         Args:
             memory: uint8 ``[pool_bytes]``.
             shape: the fields of `KvPoolShape`.
             dtype: float32, bfloat16, float16, or int8 or float8_e4m3fn with float32 scales.
+            heads: KV heads of ``memory`` that this rank computes; by default all.
         """
         assert dtype in _DTYPES, f"no KV pool of {dtype}"
-        self.shape = KvPoolShape(*shape)
+        heads = range(shape[1]) if heads is None else heads
+        self.shape = KvPoolShape(*shape)._replace(num_kv_heads=len(heads))
+        """With the rank's heads only."""
         self.dtype = dtype
         num_blocks, num_kv_heads, num_layers, num_sides, block_size, head_dim = shape
         num_vectors = num_layers * num_sides * block_size
@@ -76,16 +86,23 @@ class KvPool:
         assert memory.is_contiguous()
         assert memory.numel() == num_blocks * num_kv_heads * head_bytes, f"{memory.numel()} bytes for a pool {shape}"
         self.blocks = memory.view(num_blocks, num_kv_heads * head_bytes)
-        """uint8 ``[num_blocks, block_bytes]``."""
-        heads = memory.view(num_blocks, num_kv_heads, head_bytes)
-        self.values = heads[..., :value_bytes].view(dtype).view(shape)
+        """uint8 ``[num_blocks, block_bytes]``, with the heads of all ranks."""
+        rank_heads = memory.view(num_blocks, num_kv_heads, head_bytes)[:, heads.start : heads.stop]
+        self.values = rank_heads[..., :value_bytes].view(dtype).view(self.shape)
         """``[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]``."""
         self.scales: torch.Tensor | None = None
         """Quantised pools only: float32 ``[num_blocks, num_kv_heads, num_layers, 2, block_size]``. The stored number is
         ``values * scales``."""
         if dtype in LARGEST_VALUES:
-            self.scales = heads[..., value_bytes:].view(torch.float32).view(shape[:-1])
+            self.scales = rank_heads[..., value_bytes:].view(torch.float32).view(self.shape[:-1])
         self.struct = PoolStruct(
-            memory.data_ptr(), _DTYPES.index(dtype), num_kv_heads, num_layers, block_size, head_dim, head_bytes
+            memory.data_ptr() + heads.start * head_bytes,
+            _DTYPES.index(dtype),
+            len(heads),
+            num_layers,
+            block_size,
+            head_dim,
+            head_bytes,
+            num_kv_heads * head_bytes,
         )
         """The pool for the C++ kernels; points into ``memory``, which this object keeps alive."""

@@ -41,13 +41,19 @@ class Linear(Protocol):
 
 class PackLinear(Protocol):
     def __call__(
-        self, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none"
+        self,
+        weight_FE: torch.Tensor,
+        bias_F: torch.Tensor | None = None,
+        quantization: str = "none",
+        inputs: range | None = None,
     ) -> Linear:
         """Pack a checkpoint's weight, in the model's dtype, and its bias.
 
         Args:
             quantization: ``none``; ``int8``: symmetric, one scale per output; or ``int4``: symmetric, one scale per
                 output and group of 128 inputs (the last group may have fewer).
+            inputs: inputs to keep, by default all; E is their number. The weight is quantised as a whole, so that ranks
+                that share its inputs have the values and scales of one that has all. For int4, whole groups.
         """
         ...
 

@@ -39,18 +39,31 @@ class Int4Weight(NamedTuple):
     """E, without padding."""
 
 
-def quantise_int8(weight_FE: torch.Tensor) -> QuantisedWeight:
-    """Quantise with one scale per output; the scale is NaN where a weight is not finite."""
+def kept_inputs(matrix_FE: torch.Tensor, inputs: range | None) -> torch.Tensor:
+    """Columns ``inputs`` of ``matrix_FE``, in memory of their own; the matrix itself if ``inputs`` is None."""
+    return matrix_FE if inputs is None else matrix_FE[:, inputs.start : inputs.stop].contiguous()
+
+
+def quantise_int8(weight_FE: torch.Tensor, inputs: range | None = None) -> QuantisedWeight:
+    """Quantise with one scale per output; the scale is NaN where a weight is not finite.
+
+    Args:
+        inputs: inputs to keep of the quantised weight; by default all.
+    """
     values_FE = torch.empty(weight_FE.shape, dtype=torch.int8, device=weight_FE.device)
     scales_F = torch.empty(len(weight_FE), device=weight_FE.device)
     for start in range(0, len(weight_FE), _QUANTISED_ROWS):  # Avoids a float32 copy of the whole weight.
         rows = slice(start, start + _QUANTISED_ROWS)
         values_FE[rows], scales_F[rows] = _rounded(weight_FE[rows].float(), INT8_MAX)
-    return QuantisedWeight(values_FE, scales_F)
+    return QuantisedWeight(kept_inputs(values_FE, inputs), scales_F)
 
 
-def quantise_int4(weight_FE: torch.Tensor) -> Int4Weight:
-    """Quantise with one scale per output and group; the scale is NaN where a weight is not finite."""
+def quantise_int4(weight_FE: torch.Tensor, inputs: range | None = None) -> Int4Weight:
+    """Quantise with one scale per output and group; the scale is NaN where a weight is not finite.
+
+    Args:
+        inputs: inputs to keep of the quantised weight, in whole groups; by default all.
+    """
     (num_outputs, num_inputs), device = weight_FE.shape, weight_FE.device
     num_groups = -(-num_inputs // GROUP_INPUTS)
     packed_FH = torch.empty(num_outputs, num_groups * GROUP_INPUTS // 2, dtype=torch.int8, device=device)
@@ -61,7 +74,13 @@ def quantise_int4(weight_FE: torch.Tensor) -> Int4Weight:
         values_RGE, scales_FG[rows] = _rounded(part_RE.view(-1, num_groups, GROUP_INPUTS), INT4_MAX)
         low_RGH, high_RGH = values_RGE.chunk(2, dim=-1)
         packed_FH[rows] = (low_RGH & 15 | high_RGH << 4).flatten(1)
-    return Int4Weight(packed_FH, scales_FG, num_inputs)
+    if inputs is None:
+        return Int4Weight(packed_FH, scales_FG, num_inputs)
+    assert inputs.start % GROUP_INPUTS == 0, inputs
+    assert inputs.stop % GROUP_INPUTS == 0 or inputs.stop == num_inputs, inputs
+    groups = range(inputs.start // GROUP_INPUTS, -(-inputs.stop // GROUP_INPUTS))
+    halves = range(groups.start * GROUP_INPUTS // 2, groups.stop * GROUP_INPUTS // 2)
+    return Int4Weight(kept_inputs(packed_FH, halves), kept_inputs(scales_FG, groups), len(inputs))
 
 
 def int4_values(weight: Int4Weight) -> torch.Tensor:

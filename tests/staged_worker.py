@@ -70,7 +70,7 @@ def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> 
 if __name__ == "__main__":
     with (
         patch("pdserve.engine.worker.worker.choose_backend", staged_backend),
-        patch("pdserve.model.executors.model.select_queue", lambda device: PipelinedQueue()),
+        patch("pdserve.model.executors.rank_model.select_queue", lambda device: PipelinedQueue()),
         patch("pdserve.model.executors.model.ModelExecutor", CapturingExecutor),
     ):
         sys.exit(main(build_scheduler, "staged_worker"))

@@ -6,6 +6,7 @@ rest of the configuration was validated. Nothing large is allocated before the e
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -18,23 +19,32 @@ from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
+from pdserve.engine.worker.followers import Followers, rank_cores
 from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.model_hash import model_hash
+from pdserve.model.config.sharding import shard_of
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.model.executors.emulated import EmulatedExecutor
+from pdserve.model.weights.bytes import INT4_GROUP_INPUTS
 from pdserve.model.weights.files import check_weights
 
 if TYPE_CHECKING:  # it imports torch
     from pdserve.kv_transfer.host_staging import HostStaging
+    from pdserve.model.decoder.ranks import Ranks
+    from pdserve.model.executors.rank_model import RankModel
+
+_log = logging.getLogger(__name__)
 
 
 class BuiltExecutor(NamedTuple):
     executor: Executor
     staging: HostStaging | None = None
     """Copies blocks between a GPU pool and the memory the transfer process maps; ``None`` on a CPU."""
+    followers: Followers | None = None
+    """Other ranks, to close after the executor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +69,10 @@ def choose_backend(config: WorkerConfig) -> Backend:
 
 def _model_backend(config: WorkerConfig) -> Backend:
     """Serve the checkpoint on this host's CPU or on a GPU."""
-    if config.tensor_parallel != 1:
-        raise ValueError(f"tensor_parallel is {config.tensor_parallel}; only 1 is computed today, more can be emulated")
     folder = Path(config.model_path)
-    model = DecoderConfig.from_folder(folder)
-    limits = model.limits(config.max_model_len)
-    cost = CostModel(model.shape, _device(config), config.precision)
-    model = model.at_length(limits.max_model_len)
+    model, limits = _model(config)
+    cost = CostModel(model.shape, _device(config), config.precision, config.tensor_parallel)
+    _check_groups(config, model)
     check_weights(folder, model.shape)
     content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
     _configure_openmp(config)
@@ -73,9 +80,15 @@ def _model_backend(config: WorkerConfig) -> Backend:
     from pdserve.engine.worker.model_device import CPU, build_pool, check_kv_dtype, choose_device, kv_memory_of
     from pdserve.kernels.cpu.threads import use_cores
     from pdserve.kv_transfer.host_staging import HostStaging
+    from pdserve.model.decoder.ranks import ONE_RANK
     from pdserve.model.executors.model import ModelExecutor
 
     device = choose_device(config.device)
+    if device != CPU and config.tensor_parallel > 1:
+        raise ValueError(
+            f"tensor_parallel is {config.tensor_parallel}, which is computed on CPUs or emulated, not on GPUs yet: set "
+            "it to 1, or device to cpu"
+        )
     check_kv_dtype(device, cost.kv_dtype)
     memory = kv_memory_of(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
@@ -87,9 +100,13 @@ def _model_backend(config: WorkerConfig) -> Backend:
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
 
     def build_executor(memory: PoolMemory) -> BuiltExecutor:
+        followers, ranks = None, ONE_RANK
+        if config.tensor_parallel > 1:
+            followers = _start_followers(config, memory)
+            ranks = _join(0, config.tensor_parallel, followers.store_path)
         if device == CPU:
-            use_cores(config.cpu_cores or sorted(os.sched_getaffinity(0)))
-        pool = build_pool(device, memory)
+            use_cores(_rank_cores(config, 0))
+        pool = build_pool(device, memory, shard_of(model.shape, 0, config.tensor_parallel).kv_heads)
         executor = ModelExecutor(
             folder=folder,
             config=model,
@@ -99,12 +116,97 @@ def _model_backend(config: WorkerConfig) -> Backend:
             num_swap_slots=num_slots,
             # Useless on a prefill worker and on a CPU.
             max_captured_rows=0 if config.role is WorkerRole.PREFILL or device == CPU else config.max_batch_size,
+            ranks=ranks,
+            send=None if followers is None else followers.send,
         )
+        if followers is not None:
+            followers.wait_until_ready()
         if device == CPU:
-            return BuiltExecutor(_lending_cores(executor, config) if config.core_board else executor)
+            whole = _lending_cores(executor, config) if config.core_board else executor
+            return BuiltExecutor(whole, followers=followers)
         return BuiltExecutor(executor, HostStaging(pool.blocks, memory))
 
     return Backend(limits=limits, layout=layout, cost=cost, num_swap_slots=num_slots, build_executor=build_executor)
+
+
+def _model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
+    """The checkpoint's configuration at the worker's context length, and its limits."""
+    model = DecoderConfig.from_folder(Path(config.model_path))
+    limits = model.limits(config.max_model_len)
+    return model.at_length(limits.max_model_len), limits
+
+
+def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
+    """Raise ValueError if ranks would share a group of int4 inputs, which has one scale."""
+    if config.precision.quantization != "int4" or config.tensor_parallel == 1:
+        return
+    shape, num_ranks = model.shape, config.tensor_parallel
+    for what, num_inputs in (("heads", shape.num_heads * shape.head_dim), ("MLP", shape.intermediate_size)):
+        if num_inputs // num_ranks % INT4_GROUP_INPUTS:
+            raise ValueError(
+                f"tensor_parallel {num_ranks} divides the {num_inputs} inputs of the {what} within groups of "
+                f"{INT4_GROUP_INPUTS} that share an int4 scale: use a lower degree, or quantization int8"
+            )
+
+
+def _start_followers(config: WorkerConfig, memory: PoolMemory) -> Followers:
+    """Start the other ranks; returns when they are about to join this one."""
+    followers = Followers(config, memory, on_loss=_end_worker)
+    try:
+        followers.wait_until_joining()
+    except BaseException:
+        followers.close()
+        raise
+    return followers
+
+
+def _join(rank: int, num_ranks: int, store_path: str) -> Ranks:
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    from pdserve.model.decoder.ranks import join_ranks
+
+    return join_ranks(FileStore(store_path, num_ranks), rank, num_ranks)
+
+
+def _rank_cores(config: WorkerConfig, rank: int) -> tuple[int, ...]:
+    cores = config.cpu_cores or sorted(os.sched_getaffinity(0))
+    return rank_cores(cores, rank, config.tensor_parallel)
+
+
+def build_follower(
+    config: WorkerConfig, memory: PoolMemory, rank: int, store_path: str, on_joining: Callable[[], None]
+) -> RankModel:
+    """Build the model of a rank other than the leader.
+
+    Args:
+        memory: the worker's pool.
+        store_path: file of the rendezvous.
+        on_joining: called before the ranks join, which waits for all of them.
+    """
+    _configure_openmp(config)
+
+    from pdserve.engine.worker.model_device import CPU, build_pool
+    from pdserve.kernels.cpu.threads import use_cores
+    from pdserve.model.executors.rank_model import RankModel
+
+    model, _ = _model(config)
+    on_joining()
+    ranks = _join(rank, config.tensor_parallel, store_path)
+    use_cores(_rank_cores(config, rank))
+    return RankModel(
+        folder=Path(config.model_path),
+        config=model,
+        layout=memory.layout,
+        pool=build_pool(CPU, memory, shard_of(model.shape, rank, config.tensor_parallel).kv_heads),
+        precision=config.precision,
+        ranks=ranks,
+    )
+
+
+def _end_worker(reason: str) -> None:
+    _log.critical("the worker ends: %s", reason)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
@@ -188,4 +290,5 @@ def _configure_openmp(config: WorkerConfig) -> None:
 
 
 def _num_threads(config: WorkerConfig) -> int:
-    return len(config.cpu_cores) or len(os.sched_getaffinity(0))
+    """Threads of one rank."""
+    return len(_rank_cores(config, 0))

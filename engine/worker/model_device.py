@@ -68,12 +68,13 @@ def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, ho
     )
 
 
-def build_pool(device: torch.device, memory: PoolMemory) -> KvPool:
-    """Build the pool that a model computes in. On a CPU it is the memory mapped by the transfer process. On a GPU it
-    is GPU memory of the same size, zeroed because the unused end of a block is sent to other workers with it."""
+def build_pool(device: torch.device, memory: PoolMemory, heads: range) -> KvPool:
+    """Build the pool that a rank computes KV ``heads`` in. On a CPU it is the memory mapped by the transfer process. On
+    a GPU it is GPU memory of the same size, zeroed because the unused end of a block is sent to other workers with it.
+    """
     layout = memory.layout
     if device == CPU:
         pool_bytes = torch.frombuffer(memory.blocks, dtype=torch.uint8)
     else:
         pool_bytes = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
-    return KvPool(pool_bytes, layout.shape, getattr(torch, layout.dtype))
+    return KvPool(pool_bytes, layout.shape, getattr(torch, layout.dtype), heads)

@@ -122,7 +122,9 @@ class EngineWorker:
         backend = choose_backend(config)
         memory = PoolMemory.create(backend.layout)
         stack.callback(memory.close)
-        executor, staging = backend.build_executor(memory)
+        executor, staging, followers = backend.build_executor(memory)
+        if followers is not None:
+            stack.callback(followers.close)
         stack.callback(executor.close)
         transfer = self._start_transfer(memory, staging, backend.limits)
         stack.callback(transfer.close)

@@ -69,20 +69,21 @@ struct Pool {
   int64_t num_layers;
   int64_t block_size;
   int64_t head_dim;
-  int64_t head_bytes;  // Of one KV head in one block.
+  int64_t head_bytes;   // Of one KV head in one block.
+  int64_t block_bytes;  // Between blocks, which may have heads of other ranks.
 };
 
 // First element of the keys of a page; its values follow.
 template <typename T>
 T* page_at(const Pool& pool, int64_t block, int64_t head, int64_t layer) {
-  char* keys_of_head = pool.data + (block * pool.num_kv_heads + head) * pool.head_bytes;
+  char* keys_of_head = pool.data + block * pool.block_bytes + head * pool.head_bytes;
   return reinterpret_cast<T*>(keys_of_head) + layer * 2 * pool.block_size * pool.head_dim;
 }
 
 // Scales of the keys of a page of int8; those of its values follow. They lie behind all values of the (block, head).
 inline float* scales_at(const Pool& pool, int64_t block, int64_t head, int64_t layer) {
   const int64_t num_values = pool.num_layers * 2 * pool.block_size * pool.head_dim;
-  char* scales = pool.data + (block * pool.num_kv_heads + head) * pool.head_bytes + num_values;
+  char* scales = pool.data + block * pool.block_bytes + head * pool.head_bytes + num_values;
   return reinterpret_cast<float*>(scales) + layer * 2 * pool.block_size;
 }
 

@@ -10,10 +10,18 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
+from pdserve.kernels.weight_quantisation import kept_inputs
 
-def pack_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none") -> TorchLinear:
+
+def pack_linear(
+    weight_FE: torch.Tensor,
+    bias_F: torch.Tensor | None = None,
+    quantization: str = "none",
+    inputs: range | None = None,
+) -> TorchLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
     dtype = matrix_dtype(weight_FE.dtype, quantization)
+    weight_FE = kept_inputs(weight_FE, inputs)
     if weight_FE.device.type != "cpu":
         dtype = weight_FE.dtype
     return TorchLinear(weight_FE.to(dtype), None if bias_F is None else bias_F.to(dtype))

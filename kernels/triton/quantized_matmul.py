@@ -25,6 +25,7 @@ from pdserve.kernels.weight_quantisation import (
     Int4Weight,
     QuantisedWeight,
     dequantise_int4,
+    kept_inputs,
     quantise_int4,
     quantise_int8,
 )
@@ -35,16 +36,19 @@ _SUM_TILE = 1024
 
 
 def pack_linear(
-    weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none"
+    weight_FE: torch.Tensor,
+    bias_F: torch.Tensor | None = None,
+    quantization: str = "none",
+    inputs: range | None = None,
 ) -> TorchLinear | TritonLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
     match quantization:
         case "int8":
-            return TritonLinear(quantise_int8(weight_FE), bias_F, weight_FE.dtype)
+            return TritonLinear(quantise_int8(weight_FE, inputs), bias_F, weight_FE.dtype)
         case "int4":
-            return TritonLinear(quantise_int4(weight_FE), bias_F, weight_FE.dtype)
+            return TritonLinear(quantise_int4(weight_FE, inputs), bias_F, weight_FE.dtype)
         case "none":
-            return TorchLinear(weight_FE, bias_F)
+            return TorchLinear(kept_inputs(weight_FE, inputs), bias_F)
     raise AssertionError(f"quantization {quantization!r} got past the configuration")
 
 

@@ -38,6 +38,7 @@ from typing import NamedTuple
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
 from pdserve.contracts.precision import Precision
 from pdserve.model.config.shape import ModelShape
+from pdserve.model.config.sharding import check_divides
 from pdserve.model.cost.hardware import Hardware
 from pdserve.model.weights.bytes import weight_bytes
 
@@ -338,13 +339,7 @@ class _Memo(dict[int, float]):
 
 
 def _check_divides(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int) -> None:
-    kv_heads = shape.num_kv_heads
-    is_whole_kv = tensor_parallel >= 1 and (kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0)
-    if not is_whole_kv or shape.num_heads % tensor_parallel:
-        raise ValueError(
-            f"tensor_parallel {tensor_parallel} does not divide {shape.num_heads} heads and {kv_heads} KV heads; "
-            f"use a divisor of both"
-        )
+    check_divides(shape, tensor_parallel)
     if pipeline_parallel < 1 or shape.num_layers % pipeline_parallel:
         raise ValueError(
             f"pipeline_parallel {pipeline_parallel} does not divide {shape.num_layers} layers; use a divisor"

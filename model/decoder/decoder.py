@@ -19,15 +19,27 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sharding import shard_of
+from pdserve.model.decoder.ranks import ONE_RANK, Ranks
 from pdserve.model.decoder.rope import RopeAngles, inverse_frequencies, rope_angles
 from pdserve.model.weights.decoder_weights import LayerWeights, load_decoder_weights
 
 
 class Decoder:
-    """A decoder with the weights of one checkpoint, on its kernels' device."""
+    """A decoder with one rank's weights of a checkpoint, on its kernels' device."""
 
-    def __init__(self, folder: Path, config: DecoderConfig, precision: Precision, kernels: DecoderKernels) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: DecoderConfig,
+        precision: Precision,
+        kernels: DecoderKernels,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
         """Load the checkpoint in ``folder``; only the matrices of layers are quantised.
+
+        Args:
+            ranks: share the model. All must call `forward` and `logits` for the same batches.
 
         Raises:
             ValueError: the weights are unusable or do not match ``config``.
@@ -46,7 +58,10 @@ class Decoder:
             rope: inverse_frequencies(rope, config.shape.head_dim).to(kernels.device)
             for rope in {layer.rope for layer in config.layers}
         }
-        self._weights = load_decoder_weights(folder, config, precision, kernels)
+        self._ranks = ranks
+        shard = shard_of(config.shape, ranks.rank, ranks.num_ranks)
+        self._num_heads, self._vocabulary = len(shard.heads), shard.vocabulary
+        self._weights = load_decoder_weights(folder, config, precision, kernels, ranks.rank, ranks.num_ranks)
 
     @torch.inference_mode()
     def forward(
@@ -66,7 +81,7 @@ class Decoder:
             rope: rope_angles(metadata.positions, inv_freq_C, rope.attention_factor)
             for rope, inv_freq_C in self._inv_freqs_C.items()
         }
-        x_TE = self._weights.embedding.rows(tokens_T).to(self._activation_dtype) * self._embedding_scale
+        x_TE = self._embed(tokens_T).to(self._activation_dtype) * self._embedding_scale
         for index, layer in enumerate(self._weights.layers):
             rope = self._config.layers[index].rope
             self._add_attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
@@ -82,10 +97,19 @@ class Decoder:
         Args:
             out_BV: receives the logits and is returned.
         """
-        logits_BV = self._weights.lm_head(x_BE)
+        logits_BV = self._ranks.gather_columns(self._weights.lm_head(x_BE), self._config.shape.vocab_size)
         logits_BV = logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
         softcap = self._config.logit_softcap
         return logits_BV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_BV
+
+    def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding table: ``[T, E]``."""
+        if self._ranks.num_ranks == 1:
+            return self._weights.embedding.rows(tokens_T)
+        rows_T = tokens_T - self._vocabulary.start
+        is_mine_T = (rows_T >= 0) & (rows_T < len(self._vocabulary))
+        x_TE = self._weights.embedding.rows(rows_T.where(is_mine_T, 0)) * is_mine_T[:, None]
+        return self._ranks.sum_(x_TE)
 
     def _add_attention(
         self,
@@ -99,7 +123,7 @@ class Decoder:
         qkv_TF = layer.qkv(self._normalise(x_TE, layer.attention_norm))
         qkv_TMD = qkv_TF.view(len(x_TE), -1, self._config.shape.head_dim)
         self._kernels.rope_and_write_kv(qkv_TMD, angles.cos, angles.sin, kv_pool, index, metadata, layer.qk_norm)
-        q_TND = qkv_TMD[:, : self._config.shape.num_heads]
+        q_TND = qkv_TMD[:, : self._num_heads]
         o_TND = self._kernels.paged_attention(q_TND, kv_pool, index, metadata, self._rules[index])
         self._add_product(x_TE, layer.output, o_TND.flatten(1), layer.attention_post_norm)
 
@@ -112,10 +136,10 @@ class Decoder:
         self, x_TE: torch.Tensor, linear: Linear, in_TF: torch.Tensor, post_norm_E: torch.Tensor | None
     ) -> None:
         """Add to ``x_TE`` in place the output of attention or MLP."""
-        if post_norm_E is None:
+        if post_norm_E is None and self._ranks.num_ranks == 1:
             linear(in_TF, x_TE)
         else:
-            x_TE += self._normalise(linear(in_TF), post_norm_E)
+            x_TE += self._normalise(self._ranks.sum_(linear(in_TF)), post_norm_E)
 
     def _normalise(self, x_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
         """Return ``x_TE`` itself if the family has no such norm."""

@@ -46,14 +46,6 @@ class OutputRows(NamedTuple):
         runs = [range(starts[index], starts[index] + len(rows[index].prompt_targets)) for index in self.asking]
         return [*(starts[index + 1] - 1 for index in self.sampling), *chain.from_iterable(runs)]
 
-    def split(self, hidden_OE: torch.Tensor, rows: Sequence[StepRow]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Split the hidden states of `tokens` into those of sampling rows and those of each row in ``asking``."""
-        if not self.asking:
-            return hidden_OE, []
-        lengths = [len(rows[index].prompt_targets) for index in self.asking]
-        hidden_BE, *prompts = torch.split(hidden_OE, [len(self.sampling), *lengths])
-        return hidden_BE, prompts
-
 
 class StepShape(NamedTuple):
     """Counts that determine the offsets in packed inputs."""

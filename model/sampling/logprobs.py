@@ -58,11 +58,15 @@ def logprobs_in_pieces(
         num_top: likely tokens to report with each.
     """
     entries: list[TokenLogprobs] = []
-    for start in range(0, len(tokens), _ROWS_AT_ONCE):
-        piece = tokens[start : start + _ROWS_AT_ONCE]
-        raw = raw_logprobs(logits_of(hidden_TE[start : start + _ROWS_AT_ONCE]), [num_top] * len(piece))
-        entries += raw.of(piece)
+    for piece_RE in pieces_of(hidden_TE):
+        piece = tokens[len(entries) : len(entries) + len(piece_RE)]
+        entries += raw_logprobs(logits_of(piece_RE), [num_top] * len(piece)).of(piece)
     return entries
+
+
+def pieces_of(hidden_TE: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Hidden states whose logits are computed at once: ``[R, E]`` each."""
+    return torch.split(hidden_TE, _ROWS_AT_ONCE)
 
 
 def most_likely(logits_RV: torch.Tensor, num_tokens: int) -> torch.Tensor:

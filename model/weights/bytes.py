@@ -14,7 +14,7 @@ from pdserve.contracts.precision import QUANTIZATION_SETTINGS
 from pdserve.model.config.shape import ModelShape
 
 _SCALE_BYTES = 4
-_GROUP_INPUTS = 128
+INT4_GROUP_INPUTS = 128
 """Equals `pdserve.kernels.weight_quantisation.GROUP_INPUTS`."""
 
 
@@ -42,7 +42,7 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightByte
         "none": shape.layer_parameters * value_bytes,
         "int8": shape.layer_parameters + shape.layer_outputs * _SCALE_BYTES,
         "fp8": shape.layer_parameters + shape.layer_outputs * _SCALE_BYTES,
-        "int4": shape.layer_parameters // 2 + shape.layer_groups(_GROUP_INPUTS) * _SCALE_BYTES,
+        "int4": shape.layer_parameters // 2 + shape.layer_groups(INT4_GROUP_INPUTS) * _SCALE_BYTES,
     }[quantization]
     num_in_layers = shape.num_layers * shape.layer_parameters
     return WeightBytes(

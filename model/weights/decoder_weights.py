@@ -4,12 +4,14 @@ Each matrix goes to the kernels as it is read, and they may keep a packed copy: 
 plus a few matrices. Files are memory-mapped, so that only the tensor being read takes memory;
 `pdserve.model.weights.files` has checked them. Called by `pdserve.model.decoder.decoder`; computes nothing.
 
-Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads, H KV heads, M = N + 2 H, D head dim.
+Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads, H KV heads, M = N + 2 H, D head dim. V,
+I, N and H count in the rank's share.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
+from pdserve.model.config.sharding import shard_of
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.files import check_weights, norm_names, shard_paths
 
@@ -57,55 +60,77 @@ class DecoderWeights(NamedTuple):
 
 
 def load_decoder_weights(
-    folder: Path, config: DecoderConfig, precision: Precision, kernels: DecoderKernels
+    folder: Path,
+    config: DecoderConfig,
+    precision: Precision,
+    kernels: DecoderKernels,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> DecoderWeights:
-    """Read the checkpoint in ``folder`` and pack it for ``kernels``.
+    """Read one rank's share of the checkpoint in ``folder`` and pack it for ``kernels``.
 
-    Quantises the matrices of the layers, not the tables; `pdserve.model.weights.bytes` says why.
+    Quantises the matrices of the layers, not the tables; `pdserve.model.weights.bytes` says why. The ranks' products
+    with ``output`` and ``down`` add up to the whole; rank 0 adds the bias.
 
     Raises:
         ValueError: the weights are unusable or do not match ``config``.
     """
     shape = config.shape
+    shard = shard_of(shape, rank, num_ranks)
+    heads, kv_heads = (_scaled(part, shape.head_dim) for part in (shard.heads, shard.kv_heads))
     dtype = getattr(torch, precision.dtype)
     check_weights(folder, shape)
     with Checkpoint(folder, dtype) as checkpoint:
 
-        def read(*names: str) -> torch.Tensor:
-            return checkpoint.read(*names).to(kernels.device)
+        def read(*names: str, rows: Sequence[range] = ()) -> torch.Tensor:
+            return checkpoint.read(*names, rows=rows).to(kernels.device)
 
         def norm(name: str) -> torch.Tensor:
             weight = read(f"{name}.weight").float()
             return (weight + 1 if config.unit_offset_norms else weight).to(kernels.activation_dtype or dtype)
 
-        def linear(prefix: str, *names: str, has_bias: bool) -> Linear:
-            """Pack projections of the same input as one."""
-            bias = read(*(f"{prefix}{name}_proj.bias" for name in names)) if has_bias else None
-            weight = read(*(f"{prefix}{name}_proj.weight" for name in names))
+        def joined(prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
+            """Pack the rank's outputs of projections of the same input as one."""
+            names, rows = [f"{prefix}{name}_proj" for name in outputs], [*outputs.values()]
+            bias = read(*(f"{name}.bias" for name in names), rows=rows) if has_bias else None
+            weight = read(*(f"{name}.weight" for name in names), rows=rows)
             return kernels.pack_linear(weight, bias, precision.quantization)
+
+        def summed(name: str, inputs: range, has_bias: bool) -> Linear:
+            """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
+            bias = read(f"{name}_proj.bias") if has_bias and rank == 0 else None
+            kept = inputs if num_ranks > 1 else None
+            return kernels.pack_linear(read(f"{name}_proj.weight"), bias, precision.quantization, kept)
+
+        def table(name: str) -> Linear:
+            return kernels.pack_linear(read(f"{name}.weight", rows=[shard.vocabulary]))
 
         def layer(prefix: str) -> LayerWeights:
             attention, mlp, qk_norm = f"{prefix}self_attn.", f"{prefix}mlp.", None
             if shape.qk_norm:
                 qk_norm = QkNorm(norm(f"{attention}q_norm"), norm(f"{attention}k_norm"), config.rms_norm_eps)
             return LayerWeights(
-                qkv=linear(attention, "q", "k", "v", has_bias=shape.qkv_bias),
+                qkv=joined(attention, {"q": heads, "k": kv_heads, "v": kv_heads}, shape.qkv_bias),
                 qk_norm=qk_norm,
-                output=linear(attention, "o", has_bias=shape.output_bias),
-                gate_up=linear(mlp, "gate", "up", has_bias=shape.mlp_bias),
-                down=linear(mlp, "down", has_bias=shape.mlp_bias),
+                output=summed(f"{attention}o", heads, shape.output_bias),
+                gate_up=joined(mlp, {"gate": shard.features, "up": shard.features}, shape.mlp_bias),
+                down=summed(f"{mlp}down", shard.features, shape.mlp_bias),
                 **{field: norm(prefix + name) for field, name in norm_names(shape).items()},
             )
 
-        embedding = kernels.pack_linear(read("model.embed_tokens.weight"))
+        embedding = table("model.embed_tokens")
         weights = DecoderWeights(
             embedding=embedding,
             layers=[layer(f"model.layers.{index}.") for index in range(shape.num_layers)],
             norm=norm("model.norm"),
-            lm_head=embedding if shape.tie_word_embeddings else kernels.pack_linear(read("lm_head.weight")),
+            lm_head=embedding if shape.tie_word_embeddings else table("lm_head"),
         )
     _return_freed_memory()
     return weights
+
+
+def _scaled(part: range, factor: int) -> range:
+    return range(part.start * factor, part.stop * factor)
 
 
 def _return_freed_memory() -> None:
@@ -139,19 +164,27 @@ class Checkpoint:
         """
         self._dtype = dtype
         with ExitStack() as stack:
-            shards = [stack.enter_context(_open(path)) for path in shard_paths(folder)]
-            self._shard_of = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118
-            self._open_shards = stack.pop_all()
+            files = [stack.enter_context(_open(path)) for path in shard_paths(folder)]
+            self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            self._open_files = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._open_shards.close()
+        self._open_files.close()
 
-    def read(self, *names: str) -> torch.Tensor:
-        """Concatenate tensors along their first dimension, in memory of their own."""
-        parts = [self._shard_of[name].get_tensor(name) for name in names]
+    def read(self, *names: str, rows: Sequence[range] = ()) -> torch.Tensor:
+        """Concatenate tensors along their first dimension, in memory of their own.
+
+        Args:
+            rows: of each tensor; by default all.
+        """
+        if rows:
+            slices = [self._file_of[name].get_slice(name) for name in names]
+            parts = [part[some.start : some.stop] for part, some in zip(slices, rows, strict=True)]
+        else:
+            parts = [self._file_of[name].get_tensor(name) for name in names]
         whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=self._dtype)
         return torch.cat(parts, out=whole)
 

@@ -14,7 +14,7 @@ from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.kernels.triton.kernels import TRITON_KERNELS, TRITON_SAMPLING
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.decoder.decoder import Decoder
-from pdserve.model.executors import decode_graphs
+from pdserve.model.executors import decode_graphs, rank_model
 from pdserve.model.executors import model as model_executor
 from pdserve.model.executors.device_queue import DeviceQueue
 from pdserve.model.executors.model import ModelExecutor
@@ -77,9 +77,10 @@ def steps() -> list[list[StepRow]]:
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> RecordingQueue:
     """Executors that are built from here on run the kernels of a GPU, and share the queue."""
     queue = RecordingQueue()
-    monkeypatch.setattr(model_executor, "select_queue", lambda device: queue)
-    monkeypatch.setattr(model_executor, "select_kernels", lambda pool: TRITON_KERNELS)
-    monkeypatch.setattr(model_executor, "select_sampling_kernels", lambda device: TRITON_SAMPLING)
+    monkeypatch.setattr(rank_model, "select_queue", lambda device: queue)
+    monkeypatch.setattr(rank_model, "select_kernels", lambda pool: TRITON_KERNELS)
+    for module in (model_executor, rank_model):
+        monkeypatch.setattr(module, "select_sampling_kernels", lambda device: TRITON_SAMPLING)
     return queue
 
 

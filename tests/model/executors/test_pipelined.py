@@ -20,7 +20,7 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, Executor, SampledToken, StepBatch, StepHandle, StepRow
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.executors import model as model_executor
+from pdserve.model.executors import rank_model
 from pdserve.model.executors.device_queue import DeviceQueue
 from pdserve.model.executors.model import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def queue(monkeypatch: pytest.MonkeyPatch) -> LateQueue:
     """Of the executors that the test builds; they have it one after the other."""
     queue = LateQueue()
-    monkeypatch.setattr(model_executor, "select_queue", lambda device: queue)
+    monkeypatch.setattr(rank_model, "select_queue", lambda device: queue)
     return queue
 
 
@@ -57,7 +57,7 @@ class Worlds:
         self._options["precision"] = Precision(dtype=dtype)
 
     def plain(self) -> ModelExecutor:
-        with patch.object(model_executor, "select_queue", lambda device: DeviceQueue()):
+        with patch.object(rank_model, "select_queue", lambda device: DeviceQueue()):
             return ModelExecutor(**self._options, pool=self.pools[0], num_swap_slots=4)
 
     def ahead(self, max_captured_rows: int = 6) -> ModelExecutor:
@@ -327,7 +327,7 @@ def test_the_batch_may_change_once_submitted(folder: Path, queue: LateQueue) -> 
 def test_kernels_that_cannot_be_captured_are_launched_one_by_one(
     folder: Path, queue: LateQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_executor, "can_capture", lambda kernels: False)
+    monkeypatch.setattr(rank_model, "can_capture", lambda kernels: False)
     executor = Worlds(folder).ahead()
     executor.submit(batch(row(0, [5] * 9, 0)))
     assert executor.submit(batch(row(0, [], 9, previous_row=0))).result().sampled[0] is not None

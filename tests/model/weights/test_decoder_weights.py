@@ -67,7 +67,12 @@ def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path
     folder = write_family(tmp_path, "qwen2")
     taken: list[weakref.ref[torch.Tensor]] = []
 
-    def pack(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None, quantization: str = "none") -> Linear:
+    def pack(
+        weight_FE: torch.Tensor,
+        bias_F: torch.Tensor | None = None,
+        quantization: str = "none",
+        inputs: range | None = None,
+    ) -> Linear:
         assert all(weight() is None for weight in taken)
         taken.append(weakref.ref(weight_FE))
         return TORCH_KERNELS.pack_linear(weight_FE[:1].clone())
