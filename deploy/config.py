@@ -106,8 +106,6 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
 
 
 def _check_phase(name: str, phase: PhaseConfig, use: Use) -> None:
-    if use == "serve":
-        _supported_once(f"{name}.tensor_parallel", phase.tensor_parallel, "; pdserve up --emulate GPU takes more")
     if use != "simulate":
         _supported_once(f"{name}.pipeline_parallel", phase.pipeline_parallel)
     if name == "prefill" and phase.swap_memory_bytes:
@@ -115,6 +113,6 @@ def _check_phase(name: str, phase: PhaseConfig, use: Use) -> None:
         raise ConfigError(f"{key} is {phase.swap_memory}; prefill workers preempt nothing: leave it out", key)
 
 
-def _supported_once(key: str, value: int, remedy: str = "") -> None:
+def _supported_once(key: str, value: int) -> None:
     if value != 1:
-        raise ConfigError(f"{key} is {value}; only 1 is supported today{remedy}", key)
+        raise ConfigError(f"{key} is {value}; only 1 is supported today", key)

@@ -43,18 +43,22 @@ class Launch:
     drain_timeout_s: float = 30.0
     """Seconds that in-flight requests may take after the signal to stop."""
 
-    def device(self, cores: Sequence[int]) -> Hardware:
-        """Device that a worker with ``cores`` computes on, or emulates. A worker without ``cores`` uses all.
+    def num_ranks(self, role: WorkerRole) -> int:
+        """Processes that share the cores of a worker."""
+        return 1 if self.emulate else self.config.phase(role).tensor_parallel
+
+    def device(self, cores: Sequence[int], num_ranks: int = 1) -> Hardware:
+        """Device that a rank of a worker with ``cores`` computes on, or emulates. No ``cores``: all.
 
         Raises:
             ValueError: neither the profile nor the catalogue has the device.
         """
-        num_cores = len(cores) or len(self.cores)
+        num_cores = max(1, (len(cores) or len(self.cores)) // num_ranks)
         if self.emulate or not self.devices:
             return hardware(self.emulate or "cpu", num_cores=num_cores, added=self.devices)
         if f"cpu-{num_cores}" not in self.devices:
             raise ValueError(
-                f"{self.config.model.profile} has {', '.join(self.devices)}, and a worker has {num_cores} cores; "
+                f"{self.config.model.profile} has {', '.join(self.devices)}, and a rank has {num_cores} cores; "
                 f"run pdserve profile --cores {num_cores} with it as --output"
             )
         return self.devices[f"cpu-{num_cores}"]
@@ -64,7 +68,7 @@ class Launch:
         without a profile: worker and router then look into the catalogue."""
         if self.gpu and not self.emulate and self.config.phase(role).device != "cpu":
             return hardware(self.gpu, added=self.devices)
-        return self.device(cores) if self.devices else None
+        return self.device(cores, self.num_ranks(role)) if self.devices else None
 
     @property
     def roles(self) -> list[WorkerRole]:
@@ -74,7 +78,7 @@ class Launch:
     @property
     def split(self) -> CoreSplit:
         """Cores of each worker, in the order of `roles`."""
-        return split_cores(self.cores, self.roles)
+        return split_cores(self.cores, self.roles, [self.num_ranks(role) for role in self.roles])
 
 
 def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = "") -> list[WorkerConfig]:
@@ -85,8 +89,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
     """
     model, roles, split = launch.config.model, launch.roles, launch.split
     lent_cores = tuple(
-        cores if launch.config.phase(role).lend_cores else ()
-        for role, cores in zip(roles, split.worker_cores, strict=True)
+        cores if _lends_cores(launch, role) else () for role, cores in zip(roles, split.worker_cores, strict=True)
     )
     configs = []
     for index, (role, cores) in enumerate(zip(roles, split.worker_cores, strict=True)):
@@ -110,7 +113,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 transport=launch.config.kv_transfer.transport,
                 cluster_token=cluster_token,
                 cpu_cores=cores,
-                core_board=core_board if cores and phase.lend_cores else "",
+                core_board=core_board if cores and _lends_cores(launch, role) else "",
                 core_index=index,
                 core_sets=lent_cores,
                 transfer_cpu_cores=split.spare_cores or launch.cores,
@@ -120,6 +123,11 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
             )
         )
     return configs
+
+
+def _lends_cores(launch: Launch, role: WorkerRole) -> bool:
+    """Ranks of one worker keep their cores: the slowest sets the pace."""
+    return launch.config.phase(role).lend_cores and launch.num_ranks(role) == 1
 
 
 def router_config(launch: Launch, cluster_token: str = "", admin_token: str = "") -> RouterProcessConfig:
@@ -146,7 +154,9 @@ def router_config(launch: Launch, cluster_token: str = "", admin_token: str = ""
         },
         time_scale=launch.time_scale,
         tensor_parallel={role: launch.config.phase(role).tensor_parallel for role in launch.roles},
-        cores_per_worker=max(1, *map(len, worker_cores)),
+        cores_per_rank=max(
+            1, *(len(cores) // launch.num_ranks(role) for role, cores in zip(launch.roles, worker_cores, strict=True))
+        ),
         precision=model.precision,
         drain_timeout_s=launch.drain_timeout_s,
     )

@@ -121,7 +121,7 @@ async def serve(config: RouterProcessConfig) -> int:
 def build_cost_models(config: RouterProcessConfig) -> Costs:
     """Cost models of the checkpoint in ``config.model_path``, one per role."""
     shape = DecoderConfig.from_folder(Path(config.model_path)).shape
-    catalogued = hardware(config.hardware, num_cores=config.cores_per_worker)
+    catalogued = hardware(config.hardware, num_cores=config.cores_per_rank)
     costs = {}
     for role in WorkerRole:
         device = slowed(config.devices.get(role, catalogued), config.time_scale)

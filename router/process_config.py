@@ -37,8 +37,8 @@ class RouterProcessConfig:
     """Device of a worker's rank, for predictions: a name in `pdserve.model.cost.hardware`."""
     devices: dict[WorkerRole, Hardware] = field(default_factory=dict)
     """Measured device by role, where available; overrides ``hardware``."""
-    cores_per_worker: int = 1
-    """Cores of a worker on ``cpu``."""
+    cores_per_rank: int = 1
+    """Cores of each rank of a worker on ``cpu``."""
     time_scale: float = 1.0
     """Factor by which an emulated worker's steps are slower than those of ``hardware``."""
     tensor_parallel: dict[WorkerRole, int] = field(default_factory=dict)

@@ -67,11 +67,11 @@ def raise_file_limit(launch: Launch) -> None:
 
 def check_cores(launch: Launch) -> None:
     """Raises DeployError if there are too few cores for the workers."""
-    num_workers, num_cores = len(launch.roles), len(launch.cores)
+    num_workers, num_cores = sum(map(launch.num_ranks, launch.roles)), len(launch.cores)
     if num_workers > _MAX_WORKERS_PER_CORE * num_cores:
         raise DeployError(
-            f"{num_workers} workers are too many for {num_cores} cores; "
-            f"lower the replicas to {_MAX_WORKERS_PER_CORE * num_cores} in all"
+            f"{num_workers} workers, counting their ranks, are too many for {num_cores} cores; "
+            f"lower the replicas or tensor_parallel to {_MAX_WORKERS_PER_CORE * num_cores} in all"
         )
 
 
@@ -106,9 +106,9 @@ def check_devices(launch: Launch) -> None:
         DeployError: a GPU cannot be emulated, the profile lacks the workers' devices, or either lacks the model's dtype
             or its KV dtype.
     """
-    for cores in launch.split.worker_cores:
+    for role, cores in zip(launch.roles, launch.split.worker_cores, strict=True):
         try:
-            device = launch.device(cores)
+            device = launch.device(cores, launch.num_ranks(role))
             device.peak(launch.config.model.dtype)
             device.check_reads(launch.config.model.kv_dtype)
         except ValueError as error:

@@ -28,29 +28,31 @@ _CORES_PER_SPARE = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSplit:
     worker_cores: tuple[tuple[int, ...], ...]
-    """Cores of each worker, in the order of the roles; all empty if there are fewer cores than workers."""
+    """Cores of each worker, in the order of the roles; all empty if there are fewer cores than ranks."""
     spare_cores: tuple[int, ...]
     """Cores without a worker; may be empty."""
 
 
-def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole]) -> CoreSplit:
-    """Give each worker a contiguous run of ``cores``, sized by its role's load.
+def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole], ranks: Sequence[int] = ()) -> CoreSplit:
+    """Give each worker a contiguous run of ``cores``, sized by its role's load and its ranks.
 
-    Each worker gets one core, a few stay spare, and each further core goes to the worker with the fewest per load.
+    Each rank gets one core, a few stay spare, and each further core goes to the worker with the fewest per load.
 
     Args:
         cores: ids of the usable cores, at least one.
         roles: one entry per worker, at least one.
+        ranks: ranks of each worker; by default one.
     """
     assert cores
     assert roles
-    if len(cores) < len(roles):
+    counts = [*ranks] or [1] * len(roles)
+    if len(cores) < sum(counts):
         return CoreSplit(worker_cores=((),) * len(roles), spare_cores=())
-    num_extra = len(cores) - len(roles)
+    loads = [_LOAD[role] * count for role, count in zip(roles, counts, strict=True)]
+    num_extra = len(cores) - sum(counts)
     num_spare = min(num_extra, max(1, len(cores) // _CORES_PER_SPARE))
-    counts = [1] * len(roles)
     for _ in range(num_extra - num_spare):
-        neediest = min(range(len(roles)), key=lambda index: counts[index] / _LOAD[roles[index]])
+        neediest = min(range(len(roles)), key=lambda index: counts[index] / loads[index])
         counts[neediest] += 1
     left = iter(cores)
     runs = tuple(tuple(islice(left, count)) for count in counts)

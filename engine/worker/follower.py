@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+from contextlib import suppress
 
 import numpy as np
 
@@ -51,8 +52,9 @@ def main() -> int:
 
 
 def _answer_pulses(pulse: socket.socket) -> None:
-    while received := pulse.recv(64):
-        pulse.send(received)
+    with suppress(OSError):
+        while received := pulse.recv(64):
+            pulse.send(received)
     os._exit(0)  # the leader is gone
 
 

@@ -112,6 +112,7 @@ class Followers:
         """
         for follower in self._followers:
             follower.expect(READY)
+        shutil.rmtree(self._folder)
         self._watch.start()
 
     def send(self, step: PackedStep) -> None:

@@ -71,7 +71,8 @@ def problems(layout: Layout, model: PlannedModel) -> list[str]:
         found.append("fp8 weights cannot be computed with yet")
     if any(pool.devices_per_worker > 1 for pool in layout.pools):
         found.append(
-            "tensor_parallel above 1 is taken only with --emulate today, and pipeline_parallel above 1 not at all"
+            "tensor_parallel above 1 is computed on CPUs or emulated, not on GPUs yet, and pipeline_parallel above 1 "
+            "nowhere"
         )
     return found
 

@@ -95,10 +95,6 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ),
         ("model: {block_size: 0}", "model.block_size is 0; write a whole number from 1"),
         ("decode: {replicas: -1}", "decode.replicas is -1; write a whole number from 0"),
-        (
-            "decode: {tensor_parallel: 2}",
-            "decode.tensor_parallel is 2; only 1 is supported today; pdserve up --emulate GPU",
-        ),
         ("prefill: {pipeline_parallel: 4}", "prefill.pipeline_parallel is 4; only 1 is supported today"),
         ("router: {replicas: 2}", "router.replicas is 2; only 1 is supported today"),
         ("router: {port: 70000}", "router.port is 70000; write a whole number from 0 to 65535"),
@@ -123,9 +119,9 @@ def test_each_mistake_gets_one_line_that_names_it(document: str, said: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_emulated_may_be_tensor_parallel_and_what_is_simulated_both() -> None:
+def test_what_is_served_may_be_tensor_parallel_and_what_is_simulated_both() -> None:
     wide, deep = {"decode": {"tensor_parallel": 2}}, {"decode": {"pipeline_parallel": 2}}
-    assert parse_deployment(wide, use="emulate").decode.tensor_parallel == 2
+    assert parse_deployment(wide, use="serve").decode.tensor_parallel == 2
     assert parse_deployment({**wide, "prefill": deep["decode"]}, use="simulate").prefill.pipeline_parallel == 2
     with pytest.raises(ConfigError, match=r"decode.pipeline_parallel is 2; only 1 is supported today"):
         parse_deployment(deep, use="emulate")

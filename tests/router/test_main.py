@@ -161,7 +161,7 @@ def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
     config = RouterProcessConfig(
         model_path=str(checkpoint),
         served_name="s",
-        cores_per_worker=2,
+        cores_per_rank=2,
         devices={WorkerRole.DECODE: slow},
         tensor_parallel={WorkerRole.DECODE: 2},
     )

@@ -40,7 +40,10 @@ def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_too_many_workers_for_the_cores_are_refused() -> None:
     preflight.check_cores(replace(LAUNCH, cores=(0,)))
     many = Launch(config=DeploymentConfig(prefill=PhaseConfig(replicas=16)), cores=(0, 1))
-    with pytest.raises(DeployError, match="17 workers are too many for 2 cores; lower the replicas to 16 in all"):
+    with pytest.raises(
+        DeployError,
+        match="17 workers, counting their ranks, are too many for 2 cores; lower the rep",
+    ):
         preflight.check_cores(many)
 
 

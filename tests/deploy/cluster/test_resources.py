@@ -49,6 +49,13 @@ def test_every_core_has_one_owner(num_cores: int, roles: list[WorkerRole]) -> No
         assert owned == list(range(num_cores))
 
 
+def test_every_rank_gets_a_core() -> None:
+    assert split_cores(range(5), [P, D], [1, 3]).worker_cores == ((0,), (1, 2, 3))
+    assert split_cores(range(3), [P, D], [1, 3]).worker_cores == ((), ())
+    prefill, decode = (len(cores) for cores in split_cores(range(40), [P, D], [1, 2]).worker_cores)
+    assert abs(prefill - decode) <= 1
+
+
 def test_prefill_gets_about_twice_what_decode_gets() -> None:
     split = split_cores(range(32), [P, D])
     prefill, decode = (len(cores) for cores in split.worker_cores)

@@ -215,9 +215,25 @@ def test_a_measured_device_predicts_the_worker(config: WorkerConfig) -> None:
     assert emulated.cost.hardware == measured
 
 
-def test_only_emulated_workers_are_tensor_parallel(config: WorkerConfig) -> None:
+def test_emulated_ranks_share_the_work(config: WorkerConfig) -> None:
     wide = replace(config, tensor_parallel=2)
-    with pytest.raises(ValueError, match="tensor_parallel is 2; only 1 is computed today"):
-        choose_backend(wide)
     one, two = (choose_backend(replace(each, emulate="h100-sxm")) for each in (config, wide))
     assert (one.cost.tensor_parallel, two.cost.tensor_parallel) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "quantization", "reason"),
+    [
+        (3, "none", "tensor_parallel 3 does not divide 4 heads and 2 KV heads"),
+        (
+            2,
+            "int4",
+            "tensor_parallel 2 divides the 32 inputs of the heads within groups of 128",
+        ),
+    ],
+)
+def test_ranks_that_cannot_share_the_model_are_refused(
+    config: WorkerConfig, num_ranks: int, quantization: str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        choose_backend(replace(with_precision(config, quantization=quantization), tensor_parallel=num_ranks))

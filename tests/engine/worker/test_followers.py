@@ -1,0 +1,128 @@
+"""Tensor-parallel workers as processes: same tokens for any degrees, and no rank outlives another."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.precision import Precision
+from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.engine.worker.followers import SILENCE_S, rank_cores
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from tests.workers import WorkerProcess, hand_off, wait_until
+
+VOCAB_SIZE = 211
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"),
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=1,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def config(folder: Path, role: WorkerRole, num_ranks: int, transport: str = "auto") -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=f"{role.value}-0",
+        role=role,
+        model_path=str(folder),
+        precision=Precision(dtype="float32", quantization="int8", kv_dtype="int8"),
+        tensor_parallel=num_ranks,
+        max_model_len=256,
+        num_kv_blocks=24,
+        max_batch_tokens=64,
+        swap_memory_bytes=1 << 20,
+        transport=transport,
+        cluster_token="secret",
+    )
+
+
+def make_requests() -> list[GenerationRequest]:
+    """More than the pool holds at once, so that some are preempted."""
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=1.1, seed=5, top_p=0.9, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.2, max_tokens=40, ignore_eos=True),
+    ]
+    return [
+        GenerationRequest(
+            request_id=n,
+            prompt_tokens=tuple((13 * position + 7 * n) % VOCAB_SIZE for position in range(20 + 17 * n)),
+            sampling=sampling[n % 3],
+        )
+        for n in range(6)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    with WorkerProcess(config(checkpoint, WorkerRole.MIXED, 1)) as worker, worker.connect() as router:
+        for request in make_requests():
+            router.submit(request)
+        return [router.wait_for_answer(request.request_id) for request in make_requests()]
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "transport"), [(2, 1, "memfd"), (1, 2, "grpc")])
+def test_any_degree_hands_off_to_any_other(
+    checkpoint: Path, expected: list[list[int]], prefill_ranks: int, decode_ranks: int, transport: str
+) -> None:
+    with (
+        WorkerProcess(config(checkpoint, WorkerRole.PREFILL, prefill_ranks, transport)) as prefill_worker,
+        WorkerProcess(config(checkpoint, WorkerRole.DECODE, decode_ranks, transport)) as decode_worker,
+        prefill_worker.connect() as prefill,
+        decode_worker.connect() as decode,
+    ):
+        assert [hand_off(prefill, decode, request) for request in make_requests()] == expected
+        prefill.wait_until_free()
+        decode.wait_until_free()
+
+
+def test_a_worker_ends_with_any_of_its_ranks(checkpoint: Path, expected: list[list[int]]) -> None:
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        with WorkerProcess(config(checkpoint, WorkerRole.MIXED, 2)) as worker, worker.connect() as router:
+            for request in make_requests():
+                router.submit(request)
+            assert router.wait_for_answer(0) == expected[0]
+            (follower,) = followers_of(worker)
+            children = worker.children()
+            os.kill(follower, number)
+            assert worker.process.wait(10 * SILENCE_S) == 1
+            wait_until_ended(children)
+
+
+def test_ranks_end_with_their_leader(checkpoint: Path) -> None:
+    with WorkerProcess(config(checkpoint, WorkerRole.MIXED, 2)) as worker:
+        children = worker.children()
+        worker.process.kill()
+        wait_until_ended(children)
+
+
+def test_cores_are_shared_out() -> None:
+    assert [rank_cores((4, 5, 6, 7, 9), rank, 2) for rank in range(2)] == [(4, 5), (6, 7, 9)]
+    assert [rank_cores((4, 5), rank, 3) for rank in range(3)] == [(4, 5)] * 3
+
+
+def followers_of(worker: WorkerProcess) -> list[int]:
+    return [pid for pid in worker.children() if "pdserve.engine.worker.follower" in psutil.Process(pid).cmdline()]
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)), f"the end of {pids}")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

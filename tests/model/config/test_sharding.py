@@ -1,0 +1,64 @@
+"""Shares of ranks are disjoint and complete, and every rank has the KV heads of its queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.config.sharding import shard_of
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=24,
+    num_kv_heads=8,
+    head_dim=16,
+    vocab_size=211,
+)
+
+
+@given(
+    num_ranks=st.sampled_from((1, 2, 4, 8)),
+    num_kv_heads=st.sampled_from((1, 2, 4, 8, 16)),
+    group=st.sampled_from((1, 3, 8)),
+    vocab_size=st.integers(64, 300),
+)
+def test_ranks_share_everything(num_ranks: int, num_kv_heads: int, group: int, vocab_size: int) -> None:
+    num_heads = num_kv_heads * group
+    if num_heads % num_ranks:
+        return
+    shape = replace(SHAPE, num_heads=num_heads, num_kv_heads=num_kv_heads, vocab_size=vocab_size)
+    shards = [shard_of(shape, rank, num_ranks) for rank in range(num_ranks)]
+    for parts, count in (
+        ([shard.heads for shard in shards], num_heads),
+        ([shard.features for shard in shards], shape.intermediate_size),
+        ([shard.vocabulary for shard in shards], vocab_size),
+    ):
+        assert [index for part in parts for index in part] == list(range(count))
+    assert len({len(shard.vocabulary) for shard in shards[:-1]}) <= 1
+    for shard in shards:
+        assert {head // group for head in shard.heads} == set(shard.kv_heads)
+        assert len(shard.heads) % len(shard.kv_heads) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "reason"),
+    [
+        (5, "tensor_parallel 5 does not divide 24 heads and 8 KV heads; use a divisor of the heads that"),
+        (3, "tensor_parallel 3 does not divide 24 heads and 8 KV heads"),
+        (0, "tensor_parallel 0 does not divide"),
+    ],
+)
+def test_what_does_not_divide_is_refused(num_ranks: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        shard_of(SHAPE, 0, num_ranks)
+
+
+def test_features_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel 8 does not divide the MLP's 100 features; use a divisor"):
+        shard_of(replace(SHAPE, intermediate_size=100), 0, 8)

@@ -1,0 +1,217 @@
+"""Ranks that share a model compute what one rank computes: tokens, log probabilities and KV."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.precision import Precision
+from pdserve.contracts.request import SamplingParams
+from pdserve.contracts.step import StepBatch, StepOutput, StepRow
+from pdserve.kernels.kv_pool import KvPool
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sharding import shard_of
+from pdserve.model.decoder.ranks import join_ranks
+from pdserve.model.executors import rank_model
+from pdserve.model.executors.model import ModelExecutor
+from pdserve.model.executors.rank_model import PackedStep, RankModel
+from pdserve.model.executors.step_inputs import StepShape
+from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
+from tests.model.late_queue import LateQueue
+
+PROMPTS = [[5, 17, 101, 33, 54, 2, 90, 7, 61], [200, 3], [44] * 16]
+TABLES = [[3, 20, 7], [1, 2, 23], [10, 11, 22]]
+SAMPLING = [
+    SamplingParams(temperature=0.0, num_logprobs=3),
+    SamplingParams(temperature=1.3, seed=7, top_p=0.8, top_k=40),
+    SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.4),
+]
+NUM_STEPS = 8
+
+
+@contextmanager
+def running_ranks(
+    folder: Path, num_ranks: int, precision: Precision, *, kv_dtype: str = "float32", max_captured_rows: int = 0
+) -> Iterator[tuple[ModelExecutor, KvPool]]:
+    """The executor of ``num_ranks`` ranks, each in a thread, and the pool that they share."""
+    config = DecoderConfig.from_folder(folder)
+    layout: KvLayout = config.kv_layout(24, 8, kv_dtype, "hash")
+    memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8)
+    store = HashStore()
+    steps: list[queue.SimpleQueue[PackedStep | None]] = [queue.SimpleQueue() for _ in range(1, num_ranks)]
+    failures: list[BaseException] = []
+
+    def pool_of(rank: int) -> KvPool:
+        heads = shard_of(config.shape, rank, num_ranks).kv_heads
+        return KvPool(memory, layout.shape, getattr(torch, kv_dtype), heads)
+
+    def arguments(rank: int) -> dict[str, object]:
+        return {
+            "folder": folder,
+            "config": config,
+            "layout": layout,
+            "pool": pool_of(rank),
+            "precision": precision,
+            "ranks": join_ranks(store, rank, num_ranks),
+            "max_captured_rows": max_captured_rows,
+        }
+
+    def follow(rank: int) -> None:
+        try:
+            model = RankModel(**arguments(rank))  # type: ignore[arg-type]
+            while (step := steps[rank - 1].get()) is not None:
+                model.follow(PackedStep.decode(step.encode()))
+        except BaseException as error:
+            failures.append(error)
+
+    def send(step: PackedStep) -> None:
+        for each in steps:
+            each.put(step)
+
+    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, num_ranks)]
+    for thread in threads:
+        thread.start()
+    yield ModelExecutor(**arguments(0), send=send), pool_of(0)  # type: ignore[arg-type]
+    for each in steps:
+        each.put(None)
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def answer(executor: ModelExecutor) -> list[StepOutput]:
+    """Prefill in two steps, then decode; row 0 requests prompt log probabilities, row 2 has penalties."""
+    depth = executor.pipeline_depth
+    first = [
+        StepRow(
+            sequence_id=index,
+            tokens=prompt if index else prompt[:4],
+            cached_length=0,
+            block_table=TABLES[index],
+            sample=SAMPLING[index] if index else None,
+            sample_position=len(prompt),
+            history=prompt if SAMPLING[index].has_penalties else (),
+            num_prompt_tokens=len(prompt),
+            prompt_targets=() if index else prompt[1:5],
+            num_prompt_logprobs=2,
+        )
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    outputs = [executor.submit(StepBatch(step_id=0, rows=first)).result()]
+    known = [prompt.copy() for prompt in PROMPTS]
+    for row, sampled in enumerate(outputs[0].sampled):
+        if sampled is not None:
+            known[row].append(sampled.token)
+    handles = []
+    for step in range(1, NUM_STEPS):
+        is_late = step > 1 and depth > 1
+        rows = []
+        for index in range(3):
+            cached = (4 if step == 1 else len(PROMPTS[0]) + step - 2) if index == 0 else len(PROMPTS[index]) + step - 1
+            tokens = known[index][cached:]
+            rows.append(
+                StepRow(
+                    sequence_id=index,
+                    tokens=() if is_late else tokens,
+                    previous_row=index if is_late else -1,
+                    cached_length=cached,
+                    block_table=TABLES[index],
+                    sample=SAMPLING[index],
+                    sample_position=cached + (1 if is_late else len(tokens)),
+                    history=known[index].copy() if SAMPLING[index].has_penalties else (),
+                    num_prompt_tokens=len(PROMPTS[index]),
+                )
+            )
+        handles.append(executor.submit(StepBatch(step_id=step, rows=rows)))
+        if len(handles) == depth or step + 1 == NUM_STEPS:
+            while handles:
+                output = handles.pop(0).result()
+                outputs.append(output)
+                for row, sampled in enumerate(output.sampled):
+                    assert sampled is not None
+                    known[row].append(sampled.token)
+                if step + 1 < NUM_STEPS:
+                    break
+    return outputs
+
+
+def assert_equal(outputs: list[StepOutput], expected: list[StepOutput]) -> None:
+    assert len(outputs) == len(expected)
+    for output, other in zip(outputs, expected, strict=True):
+        tokens, others = ([each and each.token for each in one.sampled] for one in (output, other))
+        assert tokens == others
+        probabilities, wanted = (
+            [each.logprob for entries in one.prompt_logprobs.values() for each in entries]
+            + [each.logprobs.logprob for each in one.sampled if each and each.logprobs]
+            for one in (output, other)
+        )
+        assert probabilities == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    folder = write_family(tmp_path, family)
+    results = []
+    for num_ranks in (1, 2):
+        with running_ranks(folder, num_ranks, Precision(dtype="float32")) as (executor, _):
+            results.append(answer(executor))
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "float32"), ("int8", "int8")])
+def test_more_ranks_than_kv_heads(quantization: str, kv_dtype: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, num_key_value_heads=2)
+    precision = Precision(dtype="float32", quantization=quantization)
+    results, pools = [], []
+    for num_ranks in (1, 4):
+        with running_ranks(folder, num_ranks, precision, kv_dtype=kv_dtype) as (executor, pool):
+            results.append(answer(executor))
+            pools.append(pool.blocks.clone())
+    assert_equal(results[1], results[0])
+    if kv_dtype == "float32":
+        one, four = (blocks.view(torch.float32) for blocks in pools)
+        torch.testing.assert_close(four, one, atol=1e-4, rtol=1e-4)
+
+
+def test_int4_groups_are_those_of_the_whole_matrix(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, head_dim=64, intermediate_size=256)
+    results = []
+    for num_ranks in (1, 2):
+        with running_ranks(folder, num_ranks, Precision(dtype="float32", quantization="int4")) as (executor, _):
+            results.append(answer(executor))
+    assert_equal(results[1], results[0])
+
+
+def test_tokens_that_only_devices_know_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path)
+    with running_ranks(folder, 1, Precision(dtype="float32")) as (executor, _):
+        expected = answer(executor)
+    monkeypatch.setattr(rank_model, "select_queue", lambda device: LateQueue())
+    for max_captured_rows in (0, 4):
+        with running_ranks(folder, 2, Precision(dtype="float32"), max_captured_rows=max_captured_rows) as (executor, _):
+            assert_equal(answer(executor), expected)
+
+
+def test_an_encoded_step_is_the_same_step() -> None:
+    words = np.arange(17, dtype=np.int32)
+    step = PackedStep(
+        words=words,
+        shape=StepShape(1, 2, 3, 4, 5),
+        num_sampling=6,
+        prompt_lengths=(7, 8),
+        is_decode=False,
+        has_late_tokens=True,
+        is_captured=False,
+    )
+    decoded = PackedStep.decode(step.encode())
+    assert decoded.words.tolist() == words.tolist()
+    assert decoded._replace(words=words) == step
