@@ -146,6 +146,8 @@ class WorkerService:
         await server.stop(STOP_GRACE_S)
 
     async def _session(self, requests: _RequestStream, context: _Context) -> None:
+        # Left to the first write, metadata would be sent twice if the session ended during that write.
+        await context.send_initial_metadata(())
         session = await self._open_session(requests, context)
         work = (self._read(session, requests), _write(session, context), session.closed.wait())
         tasks = [asyncio.ensure_future(part) for part in work]

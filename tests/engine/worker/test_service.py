@@ -367,6 +367,9 @@ def test_a_call_that_is_cancelled_while_its_parts_end_ends_its_session(loop_side
     is_ending = asyncio.Event()
 
     class SlowToEnd:
+        async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+            pass
+
         async def write(self, message: bytes) -> None:
             try:
                 await asyncio.Event().wait()
