@@ -78,12 +78,18 @@ def _model_backend(config: WorkerConfig) -> Backend:
     _configure_openmp(config)
 
     from pdserve.engine.worker.model_device import CPU, build_pool, check_kv_dtype, choose_device, kv_memory_of
+    from pdserve.kernels.cpu.build import load_library
+    from pdserve.kernels.cpu.ranks import create_memory
     from pdserve.kernels.cpu.threads import use_cores
     from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model.decoder.ranks import ONE_RANK
     from pdserve.model.executors.model import ModelExecutor
 
     device = choose_device(config.device)
+    if config.tensor_parallel > 1 and load_library() is None:
+        raise ValueError(
+            f"tensor_parallel is {config.tensor_parallel}, which needs compiled kernels: install g++, or set it to 1"
+        )
     if device != CPU and config.tensor_parallel > 1:
         raise ValueError(
             f"tensor_parallel is {config.tensor_parallel}, which is computed on CPUs or emulated, not on GPUs yet: set "
@@ -102,8 +108,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
     def build_executor(memory: PoolMemory) -> BuiltExecutor:
         followers, ranks = None, ONE_RANK
         if config.tensor_parallel > 1:
-            followers = _start_followers(config, memory)
-            ranks = _join(0, config.tensor_parallel, followers.store_path)
+            followers = Followers(config, memory, create_memory(config.tensor_parallel), on_loss=_end_worker)
+            ranks = _ranks(followers.shared_fd, 0, config.tensor_parallel)
         if device == CPU:
             use_cores(_rank_cores(config, 0))
         pool = build_pool(device, memory, shard_of(model.shape, 0, config.tensor_parallel).kv_heads)
@@ -149,39 +155,24 @@ def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
             )
 
 
-def _start_followers(config: WorkerConfig, memory: PoolMemory) -> Followers:
-    """Start the other ranks; returns when they are about to join this one."""
-    followers = Followers(config, memory, on_loss=_end_worker)
-    try:
-        followers.wait_until_joining()
-    except BaseException:
-        followers.close()
-        raise
-    return followers
-
-
-def _join(rank: int, num_ranks: int, store_path: str) -> Ranks:
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-    from pdserve.model.decoder.ranks import join_ranks
-
-    return join_ranks(FileStore(store_path, num_ranks), rank, num_ranks)
-
-
 def _rank_cores(config: WorkerConfig, rank: int) -> tuple[int, ...]:
     cores = config.cpu_cores or sorted(os.sched_getaffinity(0))
     return rank_cores(cores, rank, config.tensor_parallel)
 
 
-def build_follower(
-    config: WorkerConfig, memory: PoolMemory, rank: int, store_path: str, on_joining: Callable[[], None]
-) -> RankModel:
+def _ranks(shared_fd: int, rank: int, num_ranks: int) -> Ranks:
+    from pdserve.kernels.cpu.ranks import SharedMemory
+    from pdserve.model.decoder.ranks import Ranks
+
+    return Ranks(SharedMemory(shared_fd, rank, num_ranks), rank, num_ranks)
+
+
+def build_follower(config: WorkerConfig, memory: PoolMemory, shared_fd: int, rank: int) -> RankModel:
     """Build the model of a rank other than the leader.
 
     Args:
         memory: the worker's pool.
-        store_path: file of the rendezvous.
-        on_joining: called before the ranks join, which waits for all of them.
+        shared_fd: memory that the ranks share.
     """
     _configure_openmp(config)
 
@@ -190,8 +181,6 @@ def build_follower(
     from pdserve.model.executors.rank_model import RankModel
 
     model, _ = _model(config)
-    on_joining()
-    ranks = _join(rank, config.tensor_parallel, store_path)
     use_cores(_rank_cores(config, rank))
     return RankModel(
         folder=Path(config.model_path),
@@ -199,7 +188,7 @@ def build_follower(
         layout=memory.layout,
         pool=build_pool(CPU, memory, shard_of(model.shape, rank, config.tensor_parallel).kv_heads),
         precision=config.precision,
-        ranks=ranks,
+        ranks=_ranks(shared_fd, rank, config.tensor_parallel),
     )
 
 

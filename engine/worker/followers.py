@@ -5,25 +5,23 @@ on the same host (`pdserve.engine.worker.follower`) with its share of the weight
 computes the KV of its heads there, so block tables, prefix cache, swapping and transfers know nothing of ranks.
 
 Each follower has two socket pairs, which no other process can open: one for steps, one for its pulse. A step is a
-32-bit length, then the words of a `pdserve.model.executors.rank_model.PackedStep`. There is no partial repair: when a
-follower ends or is silent, so does the worker, and with it all other ranks.
+32-bit length, then the words of a `pdserve.model.executors.rank_model.PackedStep`. The ranks exchange tensors through
+memory that they share (`pdserve.kernels.cpu.ranks`). There is no partial repair: when a follower ends or is silent, so
+does the worker, and with it all other ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.contracts.codec import to_json
@@ -41,8 +39,8 @@ SILENCE_S = 2.0
 """A follower that answers no pulse for this long is lost."""
 STOP_TIMEOUT_S = 2.0
 
-JOINING, READY = b"joining", b"ready"
-"""Frames of a follower: it will join the ranks at once; it has its weights and takes steps."""
+READY = b"ready"
+"""The only frame that a follower sends: it has its weights and takes steps."""
 
 _MODULE = "pdserve.engine.worker.follower"
 _log = logging.getLogger(__name__)
@@ -56,8 +54,6 @@ class FollowerConfig:
     layout: KvLayout
     """Of the worker's pool, with the heads of all ranks."""
     rank: int
-    store_path: str
-    """File of the rendezvous."""
     parent_pid: int
     """Process id of the leader, with which the follower dies."""
 
@@ -72,37 +68,28 @@ def rank_cores(cores: Sequence[int], rank: int, num_ranks: int) -> tuple[int, ..
 class Followers:
     """Ranks 1, 2, ... of a worker. Any thread may call `close`, and one thread everything else."""
 
-    def __init__(self, config: WorkerConfig, memory: PoolMemory, on_loss: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, memory: PoolMemory, shared_fd: int, on_loss: Callable[[str], None]
+    ) -> None:
         """Start the processes. The calling thread must live as long as they.
 
         Args:
             memory: the worker's pool.
+            shared_fd: memory that the ranks share; this object closes it.
             on_loss: called once with the reason, on a thread of this object, when a follower is lost after
                 `wait_until_ready`.
         """
         self._on_loss = on_loss
-        self._folder = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
-        self.store_path = str(self._folder / "store")
+        self.shared_fd = shared_fd
         self._is_closing = False
         self._followers = [
             _Follower(
-                FollowerConfig(
-                    worker=config, layout=memory.layout, rank=rank, store_path=self.store_path, parent_pid=os.getpid()
-                ),
-                memory.fd,
+                FollowerConfig(worker=config, layout=memory.layout, rank=rank, parent_pid=os.getpid()),
+                (memory.fd, shared_fd),
             )
             for rank in range(1, config.tensor_parallel)
         ]
         self._watch = threading.Thread(target=self._watch_pulses, name="rank-pulse", daemon=True)
-
-    def wait_until_joining(self) -> None:
-        """Wait until every follower is about to join the ranks.
-
-        Raises:
-            RuntimeError: one ended; its log has the reason.
-        """
-        for follower in self._followers:
-            follower.expect(JOINING)
 
     def wait_until_ready(self) -> None:
         """Wait until every follower takes steps, and watch them from then on.
@@ -111,8 +98,7 @@ class Followers:
             RuntimeError: one ended; its log has the reason.
         """
         for follower in self._followers:
-            follower.expect(READY)
-        shutil.rmtree(self._folder)
+            follower.expect_ready()
         self._watch.start()
 
     def send(self, step: PackedStep) -> None:
@@ -131,7 +117,7 @@ class Followers:
             self._watch.join()
         for follower in self._followers:
             follower.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self.shared_fd)
 
     def _watch_pulses(self) -> None:
         started_s = time.monotonic()
@@ -150,13 +136,13 @@ class Followers:
 class _Follower:
     """One process and its sockets."""
 
-    def __init__(self, config: FollowerConfig, pool_fd: int) -> None:
+    def __init__(self, config: FollowerConfig, memory_fds: tuple[int, int]) -> None:
         self.rank = config.rank
         self.steps, child_steps = socket.socketpair()
         self.pulse, child_pulse = socket.socketpair()
         self.pulse.setblocking(False)
         with child_steps, child_pulse:
-            fds = (child_steps.fileno(), child_pulse.fileno(), pool_fd)
+            fds = (child_steps.fileno(), child_pulse.fileno(), *memory_fds)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, *map(str, fds)], stdin=subprocess.DEVNULL, pass_fds=fds
             )
@@ -179,8 +165,8 @@ class _Follower:
             self.answered_s = time.monotonic()
         return f"is silent for {SILENCE_S:g} s" if time.monotonic() - self.answered_s > SILENCE_S else ""
 
-    def expect(self, stage: bytes) -> None:
-        if receive_frame(self.steps) != stage:
+    def expect_ready(self) -> None:
+        if receive_frame(self.steps) != READY:
             raise RuntimeError(f"rank {self.rank} ended before it was up; its log has the reason")
 
     def close(self) -> None:

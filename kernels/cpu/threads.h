@@ -23,6 +23,21 @@
 
 namespace pdserve {
 
+// Spins, then yields the core, until `done`, or until `tired` once it yields.
+template <typename Done, typename Tired>
+void wait(Done done, Tired tired) {
+  constexpr int kSpins = 300;
+  for (int spins = 0; !done(); ++spins) {
+    if (spins >= kSpins) {
+      sched_yield();
+      if (tired()) return;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
 class Team {
  public:
   static Team& get() {
@@ -68,7 +83,6 @@ class Team {
 
  private:
   static constexpr uint32_t kRound = 256;  // An order is a round and, below it, how many helpers the round has.
-  static constexpr int kSpins = 300;
   static constexpr std::chrono::microseconds kAwake{1000};  // A helper sleeps after waiting for so long.
 
   void serve(uint32_t index) {
@@ -97,24 +111,6 @@ class Team {
 
   void work() {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(body_, i);
-  }
-
-  template <typename Done, typename Tired>
-  static void wait(Done done, Tired tired) {
-    for (int spins = 0; !done(); ++spins) {
-      if (spins < kSpins) {
-        pause();
-      } else {
-        sched_yield();
-        if (tired()) return;
-      }
-    }
-  }
-
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
   }
 
   void futex(int operation, uint32_t value) {

@@ -142,7 +142,6 @@ class ModelExecutor:
 
         Raises:
             ValueError: unusable weights, or weights that do not match ``config``.
-            RankLostError: another rank is gone.
         """
         assert pool.dtype == getattr(torch, layout.dtype), f"pool of {pool.dtype} for a layout of {layout.dtype}"
         self._layout = layout

@@ -105,7 +105,6 @@ class RankModel:
 
         Raises:
             ValueError: unusable weights, or weights that do not match ``config``.
-            RankLostError: another rank is gone.
         """
         shard = shard_of(config.shape, ranks.rank, ranks.num_ranks)
         assert pool.shape == (layout.num_blocks, len(shard.kv_heads), *layout.shape[2:]), f"{pool.shape} for {layout}"

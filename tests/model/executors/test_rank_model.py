@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -11,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepOutput, StepRow
+from pdserve.kernels.cpu.ranks import SharedMemory, create_memory
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import shard_of
-from pdserve.model.decoder.ranks import join_ranks
+from pdserve.model.decoder.ranks import Ranks
 from pdserve.model.executors import rank_model
 from pdserve.model.executors.model import ModelExecutor
 from pdserve.model.executors.rank_model import PackedStep, RankModel
@@ -46,7 +47,7 @@ def running_ranks(
     config = DecoderConfig.from_folder(folder)
     layout: KvLayout = config.kv_layout(24, 8, kv_dtype, "hash")
     memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8)
-    store = HashStore()
+    shared_fd = create_memory(num_ranks)
     steps: list[queue.SimpleQueue[PackedStep | None]] = [queue.SimpleQueue() for _ in range(1, num_ranks)]
     failures: list[BaseException] = []
 
@@ -61,7 +62,7 @@ def running_ranks(
             "layout": layout,
             "pool": pool_of(rank),
             "precision": precision,
-            "ranks": join_ranks(store, rank, num_ranks),
+            "ranks": Ranks(SharedMemory(shared_fd, rank, num_ranks), rank, num_ranks),
             "max_captured_rows": max_captured_rows,
         }
 
@@ -85,6 +86,7 @@ def running_ranks(
         each.put(None)
     for thread in threads:
         thread.join()
+    os.close(shared_fd)
     assert not failures
 
 
