@@ -31,7 +31,7 @@ class WorkerConfig:
     model_path: str
     precision: Precision = field(default_factory=Precision)
     tensor_parallel: int = 1
-    """Ranks that share every layer. More than one only works with emulation."""
+    """Ranks that share every layer; on GPUs only one, unless emulated."""
     device: str = "auto"
     """Device of weights and KV pool: ``cpu``, ``cuda`` (the first GPU that ``CUDA_VISIBLE_DEVICES`` shows), or ``auto``
     (``cuda`` if torch finds a GPU)."""

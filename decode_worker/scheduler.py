@@ -165,7 +165,7 @@ class DecodeScheduler:
             if victim is sequence:
                 return False
             self._preempt(step, victim)
-        sequence.block_table += self._pool.allocate(1)
+        sequence.block_table.extend(self._pool.allocate(1))
         return True
 
     def _latest(self) -> Sequence:

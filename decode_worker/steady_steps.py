@@ -169,7 +169,7 @@ def _grow(table: SequenceTable, sequences: Sized[Sequence]) -> None:
     missing = [s.num_blocks_for(s.num_computed) - len(s.block_table) for s in sequences]
     blocks = table.pool.allocate(sum(missing))
     for sequence, num_missing in zip(sequences, missing, strict=True):
-        sequence.block_table += blocks[-num_missing:]
+        sequence.block_table.extend(blocks[-num_missing:])
         del blocks[-num_missing:]
 
 

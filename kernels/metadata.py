@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -147,7 +147,7 @@ def attention_words(
     for kv_length, table_length in zip(kv_lengths, table_lengths, strict=True):
         assert table_length * block_size >= kv_length, f"a block table is short of its tokens: {kv_lengths}"
     num_block_ids = sum(table_lengths)
-    block_ids = np.fromiter(chain.from_iterable(block_tables), np.int64, num_block_ids)
+    block_ids = np.concatenate([np.asarray(table, np.int32) for table in block_tables])
     assert block_ids.min() >= 0, f"block id {block_ids.min()} is negative"
     assert block_ids.max() < num_blocks, f"block id {block_ids.max()} is outside a pool of {num_blocks} blocks"
     assert max(*kv_lengths, num_tokens, num_block_ids, num_blocks) < 2**31, "a step is counted in 32 bits"

@@ -9,8 +9,10 @@ KV is written, or will be by a planned step. Pending tokens are sampled by a pla
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from pdserve.contracts.block_hash import block_hash, root_hash
@@ -57,7 +59,8 @@ class Sequence:
     """The same tokens, for penalties; empty if the request has no penalties."""
     num_prompt_tokens: int = field(init=False)
     sampling: SamplingParams = field(init=False)
-    block_table: list[int] = field(init=False, default_factory=list)
+    block_table: array[int] = field(init=False, default_factory=partial(array, "i"))
+    """An array, which a step packs without looking at each block."""
     num_computed: int = field(init=False, default=0)
     num_written: int = field(init=False, default=0)
     num_registered_blocks: int = field(init=False, default=0)
@@ -173,10 +176,10 @@ class Sequence:
         assert num_tokens == len(self.tokens), f"KV of {num_tokens} tokens for a prompt of {len(self.tokens)}"
         self.num_computed = self.num_written = num_tokens
 
-    def lose_blocks(self) -> list[int]:
+    def lose_blocks(self) -> array[int]:
         """Give up all blocks, in order. All KV must be computed again."""
         assert self.is_idle, "blocks that are being written cannot be given up"
-        blocks, self.block_table = self.block_table, []
+        blocks, self.block_table = self.block_table, array("i")
         self.num_computed = self.num_written = self.num_registered_blocks = 0
         self.is_retiring = False
         return blocks

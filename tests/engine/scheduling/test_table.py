@@ -51,7 +51,7 @@ def test_full_blocks_are_known_once_written_not_when_planned() -> None:
     hashes = sequence.block_hashes(1)
     assert table.pool.match_prefix(hashes) == []
     assert table.complete(output_of(step, None)) == []
-    assert table.pool.match_prefix(hashes) == sequence.block_table[:1]
+    assert table.pool.match_prefix(hashes) == [*sequence.block_table[:1]]
 
 
 def test_a_pending_token_is_named_by_its_row_and_known_one_step_later() -> None:
