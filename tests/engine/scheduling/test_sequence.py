@@ -93,5 +93,5 @@ def test_blocks_found_in_the_cache_count_as_written() -> None:
     sequence.start_at([5, 6], [7])
     assert [*sequence.block_table] == [5, 6, 7]
     assert (sequence.num_computed, sequence.num_written, sequence.num_uncomputed) == (8, 8, 2)
-    assert sequence.lose_blocks() == [5, 6, 7]
+    assert [*sequence.lose_blocks()] == [5, 6, 7]
     assert (sequence.num_computed, sequence.num_written, [*sequence.block_table]) == (0, 0, [])
