@@ -92,12 +92,13 @@ def serve(
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "mixed": {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}},
     "1P+1D memfd": {"kv_transfer": {"transport": "memfd"}},
-    "1P+1D grpc": {"kv_transfer": {"transport": "grpc"}},
+    "1P+1D of 2 ranks, grpc": {"kv_transfer": {"transport": "grpc"}, "decode": {"tensor_parallel": 2}},
+    "1P of 2 ranks+1D": {"prefill": {"tensor_parallel": 2}},
     "2P+2D": {"prefill": {"replicas": 2}, "decode": {"replicas": 2}},
 }
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name != "1P of 2 ranks+1D"])
 def test_same_tokens_and_exact_usage(
     topology: str, checkpoint: Path, references: list[ReferenceAnswer], tmp_path: Path
 ) -> None:
@@ -111,7 +112,11 @@ def test_same_tokens_and_exact_usage(
 
 @pytest.mark.parametrize(
     ("family", "topology"),
-    [(family, "1P+1D memfd") for family in FAMILIES if family != "llama"] + [("gemma3_text", "mixed")],
+    [
+        *((family, "1P+1D memfd") for family in FAMILIES if family not in ("llama", "qwen3", "gemma2")),
+        *((family, "1P of 2 ranks+1D") for family in ("qwen3", "gemma2")),
+        ("gemma3_text", "mixed"),
+    ],
 )
 def test_same_tokens_of_every_family(family: str, topology: str, tmp_path: Path) -> None:
     checkpoint = write_family(tmp_path / "checkpoint", family, vocab_size=512, max_position_embeddings=1024)
