@@ -4,8 +4,8 @@ The first frame on the pipe is a `TransferConfig` as JSON. It is not on the comm
 host could read the cluster token. After it, messages of `transfer.proto` go both ways. A frame is a 32-bit
 little-endian length, then as many bytes.
 
-The step loop sends. One reader thread receives; its callbacks must only enqueue. A dead transfer process is not
-restarted here: the worker ends with it.
+The step loop sends. One reader thread receives; its callbacks must only enqueue. A transfer process that hangs is
+killed. A dead one is not restarted here: the worker ends with it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 2.0
 SEND_TIMEOUT_S = 1
 """A transfer process that does not empty its pipe within this time is killed."""
+ALIVE_INTERVAL_S = 0.5
+SILENCE_S = 3
+"""A transfer process that sends nothing for this long hangs and is killed: it would keep its blocks for ever."""
 
 _MODULE = "pdserve.kv_transfer.transfer_process"
 _MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
@@ -62,7 +65,11 @@ def encode_frame(payload: bytes) -> bytes:
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:
-    """Block for the next frame's payload; ``None`` once the peer has closed."""
+    """Block for the next frame's payload; ``None`` once the peer has closed.
+
+    Raises:
+        BlockingIOError: the socket's timeout has passed.
+    """
     header = _receive_exactly(sock, _LENGTH.size)
     return None if header is None else _receive_exactly(sock, _payload_length(header))
 
@@ -130,7 +137,7 @@ class TransferProcess:
 
         Args:
             memory: the engine's pool.
-            on_message: called on the reader thread with every message except `Ready`; must only enqueue.
+            on_message: called on the reader thread with every message except `Ready` and `Alive`; must only enqueue.
             on_death: called once, on the reader thread, if the process ends without `close`.
 
         Raises:
@@ -198,13 +205,18 @@ class TransferProcess:
             self._end()
 
     def _read_messages(self) -> None:
-        while (frame := receive_frame(self._pipe)) is not None:
-            message = TransferToEngine.FromString(frame)
-            if message.HasField("ready"):
-                self.address = message.ready.address
-                self._started.set()
-            else:
-                self._on_message(message)
+        try:
+            while (frame := receive_frame(self._pipe)) is not None:
+                message = TransferToEngine.FromString(frame)
+                if message.HasField("ready"):
+                    self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", SILENCE_S, 0))
+                    self.address = message.ready.address
+                    self._started.set()
+                elif not message.HasField("alive"):
+                    self._on_message(message)
+        except BlockingIOError:
+            _log.error("the KV transfer process (pid %d) hangs and is killed", self.pid)
+            self._kill()
 
     def _end(self) -> None:
         self._started.set()

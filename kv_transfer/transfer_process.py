@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import grpc
 
@@ -22,13 +23,19 @@ from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
 from pdserve.kv_transfer.source import Source
-from pdserve.kv_transfer.transfer_client import MAX_FRAME_BYTES, TransferConfig, encode_frame, read_frame, receive_frame
+from pdserve.kv_transfer.transfer_client import (
+    ALIVE_INTERVAL_S,
+    MAX_FRAME_BYTES,
+    TransferConfig,
+    encode_frame,
+    read_frame,
+    receive_frame,
+)
 from pdserve.proto.rpc import TokenInterceptor, server_options
 from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 
 MAX_PULL_MESSAGE_BYTES = 64 << 10
 MAX_CONCURRENT_PULLS = 4096
-POOL_SWEEP_INTERVAL_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +60,7 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
     port = server.add_insecure_port(f"{config.host}:0")
     await server.start()
     send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=f"{config.host}:{port}")))
-    sweep = asyncio.ensure_future(_drop_gone_pools(puller))
+    housekeeping = asyncio.ensure_future(_keep_house(puller, send))
     while (frame := await read_frame(reader)) is not None:
         message = transfer_pb2.EngineToTransfer.FromString(frame)
         match message.WhichOneof("body"):
@@ -71,14 +78,16 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
                 break
             case unknown:
                 raise AssertionError(unknown)
-    sweep.cancel()
+    housekeeping.cancel()
     await server.stop(None)
 
 
-async def _drop_gone_pools(puller: Puller) -> None:
+async def _keep_house(puller: Puller, send: Callable[[transfer_pb2.TransferToEngine], None]) -> None:
+    """Forget the pools of dead workers, and show that this process works."""
     while True:
-        await asyncio.sleep(POOL_SWEEP_INTERVAL_S)
+        await asyncio.sleep(ALIVE_INTERVAL_S)
         puller.peer_pools.drop_gone()
+        send(transfer_pb2.TransferToEngine(alive=transfer_pb2.Alive()))
 
 
 def main() -> None:

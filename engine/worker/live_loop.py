@@ -62,9 +62,9 @@ PULSE_S = 0.5
 MIN_WAIT_S = 0.001
 """Shortest sleep of an idle loop. Without it, a deadline that is due but not yet expired would make the loop spin."""
 
-STALL_LIMIT_S = 60.0
+STALL_LIMIT_S = 5.0
 STALL_FACTOR = 10.0
-"""A turn is a hang if it exceeds the limit plus this multiple of its step's predicted time."""
+"""A turn is a hang if it exceeds both the limit and this multiple of its step's predicted time."""
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +148,8 @@ class LiveLoop:
 
     def is_healthy(self) -> bool:
         """Whether the loop turned recently."""
-        return time.monotonic() - self._turned_s < STALL_LIMIT_S + STALL_FACTOR * self._loop.expected_step_s
+        limit_s = max(STALL_LIMIT_S, STALL_FACTOR * self._loop.expected_step_s)
+        return time.monotonic() - self._turned_s < limit_s
 
     def run(self) -> None:
         """Turn until `Inbox.stop`.

@@ -210,6 +210,7 @@ class TransferToEngine(_message.Message):
     LEASE_LOST_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     PULL_DONE_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready: ...
     @_builtins.property
@@ -220,6 +221,8 @@ class TransferToEngine(_message.Message):
     def released(self) -> Global___Released: ...
     @_builtins.property
     def pull_done(self) -> Global___PullDone: ...
+    @_builtins.property
+    def alive(self) -> Global___Alive: ...
     def __init__(
         self,
         *,
@@ -228,12 +231,13 @@ class TransferToEngine(_message.Message):
         lease_lost: Global___LeaseLost | None = ...,
         released: Global___Released | None = ...,
         pull_done: Global___PullDone | None = ...,
+        alive: Global___Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "pull_done", b"pull_done", "ready", b"ready", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "pull_done", b"pull_done", "ready", b"ready", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "pull_done", b"pull_done", "ready", b"ready", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "pull_done", b"pull_done", "ready", b"ready", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "lease_opened", "lease_lost", "released", "pull_done"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "lease_opened", "lease_lost", "released", "pull_done", "alive"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -257,6 +261,23 @@ class Ready(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ready: _TypeAlias = Ready  # noqa: Y015
+
+@_typing.final
+class Alive(_message.Message):
+    """Sent regularly: a process that sends nothing hangs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alive: _TypeAlias = Alive  # noqa: Y015
 
 @_typing.final
 class LeaseOpened(_message.Message):

@@ -120,6 +120,12 @@ def test_one_that_does_not_read_is_killed() -> None:
         peer.expect_death()
 
 
+def test_one_that_hangs_is_killed() -> None:
+    with running_peer() as peer:
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        peer.expect_death()
+
+
 def test_close_kills_one_that_does_not_react(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_client, "STOP_TIMEOUT_S", 0.1)
     with running_peer() as peer:

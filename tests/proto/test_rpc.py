@@ -10,6 +10,7 @@ import time
 import grpc
 import pytest
 
+from pdserve.kv_transfer import transfer_client
 from pdserve.proto.rpc import TokenInterceptor, call_metadata
 from tests.kv_transfer.peer import running_peer
 
@@ -52,7 +53,8 @@ def test_only_the_right_token_passes(
 NOTICE_S = 12.0
 
 
-def test_a_stopped_source_is_noticed() -> None:
+def test_a_stopped_source_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_client, "SILENCE_S", 60)  # only the peer notices
     with running_peer() as source, running_peer(seed=1) as target:
         handle = source.offer()
         source.grant(handle, [1], final=False)
@@ -66,7 +68,8 @@ def test_a_stopped_source_is_noticed() -> None:
         os.kill(source.process.pid, signal.SIGCONT)
 
 
-def test_a_stopped_puller_loses_its_lease() -> None:
+def test_a_stopped_puller_loses_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_client, "SILENCE_S", 60)  # only the peer notices
     with running_peer() as source, running_peer(seed=1) as target:
         handle = source.offer()
         target.pull(source.process.address, handle, [1])
