@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,11 +185,19 @@ def test_more_ranks_than_kv_heads(quantization: str, kv_dtype: str, tmp_path: Pa
         torch.testing.assert_close(four, one, atol=1e-4, rtol=1e-4)
 
 
-def test_int4_groups_are_those_of_the_whole_matrix(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, head_dim=64, intermediate_size=256)
+@pytest.mark.parametrize(
+    ("quantization", "changes"),
+    [
+        ("int4", {"head_dim": 64, "intermediate_size": 256}),
+        ("none", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ],
+    ids=["int4 groups of the whole matrix", "biases added once"],
+)
+def test_options(quantization: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **changes)
     results = []
     for num_ranks in (1, 2):
-        with running_ranks(folder, num_ranks, Precision(dtype="float32", quantization="int4")) as (executor, _):
+        with running_ranks(folder, num_ranks, Precision(dtype="float32", quantization=quantization)) as (executor, _):
             results.append(answer(executor))
     assert_equal(results[1], results[0])
 
