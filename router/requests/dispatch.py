@@ -1,8 +1,8 @@
 """Dispatch core: places requests on workers, binds decode workers, retries, delivers tokens.
 
 Owns the tables of requests and attempts, the queue of attempts that no worker has taken, and admission (a bound on
-requests in flight, and the drain). The pure policy decides where to go. At all times, accepted requests equal the sum
-of outcomes and requests in the table.
+requests in flight, and the drain). A pure `Placement` decides where to go. At all times, accepted requests equal the
+sum of outcomes and requests in the table.
 
 Everything the core needs is injected, so a virtual clock drives it as well as a live router.
 
@@ -22,7 +22,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
+from pdserve.contracts.deployment import DEFAULT_POLICY, Policy
 from pdserve.contracts.events import (
     PromptLogprobsEvent,
     RefusalCode,
@@ -34,7 +36,8 @@ from pdserve.contracts.events import (
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.policy import Costs, choose_decode, choose_prefill
+from pdserve.router.requests.placement import Arrival, placement
+from pdserve.router.requests.policy import Costs, PromptBlocks
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
@@ -48,6 +51,8 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchSettings:
+    policy: Policy = DEFAULT_POLICY
+    """Name of the placement policy."""
     max_in_flight: int = 1024
     """Maximum choices accepted and not ended: a request for n answers counts as n requests."""
     ttft_slo_s: float = 0.0
@@ -106,7 +111,7 @@ class Dispatcher:
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
         self.num_accepted = 0
         self.is_draining = False
-        self._costs = costs
+        self._placement = placement(settings.policy, costs, tpot_slo_s=settings.tpot_slo_s)
         self._settings = settings
         self._now_s = now_s
         self._observer = observer or DispatchObserver()
@@ -349,8 +354,8 @@ class Dispatcher:
             return
         spec = attempt.request.spec
         blocks = attempt.blocks(workers[0].block_size)
-        tpot_slo_s = 0.0 if spec.is_probe else self._settings.tpot_slo_s
-        choice = choose_prefill(blocks, [worker.snapshot() for worker in workers], self._costs, tpot_slo_s=tpot_slo_s)
+        arrival = self._arrival(attempt, blocks, start_s)
+        choice = self._placement.prefill(arrival, [worker.snapshot() for worker in workers])
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
         if choice is None:
@@ -360,8 +365,8 @@ class Dispatcher:
         if attempt.number < 0 and attempt.choice == 0:
             self._observer.phase_ended("queue", now_s - spec.arrived_s)
         ttft_slo_s = 0.0
-        if self._settings.ttft_slo_s > 0 and not attempt.emitted:
-            ttft_slo_s = max(spec.arrived_s + self._settings.ttft_slo_s - now_s, MIN_DURATION_S)
+        if arrival.wanted_s < inf:
+            ttft_slo_s = max(arrival.wanted_s - now_s, MIN_DURATION_S)
         attempt.submit(
             self.workers[choice.worker_id],
             handoff=choice.handoff,
@@ -370,6 +375,11 @@ class Dispatcher:
             deadline_s=self._deadline_s(attempt.request) - now_s,
             ttft_slo_s=ttft_slo_s,
         )
+
+    def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
+        spec, ttft_slo_s = attempt.request.spec, self._settings.ttft_slo_s
+        wanted_s = spec.arrived_s + ttft_slo_s if ttft_slo_s > 0 and not attempt.emitted else inf
+        return Arrival(attempt.request_id, blocks, now_s, wanted_s, spec.is_probe)
 
     def _bind(self, attempt: Attempt) -> None:
         """Bind the attempt to the decode worker chosen by the policy. It stays parked while choice 0 pulls the prompt,
@@ -383,21 +393,20 @@ class Dispatcher:
             return
         start_s = self._now_s()
         blocks = attempt.blocks(prefill.block_size)
-        choice = choose_decode(
-            blocks,
+        worker_id = self._placement.decode(
+            self._arrival(attempt, blocks, start_s),
             [w.snapshot() for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work],
-            self._costs,
             self._cut_off_from(prefill),
-            source_host=prefill.host,
+            prefill.host,
         )
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
-        if choice is None:
+        if worker_id is None:
             self._unbound[attempt.request_id] = attempt
             return
         self._unbound.pop(attempt.request_id, None)
         deadline_s = self._deadline_s(attempt.request) - now_s
-        attempt.bind(self.workers[choice.worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
+        attempt.bind(self.workers[worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
 
     def _bind_others(self, first: Attempt) -> None:
         """Bind the choices that waited for the pull of choice 0."""

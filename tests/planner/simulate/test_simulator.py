@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import POLICIES, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS
@@ -50,6 +50,24 @@ def assert_all_are_answered(simulation: Simulation, num_requests: int) -> None:
 
 def decoded(simulation: Simulation) -> int:
     return sum(worker.num_decode_tokens for worker in simulation.workers)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", [disaggregated(2, 3), colocated(2)], ids=str)
+def test_every_policy_answers_in_full(layout: Layout, policy: str) -> None:
+    assert_all_are_answered(simulate(LLAMA_3_8B, layout, poisson(40, 100), slo=SLO, policy=policy), 100)
+
+
+def test_the_policy_decides() -> None:
+    """In turn, every second prompt waits for a long one; by predicted time, none does."""
+    requests = [SimulatedRequest(n / 100, 50 if n % 2 else 8000, 1) for n in range(20)]
+    short_s = {
+        policy: simulate(LLAMA_3_8B, disaggregated(2, 1), requests, slo=ALL_HANDED_OFF, policy=policy).times.ttft_s[
+            1::2
+        ]
+        for policy in ("round-robin", "least-time")
+    }
+    assert short_s["round-robin"].mean() != short_s["least-time"].mean()
 
 
 @pytest.mark.parametrize("layout", [disaggregated(), disaggregated(2, 3), colocated(), colocated(2)], ids=str)
