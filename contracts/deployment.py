@@ -136,7 +136,7 @@ class KvTransferConfig:
     """``auto``, ``memfd`` (copy on one host) or ``grpc``."""
 
 
-POLICIES = ("least-time", "cache-aware", "power-of-two", "least-loaded", "round-robin")
+POLICIES = ("least-time", "goodput", "cache-aware", "power-of-two", "least-loaded", "round-robin")
 DEFAULT_POLICY = "least-time"
 Policy = Annotated[str, one_of(*POLICIES)]
 

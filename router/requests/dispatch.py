@@ -46,6 +46,8 @@ MAX_FAILURES = 2
 """Failed steps after which the request itself is blamed."""
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
+LATE_S = 20.0
+"""TTFT objective sent for a late request, which orders it behind others for that long."""
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 
 
@@ -308,6 +310,7 @@ class Dispatcher:
     def _end_choice(self, attempt: Attempt, finisher: Worker | None = None) -> None:
         """End a complete choice; ``finisher`` sent its last token."""
         request = attempt.request
+        self._placement.left(attempt.request_id, len(attempt.emitted))
         self._forget(attempt, finisher)
         del request.attempts[attempt.choice]
         self._bind_others(attempt)
@@ -334,6 +337,7 @@ class Dispatcher:
 
     def _forget(self, attempt: Attempt, finisher: Worker | None = None) -> None:
         """Free what workers hold of an attempt that is over."""
+        self._placement.left(attempt.request_id, 0)
         attempt.abandon(finisher)
         del self._attempts[attempt.request_id]
         self._queued.pop(attempt.request_id, None)
@@ -366,7 +370,8 @@ class Dispatcher:
             self._observer.phase_ended("queue", now_s - spec.arrived_s)
         ttft_slo_s = 0.0
         if arrival.wanted_s < inf:
-            ttft_slo_s = max(arrival.wanted_s - now_s, MIN_DURATION_S)
+            ttft_slo_s = LATE_S if choice.is_late else max(arrival.wanted_s - now_s, MIN_DURATION_S)
+        self._placement.placed(arrival, choice)
         attempt.submit(
             self.workers[choice.worker_id],
             handoff=choice.handoff,
@@ -469,6 +474,16 @@ class Dispatcher:
             self._observer.phase_ended("prefill", now_s - attempt.started_s)
         is_parked = attempt.handoff and not attempt.has_joined
         attempt.state = RequestState.HANDOFF if is_parked else RequestState.DECODING
+        assert attempt.prefill is not None
+        self._placement.prefilled(attempt.request_id, attempt.prefill.worker_id)
+        if not is_parked:
+            self._decoding(attempt)
+
+    def _decoding(self, attempt: Attempt) -> None:
+        worker = attempt.decode or attempt.prefill
+        assert worker is not None
+        num_tokens = max(1, len(attempt.emitted))
+        self._placement.decoding(attempt.request_id, attempt.began_s, num_tokens, worker.snapshot())
 
     def _started(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         worker.in_flight.remove(attempt.request_id)
@@ -489,6 +504,7 @@ class Dispatcher:
             attempt.source = KvSource(address=worker.kv_address, worker_epoch=worker.epoch, handle=event.handle)
             if attempt.awaits_first:
                 attempt.state = RequestState.HANDOFF
+            self._placement.prefilled(attempt.request_id, worker.worker_id)
             self._bind(attempt)
 
     def _joined(self, attempt: Attempt) -> None:
@@ -496,6 +512,7 @@ class Dispatcher:
         attempt.joined_s = self._now_s()
         if not attempt.awaits_first:
             attempt.state = RequestState.DECODING
+            self._decoding(attempt)
             self._observer.phase_ended("handoff", attempt.joined_s - attempt.first_token_s)
         self._bind_others(attempt)
 
@@ -538,6 +555,7 @@ class Dispatcher:
         if error is not None:
             self.fail(attempt.request, error)
             return
+        self._placement.left(attempt.request_id, 0)
         attempt.abandon()
         self._observer.retried(reason)
         attempt.queued_s = self._now_s()

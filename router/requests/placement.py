@@ -8,7 +8,6 @@ what became of them. Pure: no I/O and no clock; the same calls give the same dec
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
@@ -43,7 +42,7 @@ class Arrival(NamedTuple):
     """Health probe: to be handed off if that is possible."""
 
 
-class Placement(ABC):
+class Placement:
     """Decides; the base class ignores what is reported."""
 
     def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
@@ -51,11 +50,10 @@ class Placement(ABC):
         self.costs = costs
         self.tpot_slo_s = tpot_slo_s
 
-    @abstractmethod
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
         """Worker that computes the prompt; ``None`` if no worker can start."""
+        raise NotImplementedError
 
-    @abstractmethod
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
     ) -> str | None:
@@ -66,6 +64,19 @@ class Placement(ABC):
             cut_off: ids of workers that recently failed to pull from the prompt's prefill worker; a last resort.
             source_host: host of the prompt's prefill worker.
         """
+        raise NotImplementedError
+
+    def placed(self, arrival: Arrival, choice: PrefillChoice) -> None:
+        """The prompt was sent as chosen."""
+
+    def prefilled(self, request_id: int, worker_id: str) -> None:
+        """The last chunk of its prompt was planned, or token 0 arrived."""
+
+    def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
+        """An answer, ``num_tokens`` long so far since ``began_s``, decodes on ``worker`` from now on."""
+
+    def left(self, request_id: int, num_tokens: int) -> None:
+        """The request is on no worker any more; its answer ended with ``num_tokens``, or 0 if it did not."""
 
 
 class LeastTime(Placement):
@@ -102,11 +113,11 @@ class _Baseline(Placement):
         roomy = [worker for worker in near if not shortfall(arrival.blocks, worker)] or near
         return self._pick(arrival.blocks, roomy, _answers).worker_id if roomy else None
 
-    @abstractmethod
     def _pick(
         self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
     ) -> WorkerSnapshot:
         """One of ``workers``, which are one or more."""
+        raise NotImplementedError
 
 
 class RoundRobin(_Baseline):
@@ -182,4 +193,9 @@ _POLICIES: dict[str, type[Placement]] = {
 
 def placement(policy: str, costs: Costs, *, tpot_slo_s: float = 0.0) -> Placement:
     """Placement by the name of its policy, one of `pdserve.contracts.deployment.POLICIES`."""
+    if policy == "goodput":
+        # A subclass of `Placement` in a module of its own.
+        from pdserve.router.requests.goodput import Goodput
+
+        return Goodput(costs, tpot_slo_s=tpot_slo_s)
     return _POLICIES[policy](costs, tpot_slo_s=tpot_slo_s)

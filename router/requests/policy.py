@@ -44,6 +44,8 @@ class WorkerSnapshot(NamedTuple):
     """Hashes of the blocks in the worker's prefix cache, as far as its events have reported."""
     host: str = ""
     """Host of the worker: KV between two workers of one host takes the faster path."""
+    num_steps: int = 0
+    """Steps in which its sequences decoded so far."""
 
 
 class PromptBlocks:
@@ -110,6 +112,8 @@ class PrefillChoice(NamedTuple):
     """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
     num_cached_tokens: int
     """Expected prefix-cache hit."""
+    is_late: bool = False
+    """It cannot meet its TTFT objective, or not without harm: it runs behind prompts that can."""
 
 
 class DecodeChoice(NamedTuple):

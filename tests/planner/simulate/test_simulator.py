@@ -59,15 +59,13 @@ def test_every_policy_answers_in_full(layout: Layout, policy: str) -> None:
 
 
 def test_the_policy_decides() -> None:
-    """In turn, every second prompt waits for a long one; by predicted time, none does."""
-    requests = [SimulatedRequest(n / 100, 50 if n % 2 else 8000, 1) for n in range(20)]
-    short_s = {
-        policy: simulate(LLAMA_3_8B, disaggregated(2, 1), requests, slo=ALL_HANDED_OFF, policy=policy).times.ttft_s[
-            1::2
-        ]
+    """In turn, some prompts wait for a long one on the worker where it is; by predicted time, they avoid it."""
+    requests = [SimulatedRequest(n / 10, 50 if n % 3 else 8000, 1) for n in range(30)]
+    in_turn, by_time = (
+        simulate(LLAMA_3_8B, disaggregated(2, 1), requests, slo=ALL_HANDED_OFF, policy=policy).times.ttft_s.mean()
         for policy in ("round-robin", "least-time")
-    }
-    assert short_s["round-robin"].mean() != short_s["least-time"].mean()
+    )
+    assert by_time < 0.9 * in_turn
 
 
 @pytest.mark.parametrize("layout", [disaggregated(), disaggregated(2, 3), colocated(), colocated(2)], ids=str)
