@@ -2,8 +2,8 @@
 
 A choice earns the chance that the request meets TTFT and TPOT there, and pays for the misses that it causes: to the
 answers that decode there, whose steps get longer, and to the prompts that will arrive behind it, by a price per second
-of prefill. A request that earns nothing, or less than its seconds cost others, is *late*: it runs behind all
-that still have a chance.
+of prefill. A prompt that has no chance to meet TTFT, or less than its seconds cost others, is *late*: it runs
+behind all that still have one.
 
 It keeps a ledger of its own requests: prompts that were placed as late, and answers that decode, as columns of numpy
 arrays, so that a decision takes a fixed number of array operations.
@@ -33,10 +33,14 @@ FloatArray = npt.NDArray[np.float64]
 
 TPOT_SPREAD = 0.05
 """Error of a predicted TPOT, as a share of the objective: the scale of a logistic distribution."""
+LENIENT_TPOT_S = 1.0
+"""Stands for no TPOT objective."""
 TTFT_SPREAD, MIN_TTFT_SPREAD_S = 0.08, 3e-3
 """Error of a predicted TTFT, as a share of it, and its lower bound."""
 SLACK_VALUE = 0.02
 """Misses that a wait as long as the objective is worth: decides where nothing binds."""
+MIN_CHANCE = 0.05
+"""A prompt whose chance to meet TTFT, less what its seconds cost others, is below this everywhere is late."""
 PRICE_MEMORY_S = 2.0
 """Time after which the harm of a placement counts 1 / e for the price."""
 PRIOR_TOKENS, PRIOR_ANSWERS = 200, 20.0
@@ -71,14 +75,14 @@ class Goodput(Placement):
         can_hand_off = any(handoff for _, handoff in candidates)
         if can_hand_off and self.tpot_slo_s and not arrival.is_probe:
             local = [(worker, False) for worker in workers if worker.role is WorkerRole.DECODE]
-            candidates += [(worker, handoff) for worker, handoff in local if not self._lacking(blocks, worker)]
+            candidates += [(worker, handoff) for worker, handoff in local if self._may_grow(blocks, worker)]
         decoders = [worker for worker in workers if worker.role is not WorkerRole.PREFILL]
         gains = _Gains(self, blocks, decoders, now_s)
         handed_off = max(
             (gains.of(worker, 0.0, 1.0) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
         )
         price = self._price(now_s) / len(candidates)
-        best, late = (-inf, inf, _NO_CHOICE, 0.0), (inf, _NO_CHOICE)
+        best, late, most = (-inf, inf, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), 0.0
         for worker, handoff in candidates:
             cost = self.costs[worker.role]
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
@@ -93,7 +97,9 @@ class Goodput(Placement):
             chance = _chance((slack_s - ttft_s) / spread_s)
             choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
             gain = chance * handed_off if handoff else gains.of(worker, own_s, chance)
-            gain -= price * own_s * ttft_s
+            toll = price * own_s * ttft_s
+            gain -= toll
+            most = max(most, chance - toll)
             if slack_s < inf:
                 gain -= SLACK_VALUE * ttft_s / max(slack_s, ttft_s)
             else:
@@ -101,8 +107,8 @@ class Goodput(Placement):
             best = max(best, (gain, -ttft_s, choice, chance * (1 - chance) / spread_s))
             if handoff or not can_hand_off:
                 late = min(late, (predict_ttft_s(worker, blocks.num_tokens, num_cached, cost), choice))
-        gain, _, choice, harm = best
-        if gain < 0.0 and slack_s < inf:
+        _, _, choice, harm = best
+        if most < MIN_CHANCE and not arrival.is_probe:
             return late[1]._replace(is_late=True)
         self._harm += harm
         return choice
@@ -156,6 +162,12 @@ class Goodput(Placement):
         lacking = max(0, blocks.num_blocks() - num_cached_blocks - worker.num_free_blocks)
         return lacking + max(0, worker.num_decoding + 1 - worker.max_batch_size)
 
+    def _may_grow(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> bool:
+        """Whether ``worker`` has room for the prompt and the rest of all answers: a prompt that is prefilled where it
+        decodes takes its blocks early."""
+        num_blocks = self._lengths.remaining(0) * (worker.num_decoding + 1) / blocks.block_size
+        return not self._lacking(blocks, worker._replace(num_free_blocks=worker.num_free_blocks - int(num_blocks)))
+
     def _price(self, now_s: float) -> float:
         """Misses among all workers that a second of delay to each arrival would cause, per second of arrivals."""
         self._harm *= exp((self._harm_s - now_s) / PRICE_MEMORY_S)
@@ -170,10 +182,8 @@ class _Gains:
     """Gains of one prompt on decode and mixed workers: its own chance, less the misses of answers there."""
 
     def __init__(self, policy: Goodput, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], now_s: float) -> None:
-        self._tpot_slo_s = policy.tpot_slo_s
+        self._tpot_slo_s = policy.tpot_slo_s or LENIENT_TPOT_S
         self._length = policy._lengths.remaining(0)
-        if not self._tpot_slo_s:
-            return
         answers = policy._answers
         rows = [answers.row(worker.worker_id) for worker in workers]
         num_rows = answers.num_rows
@@ -206,8 +216,6 @@ class _Gains:
             weight: value of the request if it meets TPOT.
             own_stall_s: its own wait before token 1.
         """
-        if not self._tpot_slo_s:
-            return weight
         row, step_s = self._rows[worker.worker_id], self._after_s[worker.worker_id]
         if stall_s:
             here = self._row == row

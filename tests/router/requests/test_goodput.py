@@ -61,6 +61,16 @@ def test_a_prompt_that_cannot_be_on_time_runs_behind_those_that_can() -> None:
     assert placed(policy, arrival(4), P0._replace(num_waiting_tokens=8000), D0).ttft_s > COST.prefill_s(8000, 0) / 2
 
 
+def test_a_health_probe_is_never_late() -> None:
+    probe = arrival(1, 8000, ttft_s=0.0)._replace(is_probe=True)
+    assert not placed(Goodput(COSTS, tpot_slo_s=0.05), probe, P0._replace(num_waiting_tokens=10**6), D0).is_late
+
+
+def test_without_an_objective_the_lighter_batch_decodes() -> None:
+    heavy = D0._replace(num_decoding=9, num_context_tokens=9000)
+    assert Goodput(COSTS).decode(arrival(1), [heavy, D1], set(), "") == "decode-1"
+
+
 def test_without_an_objective_no_prompt_is_late() -> None:
     choice = placed(Goodput(COSTS), arrival(1, 8000, ttft_s=inf), P0._replace(num_waiting_tokens=10**6), D0)
     assert not choice.is_late
