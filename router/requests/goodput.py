@@ -11,7 +11,7 @@ arrays, so that a decision takes a fixed number of array operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import exp, inf
 
@@ -77,26 +77,32 @@ class Goodput(Placement):
             local = [(worker, False) for worker in workers if worker.role is WorkerRole.DECODE]
             candidates += [(worker, handoff) for worker, handoff in local if self._may_grow(blocks, worker)]
         decoders = [worker for worker in workers if worker.role is not WorkerRole.PREFILL]
-        gains = _Gains(self, blocks, decoders, now_s)
+        num_cached_by_id = {worker.worker_id: blocks.num_cached_tokens(worker.cached_blocks) for worker in workers}
+        own = {
+            worker.worker_id: self.costs[worker.role].prefill_s(blocks.num_tokens - num_cached, num_cached)
+            * worker.prefill_correction
+            for worker, num_cached in ((worker, num_cached_by_id[worker.worker_id]) for worker, _ in candidates)
+        }
+        stalls_s = {worker.worker_id: own[worker.worker_id] for worker, handoff in candidates if not handoff}
+        gains = _Gains(self, blocks, decoders, now_s, stalls_s)
         handed_off = max(
-            (gains.of(worker, 0.0, 1.0) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
+            (gains.of(worker, 1.0) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
         )
         price = self._price(now_s) / len(candidates)
-        best, late, most = (-inf, inf, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), 0.0
+        best, late, most = (inf, inf, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), 0.0
         for worker, handoff in candidates:
             cost = self.costs[worker.role]
-            num_cached = blocks.num_cached_tokens(worker.cached_blocks)
-            ahead = worker._replace(
-                num_waiting_tokens=max(
-                    0, worker.num_waiting_tokens - sum(self._late.get(worker.worker_id, {}).values())
-                )
-            )
+            num_cached, own_s = num_cached_by_id[worker.worker_id], own[worker.worker_id]
+            num_late = sum(self._late.get(worker.worker_id, {}).values())
+            ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_late))
             ttft_s = predict_ttft_s(ahead, blocks.num_tokens, num_cached, cost)
-            own_s = cost.prefill_s(blocks.num_tokens - num_cached, num_cached) * worker.prefill_correction
             spread_s = max(MIN_TTFT_SPREAD_S, TTFT_SPREAD * ttft_s)
             chance = _chance((slack_s - ttft_s) / spread_s)
             choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
-            gain = chance * handed_off if handoff else gains.of(worker, own_s, chance)
+            # The harm of decoding remains if TTFT is missed.
+            gain = (
+                handed_off - (1 - chance) * max(0.0, handed_off) if handoff else gains.of(worker, chance, is_local=True)
+            )
             toll = price * own_s * ttft_s
             gain -= toll
             most = max(most, chance - toll)
@@ -104,7 +110,7 @@ class Goodput(Placement):
                 gain -= SLACK_VALUE * ttft_s / max(slack_s, ttft_s)
             else:
                 gain -= SLACK_VALUE * ttft_s
-            best = max(best, (gain, -ttft_s, choice, chance * (1 - chance) / spread_s))
+            best = min(best, (-gain, ttft_s, choice, chance * (1 - chance) / spread_s))
             if handoff or not can_hand_off:
                 late = min(late, (predict_ttft_s(worker, blocks.num_tokens, num_cached, cost), choice))
         _, _, choice, harm = best
@@ -126,7 +132,7 @@ class Goodput(Placement):
         for worker in workers:
             num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
             stall_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
-            gain = gains.of(worker, 0.0, weight, own_stall_s=stall_s)
+            gain = gains.of(worker, weight, own_stall_s=stall_s)
             is_last_resort = worker.worker_id in cut_off
             options.append((is_last_resort, self._lacking(blocks, worker), -gain, worker.worker_id))
         return min(options)[-1]
@@ -181,7 +187,15 @@ _NO_CHOICE = PrefillChoice("", False, 0.0, 0)
 class _Gains:
     """Gains of one prompt on decode and mixed workers: its own chance, less the misses of answers there."""
 
-    def __init__(self, policy: Goodput, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], now_s: float) -> None:
+    def __init__(
+        self,
+        policy: Goodput,
+        blocks: PromptBlocks,
+        workers: Sequence[WorkerSnapshot],
+        now_s: float,
+        stalls_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """``stalls_s``: seconds that a prefill of the prompt would delay the answers on each worker that may do it."""
         self._tpot_slo_s = policy.tpot_slo_s or LENIENT_TPOT_S
         self._length = policy._lengths.remaining(0)
         answers = policy._answers
@@ -199,8 +213,14 @@ class _Gains:
         self._row, self._slack, self._steps, self._per_s = answers.slack(
             now_s, num_steps, self._tpot_slo_s, policy._lengths
         )
-        self._kept = self._met(before_s)
-        self._kept_after = self._met(after_s)
+        kept = self._met(before_s)
+        self._harm = kept - self._met(after_s)
+        if stalls_s:
+            stall_s = np.zeros(num_rows)
+            for worker_id, seconds in stalls_s.items():
+                stall_s[self._rows[worker_id]] = seconds
+            self._slack -= self._per_s * stall_s[self._row]
+            self._local_harm = kept - self._met(after_s)
 
     def _met(self, step_s: FloatArray) -> FloatArray:
         """Expected answers that meet TPOT, by row, if steps take ``step_s``."""
@@ -208,24 +228,19 @@ class _Gains:
         chance = 1 / (1 + np.exp(np.minimum(self._steps * step_s[row] - self._slack, 50.0)))
         return np.bincount(row, chance, len(step_s)).astype(np.float64, copy=False)
 
-    def of(self, worker: WorkerSnapshot, stall_s: float, weight: float, *, own_stall_s: float = 0.0) -> float:
+    def of(self, worker: WorkerSnapshot, weight: float, *, is_local: bool = False, own_stall_s: float = 0.0) -> float:
         """Gain on ``worker``.
 
         Args:
-            stall_s: prefill that the answers there wait for.
+            is_local: it prefills there, too.
             weight: value of the request if it meets TPOT.
             own_stall_s: its own wait before token 1.
         """
         row, step_s = self._rows[worker.worker_id], self._after_s[worker.worker_id]
-        if stall_s:
-            here = self._row == row
-            excess = self._steps[here] * step_s + self._per_s[here] * stall_s - self._slack[here]
-            kept = float((1 / (1 + np.exp(np.minimum(excess, 50.0)))).sum())
-        else:
-            kept = float(self._kept_after[row])
+        harm = float((self._local_harm if is_local else self._harm)[row])
         tpot_s = step_s + own_stall_s / self._length
         own = weight * _chance((1 - tpot_s / self._tpot_slo_s) / TPOT_SPREAD)
-        return own - (float(self._kept[row]) - kept) - SLACK_VALUE * tpot_s / self._tpot_slo_s
+        return own - harm - SLACK_VALUE * tpot_s / self._tpot_slo_s
 
 
 class _Answers:
