@@ -89,7 +89,7 @@ class Goodput(Placement):
             (gains.of(worker, 1.0) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
         )
         price = self._price(now_s) / len(candidates)
-        best, late, most = (inf, inf, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), 0.0
+        best, late, most = (inf, inf, True, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), 0.0
         for worker, handoff in candidates:
             cost = self.costs[worker.role]
             num_cached, own_s = num_cached_by_id[worker.worker_id], own[worker.worker_id]
@@ -100,9 +100,8 @@ class Goodput(Placement):
             chance = _chance((slack_s - ttft_s) / spread_s)
             choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
             # The harm of decoding remains if TTFT is missed.
-            gain = (
-                handed_off - (1 - chance) * max(0.0, handed_off) if handoff else gains.of(worker, chance, is_local=True)
-            )
+            kept = handed_off - (1 - chance) * max(0.0, handed_off)
+            gain = kept if handoff else gains.of(worker, chance, is_local=True)
             toll = price * own_s * ttft_s
             gain -= toll
             most = max(most, chance - toll)
@@ -110,10 +109,12 @@ class Goodput(Placement):
                 gain -= SLACK_VALUE * ttft_s / max(slack_s, ttft_s)
             else:
                 gain -= SLACK_VALUE * ttft_s
-            best = min(best, (-gain, ttft_s, choice, chance * (1 - chance) / spread_s))
+            best = min(
+                best, (-gain, ttft_s, worker.role is WorkerRole.DECODE, choice, chance * (1 - chance) / spread_s)
+            )
             if handoff or not can_hand_off:
                 late = min(late, (predict_ttft_s(worker, blocks.num_tokens, num_cached, cost), choice))
-        _, _, choice, harm = best
+        *_, choice, harm = best
         if most < MIN_CHANCE and not arrival.is_probe:
             return late[1]._replace(is_late=True)
         self._harm += harm
