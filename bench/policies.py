@@ -120,7 +120,7 @@ SETTINGS = (
         layout=_two_hosts(),
         ttft_s=0.45,
         tpot_s=0.04,
-        rates=(110, 130),
+        rates=(110, 130, 200),
     ),
     Setting(
         workload=Workload(

@@ -154,7 +154,7 @@ class RouterConfig:
     """Serve ``/metrics`` of the admin port without the token."""
     replicas: int = 1
     policy: Policy = DEFAULT_POLICY
-    """Chooses the workers of each request: ``least-time``, or a baseline to compare with."""
+    """Chooses the workers of each request: ``least-time``, ``goodput``, or a baseline to compare with."""
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
     """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429."""
 

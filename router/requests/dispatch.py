@@ -36,7 +36,8 @@ from pdserve.contracts.events import (
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.placement import Arrival, placement
+from pdserve.router.requests.placement import Arrival
+from pdserve.router.requests.policies import placement
 from pdserve.router.requests.policy import Costs, PromptBlocks
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 

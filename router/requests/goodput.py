@@ -77,13 +77,12 @@ class Goodput(Placement):
             local = [(worker, False) for worker in workers if worker.role is WorkerRole.DECODE]
             candidates += [(worker, handoff) for worker, handoff in local if self._may_grow(blocks, worker)]
         decoders = [worker for worker in workers if worker.role is not WorkerRole.PREFILL]
-        num_cached_by_id = {worker.worker_id: blocks.num_cached_tokens(worker.cached_blocks) for worker in workers}
-        own = {
-            worker.worker_id: self.costs[worker.role].prefill_s(blocks.num_tokens - num_cached, num_cached)
-            * worker.prefill_correction
-            for worker, num_cached in ((worker, num_cached_by_id[worker.worker_id]) for worker, _ in candidates)
-        }
-        stalls_s = {worker.worker_id: own[worker.worker_id] for worker, handoff in candidates if not handoff}
+        cached, own_s = {}, {}
+        for worker, _ in candidates:
+            num = cached[worker.worker_id] = blocks.num_cached_tokens(worker.cached_blocks)
+            seconds = self.costs[worker.role].prefill_s(blocks.num_tokens - num, num)
+            own_s[worker.worker_id] = seconds * worker.prefill_correction
+        stalls_s = {worker.worker_id: own_s[worker.worker_id] for worker, handoff in candidates if not handoff}
         gains = _Gains(self, blocks, decoders, now_s, stalls_s)
         handed_off = max(
             (gains.of(worker, 1.0) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
@@ -92,7 +91,7 @@ class Goodput(Placement):
         best, late, most = (inf, inf, True, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), 0.0
         for worker, handoff in candidates:
             cost = self.costs[worker.role]
-            num_cached, own_s = num_cached_by_id[worker.worker_id], own[worker.worker_id]
+            num_cached = cached[worker.worker_id]
             num_late = sum(self._late.get(worker.worker_id, {}).values())
             ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_late))
             ttft_s = predict_ttft_s(ahead, blocks.num_tokens, num_cached, cost)
@@ -102,13 +101,10 @@ class Goodput(Placement):
             # The harm of decoding remains if TTFT is missed.
             kept = handed_off - (1 - chance) * max(0.0, handed_off)
             gain = kept if handoff else gains.of(worker, chance, is_local=True)
-            toll = price * own_s * ttft_s
-            gain -= toll
+            toll = price * own_s[worker.worker_id] * ttft_s
             most = max(most, chance - toll)
-            if slack_s < inf:
-                gain -= SLACK_VALUE * ttft_s / max(slack_s, ttft_s)
-            else:
-                gain -= SLACK_VALUE * ttft_s
+            scale_s = max(slack_s, ttft_s) if slack_s < inf else 1.0
+            gain -= toll + SLACK_VALUE * ttft_s / scale_s
             best = min(
                 best, (-gain, ttft_s, worker.role is WorkerRole.DECODE, choice, chance * (1 - chance) / spread_s)
             )

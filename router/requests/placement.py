@@ -1,8 +1,8 @@
 """Placement policies behind one interface: which worker computes a prompt, and which one decodes its answer.
 
 The dispatcher owns one `Placement`, live and in the planner's simulator alike, asks it for both decisions and reports
-what became of them. Pure: no I/O and no clock; the same calls give the same decisions. ``least-time`` is
-`pdserve.router.requests.policy`; the others are the baselines to compare with.
+what became of them. Pure: no I/O and no clock; the same calls give the same decisions. Here are ``least-time``, which
+`pdserve.router.requests.policy` computes, and the baselines to compare with.
 """
 
 from __future__ import annotations
@@ -180,22 +180,3 @@ def _prompts(worker: WorkerSnapshot) -> float:
 
 def _answers(worker: WorkerSnapshot) -> float:
     return worker.num_decoding
-
-
-_POLICIES: dict[str, type[Placement]] = {
-    "least-time": LeastTime,
-    "cache-aware": CacheAware,
-    "power-of-two": PowerOfTwo,
-    "least-loaded": LeastLoaded,
-    "round-robin": RoundRobin,
-}
-
-
-def placement(policy: str, costs: Costs, *, tpot_slo_s: float = 0.0) -> Placement:
-    """Placement by the name of its policy, one of `pdserve.contracts.deployment.POLICIES`."""
-    if policy == "goodput":
-        # A subclass of `Placement` in a module of its own.
-        from pdserve.router.requests.goodput import Goodput
-
-        return Goodput(costs, tpot_slo_s=tpot_slo_s)
-    return _POLICIES[policy](costs, tpot_slo_s=tpot_slo_s)

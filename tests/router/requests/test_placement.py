@@ -10,7 +10,8 @@ import pytest
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.deployment import POLICIES
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.placement import Arrival, placement
+from pdserve.router.requests.placement import Arrival
+from pdserve.router.requests.policies import placement
 from pdserve.router.requests.policy import PromptBlocks, WorkerSnapshot
 from tests.router.requests.test_policy import BLOCK_SIZE, COSTS, worker
 
