@@ -43,6 +43,8 @@ MIN_CHANCE = 0.05
 """A prompt whose chance to meet TTFT, less what its seconds cost others, is below this everywhere is late."""
 PRICE_MEMORY_S = 2.0
 """Time after which the harm of a placement counts 1 / e for the price."""
+MAX_MEAN_STEP = 0.75
+"""Mean step, prefills included, up to which a decode worker prefills, as a share of the TPOT objective."""
 PRIOR_TOKENS, PRIOR_ANSWERS = 200, 20.0
 """Mean length and weight of the answers assumed before any has ended."""
 LENGTH_MEMORY = 2000.0
@@ -65,6 +67,9 @@ class Goodput(Placement):
         self._harm, self._harm_s = 0.0, 0.0
         """Misses per second of delay, summed over recent placements, and the instant of the sum."""
 
+        self._prefilled_s: dict[str, tuple[float, float]] = {}
+        """Decaying seconds of prefill where answers decode, and the instant of the sum, by worker."""
+
     # Decisions
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
@@ -75,7 +80,7 @@ class Goodput(Placement):
         can_hand_off = any(handoff for _, handoff in candidates)
         if can_hand_off and self.tpot_slo_s and not arrival.is_probe:
             local = [(worker, False) for worker in workers if worker.role is WorkerRole.DECODE]
-            candidates += [(worker, handoff) for worker, handoff in local if self._may_grow(blocks, worker)]
+            candidates += [(worker, handoff) for worker, handoff in local if self._may_prefill(arrival, worker)]
         decoders = [worker for worker in workers if worker.role is not WorkerRole.PREFILL]
         cached, own_s = {}, {}
         for worker, _ in candidates:
@@ -114,6 +119,11 @@ class Goodput(Placement):
         if most < MIN_CHANCE and not arrival.is_probe:
             return late[1]._replace(is_late=True)
         self._harm += harm
+        if not choice.handoff:
+            self._prefilled_s[choice.worker_id] = (
+                self._recent_s(choice.worker_id, now_s) + own_s[choice.worker_id],
+                now_s,
+            )
         return choice
 
     def decode(
@@ -164,6 +174,18 @@ class Goodput(Placement):
         num_cached_blocks = blocks.num_cached_tokens(worker.cached_blocks) // blocks.block_size
         lacking = max(0, blocks.num_blocks() - num_cached_blocks - worker.num_free_blocks)
         return lacking + max(0, worker.num_decoding + 1 - worker.max_batch_size)
+
+    def _may_prefill(self, arrival: Arrival, worker: WorkerSnapshot) -> bool:
+        """Whether recent prefills on a decode worker leave its mean step within TPOT, and it has the blocks."""
+        cost, num_answers = self.costs[worker.role], worker.num_decoding + 1
+        step_s = cost.decode_s(num_answers, worker.num_context_tokens + arrival.blocks.num_tokens)
+        share = self._recent_s(worker.worker_id, arrival.now_s) / PRICE_MEMORY_S
+        is_fast = step_s * worker.decode_correction <= MAX_MEAN_STEP * self.tpot_slo_s * (1 - share)
+        return is_fast and self._may_grow(arrival.blocks, worker)
+
+    def _recent_s(self, worker_id: str, now_s: float) -> float:
+        seconds, at_s = self._prefilled_s.get(worker_id, (0.0, now_s))
+        return seconds * exp((at_s - now_s) / PRICE_MEMORY_S)
 
     def _may_grow(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> bool:
         """Whether ``worker`` has room for the prompt and the rest of all answers: a prompt that is prefilled where it

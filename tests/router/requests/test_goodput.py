@@ -104,8 +104,8 @@ def test_a_request_that_missed_its_ttft_earns_nothing_on_a_decode_worker() -> No
 def test_prefill_on_a_decode_worker_is_charged_with_the_answers_that_it_delays() -> None:
     hashes = frozenset(block_hashes(range(6000), BLOCK_SIZE))
     one = arrival(1, 7000)
-    for late_s, expected in ((0.0, "prefill-0"), (10.0, "decode-0")):
-        policy = Goodput(COSTS, tpot_slo_s=STEP_S * 1.2)
+    for late_s, expected in ((STEP_S * 199, "prefill-0"), (10.0, "decode-0")):
+        policy = Goodput(COSTS, tpot_slo_s=STEP_S * 2)
         d0 = with_answers(policy, D0._replace(cached_blocks=hashes), 16, late_s=late_s)
         assert placed(policy, one, P0._replace(num_waiting_tokens=3000), d0).worker_id == expected
 
@@ -147,3 +147,14 @@ def test_the_ledger_forgets_what_has_left() -> None:
     assert not policy._wanted_s
     assert not any(policy._late.values())
     assert not policy._answers._ids
+
+
+def test_a_decode_worker_prefills_only_while_its_mean_step_meets_tpot() -> None:
+    """With a long queue on the prefill worker, all prompts would go to the decode worker, and its answers miss TPOT."""
+    policy = Goodput(COSTS, tpot_slo_s=0.02)
+    queue = P0._replace(num_waiting_tokens=20_000)
+    busy = D0._replace(num_decoding=8, num_context_tokens=8000)
+    chosen = [placed(policy, arrival(number, 2000, ttft_s=2.0), queue, busy).worker_id for number in range(60)]
+    num_local = chosen.count("decode-0")
+    assert 0 < num_local * COST.prefill_s(2000, 0) < 2.2
+    assert set(chosen[num_local:]) == {"prefill-0"}
