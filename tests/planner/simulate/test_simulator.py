@@ -60,7 +60,7 @@ def test_every_policy_answers_in_full(layout: Layout, policy: str) -> None:
 
 def test_the_policy_decides() -> None:
     """In turn, some prompts wait for a long one on the worker where it is; by predicted time, they avoid it."""
-    requests = [SimulatedRequest(n / 10, 50 if n % 3 else 8000, 1) for n in range(30)]
+    requests = [SimulatedRequest(n / 20, 50 if n % 3 else 8000, 1) for n in range(30)]
     in_turn, by_time = (
         simulate(LLAMA_3_8B, disaggregated(2, 1), requests, slo=ALL_HANDED_OFF, policy=policy).times.ttft_s.mean()
         for policy in ("round-robin", "least-time")
