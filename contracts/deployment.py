@@ -136,6 +136,11 @@ class KvTransferConfig:
     """``auto``, ``memfd`` (copy on one host) or ``grpc``."""
 
 
+POLICIES = ("least-time", "goodput", "cache-aware", "power-of-two", "least-loaded", "round-robin")
+DEFAULT_POLICY = "least-time"
+Policy = Annotated[str, one_of(*POLICIES)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     host: str = "127.0.0.1"
@@ -148,6 +153,8 @@ class RouterConfig:
     open_metrics: bool = False
     """Serve ``/metrics`` of the admin port without the token."""
     replicas: int = 1
+    policy: Policy = DEFAULT_POLICY
+    """Chooses the workers of each request: ``least-time``, ``goodput``, or a baseline to compare with."""
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
     """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429."""
 

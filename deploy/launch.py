@@ -144,6 +144,7 @@ def router_config(launch: Launch, cluster_token: str = "", admin_token: str = ""
         admin_token=admin_token,
         open_metrics=router.open_metrics,
         slo=launch.config.slo,
+        policy=router.policy,
         max_queued_requests=router.max_queued_requests,
         cluster_token=cluster_token,
         hardware=launch.emulate or "cpu",

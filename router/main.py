@@ -86,6 +86,7 @@ async def serve(config: RouterProcessConfig) -> int:
 
     metrics = RouterMetrics(config.slo)
     settings = DispatchSettings(
+        policy=config.policy,
         max_in_flight=config.max_queued_requests,
         ttft_slo_s=config.slo.ttft_seconds,
         tpot_slo_s=config.slo.tpot_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, Policy, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.model.cost.hardware import Hardware
@@ -29,6 +29,7 @@ class RouterProcessConfig:
     open_metrics: bool = False
     """Serve ``/metrics`` without the token."""
     slo: SloConfig = field(default_factory=SloConfig)
+    policy: Policy = DEFAULT_POLICY
     max_queued_requests: int = 1024
     """Maximum answers requested and not finished."""
     cluster_token: str = ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, SloConfig
+from pdserve.contracts.deployment import POLICIES, DeploymentConfig, ModelConfig, SloConfig
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.config import check_deployment, override
 
@@ -82,6 +82,10 @@ BurstinessOption = Annotated[
 ]
 LenientOption = Annotated[
     bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.", rich_help_panel=WHAT)
+]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help=f"Placement policy of the router: {', '.join(POLICIES)}.", rich_help_panel=WHAT),
 ]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.", rich_help_panel=ANSWER)]
 

@@ -115,6 +115,7 @@ def simulate(
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
+    policy: options.PolicyOption = None,
     seed: options.SeedOption = 0,
     json: Annotated[
         Path | None,
@@ -141,6 +142,7 @@ def simulate(
     ):
         config = _with_workers(config, phase, workers)
         config = override(config, phase, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
+    config = override(config, "router", policy=policy)
     check_deployment(config, use="simulate")
     named = _named_traffic(workload, trace, input_tokens, output_tokens)
     if concurrency is not None and rate is not None:
@@ -163,6 +165,7 @@ def simulate(
         rate=0.0 if concurrency else _rate(rate, traffic, num_requests, seed),
         concurrency=concurrency or 0,
         max_in_flight=config.router.max_queued_requests,
+        policy=config.router.policy,
         seed=seed,
     )
     return _report(run, json)

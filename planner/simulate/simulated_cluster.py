@@ -87,12 +87,14 @@ class VirtualWorker(Worker):
             self.load = engine.load()
             self.prefill_correction = engine.corrections.prefill
             self.decode_correction = engine.corrections.decode
+            self.num_steps = engine.num_steps
         snapshot = super().snapshot()
-        num_tokens, num_blocks = engine.run_growth()
-        if num_tokens:
+        num_steps, num_tokens, num_blocks = engine.run_growth()
+        if num_steps:
             return snapshot._replace(
                 num_context_tokens=snapshot.num_context_tokens + num_tokens,
                 num_free_blocks=snapshot.num_free_blocks - num_blocks,
+                num_steps=snapshot.num_steps + num_steps,
             )
         return snapshot
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.simulate.attainment import Attainment, measure
 from pdserve.planner.simulate.simulation import Simulation
@@ -37,6 +37,8 @@ class Run:
     """Requests in flight in a closed loop."""
     max_in_flight: int = 1024
     """Limit at the router."""
+    policy: str = DEFAULT_POLICY
+    """Placement policy of the router."""
     seed: int = 0
 
 
@@ -75,6 +77,7 @@ def carry_out(run: Run) -> RunResult:
         slo=run.slo,
         concurrency=run.concurrency,
         max_in_flight=run.max_in_flight,
+        policy=run.policy,
         sample_every_s=_CLOSED_LOOP_SAMPLES_S if run.concurrency else max(span_s / _NUM_SAMPLES, 1e-3),
     )
     num_seen = len(simulation.times.arrived_s)

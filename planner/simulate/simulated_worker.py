@@ -203,11 +203,11 @@ class SimulatedWorker:
         """Load as of now."""
         return self._scheduler.load()
 
-    def run_growth(self) -> tuple[int, int]:
-        """Context tokens and blocks added by the current run that the scheduler does not yet know of."""
+    def run_growth(self) -> tuple[int, int, int]:
+        """Steps, and context tokens and blocks added by the current run that the scheduler does not yet know of."""
         run = self._run
         if run is None or self._decoding is None:
-            return 0, 0
+            return 0, 0, 0
         num_turns = min(run.first_turn(self._queue.now_s), self._run_length)
         if not self._run_free_tokens:
             self._run_free_tokens = self._decoding.free_kv_tokens()
@@ -217,7 +217,7 @@ class SimulatedWorker:
             for free, count in self._run_free_tokens.items()
             if num_turns > free
         )
-        return num_turns * run.batch_size, num_blocks
+        return num_turns, num_turns * run.batch_size, num_blocks
 
     # The loop
 

@@ -19,7 +19,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.events import ClientEvent, RequestEvent, TokenEvent
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
@@ -73,6 +73,7 @@ def simulate(
     overheads: Overheads | None = None,
     concurrency: int = 0,
     max_in_flight: int = 1024,
+    policy: str = DEFAULT_POLICY,
     sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
     corrections: Mapping[WorkerRole, Sequence[StepCorrections]] | None = None,
@@ -86,6 +87,7 @@ def simulate(
         concurrency: above 0, a closed loop: arrival times are ignored, this many requests are in flight, and each
             finished request starts the next one.
         max_in_flight: limit on requests in flight at the router; further ones are rejected.
+        policy: name of the router's placement policy.
         sample_every_s: above 0, the interval of `Simulation.timelines`.
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
         corrections: per role, factors on the predicted step times, which the policy knows; at least one per role
@@ -94,8 +96,11 @@ def simulate(
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
+    settings = DispatchSettings(
+        policy=policy, max_in_flight=max_in_flight, ttft_slo_s=slo.ttft_seconds, tpot_slo_s=slo.tpot_seconds
+    )
     run = _Simulator(
-        model, layout, requests, slo, overheads or Overheads(), concurrency, max_in_flight, cost_of, corrections or {}
+        model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of, corrections or {}
     )
     with _no_garbage_collection():
         return run.simulate(sample_every_s)
@@ -155,10 +160,9 @@ class _Simulator:
         model: PlannedModel,
         layout: Layout,
         requests: Sequence[SimulatedRequest],
-        slo: SloConfig,
+        settings: DispatchSettings,
         overheads: Overheads,
         concurrency: int,
-        max_in_flight: int,
         cost_of: Callable[[Pool], CostModel] | None,
         corrections: Mapping[WorkerRole, Sequence[StepCorrections]],
     ) -> None:
@@ -182,11 +186,7 @@ class _Simulator:
             queue=self._events,
             sink=self,
         ).workers()
-        self._dispatcher = Dispatcher(
-            costs,
-            DispatchSettings(max_in_flight=max_in_flight, ttft_slo_s=slo.ttft_seconds, tpot_slo_s=slo.tpot_seconds),
-            now_s=lambda: self._events.now_s,
-        )
+        self._dispatcher = Dispatcher(costs, settings, now_s=lambda: self._events.now_s)
         for worker in self._workers.values():
             self._dispatcher.worker_up(worker)
         self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)

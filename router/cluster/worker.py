@@ -71,6 +71,8 @@ class Worker(ABC):
         """Commands can be sent."""
         self.is_draining = False
         self.load = SchedulerLoad()
+        self.num_steps = 0
+        """Steps that decoded since the first report."""
         self.prefill_correction = 1.0
         """Observed over predicted time of steps with prefill rows."""
         self.decode_correction = 1.0
@@ -101,6 +103,7 @@ class Worker(ABC):
             decode_correction=self.decode_correction,
             cached_blocks=self.cached_blocks,
             host=self.host,
+            num_steps=self.num_steps,
         )
 
     @abstractmethod

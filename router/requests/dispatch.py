@@ -1,8 +1,8 @@
 """Dispatch core: places requests on workers, binds decode workers, retries, delivers tokens.
 
 Owns the tables of requests and attempts, the queue of attempts that no worker has taken, and admission (a bound on
-requests in flight, and the drain). The pure policy decides where to go. At all times, accepted requests equal the sum
-of outcomes and requests in the table.
+requests in flight, and the drain). A pure `Placement` decides where to go. At all times, accepted requests equal the
+sum of outcomes and requests in the table.
 
 Everything the core needs is injected, so a virtual clock drives it as well as a live router.
 
@@ -22,7 +22,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
+from pdserve.contracts.deployment import DEFAULT_POLICY, Policy
 from pdserve.contracts.events import (
     PromptLogprobsEvent,
     RefusalCode,
@@ -34,7 +36,9 @@ from pdserve.contracts.events import (
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.policy import Costs, choose_decode, choose_prefill
+from pdserve.router.requests.placement import Arrival
+from pdserve.router.requests.policies import placement
+from pdserve.router.requests.policy import Costs, PromptBlocks
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
@@ -43,11 +47,15 @@ MAX_FAILURES = 2
 """Failed steps after which the request itself is blamed."""
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
+LATE_S = 20.0
+"""TTFT objective sent for a late request, which orders it behind others for that long."""
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchSettings:
+    policy: Policy = DEFAULT_POLICY
+    """Name of the placement policy."""
     max_in_flight: int = 1024
     """Maximum choices accepted and not ended: a request for n answers counts as n requests."""
     ttft_slo_s: float = 0.0
@@ -106,7 +114,7 @@ class Dispatcher:
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
         self.num_accepted = 0
         self.is_draining = False
-        self._costs = costs
+        self._placement = placement(settings.policy, costs, tpot_slo_s=settings.tpot_slo_s)
         self._settings = settings
         self._now_s = now_s
         self._observer = observer or DispatchObserver()
@@ -303,6 +311,7 @@ class Dispatcher:
     def _end_choice(self, attempt: Attempt, finisher: Worker | None = None) -> None:
         """End a complete choice; ``finisher`` sent its last token."""
         request = attempt.request
+        self._placement.left(attempt.request_id, len(attempt.emitted))
         self._forget(attempt, finisher)
         del request.attempts[attempt.choice]
         self._bind_others(attempt)
@@ -329,6 +338,7 @@ class Dispatcher:
 
     def _forget(self, attempt: Attempt, finisher: Worker | None = None) -> None:
         """Free what workers hold of an attempt that is over."""
+        self._placement.left(attempt.request_id, 0)
         attempt.abandon(finisher)
         del self._attempts[attempt.request_id]
         self._queued.pop(attempt.request_id, None)
@@ -349,8 +359,8 @@ class Dispatcher:
             return
         spec = attempt.request.spec
         blocks = attempt.blocks(workers[0].block_size)
-        tpot_slo_s = 0.0 if spec.is_probe else self._settings.tpot_slo_s
-        choice = choose_prefill(blocks, [worker.snapshot() for worker in workers], self._costs, tpot_slo_s=tpot_slo_s)
+        arrival = self._arrival(attempt, blocks, start_s)
+        choice = self._placement.prefill(arrival, [worker.snapshot() for worker in workers])
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
         if choice is None:
@@ -360,8 +370,9 @@ class Dispatcher:
         if attempt.number < 0 and attempt.choice == 0:
             self._observer.phase_ended("queue", now_s - spec.arrived_s)
         ttft_slo_s = 0.0
-        if self._settings.ttft_slo_s > 0 and not attempt.emitted:
-            ttft_slo_s = max(spec.arrived_s + self._settings.ttft_slo_s - now_s, MIN_DURATION_S)
+        if arrival.wanted_s < inf:
+            ttft_slo_s = LATE_S if choice.is_late else max(arrival.wanted_s - now_s, MIN_DURATION_S)
+        self._placement.placed(arrival, choice)
         attempt.submit(
             self.workers[choice.worker_id],
             handoff=choice.handoff,
@@ -370,6 +381,11 @@ class Dispatcher:
             deadline_s=self._deadline_s(attempt.request) - now_s,
             ttft_slo_s=ttft_slo_s,
         )
+
+    def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
+        spec, ttft_slo_s = attempt.request.spec, self._settings.ttft_slo_s
+        wanted_s = spec.arrived_s + ttft_slo_s if ttft_slo_s > 0 and not attempt.emitted else inf
+        return Arrival(attempt.request_id, blocks, now_s, wanted_s, spec.is_probe)
 
     def _bind(self, attempt: Attempt) -> None:
         """Bind the attempt to the decode worker chosen by the policy. It stays parked while choice 0 pulls the prompt,
@@ -383,21 +399,20 @@ class Dispatcher:
             return
         start_s = self._now_s()
         blocks = attempt.blocks(prefill.block_size)
-        choice = choose_decode(
-            blocks,
+        worker_id = self._placement.decode(
+            self._arrival(attempt, blocks, start_s),
             [w.snapshot() for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work],
-            self._costs,
             self._cut_off_from(prefill),
-            source_host=prefill.host,
+            prefill.host,
         )
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
-        if choice is None:
+        if worker_id is None:
             self._unbound[attempt.request_id] = attempt
             return
         self._unbound.pop(attempt.request_id, None)
         deadline_s = self._deadline_s(attempt.request) - now_s
-        attempt.bind(self.workers[choice.worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
+        attempt.bind(self.workers[worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
 
     def _bind_others(self, first: Attempt) -> None:
         """Bind the choices that waited for the pull of choice 0."""
@@ -460,6 +475,16 @@ class Dispatcher:
             self._observer.phase_ended("prefill", now_s - attempt.started_s)
         is_parked = attempt.handoff and not attempt.has_joined
         attempt.state = RequestState.HANDOFF if is_parked else RequestState.DECODING
+        assert attempt.prefill is not None
+        self._placement.prefilled(attempt.request_id, attempt.prefill.worker_id)
+        if not is_parked:
+            self._decoding(attempt)
+
+    def _decoding(self, attempt: Attempt) -> None:
+        worker = attempt.decode or attempt.prefill
+        assert worker is not None
+        num_tokens = max(1, len(attempt.emitted))
+        self._placement.decoding(attempt.request_id, attempt.began_s, num_tokens, worker.snapshot())
 
     def _started(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         worker.in_flight.remove(attempt.request_id)
@@ -480,6 +505,7 @@ class Dispatcher:
             attempt.source = KvSource(address=worker.kv_address, worker_epoch=worker.epoch, handle=event.handle)
             if attempt.awaits_first:
                 attempt.state = RequestState.HANDOFF
+            self._placement.prefilled(attempt.request_id, worker.worker_id)
             self._bind(attempt)
 
     def _joined(self, attempt: Attempt) -> None:
@@ -487,6 +513,7 @@ class Dispatcher:
         attempt.joined_s = self._now_s()
         if not attempt.awaits_first:
             attempt.state = RequestState.DECODING
+            self._decoding(attempt)
             self._observer.phase_ended("handoff", attempt.joined_s - attempt.first_token_s)
         self._bind_others(attempt)
 
@@ -529,6 +556,7 @@ class Dispatcher:
         if error is not None:
             self.fail(attempt.request, error)
             return
+        self._placement.left(attempt.request_id, 0)
         attempt.abandon()
         self._observer.retried(reason)
         attempt.queued_s = self._now_s()

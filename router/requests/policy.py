@@ -1,9 +1,8 @@
-"""Routing policy: which worker runs each phase of a request, as a pure function of snapshots, request and cost model.
+"""The ``least-time`` policy and the view of workers that all policies share (`pdserve.router.requests.placement`).
 
 Minimises predicted time: TTFT for prefill, TPOT including the transfer for decode. A decode worker may also prefill
 where that is faster and violates nobody's TPOT (`may_prefill_locally`): typically the next turn of a chat whose history
-only that worker caches. The dispatcher calls it with snapshots of its workers, the planner's simulator with
-snapshots of virtual ones. No I/O, no clock, no state.
+only that worker caches. No I/O, no clock, no state.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ class WorkerSnapshot(NamedTuple):
     """Hashes of the blocks in the worker's prefix cache, as far as its events have reported."""
     host: str = ""
     """Host of the worker: KV between two workers of one host takes the faster path."""
+    num_steps: int = 0
+    """Steps in which its sequences decoded so far."""
 
 
 class PromptBlocks:
@@ -111,6 +112,8 @@ class PrefillChoice(NamedTuple):
     """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
     num_cached_tokens: int
     """Expected prefix-cache hit."""
+    is_late: bool = False
+    """It cannot meet its TTFT objective, or not without harm: it runs behind prompts that can."""
 
 
 class DecodeChoice(NamedTuple):
@@ -220,7 +223,7 @@ def choose_prefill(
     if any(choice.handoff for _, _, choice, _ in options):
         cost, correction = costs[WorkerRole.DECODE], min(options)[-1]
         for worker in workers:
-            if worker.role is not WorkerRole.DECODE or _shortfall(blocks, worker):
+            if worker.role is not WorkerRole.DECODE or shortfall(blocks, worker):
                 continue  # without blocks and a batch slot, the request would wait for them before its token 0
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
@@ -252,13 +255,13 @@ def choose_decode(
     for worker in workers:
         if worker.role is not WorkerRole.DECODE:
             continue
-        shortfall = _shortfall(blocks, worker)
+        lacking = shortfall(blocks, worker)
         num_context = worker.num_context_tokens + blocks.num_tokens
         tpot_s = cost.decode_s(worker.num_decoding + 1, num_context) * worker.decode_correction
         num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
         transfer_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
-        choice = DecodeChoice(worker.worker_id, shortfall == 0, tpot_s, transfer_s)
-        choices.append((worker.worker_id in cut_off, shortfall, tpot_s + transfer_s / STALL_TOKENS, choice))
+        choice = DecodeChoice(worker.worker_id, lacking == 0, tpot_s, transfer_s)
+        choices.append((worker.worker_id in cut_off, lacking, tpot_s + transfer_s / STALL_TOKENS, choice))
     return min(choices)[-1] if choices else None
 
 
@@ -270,7 +273,7 @@ def _mixed_correction(worker: WorkerSnapshot) -> float:
     return worker.prefill_correction
 
 
-def _shortfall(blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
+def shortfall(blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
     """Blocks and batch slots that ``worker`` lacks for one more sequence."""
     missing_blocks = max(0, blocks.num_blocks() - worker.num_free_blocks)
     missing_slots = max(0, worker.num_decoding + 1 - worker.max_batch_size)

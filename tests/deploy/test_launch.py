@@ -22,7 +22,7 @@ DOCUMENT = {
     "prefill": {"replicas": 2, "kv_memory": "1GiB", "max_batch_tokens": 100},
     "decode": {"max_batch_size": 7, "device": "cuda", "gpu_memory_utilization": 0.5},
     "kv_transfer": {"transport": "grpc"},
-    "router": {"port": 1234, "max_queued_requests": 5},
+    "router": {"port": 1234, "policy": "round-robin", "max_queued_requests": 5},
 }
 BOARD = "/run/cores"
 EIGHT, FOUR = tuple(range(8)), tuple(range(4))
@@ -89,6 +89,7 @@ def test_the_router_gets_its_model_limits_and_device() -> None:
     launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
     config = router_config(launch, "secret")
     assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
+    assert config.policy == "round-robin"
     assert (config.hardware, config.precision.dtype) == ("cpu", "bfloat16")
     assert (config.precision.kv_dtype, config.precision.quantization) == ("int8", "int8")
     assert config.drain_timeout_s == 3.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import POLICIES, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS
@@ -50,6 +50,22 @@ def assert_all_are_answered(simulation: Simulation, num_requests: int) -> None:
 
 def decoded(simulation: Simulation) -> int:
     return sum(worker.num_decode_tokens for worker in simulation.workers)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", [disaggregated(2, 3), colocated(2)], ids=str)
+def test_every_policy_answers_in_full(layout: Layout, policy: str) -> None:
+    assert_all_are_answered(simulate(LLAMA_3_8B, layout, poisson(40, 100), slo=SLO, policy=policy), 100)
+
+
+def test_the_policy_decides() -> None:
+    """In turn, some prompts wait for a long one on the worker where it is; by predicted time, they avoid it."""
+    requests = [SimulatedRequest(n / 20, 50 if n % 3 else 8000, 1) for n in range(30)]
+    in_turn, by_time = (
+        simulate(LLAMA_3_8B, disaggregated(2, 1), requests, slo=ALL_HANDED_OFF, policy=policy).times.ttft_s.mean()
+        for policy in ("round-robin", "least-time")
+    )
+    assert by_time < 0.9 * in_turn
 
 
 @pytest.mark.parametrize("layout", [disaggregated(), disaggregated(2, 3), colocated(), colocated(2)], ids=str)

@@ -1,0 +1,350 @@
+"""The ``goodput`` policy: of all choices, the one that lets the most requests meet both objectives.
+
+A choice earns the chance that the request meets TTFT and TPOT there, and pays for the misses that it causes: to the
+answers that decode there, whose steps get longer, and to the prompts that will arrive behind it, by a price per second
+of prefill. A prompt that has no chance to meet TTFT, or less than its seconds cost others, is *late*: it runs
+behind all that still have one.
+
+It keeps a ledger of its own requests: prompts that were placed as late, and answers that decode, as columns of numpy
+arrays, so that a decision takes a fixed number of array operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from math import exp, inf
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.router.requests.placement import Arrival, Placement
+from pdserve.router.requests.policy import (
+    Costs,
+    PrefillChoice,
+    PromptBlocks,
+    WorkerSnapshot,
+    predict_ttft_s,
+    prefill_candidates,
+)
+
+FloatArray = npt.NDArray[np.float64]
+
+TPOT_SPREAD = 0.05
+"""Error of a predicted TPOT, as a share of the objective: the scale of a logistic distribution."""
+LENIENT_TPOT_S = 1.0
+"""Stands for no TPOT objective."""
+TTFT_SPREAD, MIN_TTFT_SPREAD_S = 0.08, 3e-3
+"""Error of a predicted TTFT, as a share of it, and its lower bound."""
+SLACK_VALUE = 0.02
+"""Misses that a wait as long as the objective is worth: decides where nothing binds."""
+MIN_CHANCE = 0.05
+"""A prompt whose chance to meet TTFT, less what its seconds cost others, is below this everywhere is late."""
+PRICE_MEMORY_S = 2.0
+"""Time after which the harm of a placement counts 1 / e for the price."""
+MAX_MEAN_STEP = 0.75
+"""Mean step, prefills included, up to which a decode worker prefills, as a share of the TPOT objective."""
+PRIOR_TOKENS, PRIOR_ANSWERS = 200, 20.0
+"""Mean length and weight of the answers assumed before any has ended."""
+LENGTH_MEMORY = 2000.0
+"""Answers after which an ended one counts 1 / e."""
+MAX_LENGTH = 8192
+"""Answers are counted as at most this long."""
+
+
+class Goodput(Placement):
+    """Marginal goodput."""
+
+    def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
+        super().__init__(costs, tpot_slo_s=tpot_slo_s)
+        self._lengths = _Lengths()
+        self._answers = _Answers()
+        self._late: dict[str, dict[int, int]] = {}
+        """Tokens of late prompts, by worker and request."""
+        self._wanted_s: dict[int, float] = {}
+        """Instant at which token 0 is due, by request; in the past, infinitely, for late ones."""
+        self._harm, self._harm_s = 0.0, 0.0
+        """Misses per second of delay, summed over recent placements, and the instant of the sum."""
+
+        self._prefilled_s: dict[str, tuple[float, float]] = {}
+        """Decaying seconds of prefill where answers decode, and the instant of the sum, by worker."""
+
+    # Decisions
+
+    def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
+        blocks, now_s, slack_s = arrival.blocks, arrival.now_s, arrival.wanted_s - arrival.now_s
+        candidates = prefill_candidates(workers)
+        if not candidates:
+            return None
+        can_hand_off = any(handoff for _, handoff in candidates)
+        if can_hand_off and self.tpot_slo_s and not arrival.is_probe:
+            local = [(worker, False) for worker in workers if worker.role is WorkerRole.DECODE]
+            candidates += [(worker, handoff) for worker, handoff in local if self._may_prefill(arrival, worker)]
+        decoders = [worker for worker in workers if worker.role is not WorkerRole.PREFILL]
+        cached, own_s = {}, {}
+        for worker, _ in candidates:
+            num = cached[worker.worker_id] = blocks.num_cached_tokens(worker.cached_blocks)
+            seconds = self.costs[worker.role].prefill_s(blocks.num_tokens - num, num)
+            own_s[worker.worker_id] = seconds * worker.prefill_correction
+        stalls_s = {worker.worker_id: own_s[worker.worker_id] for worker, handoff in candidates if not handoff}
+        gains = _Gains(self, blocks, decoders, now_s, stalls_s)
+        handed_off = max(
+            (gains.of(worker, 1.0) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
+        )
+        price = self._price(now_s) / len(candidates)
+        best, late, most = (inf, inf, True, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), 0.0
+        for worker, handoff in candidates:
+            cost = self.costs[worker.role]
+            num_cached = cached[worker.worker_id]
+            num_late = sum(self._late.get(worker.worker_id, {}).values())
+            ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_late))
+            ttft_s = predict_ttft_s(ahead, blocks.num_tokens, num_cached, cost)
+            spread_s = max(MIN_TTFT_SPREAD_S, TTFT_SPREAD * ttft_s)
+            chance = _chance((slack_s - ttft_s) / spread_s)
+            choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
+            # The harm of decoding remains if TTFT is missed.
+            kept = handed_off - (1 - chance) * max(0.0, handed_off)
+            gain = kept if handoff else gains.of(worker, chance, is_local=True)
+            toll = price * own_s[worker.worker_id] * ttft_s
+            most = max(most, chance - toll)
+            scale_s = max(slack_s, ttft_s) if slack_s < inf else 1.0
+            gain -= toll + SLACK_VALUE * ttft_s / scale_s
+            best = min(
+                best, (-gain, ttft_s, worker.role is WorkerRole.DECODE, choice, chance * (1 - chance) / spread_s)
+            )
+            if handoff or not can_hand_off:
+                late = min(late, (predict_ttft_s(worker, blocks.num_tokens, num_cached, cost), choice))
+        *_, choice, harm = best
+        if most < MIN_CHANCE and not arrival.is_probe:
+            return late[1]._replace(is_late=True)
+        self._harm += harm
+        if not choice.handoff:
+            self._prefilled_s[choice.worker_id] = (
+                self._recent_s(choice.worker_id, now_s) + own_s[choice.worker_id],
+                now_s,
+            )
+        return choice
+
+    def decode(
+        self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
+    ) -> str | None:
+        workers = [worker for worker in workers if worker.role is WorkerRole.DECODE]
+        if not workers:
+            return None
+        blocks, cost = arrival.blocks, self.costs[WorkerRole.DECODE]
+        gains = _Gains(self, blocks, workers, arrival.now_s)
+        weight = float(self._wanted_s.get(arrival.request_id, inf) >= arrival.now_s)
+        options = []
+        for worker in workers:
+            num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
+            stall_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
+            gain = gains.of(worker, weight, own_stall_s=stall_s)
+            is_last_resort = worker.worker_id in cut_off
+            options.append((is_last_resort, self._lacking(blocks, worker), -gain, worker.worker_id))
+        return min(options)[-1]
+
+    # What became of them
+
+    def placed(self, arrival: Arrival, choice: PrefillChoice) -> None:
+        self._wanted_s[arrival.request_id] = -inf if choice.is_late else arrival.wanted_s
+        if choice.is_late:
+            num_new = arrival.blocks.num_tokens - choice.num_cached_tokens
+            self._late.setdefault(choice.worker_id, {})[arrival.request_id] = num_new
+
+    def prefilled(self, request_id: int, worker_id: str) -> None:
+        self._late.get(worker_id, {}).pop(request_id, None)
+
+    def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
+        if began_s <= self._wanted_s.get(request_id, inf):  # another miss costs a late one nothing
+            self._answers.add(request_id, worker.worker_id, began_s, num_tokens - worker.num_steps)
+
+    def left(self, request_id: int, num_tokens: int) -> None:
+        self._answers.remove(request_id)
+        self._wanted_s.pop(request_id, None)
+        for prompts in self._late.values():
+            prompts.pop(request_id, None)
+        if num_tokens:
+            self._lengths.add(num_tokens)
+
+    # Parts
+
+    def _lacking(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
+        """Blocks and batch slots that ``worker`` lacks; blocks in its cache are shared, not allocated."""
+        num_cached_blocks = blocks.num_cached_tokens(worker.cached_blocks) // blocks.block_size
+        lacking = max(0, blocks.num_blocks() - num_cached_blocks - worker.num_free_blocks)
+        return lacking + max(0, worker.num_decoding + 1 - worker.max_batch_size)
+
+    def _may_prefill(self, arrival: Arrival, worker: WorkerSnapshot) -> bool:
+        """Whether recent prefills on a decode worker leave its mean step within TPOT, and it has the blocks."""
+        cost, num_answers = self.costs[worker.role], worker.num_decoding + 1
+        step_s = cost.decode_s(num_answers, worker.num_context_tokens + arrival.blocks.num_tokens)
+        share = self._recent_s(worker.worker_id, arrival.now_s) / PRICE_MEMORY_S
+        is_fast = step_s * worker.decode_correction <= MAX_MEAN_STEP * self.tpot_slo_s * (1 - share)
+        return is_fast and self._may_grow(arrival.blocks, worker)
+
+    def _recent_s(self, worker_id: str, now_s: float) -> float:
+        seconds, at_s = self._prefilled_s.get(worker_id, (0.0, now_s))
+        return seconds * exp((at_s - now_s) / PRICE_MEMORY_S)
+
+    def _may_grow(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> bool:
+        """Whether ``worker`` has room for the prompt and the rest of all answers: a prompt that is prefilled where it
+        decodes takes its blocks early."""
+        num_blocks = self._lengths.remaining(0) * (worker.num_decoding + 1) / blocks.block_size
+        return not self._lacking(blocks, worker._replace(num_free_blocks=worker.num_free_blocks - int(num_blocks)))
+
+    def _price(self, now_s: float) -> float:
+        """Misses among all workers that a second of delay to each arrival would cause, per second of arrivals."""
+        self._harm *= exp((self._harm_s - now_s) / PRICE_MEMORY_S)
+        self._harm_s = now_s
+        return self._harm / PRICE_MEMORY_S
+
+
+_NO_CHOICE = PrefillChoice("", False, 0.0, 0)
+
+
+class _Gains:
+    """Gains of one prompt on decode and mixed workers: its own chance, less the misses of answers there."""
+
+    def __init__(
+        self,
+        policy: Goodput,
+        blocks: PromptBlocks,
+        workers: Sequence[WorkerSnapshot],
+        now_s: float,
+        stalls_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """``stalls_s``: seconds that a prefill of the prompt would delay the answers on each worker that may do it."""
+        self._tpot_slo_s = policy.tpot_slo_s or LENIENT_TPOT_S
+        self._length = policy._lengths.remaining(0)
+        answers = policy._answers
+        rows = [answers.row(worker.worker_id) for worker in workers]
+        num_rows = answers.num_rows
+        num_steps, before_s, after_s = np.zeros(num_rows), np.zeros(num_rows), np.zeros(num_rows)
+        for worker, row in zip(workers, rows, strict=True):
+            cost, correction = policy.costs[worker.role], worker.decode_correction
+            num, num_context = worker.num_decoding, worker.num_context_tokens
+            num_steps[row] = worker.num_steps
+            before_s[row] = cost.decode_s(num, num_context) * correction if num else 0.0
+            after_s[row] = cost.decode_s(num + 1, num_context + blocks.num_tokens) * correction
+        self._after_s = {worker.worker_id: float(after_s[row]) for worker, row in zip(workers, rows, strict=True)}
+        self._rows = dict(zip([worker.worker_id for worker in workers], rows, strict=True))
+        self._row, self._slack, self._steps, self._per_s = answers.slack(
+            now_s, num_steps, self._tpot_slo_s, policy._lengths
+        )
+        kept = self._met(before_s)
+        self._harm = kept - self._met(after_s)
+        if stalls_s:
+            stall_s = np.zeros(num_rows)
+            for worker_id, seconds in stalls_s.items():
+                stall_s[self._rows[worker_id]] = seconds
+            self._slack -= self._per_s * stall_s[self._row]
+            self._local_harm = kept - self._met(after_s)
+
+    def _met(self, step_s: FloatArray) -> FloatArray:
+        """Expected answers that meet TPOT, by row, if steps take ``step_s``."""
+        row = self._row
+        chance = 1 / (1 + np.exp(np.minimum(self._steps * step_s[row] - self._slack, 50.0)))
+        return np.bincount(row, chance, len(step_s)).astype(np.float64, copy=False)
+
+    def of(self, worker: WorkerSnapshot, weight: float, *, is_local: bool = False, own_stall_s: float = 0.0) -> float:
+        """Gain on ``worker``.
+
+        Args:
+            is_local: it prefills there, too.
+            weight: value of the request if it meets TPOT.
+            own_stall_s: its own wait before token 1.
+        """
+        row, step_s = self._rows[worker.worker_id], self._after_s[worker.worker_id]
+        harm = float((self._local_harm if is_local else self._harm)[row])
+        tpot_s = step_s + own_stall_s / self._length
+        own = weight * _chance((1 - tpot_s / self._tpot_slo_s) / TPOT_SPREAD)
+        return own - harm - SLACK_VALUE * tpot_s / self._tpot_slo_s
+
+
+class _Answers:
+    """Answers that decode, in compact columns."""
+
+    def __init__(self) -> None:
+        self._index: dict[int, int] = {}
+        self._ids: list[int] = []
+        self._rows: dict[str, int] = {}
+        self._row = np.zeros(256, np.int64)
+        self._began_s = np.zeros(256)
+        self._base = np.zeros(256)
+        """Tokens so far less the worker's steps so far."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def row(self, worker_id: str) -> int:
+        """Number of the worker."""
+        return self._rows.setdefault(worker_id, len(self._rows))
+
+    def add(self, request_id: int, worker_id: str, began_s: float, base: float) -> None:
+        self.remove(request_id)
+        index = self._index[request_id] = len(self._ids)
+        self._ids.append(request_id)
+        if index == len(self._row):
+            self._row, self._began_s, self._base = (
+                np.concatenate([column, np.zeros_like(column)]) for column in (self._row, self._began_s, self._base)
+            )
+        self._row[index], self._began_s[index], self._base[index] = self.row(worker_id), began_s, base
+
+    def remove(self, request_id: int) -> None:
+        """Remove the answer, if it is there; the last one takes its place."""
+        index = self._index.pop(request_id, None)
+        if index is None:
+            return
+        last = self._ids.pop()
+        if last != request_id:
+            self._ids[index], self._index[last] = last, index
+            for column in (self._row, self._began_s, self._base):
+                column[index] = column[len(self._ids)]
+
+    def slack(
+        self, now_s: float, num_steps: FloatArray, tpot_slo_s: float, lengths: _Lengths
+    ) -> tuple[npt.NDArray[np.int64], FloatArray, FloatArray, FloatArray]:
+        """Per answer: row, slack in units of the error, the same per second of mean step, and per second of stall."""
+        num = len(self._ids)
+        row = self._row[:num]
+        num_tokens = np.clip(self._base[:num] + num_steps[row], 1.0, MAX_LENGTH)
+        remaining = lengths.table[num_tokens.astype(np.int64)]
+        total = num_tokens + remaining
+        per_s = 1 / (total * (tpot_slo_s * TPOT_SPREAD))
+        slack = (tpot_slo_s * total - (now_s - self._began_s[:num])) * per_s
+        return row, slack, remaining * per_s, per_s
+
+
+class _Lengths:
+    """Expected remaining length of an answer, from those that ended; those still running are not counted."""
+
+    def __init__(self) -> None:
+        lengths = np.arange(MAX_LENGTH + 1)
+        self._counts = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-lengths / PRIOR_TOKENS)
+        self._num_new = 0
+        self._rebuild()
+
+    def add(self, num_tokens: int) -> None:
+        self._counts[min(num_tokens, MAX_LENGTH)] += 1
+        self._num_new += 1
+        if self._num_new >= 32:
+            self._counts *= exp(-self._num_new / LENGTH_MEMORY)
+            self._num_new = 0
+            self._rebuild()
+
+    def remaining(self, num_tokens: int) -> float:
+        """Expected tokens after ``num_tokens``, at least 1."""
+        return float(self.table[min(num_tokens, MAX_LENGTH)])
+
+    def _rebuild(self) -> None:
+        longer = np.cumsum(self._counts[::-1])[::-1]
+        """Weight of answers of at least each length."""
+        more = np.cumsum(longer[::-1])[::-1]
+        self.table = np.maximum(1.0, np.append(more[1:], 0.0) / np.maximum(np.append(longer[1:], 0.0), 1e-9))
+
+
+def _chance(margin: float) -> float:
+    """Logistic distribution."""
+    return 1 / (1 + exp(-margin)) if margin > -50 else 0.0

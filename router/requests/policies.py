@@ -1,0 +1,28 @@
+"""Placement policies by name; the names are `pdserve.contracts.deployment.POLICIES`."""
+
+from __future__ import annotations
+
+from pdserve.router.requests.goodput import Goodput
+from pdserve.router.requests.placement import (
+    CacheAware,
+    LeastLoaded,
+    LeastTime,
+    Placement,
+    PowerOfTwo,
+    RoundRobin,
+)
+from pdserve.router.requests.policy import Costs
+
+_POLICIES: dict[str, type[Placement]] = {
+    "least-time": LeastTime,
+    "goodput": Goodput,
+    "cache-aware": CacheAware,
+    "power-of-two": PowerOfTwo,
+    "least-loaded": LeastLoaded,
+    "round-robin": RoundRobin,
+}
+
+
+def placement(policy: str, costs: Costs, *, tpot_slo_s: float = 0.0) -> Placement:
+    """New placement with the policy of that name."""
+    return _POLICIES[policy](costs, tpot_slo_s=tpot_slo_s)

@@ -1,0 +1,160 @@
+"""The goodput policy: what a choice earns and what it costs others."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.placement import WorkerRole
+from pdserve.router.requests.goodput import MAX_LENGTH, PRIOR_TOKENS, Goodput, _Lengths
+from pdserve.router.requests.placement import Arrival
+from pdserve.router.requests.policy import PrefillChoice, PromptBlocks, WorkerSnapshot
+from tests.router.requests.test_policy import BLOCK_SIZE, COST, COSTS, worker
+
+P0, P1 = worker("prefill-0"), worker("prefill-1")
+D0, D1 = (worker(f"decode-{index}", WorkerRole.DECODE, max_batch_size=64, num_free_blocks=10_000) for index in range(2))
+TTFT_S = 0.5
+STEP_S = COST.decode_s(17, 16_100)
+"""A step of 17 answers, of 16,000 tokens and a prompt's 100."""
+
+
+def arrival(request_id: int, num_tokens: int = 100, *, now_s: float = 0.0, ttft_s: float = TTFT_S) -> Arrival:
+    return Arrival(request_id, PromptBlocks(range(num_tokens), BLOCK_SIZE), now_s, now_s + ttft_s)
+
+
+def placed(policy: Goodput, one: Arrival, *workers: WorkerSnapshot) -> PrefillChoice:
+    choice = policy.prefill(one, workers)
+    assert choice is not None
+    policy.placed(one, choice)
+    return choice
+
+
+def with_answers(policy: Goodput, worker: WorkerSnapshot, num_answers: int, *, late_s: float) -> WorkerSnapshot:
+    """``worker`` with answers of 100 tokens at second 0 that are ``late_s`` behind an even TPOT."""
+    began_s = -100 * policy.tpot_slo_s - late_s
+    for number in range(num_answers):
+        policy.decoding(1000 + number, began_s, 100, worker)
+    return worker._replace(num_decoding=num_answers, num_context_tokens=1000 * num_answers)
+
+
+def test_where_nothing_binds_the_shortest_time_wins() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+    assert placed(policy, arrival(1), P0._replace(num_waiting_tokens=3000), P1, D0).worker_id == "prefill-1"
+    light = D1._replace(num_decoding=2, num_context_tokens=2000)
+    assert (
+        policy.decode(arrival(1), [D0._replace(num_decoding=9, num_context_tokens=9000), light], set(), "")
+        == "decode-1"
+    )
+
+
+def test_a_prompt_that_cannot_be_on_time_runs_behind_those_that_can() -> None:
+    policy = Goodput(COSTS)
+    queue = P0._replace(num_waiting_tokens=30_000)
+    late = placed(policy, arrival(1, 8000, ttft_s=0.01), P0, D0)
+    assert late.is_late
+    assert not placed(policy, arrival(2), queue._replace(num_waiting_tokens=8000), D0).is_late
+    hidden = placed(policy, arrival(3), P0._replace(num_waiting_tokens=8000), D0)
+    assert hidden.ttft_s == COST.prefill_s(100, 0), "the late prompt does not delay it"
+    policy.prefilled(1, "prefill-0")
+    assert placed(policy, arrival(4), P0._replace(num_waiting_tokens=8000), D0).ttft_s > COST.prefill_s(8000, 0) / 2
+
+
+def test_a_health_probe_is_never_late() -> None:
+    probe = arrival(1, 8000, ttft_s=0.0)._replace(is_probe=True)
+    assert not placed(Goodput(COSTS, tpot_slo_s=0.05), probe, P0._replace(num_waiting_tokens=10**6), D0).is_late
+
+
+def test_without_an_objective_the_lighter_batch_decodes() -> None:
+    heavy = D0._replace(num_decoding=9, num_context_tokens=9000)
+    assert Goodput(COSTS).decode(arrival(1), [heavy, D1], set(), "") == "decode-1"
+
+
+def test_without_an_objective_no_prompt_is_late() -> None:
+    choice = placed(Goodput(COSTS), arrival(1, 8000, ttft_s=inf), P0._replace(num_waiting_tokens=10**6), D0)
+    assert not choice.is_late
+
+
+def test_answers_at_their_limit_keep_others_away() -> None:
+    """Both workers are equally loaded; where answers are just on time, a longer step makes them miss."""
+    policy = Goodput(COSTS, tpot_slo_s=STEP_S * 1.001)
+    tight = with_answers(policy, D0, 16, late_s=0.0)
+    slack = D1._replace(num_decoding=16, num_context_tokens=16_000)
+    assert policy.decode(arrival(1), [tight, slack], set(), "") == "decode-1"
+    for number in range(16):
+        policy.left(1000 + number, 0)
+    lost = with_answers(policy, D0, 16, late_s=10.0)
+    heavier = slack._replace(num_decoding=17, num_context_tokens=17_000)
+    assert policy.decode(arrival(1), [lost, heavier], set(), "") == "decode-0", "lost answers cost nothing"
+
+
+def test_a_request_that_missed_its_ttft_earns_nothing_on_a_decode_worker() -> None:
+    """It goes where all is lost, though its own answer would be faster elsewhere."""
+    policy = Goodput(COSTS, tpot_slo_s=STEP_S * 1.02)
+    on_time = with_answers(policy, D0, 16, late_s=0.0)
+    lost = D1._replace(num_decoding=30, num_context_tokens=30_000)
+    one = arrival(1)
+    placed(policy, one, P0, on_time._replace(num_free_blocks=0), lost._replace(num_free_blocks=0))
+    late = one._replace(now_s=TTFT_S + 1)
+    on_time = on_time._replace(num_steps=int(late.now_s / policy.tpot_slo_s))
+    assert policy.decode(late, [on_time, lost], set(), "") == "decode-1"
+
+
+def test_prefill_on_a_decode_worker_is_charged_with_the_answers_that_it_delays() -> None:
+    hashes = frozenset(block_hashes(range(6000), BLOCK_SIZE))
+    one = arrival(1, 7000)
+    for late_s, expected in ((STEP_S * 199, "prefill-0"), (10.0, "decode-0")):
+        policy = Goodput(COSTS, tpot_slo_s=STEP_S * 2)
+        d0 = with_answers(policy, D0._replace(cached_blocks=hashes), 16, late_s=late_s)
+        assert placed(policy, one, P0._replace(num_waiting_tokens=3000), d0).worker_id == expected
+
+
+def test_shared_blocks_are_not_missing() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+    hashes = frozenset(block_hashes(range(4000), BLOCK_SIZE))
+    shares = D0._replace(num_free_blocks=20, cached_blocks=hashes)
+    assert policy.decode(arrival(1, 4020), [shares, D1._replace(num_free_blocks=900)], set(), "") == "decode-0"
+
+
+def test_the_price_follows_recent_harm_and_decays() -> None:
+    policy = Goodput(COSTS)
+    assert policy._price(0.0) == 0.0
+    for number in range(20):
+        placed(policy, arrival(number, 1000, ttft_s=COST.prefill_s(1000, 0)), P0, D0)
+    price = policy._price(0.0)
+    assert price > 0
+    assert policy._price(10.0) == pytest.approx(price * 0.0067, rel=0.01)
+
+
+def test_lengths_are_learned() -> None:
+    lengths = _Lengths()
+    assert lengths.remaining(0) == pytest.approx(PRIOR_TOKENS, rel=0.02)
+    for _ in range(2000):
+        lengths.add(50)
+    assert lengths.remaining(0) == pytest.approx(50, rel=0.1)
+    assert lengths.remaining(40) == pytest.approx(10, rel=0.5)
+    assert lengths.remaining(10 * MAX_LENGTH) == 1.0
+
+
+def test_the_ledger_forgets_what_has_left() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.02)
+    for number in range(600):
+        placed(policy, arrival(number, ttft_s=0.0), P0, D0._replace(num_free_blocks=0))
+        policy.decoding(number, -inf, 1, D0)
+    for number in range(600):
+        policy.left(number, 10)
+    assert not policy._wanted_s
+    assert not any(policy._late.values())
+    assert not policy._answers._ids
+
+
+def test_a_decode_worker_prefills_only_while_its_mean_step_meets_tpot() -> None:
+    """With a long queue on the prefill worker, all prompts would go to the decode worker, and its answers miss TPOT."""
+    policy = Goodput(COSTS, tpot_slo_s=0.02)
+    queue = P0._replace(num_waiting_tokens=20_000)
+    busy = D0._replace(num_decoding=8, num_context_tokens=8000)
+    chosen = [placed(policy, arrival(number, 2000, ttft_s=2.0), queue, busy).worker_id for number in range(60)]
+    num_local = chosen.count("decode-0")
+    assert 0 < num_local * COST.prefill_s(2000, 0) < 2.2
+    assert set(chosen[num_local:]) == {"prefill-0"}

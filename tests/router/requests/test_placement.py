@@ -1,0 +1,77 @@
+"""Placement policies: each rule picks the worker that it says, in both phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import pytest
+
+from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.deployment import POLICIES
+from pdserve.contracts.placement import WorkerRole
+from pdserve.router.requests.placement import Arrival
+from pdserve.router.requests.policies import placement
+from pdserve.router.requests.policy import PromptBlocks, WorkerSnapshot
+from tests.router.requests.test_policy import BLOCK_SIZE, COSTS, worker
+
+PREFILLS = [worker(f"prefill-{index}") for index in range(3)]
+DECODES = [worker(f"decode-{index}", WorkerRole.DECODE) for index in range(3)]
+
+
+def arrival(num_tokens: int = 100, now_s: float = 0.0) -> Arrival:
+    return Arrival(1, PromptBlocks(range(num_tokens), BLOCK_SIZE), now_s, inf)
+
+
+def picks(policy: str, workers: Sequence[WorkerSnapshot], num_picks: int = 1) -> list[str]:
+    """Choices for equal prompts, by the phase of ``workers``."""
+    chooser, found = placement(policy, COSTS, tpot_slo_s=0.05), []
+    for _ in range(num_picks):
+        if workers[0].role is WorkerRole.PREFILL:
+            choice = chooser.prefill(arrival(), [*workers, DECODES[0]._replace(num_decoding=8)])
+            assert choice is not None
+            assert choice.handoff
+            found.append(choice.worker_id)
+        else:
+            found.append(chooser.decode(arrival(), workers, set(), "") or "")
+    return found
+
+
+def test_round_robin_takes_turns_in_each_phase() -> None:
+    assert picks("round-robin", PREFILLS[::-1], 4) == ["prefill-0", "prefill-1", "prefill-2", "prefill-0"]
+    assert picks("round-robin", DECODES, 4) == ["decode-0", "decode-1", "decode-2", "decode-0"]
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "cache-aware", "least-time"])
+def test_the_least_loaded_worker(policy: str) -> None:
+    busy = [one._replace(num_waiting_tokens=5000 - 1000 * index) for index, one in enumerate(PREFILLS)]
+    assert picks(policy, busy) == ["prefill-2"]
+    full = [one._replace(num_decoding=3 - index) for index, one in enumerate(DECODES)]
+    assert picks(policy, full) == ["decode-2"]
+
+
+def test_power_of_two_never_takes_the_most_loaded_and_is_reproducible() -> None:
+    full = [one._replace(num_decoding=index) for index, one in enumerate(DECODES)]
+    found = picks("power-of-two", full, 50)
+    assert set(found) == {"decode-0", "decode-1"}
+    assert found == picks("power-of-two", full, 50)
+
+
+def test_cache_aware_follows_a_prefix_while_loads_are_balanced() -> None:
+    cached = DECODES[1]._replace(cached_blocks=frozenset(block_hashes(range(60), BLOCK_SIZE)), num_decoding=5)
+    assert picks("cache-aware", [DECODES[0], cached]) == ["decode-1"]
+    few = cached._replace(cached_blocks=frozenset(block_hashes(range(40), BLOCK_SIZE)))
+    assert picks("cache-aware", [DECODES[0], few]) == ["decode-0"]
+    overloaded = cached._replace(num_decoding=40, max_batch_size=64)
+    assert picks("cache-aware", [DECODES[0], overloaded]) == ["decode-0"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_room_and_whole_pairs_come_first(policy: str) -> None:
+    chooser = placement(policy, COSTS, tpot_slo_s=0.05)
+    full = DECODES[0]._replace(num_free_blocks=3)
+    assert chooser.decode(arrival(), [full, DECODES[1]], set(), "") == "decode-1"
+    assert chooser.decode(arrival(), DECODES[:2], {"decode-0"}, "") == "decode-1"
+    assert chooser.decode(arrival(), DECODES[:1], {"decode-0"}, "") == "decode-0"
+    assert chooser.decode(arrival(), [], set(), "") is None
+    assert chooser.prefill(arrival(), PREFILLS) is None
