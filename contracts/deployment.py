@@ -147,6 +147,8 @@ class RouterConfig:
     """File with the admin token, made if it is absent; empty keeps a random token in the cluster's folder."""
     open_metrics: bool = False
     """Serve ``/metrics`` of the admin port without the token."""
+    keys_file: str = ""
+    """File of API keys, written by `pdserve key`; empty serves everybody who reaches the port."""
     replicas: int = 1
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
     """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429."""
