@@ -52,7 +52,14 @@ def routes(edge: EdgeServer) -> list[tuple[str, str]]:
     """Every method and path that the server has, and some that it does not have."""
     paths = edge.app.openapi()["paths"]
     found = [(method.upper(), path) for path, methods in paths.items() for method in methods]
-    return [*found, ("GET", "/openapi.json"), ("GET", "/absent"), ("GET", "/live/"), ("OPTIONS", "/v1/models"), ("POST", "/v1/embeddings")]
+    return [
+        *found,
+        ("GET", "/openapi.json"),
+        ("GET", "/absent"),
+        ("GET", "/live/"),
+        ("OPTIONS", "/v1/models"),
+        ("POST", "/v1/embeddings"),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate Operation ID")
@@ -137,7 +144,8 @@ def test_answers_in_flight_are_counted_until_the_client_leaves(server: KeyedServ
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "stream": True, "n": 3}
     headers = {"Authorization": f"Bearer {server.key}"}
     with httpx.stream("POST", url, json=body, headers=headers) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept, because httpx closes the connection of a forgotten iterator
+        next(lines)
         refused = server.post(n=2)
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
