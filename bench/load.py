@@ -126,6 +126,7 @@ def measure_load(
     timeout_s: float = 600.0,
     max_concurrency: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    api_key: str = "",
 ) -> Measurement:
     """Send ``requests``, in order of arrival, and wait for all answers.
 
@@ -142,7 +143,8 @@ def measure_load(
         OSError: nobody listens at ``url``.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        load = _Load(url, requests, vocab_size, temperature, time_scale, timeout_s, max_concurrency, progress)
+        client = StreamClient(url, api_key)
+        load = _Load(client, requests, vocab_size, temperature, time_scale, timeout_s, max_concurrency, progress)
         return runner.run(load.run())
 
 
@@ -162,7 +164,7 @@ class _Load:
 
     def __init__(
         self,
-        url: str,
+        client: StreamClient,
         requests: Sequence[SimulatedRequest],
         vocab_size: int,
         temperature: float,
@@ -171,7 +173,7 @@ class _Load:
         max_concurrency: int | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._client = StreamClient(url)
+        self._client = client
         self._requests = requests
         # A server's prefix cache outlives a measurement.
         self._writer = PromptWriter(vocab_size, seed=time.time_ns())

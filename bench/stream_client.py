@@ -67,7 +67,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 class StreamClient:
     """Keep-alive connections to one server."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str = "") -> None:
         """``url``: of the server, without ``/v1``."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -76,8 +76,10 @@ class StreamClient:
         self._is_tls = parts.scheme == "https"
         self._port = parts.port or (443 if self._is_tls else 80)
         path = parts.path.rstrip("/").removesuffix("/v1") + PATH
+        authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = (
-            f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\nContent-Length: "
+            f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}"
+            "Content-Type: application/json\r\nContent-Length: "
         ).encode()
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()

@@ -152,6 +152,8 @@ class RouterConfig:
     """File with the admin token, made if it is absent; empty keeps a random token in the cluster's folder."""
     open_metrics: bool = False
     """Serve ``/metrics`` of the admin port without the token."""
+    keys_file: str = ""
+    """File of API keys, written by `pdserve key`; empty serves everybody who reaches the port."""
     replicas: int = 1
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``least-time``, ``goodput``, or a baseline to compare with."""

@@ -1,4 +1,4 @@
-"""The command line: ``pdserve up``, ``chat``, ``status``, ``plan``, ``simulate``, ``profile``, ``bench``.
+"""The command line: ``pdserve up``, ``key``, ``chat``, ``status``, ``plan``, ``simulate``, ``profile``, ``bench``.
 
 Turns every error into one line with the remedy. Each command imports its heavy modules when it runs, so that ``--help``
 is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.errors import ConfigError, DeployError
-from pdserve.deploy.cluster.folder import find_cluster
+from pdserve.deploy.cluster.folder import api_key, find_cluster
 from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
@@ -163,9 +163,32 @@ def chat(
     from pdserve.deploy.commands.chat import Conversation, converse
 
     conversation = Conversation(
-        url or find_cluster().url, max_tokens=max_tokens, temperature=temperature, console=Console()
+        url or find_cluster().url,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        console=Console(),
+        api_key=api_key(),
     )
     return converse(conversation, message)
+
+
+@app.command(epilog="Example: pdserve key team-a --keys-file keys.jsonl --max-in-flight 16")
+def key(
+    tenant: Annotated[str, typer.Argument(help="Name of the key's owner; tenants share no prefix cache.")],
+    keys_file: Annotated[Path, typer.Option(help="File of keys (router.keys_file); made if absent.")],
+    max_in_flight: Annotated[int, typer.Option(min=0, help="Unfinished answers at once; 0: no limit.")] = 0,
+    max_n: Annotated[int, typer.Option(min=0, help="Answers to one prompt; 0: no limit.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens of one answer; 0: no limit.")] = 0,
+) -> int:
+    """Make an API key and print it, once; the file has only its hash. Remove its line to revoke it."""
+    from pdserve.router.http.keys import add_key
+
+    try:
+        made = add_key(keys_file, tenant, max_in_flight=max_in_flight, max_n=max_n, max_tokens=max_tokens)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    typer.echo(made)
+    return 0
 
 
 @app.command(epilog="Example: pdserve status --admin-url http://127.0.0.1:9000")

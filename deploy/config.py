@@ -38,10 +38,11 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
         config = parse_deployment(file.value, use=use)
     except ConfigError as error:
         raise file.error(error) from error
-    model_path, profile = (
-        given and str(path.parent / Path(given).expanduser()) for given in (config.model.path, config.model.profile)
+    model_path, profile, keys_file = (
+        given and str(path.parent / Path(given).expanduser())
+        for given in (config.model.path, config.model.profile, config.router.keys_file)
     )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=model_path, profile=profile))
+    return override(override(config, "model", path=model_path, profile=profile), "router", keys_file=keys_file)
 
 
 def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -33,6 +34,7 @@ from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.router.admin import create_admin_app
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.app import create_app
+from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.process_config import RouterProcessConfig
@@ -76,11 +78,14 @@ async def serve(config: RouterProcessConfig) -> int:
     """Build the router, serve both ports and drain on a signal.
 
     Raises:
-        ValueError: a port is taken, or a model folder or hardware name is invalid.
+        ValueError: a port is taken, or a model folder, hardware name or file of API keys is invalid.
     """
     stopped = asyncio.create_task(_stop_on_signals().wait())
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path))
     costs = build_cost_models(config)
+    # From the token, so that a restarted router finds the blocks that workers have cached.
+    cache_secret = config.cluster_token.encode() or secrets.token_bytes(32)
+    keys = KeyFile(Path(config.keys_file), cache_secret) if config.keys_file else None
     public = listen(config.host, config.port, "router.port")
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
 
@@ -94,7 +99,7 @@ async def serve(config: RouterProcessConfig) -> int:
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
     metrics.track(dispatcher)
     cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token)
-    app = create_app(cluster, tokenizer, served_name=config.served_name, metrics=metrics)
+    app = create_app(cluster, tokenizer, served_name=config.served_name, metrics=metrics, keys=keys)
     servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs)), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     helpers = [asyncio.create_task(cluster.sweep_forever()), asyncio.create_task(cluster.keep_proven())]

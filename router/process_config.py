@@ -28,6 +28,8 @@ class RouterProcessConfig:
     """Bearer token that the admin port requires; empty requires none."""
     open_metrics: bool = False
     """Serve ``/metrics`` without the token."""
+    keys_file: str = ""
+    """File of API keys (`pdserve.router.http.keys`); empty serves everybody."""
     slo: SloConfig = field(default_factory=SloConfig)
     policy: Policy = DEFAULT_POLICY
     max_queued_requests: int = 1024

@@ -19,6 +19,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.deploy.launch import Launch
 from pdserve.kernels.cpu.build import cache_folder
 from pdserve.model.weights.demo_model import DEMO_MODEL
+from pdserve.router.http.keys import read_keys
 
 _FILES_WITHOUT_CLIENTS = 256
 """Open files that a process needs in addition to one per client connection."""
@@ -46,6 +47,12 @@ def check_ports(launch: Launch) -> None:
             if error.errno == errno.EADDRINUSE and (listener := _listener_of(port)):
                 reason += f" by {listener}"
             raise DeployError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from error
+
+
+def check_keys(launch: Launch) -> None:
+    """Raises ConfigError if ``router.keys_file`` is set and is no file of API keys."""
+    if path := launch.config.router.keys_file:
+        read_keys(Path(path))
 
 
 def raise_file_limit(launch: Launch) -> None:

@@ -138,6 +138,11 @@ def admin_headers(admin_url: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
+def api_key() -> str:
+    """Key that commands send to the API: ``PDSERVE_API_KEY``, because every user can read a command line."""
+    return os.environ.get("PDSERVE_API_KEY", "").strip()
+
+
 def _root() -> Path:
     root = _PARENT / f"pdserve-{os.getuid()}"
     try:

@@ -61,16 +61,22 @@ class RouterProcess(SupervisedProcess):
     def put_targets(self, endpoints: Sequence[WorkerEndpoint]) -> bool:
         """Replace the router's list of workers; returns whether the router has accepted it."""
         try:
-            token = self.config.admin_token
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
             body = to_plain(list(endpoints))
-            return self._http.put(f"{self.admin_url}/targets", json=body, headers=headers).is_success
+            return self._http.put(f"{self.admin_url}/targets", json=body, headers=self._admin_headers()).is_success
         except httpx.HTTPError:
             return False
 
     def is_ready(self) -> bool:
-        """True if both phases have answered a real request."""
-        return self._answers("/health")
+        """True if both phases have answered a real request. Asks the admin port: ``/health`` may need an API key."""
+        try:
+            answer = self._http.get(f"{self.admin_url}/status", headers=self._admin_headers())
+            return answer.is_success and bool(answer.json()["ready"])
+        except httpx.HTTPError:
+            return False
+
+    def _admin_headers(self) -> dict[str, str]:
+        token = self.config.admin_token
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
     def terminate(self) -> None:
         """Ask the router to drain and exit; a second call makes it exit at once."""

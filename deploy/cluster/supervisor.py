@@ -81,6 +81,7 @@ class Supervisor:
         preflight.check_cores(launch)
         preflight.raise_file_limit(launch)
         preflight.check_ports(launch)
+        preflight.check_keys(launch)
         preflight.check_devices(launch)
         model_warning = check_model(launch)
         with cluster_folder() as self._folder:

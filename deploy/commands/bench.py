@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.folder import find_cluster
+from pdserve.deploy.cluster.folder import api_key, find_cluster
 
 if TYPE_CHECKING:
     from pdserve.planner.workload.workload import Workload
@@ -125,6 +125,7 @@ def serve(
                 vocab_size=vocab_size,
                 time_scale=time_scale,
                 max_concurrency=max_concurrency,
+                api_key=api_key(),
                 progress=lambda sent, done: shown.update(f"{sent} of {sample.num_requests} sent, {done} done"),
             )
     except OSError as error:
@@ -243,7 +244,8 @@ def _max_model_len(url: str) -> int:
     import httpx
 
     try:
-        models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+        headers = {"Authorization": f"Bearer {key}"} if (key := api_key()) else {}
+        models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"]
         return int(models[0].get("max_model_len") or 0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeployError(f"{url} does not answer: {error}") from error

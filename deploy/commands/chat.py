@@ -25,10 +25,11 @@ _HELP = f"Ctrl-C stops an answer, {_NEW} starts a new conversation, Ctrl-D ends.
 class Conversation:
     """Messages of a conversation, and the server that answers them."""
 
-    def __init__(self, url: str, *, max_tokens: int, temperature: float, console: Console) -> None:
+    def __init__(self, url: str, *, max_tokens: int, temperature: float, console: Console, api_key: str = "") -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=self._url, timeout=timeout, trust_env=False)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=self._url, timeout=timeout, headers=headers, trust_env=False)
         self._parameters = {"max_tokens": max_tokens, "temperature": temperature}
         self._console = console
         self._messages: list[dict[str, str]] = []

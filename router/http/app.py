@@ -15,6 +15,7 @@ from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
 from pdserve.router.http.edge import Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
+from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.writer import VERSION
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -32,17 +33,19 @@ def create_app(
     served_name: str,
     metrics: RouterMetrics,
     max_body_bytes: int = MAX_BODY_BYTES,
+    keys: KeyFile | None = None,
 ) -> FastAPI:
     """Create the application for one model.
 
     Args:
         served_name: model name for clients.
         max_body_bytes: larger request bodies are refused with 413.
+        keys: every route but ``/live`` needs one of these; None serves everybody.
     """
     edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app)
-    app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes)
+    app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes, keys=keys)
     _add_openai_routes(app, edge)
     _add_status_routes(app, cluster)
     return app

@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, api_error
+from pdserve.router.http.keys import Caller, KeyFile
 from pdserve.router.metrics import RouterMetrics
 
 
@@ -123,13 +124,19 @@ _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Id that a client may choose for its request."""
 
 
-class EdgeMiddleware:
-    """Sets ``request_id`` and ``arrived_s`` (`time.monotonic`) in the request's state; returns ``X-Request-Id``."""
+OPEN_PATH = "/live"
+"""The only path that never needs a key."""
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics, max_body_bytes: int) -> None:
+
+class EdgeMiddleware:
+    """Sets ``request_id``, ``arrived_s`` (`time.monotonic`) and ``caller`` (None without keys) in the request's state;
+    returns ``X-Request-Id``. Refuses requests without a key of ``keys`` before anything of them is read."""
+
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, max_body_bytes: int, keys: KeyFile | None) -> None:
         self._app = app
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -138,7 +145,8 @@ class EdgeMiddleware:
         headers = Headers(scope=scope)
         wanted_id = headers.get("x-request-id", "")
         request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
-        scope.setdefault("state", {}).update(request_id=request_id, arrived_s=time.monotonic())
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, arrived_s=time.monotonic(), caller=None)
         is_answered = False
 
         async def send_noted(message: Message) -> None:
@@ -150,11 +158,16 @@ class EdgeMiddleware:
             await send(message)
 
         try:
+            if self._keys is not None and scope["path"] != OPEN_PATH:
+                state["caller"] = _caller(self._keys, headers.get("authorization", ""))
             await self._app(scope, self._bounded(receive, headers), send_noted)
         except Exception as error:
             if is_answered:
                 raise
             await api_error(error).response()(scope, receive, send_noted)
+        finally:
+            if state["caller"] is not None:
+                state["caller"].close()
 
     def _bounded(self, receive: Receive, headers: Headers) -> Receive:
         """``receive`` that refuses a body which is too large or does not arrive; a declared length is checked before
@@ -189,3 +202,12 @@ class EdgeMiddleware:
     def _too_large(self) -> ApiError:
         message = f"the request body is larger than {self._max_body_bytes} bytes; shorten the prompt"
         return ApiError(413, message, headers=_CLOSE)
+
+
+def _caller(keys: KeyFile, authorization: str) -> Caller:
+    scheme, _, text = authorization.partition(" ")
+    caller = keys.caller(text.strip()) if scheme.lower() == "bearer" else None
+    if caller is None:
+        message = "this server needs a valid API key; send it in the header Authorization: Bearer KEY"
+        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    return caller

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
+from pdserve.router.http.keys import Caller
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import (
     ChatBody,
@@ -56,7 +57,7 @@ class Edge:
 
     async def create_chat_completion(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation with the assistant's turn."""
-        max_model_len = self._admit(body)
+        max_model_len = self._admit(body, request)
         text = self._chat_text(body.messages)
         check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
         tokens = await self.tokenizer.encode_chat(text)
@@ -65,7 +66,7 @@ class Edge:
 
     async def create_completion(self, body: CompletionBody, request: Request) -> Response:
         """Continue texts or token ids, one answer or more for each."""
-        max_model_len = self._admit(body)
+        max_model_len = self._admit(body, request)
         answers: list[Answer] = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
@@ -106,7 +107,7 @@ class Edge:
         check_token_ids("tokens", body.tokens, self.tokenizer.vocab_size)
         return JSONResponse({"prompt": await off_loop(len(body.tokens), partial(self.tokenizer.decode, body.tokens))})
 
-    def _admit(self, body: GenerationBody) -> int:
+    def _admit(self, body: GenerationBody, request: Request) -> int:
         """Check the request as far as possible before reading the prompt; return the model's maximum length."""
         body.check()
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
@@ -115,6 +116,8 @@ class Edge:
         max_model_len = self.cluster.max_model_len
         if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
+        if request.state.caller is not None:
+            _admit_caller(request.state.caller, body)
         return max_model_len
 
     def _check_model(self, name: str | None) -> None:
@@ -135,13 +138,20 @@ class Edge:
         if not prompt_tokens:
             raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
         check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
-        salt = body.cache_salt
+        caller: Caller | None = request.state.caller
+        salt = body.cache_salt or ""
+        if caller is not None:
+            cache_salt = caller.cache_salt(salt)
+        else:
+            cache_salt = blake2b(salt.encode(), digest_size=SALT_BYTES).digest() if salt else b""
         return RequestSpec(
             prompt_tokens=tuple(prompt_tokens),
-            sampling=sampling_params(body, len(prompt_tokens), max_model_len),
+            sampling=sampling_params(
+                body, len(prompt_tokens), max_model_len, most_tokens=caller.key.max_tokens if caller else 0
+            ),
             arrived_s=request.state.arrived_s,
             num_choices=body.num_choices,
-            cache_salt=blake2b(salt.encode(), digest_size=SALT_BYTES).digest() if salt else b"",
+            cache_salt=cache_salt,
         )
 
     def _answer(
@@ -204,3 +214,22 @@ class Edge:
                     writer.add(delta)
         timer.finished()
         return Response(await writer.whole(), media_type="application/json")
+
+
+def _admit_caller(caller: Caller, body: GenerationBody) -> None:
+    """Check the limits of the caller's key and count the answers of the request.
+
+    Raises:
+        ApiError: it exceeds one of them.
+    """
+    key = caller.key
+    if key.max_n and body.num_choices > key.max_n:
+        raise ApiError(400, f"this API key allows n up to {key.max_n}; lower n", param="n")
+    if key.max_tokens and (body.token_limit or 0) > key.max_tokens:
+        message = f"this API key allows answers of {key.max_tokens} tokens; lower {body.limit_field}"
+        raise ApiError(400, message, param=body.limit_field)
+    if key.max_in_flight and body.num_answers > key.max_in_flight:
+        raise ApiError(400, f"this API key allows {key.max_in_flight} answers at once; ask for fewer")
+    if not caller.begin(body.num_answers):
+        message = f"this API key has {key.max_in_flight} answers in flight at most; wait for the end of one"
+        raise ApiError(429, message, headers={"Retry-After": "1"})

@@ -27,13 +27,18 @@ _DEFAULTS = SamplingParams()
 _SEED_MASK = 2**64 - 1
 
 
-def sampling_params(body: GenerationBody, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+def sampling_params(
+    body: GenerationBody, num_prompt_tokens: int, max_model_len: int, *, most_tokens: int = 0
+) -> SamplingParams:
     """Sampling parameters of an answer, with defaults filled in and a seed minted.
+
+    Args:
+        most_tokens: limit of an answer whose request sets none; 0 for the model's and the router's alone.
 
     Raises:
         ApiError: prompt and answer exceed the model's context, or the answers exceed memory.
     """
-    max_tokens = _max_tokens(body, num_prompt_tokens, max_model_len)
+    max_tokens = _max_tokens(body, num_prompt_tokens, max_model_len, most_tokens)
     _check_shown_prompt(body, num_prompt_tokens)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -98,8 +103,8 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Requested limit, or the route's default as far as context and memory allow."""
+def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int, most_tokens: int) -> int:
+    """Requested limit, or the route's default as far as context, memory and ``most_tokens`` allow."""
     wanted = body.token_limit
     check_prompt_length(body, num_prompt_tokens, max_model_len)
     left = max_model_len - num_prompt_tokens
@@ -112,7 +117,8 @@ def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int
         raise ApiError(400, message, param=body.prompt_field, code="context_length_exceeded")
     most = MAX_ANSWER_ENTRIES // (body.num_answers * (2 + body.num_logprobs))
     if wanted is None:
-        return min(left, most, left if body.default_token_limit is None else body.default_token_limit)
+        default = left if body.default_token_limit is None else body.default_token_limit
+        return min(left, most, default, most_tokens or left)
     if wanted > most:
         message = f"{body.num_answers} answers of {wanted} tokens are too much for one request; ask for {most} at most"
         raise ApiError(400, message, param=body.limit_field)

@@ -12,12 +12,14 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import uvicorn
+from fastapi import FastAPI
 
 from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.cluster.cluster import Cluster, TokenStream
 from pdserve.router.http.app import create_app
+from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
@@ -223,6 +225,7 @@ class EdgeServer:
     tokenizer: ChatTokenizer
     loop_thread: int
     """Identity of the thread that runs its event loop."""
+    app: FastAPI
 
     def say(self, text: str, finish: FinishReason = FinishReason.STOP, logprobs: TokenLogprobs | None = None) -> int:
         """Answer every later request with ``text``, and EOS after it if ``finish`` is STOP; return the token count."""
@@ -233,13 +236,13 @@ class EdgeServer:
 
 
 @contextmanager
-def running_edge() -> Iterator[EdgeServer]:
+def running_edge(keys: KeyFile | None = None) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         tokenizer = ChatTokenizer.from_folder(Path(folder))
     generator, metrics = ScriptedGenerator(), RecordingMetrics()
-    app = create_app(generator, tokenizer, served_name=MODEL, metrics=metrics, max_body_bytes=MAX_BODY_BYTES)
+    app = create_app(generator, tokenizer, served_name=MODEL, metrics=metrics, max_body_bytes=MAX_BODY_BYTES, keys=keys)
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -250,7 +253,7 @@ def running_edge() -> Iterator[EdgeServer]:
             assert thread.is_alive()
             thread.join(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield EdgeServer(f"http://127.0.0.1:{port}", generator, metrics, tokenizer, thread.ident)
+        yield EdgeServer(f"http://127.0.0.1:{port}", generator, metrics, tokenizer, thread.ident, app)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)

@@ -1,0 +1,190 @@
+"""API keys: a file of salted hashes with one key per line, in JSON, and the limits of each.
+
+A key is ``pd-ID-SECRET``. The file has the ID, which is not secret, and a salted hash of the SECRET; its 256 random bits
+need no slow hash. `pdserve key` adds a key, and removing its line revokes it. `pdserve.router.http.asgi` asks for the
+caller of each request. Never logs or shows a key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import secrets
+from collections import Counter
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated
+
+from pdserve.contracts.codec import between, from_json, to_json
+from pdserve.contracts.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_Limit = Annotated[int, between(0, 2**31 - 1)]
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ID, _SALT, _HASH = (re.compile(f"[0-9a-f]{{{2 * num_bytes}}}") for num_bytes in (6, 16, 32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A line of the file. A limit of 0 is none."""
+
+    tenant: str
+    """Keys of one tenant share prefix-cache blocks; tenants share none."""
+    id: str
+    salt: str
+    hash: str
+    max_in_flight: _Limit = 0
+    """Answers requested and not finished; a request for n counts n times."""
+    max_n: _Limit = 0
+    max_tokens: _Limit = 0
+    """Tokens of one answer; also the default of requests that set none."""
+
+    def __post_init__(self) -> None:
+        # Messages have no values: somebody may have written a key in the wrong place.
+        if not _TENANT.fullmatch(self.tenant):
+            raise ValueError("tenant must be 1 to 64 letters, digits, dots, dashes and underscores")
+        if not (_ID.fullmatch(self.id) and _SALT.fullmatch(self.salt) and _HASH.fullmatch(self.hash)):
+            raise ValueError("id, salt and hash must be as pdserve key wrote them")
+
+    def matches(self, secret: str) -> bool:
+        """True for this key's secret. Takes the same time for all others of one length."""
+        return hmac.compare_digest(_hash(secret, self.salt).encode(), self.hash.encode())
+
+
+def make_key(tenant: str, **limits: int) -> tuple[str, ApiKey]:
+    """A new key, and its line without it.
+
+    Raises:
+        ValueError: ``tenant`` is not a name.
+    """
+    secret, key_id, salt = secrets.token_urlsafe(32), secrets.token_hex(6), secrets.token_hex(16)
+    return f"pd-{key_id}-{secret}", ApiKey(tenant=tenant, id=key_id, salt=salt, hash=_hash(secret, salt), **limits)
+
+
+def add_key(path: Path, tenant: str, **limits: int) -> str:
+    """Add a new key to the file, which is made if absent; returns the key.
+
+    Raises:
+        ValueError: ``tenant`` is not a name, or the file cannot be read or written, or is no file of keys.
+    """
+    if path.exists():
+        read_keys(path)
+    text, key = make_key(tenant, **limits)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        with open(descriptor, "r+b", buffering=0) as file:
+            size = os.fstat(descriptor).st_size
+            is_line_open = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            file.write(b"\n" * is_line_open + to_json(key).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
+    return text
+
+
+def read_keys(path: Path) -> dict[str, ApiKey]:
+    """Keys of a file, by id.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not a key's.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read the API keys in {path}: {reason}; make one with pdserve key") from None
+    keys: dict[str, ApiKey] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            key = from_json(ApiKey, line, f"{path} line {number}")
+            if key.id in keys:
+                raise ConfigError(f"{path} line {number} has the id of an earlier line; remove one of them")
+            keys[key.id] = key
+    return keys
+
+
+class KeyFile:
+    """Keys of a file, read again when it changes. A file that becomes unreadable changes nothing, and is logged."""
+
+    def __init__(self, path: Path, cache_secret: bytes) -> None:
+        """Read the file.
+
+        Args:
+            cache_secret: without it nobody can compute block hashes of a tenant.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        self._path = path
+        self._stamp = _stamp(path)
+        self._keys = read_keys(path)
+        self._cache_secret = cache_secret
+        self._in_flight: Counter[str] = Counter()
+        _, self._nobody = make_key("nobody")
+
+    def caller(self, text: str) -> Caller | None:
+        """The caller who sent the key ``text``; None if it is not in the file."""
+        self._refresh()
+        _, _, rest = text.partition("-")
+        key_id, _, secret = rest.partition("-")
+        key = self._keys.get(key_id, self._nobody)
+        return Caller(key, self._cache_secret, self._in_flight) if key.matches(secret) else None
+
+    def _refresh(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = read_keys(self._path)
+        except ConfigError as error:
+            logger.error("%s. The API keys read before stay valid.", error)
+
+
+class Caller:
+    """Sender of one request. `close` ends its use of the key."""
+
+    def __init__(self, key: ApiKey, cache_secret: bytes, in_flight: Counter[str]) -> None:
+        self.key = key
+        self._cache_secret = cache_secret
+        self._in_flight = in_flight
+        """Answers by id of key."""
+        self._num_answers = 0
+
+    def begin(self, num_answers: int) -> bool:
+        """Count answers of the request until `close`; False, and none counted, if they pass the key's limit."""
+        limit = self.key.max_in_flight
+        if limit and self._in_flight[self.key.id] + num_answers > limit:
+            return False
+        self._num_answers += num_answers
+        self._in_flight[self.key.id] += num_answers
+        return True
+
+    def close(self) -> None:
+        self._in_flight[self.key.id] -= self._num_answers
+        self._num_answers = 0
+        if not self._in_flight[self.key.id]:
+            del self._in_flight[self.key.id]
+
+    def cache_salt(self, client_salt: str) -> bytes:
+        """Salt of the tenant's block hashes, 32 bytes. ``client_salt`` divides the tenant's blocks, and reaches no
+        other's."""
+        salt = hmac.digest(self._cache_secret, self.key.tenant.encode(), "sha256")
+        return hmac.digest(salt, client_salt.encode(), "sha256") if client_salt else salt
+
+
+def _hash(secret: str, salt: str) -> str:
+    digest = blake2b(secret.encode(), digest_size=32, salt=bytes.fromhex(salt), person=b"pdserve-key")
+    return digest.hexdigest()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Value that changes with the file; None without one."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ctime_ns, status.st_ino, status.st_size

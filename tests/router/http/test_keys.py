@@ -1,0 +1,216 @@
+"""API keys: their file, and what a real server refuses and allows with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pdserve.contracts.errors import ConfigError
+from pdserve.router.http.keys import KeyFile, add_key, read_keys
+from tests.router.edge_server import MODEL, EdgeServer, running_edge, saying, stuck_after
+
+SECRET = b"of the server"
+PROMPT = "the time is"
+
+
+@dataclass
+class KeyedServer:
+    edge: EdgeServer
+    path: Path
+    key: str
+
+    def post(self, key: str = "", **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, **fields}
+        headers = {"Authorization": f"Bearer {key or self.key}"}
+        return httpx.post(f"{self.edge.url}/v1/completions", json=body, headers=headers, verify=False)
+
+    def salt(self, key: str = "", **fields: Any) -> bytes:
+        """Salt of the block hashes of a request."""
+        assert self.post(key, **fields).status_code == 200
+        return self.edge.generator.last.cache_salt
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[KeyedServer]:
+    path = tmp_path / "keys.jsonl"
+    key = add_key(path, "team-a", max_in_flight=4, max_n=3, max_tokens=5)
+    with running_edge(KeyFile(path, SECRET)) as edge:
+        edge.generator.script = saying([7] * 100)
+        yield KeyedServer(edge, path, key)
+
+
+def routes(edge: EdgeServer) -> list[tuple[str, str]]:
+    """Every method and path that the server has, and some that it does not have."""
+    paths = edge.app.openapi()["paths"]
+    found = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    return [
+        *found,
+        ("GET", "/openapi.json"),
+        ("GET", "/absent"),
+        ("GET", "/live/"),
+        ("OPTIONS", "/v1/models"),
+        ("POST", "/v1/embeddings"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")
+def test_every_route_but_live_needs_a_key(server: KeyedServer) -> None:
+    every_route = routes(server.edge)
+    assert {path for _, path in every_route} > {"/v1/chat/completions", "/v1/models/{name}", "/tokenize", "/live"}
+    own_id = server.key.split("-")[1]
+    wrong = ["", "Bearer", f"Bearer {server.key}x", f"Bearer pd-{own_id}-", f"Basic {server.key}", server.key]
+    wrong += ["Bearer ü", f"Bearer {server.key.swapcase()}"]
+    with httpx.Client(base_url=server.edge.url) as client:
+        for method, path in every_route:
+            for header in wrong if path == "/v1/models" else wrong[:1]:
+                answer = client.request(method, path, headers=[(b"Authorization", header.encode())])
+                assert answer.status_code == (200 if path == "/live" else 401), (method, path, header)
+        refusal = client.get("/v1/models")
+        assert refusal.headers["www-authenticate"] == "Bearer"
+        assert refusal.headers["x-request-id"]
+        assert refusal.json()["error"]["code"] == "invalid_api_key"
+        assert refusal.json()["error"]["type"] == "invalid_request_error"
+        assert client.get("/v1/models", headers={"Authorization": f"bearer {server.key}"}).status_code == 200
+
+
+def test_the_openai_client_with_a_right_and_a_wrong_key(server: KeyedServer) -> None:
+    with openai.OpenAI(base_url=f"{server.edge.url}/v1", api_key=server.key) as client:
+        assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3).usage
+        with pytest.raises(openai.AuthenticationError, match="valid API key"):
+            client.with_options(api_key="pd-none").models.list()
+
+
+def test_no_body_is_read_without_a_key(server: KeyedServer) -> None:
+    too_large: dict[str, Any] = {"content": b"{" * 2**22, "headers": {"Content-Type": "application/json"}}
+    with running_edge() as open_edge:
+        assert httpx.post(f"{open_edge.url}/v1/completions", **too_large).status_code == 413
+    assert httpx.post(f"{server.edge.url}/v1/completions", **too_large).status_code == 401
+
+
+def test_keys_are_added_and_revoked_while_the_server_runs(
+    server: KeyedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = add_key(server.path, "team-b")
+    assert server.post(second).status_code == 200
+    lines = server.path.read_text().splitlines()
+    server.path.write_text(lines[1])  # an editor may leave out the last newline
+    assert server.post().status_code == 401
+    assert server.post(second).status_code == 200
+    third = add_key(server.path, "team-b")
+    assert server.post(third).status_code == 200
+    with caplog.at_level(logging.ERROR):
+        server.path.write_text(f"{third}\n")
+        assert server.post(second).status_code == 200, "a file that cannot be read changes nothing"
+        server.path.unlink()
+        assert server.post(second).status_code == 200
+        assert server.post().status_code == 401
+    assert "line 1 is not JSON" in caplog.text
+    assert "No such file" in caplog.text
+    assert third.split("-", 2)[2] not in caplog.text
+
+
+def test_the_limits_of_a_key(server: KeyedServer) -> None:
+    def refusal(**fields: Any) -> tuple[int, str | None, str]:
+        answer = server.post(**fields)
+        error = answer.json()["error"]
+        return answer.status_code, error["param"], error["message"]
+
+    assert refusal(n=4) == (400, "n", "this API key allows n up to 3; lower n")
+    assert refusal(max_tokens=6) == (400, "max_tokens", "this API key allows answers of 5 tokens; lower max_tokens")
+    assert refusal(n=3, prompt=["a", "b"])[0] == 400
+    # Without max_tokens a completion has 16 and a chat all that the context leaves, up to the limit of the key.
+    assert server.post(max_tokens=None).json()["usage"]["completion_tokens"] == 5
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"Authorization": f"Bearer {server.key}"}
+    chat = httpx.post(f"{server.edge.url}/v1/chat/completions", json=body, headers=headers)
+    assert chat.json()["usage"]["completion_tokens"] == 5
+    unlimited = add_key(server.path, "team-b")
+    assert server.post(unlimited, n=10, max_tokens=50).json()["usage"]["completion_tokens"] == 500
+
+
+def test_answers_in_flight_are_counted_until_the_client_leaves(server: KeyedServer) -> None:
+    generator = server.edge.generator
+    generator.script = stuck_after([7])
+    url = f"{server.edge.url}/v1/completions"
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "stream": True, "n": 3}
+    headers = {"Authorization": f"Bearer {server.key}"}
+    with httpx.stream("POST", url, json=body, headers=headers) as stream:
+        lines = stream.iter_lines()  # kept, because httpx closes the connection of a forgotten iterator
+        next(lines)
+        refused = server.post(n=2)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        generator.script = saying([7] * 3)
+        for _ in range(3):  # a whole answer, and a refused request, leave nothing counted
+            assert server.post(n=1).status_code == 200
+            assert server.post(n=1, max_tokens=6).status_code == 400
+        assert server.post(add_key(server.path, "team-a")).status_code == 200, "keys are counted apart"
+    assert generator.generations[0].cancelled.wait(5)
+    for _ in range(100):
+        if (answer := server.post(n=3)).status_code == 200:
+            break
+    assert answer.status_code == 200
+
+
+def test_tenants_share_no_blocks(server: KeyedServer) -> None:
+    same_tenant, other = add_key(server.path, "team-a"), add_key(server.path, "team-b")
+    own = server.salt()
+    assert len(own) == 32
+    assert server.salt(same_tenant) == own
+    assert server.salt(cache_salt="") == own
+    divided = server.salt(cache_salt="x")
+    assert server.salt(same_tenant, cache_salt="x") == divided
+    # The text of a salt reaches no other tenant's blocks, not even with that tenant's name or salt.
+    guesses = [server.salt(other, cache_salt=guess) for guess in ("x", "team-a", own.hex(), own.decode("latin-1"))]
+    assert len({own, divided, server.salt(other), *guesses}) == 7
+    with running_edge(KeyFile(server.path, b"another secret")) as elsewhere:
+        elsewhere.generator.script = saying([7])
+        assert KeyedServer(elsewhere, server.path, server.key).salt() != own
+
+
+def test_the_file_has_no_key_and_is_private(server: KeyedServer) -> None:
+    assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
+    _, key_id, secret = server.key.split("-", 2)
+    assert len(secret) == 43
+    assert secret not in server.path.read_text()
+    (line,) = server.path.read_text().splitlines()
+    assert json.loads(line)["id"] == key_id
+    assert read_keys(server.path)[key_id].max_in_flight == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tenant": "a b"}, "line 1: tenant must be 1 to 64 letters"),
+        ({"hash": "pd-secret"}, "line 1: id, salt and hash must be as pdserve key wrote them"),
+        ({"max_n": -1}, "max_n is -1; write a whole number from 0"),
+        ({"max_nn": 1}, "did you mean 'max_n'"),
+    ],
+)
+def test_a_broken_line_is_named_without_its_secrets(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    path = tmp_path / "keys.jsonl"
+    add_key(path, "team-a")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}) + "\n")
+    with pytest.raises(ConfigError, match=said) as raised:
+        KeyFile(path, SECRET)
+    assert "pd-secret" not in str(raised.value)
+    with pytest.raises(ConfigError):
+        add_key(path, "team-b")
+
+
+def test_two_lines_of_one_id_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    add_key(path, "team-a")
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(ConfigError, match="line 2 has the id of an earlier line"):
+        read_keys(path)
