@@ -1,8 +1,8 @@
 """API keys: a file of salted hashes with one key per line, in JSON, and the limits of each.
 
-A key is ``pd-ID-SECRET``. The file has the ID, which is not secret, and a salted hash of the SECRET; its 256 random bits
-need no slow hash. `pdserve key` adds a key, and removing its line revokes it. `pdserve.router.http.asgi` asks for the
-caller of each request. Never logs or shows a key.
+A key is ``pd-ID-SECRET``. The file has the ID, which is not secret, and a salted hash of the SECRET; its 256 random
+bits need no slow hash. `pdserve key` adds a key, and removing its line revokes it. `pdserve.router.http.asgi` asks for
+the caller of each request. Never logs or shows a key.
 """
 
 from __future__ import annotations
