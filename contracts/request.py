@@ -21,6 +21,7 @@ MAX_PENALTY = 2.0
 """Bound on the absolute value of presence and frequency penalties."""
 REPETITION_PENALTIES = (2.0**-6, 100.0)
 """Range of the repetition penalty, exact in 32 bits; beyond it a logit could overflow its type."""
+MAX_GRAMMAR_BYTES = 65536
 MAX_CHOICES = 128
 """Upper limit of answers to one request; choices are numbered from 0."""
 
@@ -57,6 +58,26 @@ class FinishReason(IntEnum):
     """The choice reached ``max_tokens`` or the model's maximum length."""
 
 
+class GrammarKind(IntEnum):
+    """Language of a `Grammar`'s text. Values are the wire's."""
+
+    JSON_SCHEMA = 1
+    REGEX = 2
+    EBNF = 3
+    """GBNF, whose first rule is ``root``."""
+    STRUCTURAL_TAG = 4
+    """xgrammar's JSON: free text, and formats that begin where a tag opens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Grammar that an answer follows. Workers compile it; what it has matched is never sent."""
+
+    kind: GrammarKind
+    text: str
+    """At most `MAX_GRAMMAR_BYTES` in UTF-8."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters. Defaults are OpenAI's: temperature 1, no truncation."""
@@ -91,10 +112,17 @@ class SamplingParams:
     """-1: none; 0: the sampled token only; n: also the n most likely tokens at each position."""
     num_prompt_logprobs: int = -1
     """As ``num_logprobs``, for every prompt token but the first."""
+    grammar: Grammar | None = None
+    """Tokens that would break it are impossible; end-of-sequence tokens are possible only where it is complete."""
+
+    @property
+    def reads_history(self) -> bool:
+        """True if a draw depends on earlier tokens."""
+        return self.has_penalties or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:
-        """True if a draw depends on earlier tokens."""
+        """True if logits are penalised for earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 

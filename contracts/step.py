@@ -35,7 +35,7 @@ class StepRow:
     choice: int = 0
     """Index of the row's choice (n > 1); part of the random generator's counter."""
     history: Sequence[int] = ()
-    """All known tokens of the sequence if ``sample.has_penalties``, else empty. Read only during `Executor.submit`. The
+    """All known tokens of the sequence if ``sample.reads_history``, else empty. Read only during `Executor.submit`. The
     token that ``previous_row`` sampled follows it."""
     num_prompt_tokens: int = 0
     """Prompt tokens at the start of ``history``."""

@@ -28,12 +28,15 @@ from pdserve.contracts.request import (
     MAX_BIAS,
     MAX_BIASES,
     MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
     MAX_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     REPETITION_PENALTIES,
     FinishReason,
     GenerationRequest,
+    Grammar,
+    GrammarKind,
     KvSource,
     SamplingParams,
 )
@@ -46,8 +49,9 @@ MAX_DURATION_S = 86400.0
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _KINDS = {kind.value: kind for kind in RequestEventKind}
 _REFUSALS = {code.value: code for code in RefusalCode}
+_GRAMMAR_KINDS = {kind.value: kind for kind in GrammarKind}
 _LOAD_FIELDS = SchedulerLoad._fields
-_SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "logit_bias"]
+_SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "grammar")]
 _REQUEST_FIELDS = [field.name for field in fields(GenerationRequest) if field.name not in ("sampling", "block_hashes")]
 """Fields with the same name in the message. `block_hashes` is never on the wire."""
 
@@ -73,6 +77,7 @@ def sampling_to_proto(sampling: SamplingParams) -> worker_pb2.SamplingParams:
     return worker_pb2.SamplingParams(
         bias_tokens=[token for token, _ in sampling.logit_bias],
         biases=[bias for _, bias in sampling.logit_bias],
+        grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
         **{name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
     )
 
@@ -95,7 +100,20 @@ def sampling_from_proto(message: worker_pb2.SamplingParams, limits: ModelLimits)
     given = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
     given["repetition_penalty"] = message.repetition_penalty or 1.0
     given["stop_token_ids"] = stop_token_ids
-    return SamplingParams(logit_bias=_logit_bias(message, limits.vocab_size), **given)
+    grammar = grammar_from_proto(message.grammar, limits) if message.HasField("grammar") else None
+    return SamplingParams(logit_bias=_logit_bias(message, limits.vocab_size), grammar=grammar, **given)
+
+
+def grammar_to_proto(grammar: Grammar) -> worker_pb2.Grammar:
+    return worker_pb2.Grammar(kind=worker_pb2.Grammar.Kind.ValueType(grammar.kind), text=grammar.text)
+
+
+def grammar_from_proto(message: worker_pb2.Grammar, limits: ModelLimits) -> Grammar:
+    """Raises `WireError` for a grammar that this worker could never follow."""
+    _check(message.kind in _GRAMMAR_KINDS, f"this worker knows no grammar of kind {message.kind}")
+    _check(len(message.text.encode()) <= MAX_GRAMMAR_BYTES, f"the grammar is over {MAX_GRAMMAR_BYTES} bytes")
+    _check(bool(limits.eos_token_ids), "the model has no end-of-sequence token, which a grammar needs")
+    return Grammar(_GRAMMAR_KINDS[message.kind], message.text)
 
 
 def _check_penalties(message: worker_pb2.SamplingParams) -> None:

@@ -56,7 +56,7 @@ class Sequence:
     tokens: list[int] = field(init=False)
     """Every known token: prompt, tokens of earlier attempts, tokens sampled here."""
     history: list[int] | tuple[()] = field(init=False)
-    """The same tokens, for penalties; empty if the request has no penalties."""
+    """The same tokens, if a draw depends on them; else empty."""
     num_prompt_tokens: int = field(init=False)
     sampling: SamplingParams = field(init=False)
     block_table: array[int] = field(init=False, default_factory=partial(array, "i"))
@@ -78,7 +78,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.request.prompt_tokens)
         self._hashes = list(self.request.block_hashes)
         self.sampling = self.request.sampling
-        self.history = self.tokens if self.sampling.has_penalties else ()
+        self.history = self.tokens if self.sampling.reads_history else ()
         self._min_length = self.num_prompt_tokens + self.sampling.min_tokens
 
     @property

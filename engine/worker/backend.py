@@ -20,6 +20,7 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.worker.followers import Followers, rank_cores
+from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -28,6 +29,7 @@ from pdserve.model.config.sharding import shard_of
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.model.executors.emulated import EmulatedExecutor
+from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.weights.bytes import INT4_GROUP_INPUTS
 from pdserve.model.weights.files import check_weights
 
@@ -56,6 +58,7 @@ class Backend:
     cost: CostModel
     num_swap_slots: int
     """Host slots for KV blocks of preempted sequences."""
+    grammars: Grammars
     build_executor: Callable[[PoolMemory], BuiltExecutor]
     """Takes the memory mapped by the transfer process."""
     emulated_pull_s: Callable[[int], float] | None = None
@@ -104,6 +107,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         check_staging_fits(num_blocks * block_bytes, memory.host_bytes)
     num_slots = num_swap_slots(config, num_blocks, block_bytes, memory.host_bytes - num_blocks * block_bytes)
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
+    grammars = Grammars(folder, limits)
 
     def build_executor(memory: PoolMemory) -> BuiltExecutor:
         followers, ranks = None, ONE_RANK
@@ -122,6 +126,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             num_swap_slots=num_slots,
             # Useless on a prefill worker and on a CPU.
             max_captured_rows=0 if config.role is WorkerRole.PREFILL or device == CPU else config.max_batch_size,
+            matchers=_matchers(grammars, limits),
             ranks=ranks,
             send=None if followers is None else followers.send,
         )
@@ -132,7 +137,18 @@ def _model_backend(config: WorkerConfig) -> Backend:
             return BuiltExecutor(whole, followers=followers)
         return BuiltExecutor(executor, HostStaging(pool.blocks, memory))
 
-    return Backend(limits=limits, layout=layout, cost=cost, num_swap_slots=num_slots, build_executor=build_executor)
+    return Backend(
+        limits=limits,
+        layout=layout,
+        cost=cost,
+        num_swap_slots=num_slots,
+        grammars=grammars,
+        build_executor=build_executor,
+    )
+
+
+def _matchers(grammars: Grammars, limits: ModelLimits) -> GrammarMatchers:
+    return GrammarMatchers(grammars.compiled, vocab_size=limits.vocab_size, eos_token_ids=limits.eos_token_ids)
 
 
 def _model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
@@ -235,6 +251,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         model_hash=f"emulated-{blake2b(repr(model).encode(), digest_size=16).hexdigest()}",
     )
 
+    grammars = Grammars(Path(config.model_path), limits)
     # The emulated host has all the memory requested.
     num_slots = num_swap_slots(config, layout.num_blocks, block_bytes, sys.maxsize)
 
@@ -249,6 +266,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
             num_swap_slots=num_slots,
             # In real time the step's CPU time counts; the last cached token is checked anyway.
             check_context=is_instant,
+            matchers=_matchers(grammars, limits),
         )
         return BuiltExecutor(executor)
 
@@ -260,6 +278,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         layout=layout,
         cost=cost,
         num_swap_slots=num_slots,
+        grammars=grammars,
         build_executor=build_executor,
         emulated_pull_s=emulated_pull_s,
     )

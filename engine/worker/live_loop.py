@@ -30,6 +30,7 @@ from pdserve.engine.scheduling.interface import (
     WithdrawEvent,
 )
 from pdserve.engine.worker.loop import (
+    GrammarSource,
     LeaseChanged,
     Message,
     PromptReleased,
@@ -126,6 +127,7 @@ class LiveLoop:
         sink: ReportSink,
         send_order: Callable[[EngineToTransfer], None],
         times: StepTimes,
+        grammars: GrammarSource | None = None,
         emulated_pull_s: Callable[[int], float] | None = None,
     ) -> None:
         """
@@ -135,7 +137,7 @@ class LiveLoop:
             emulated_pull_s: minimum duration of a pull of this many blocks, in seconds; ``None`` when nothing is
                 emulated.
         """
-        self._loop = StepLoop(scheduler=scheduler, executor=executor, sink=self, times=times)
+        self._loop = StepLoop(scheduler=scheduler, executor=executor, sink=self, grammars=grammars, times=times)
         self._pool = pool
         self._inbox = inbox
         self._sink = sink

@@ -30,7 +30,7 @@ from pdserve.contracts.events import (
     SchedulerLoad,
     TokenEvent,
 )
-from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
 from pdserve.contracts.step import Executor, StepBatch, StepHandle, StepOutput
 from pdserve.engine.scheduling.interface import PullResult, Scheduler, TransferEvent
 from pdserve.kv_transfer.block_pool import CacheEvents
@@ -71,6 +71,12 @@ class CancelRequest(NamedTuple):
     key: RequestKey
 
 
+class GrammarCompiled(NamedTuple):
+    """Requests with this grammar no longer have to wait for it: it is compiled, or cannot be."""
+
+    grammar: Grammar
+
+
 class SessionEnded(NamedTuple):
     """A session has ended for good: cancel all its requests."""
 
@@ -95,7 +101,15 @@ class StartDrain(NamedTuple):
 
 
 Message = (
-    AddRequest | PrepareRequest | CancelRequest | SessionEnded | LeaseChanged | PromptReleased | PullResult | StartDrain
+    AddRequest
+    | PrepareRequest
+    | CancelRequest
+    | GrammarCompiled
+    | SessionEnded
+    | LeaseChanged
+    | PromptReleased
+    | PullResult
+    | StartDrain
 )
 
 
@@ -195,6 +209,15 @@ class ReportSink(Protocol):
     def publish(self, report: StepReport) -> None: ...
 
 
+class GrammarSource(Protocol):
+    """Compiled grammars of the worker."""
+
+    def find(self, grammar: Grammar) -> object | str | None:
+        """Return the compiled grammar, why it cannot be compiled, or ``None`` while it is being compiled: a
+        `GrammarCompiled` follows. Whoever keeps a compiled grammar keeps it from being dropped."""
+        ...
+
+
 class Wait(Enum):
     """Condition a driver waits for before the next turn."""
 
@@ -209,17 +232,27 @@ class StepLoop:
     """Runs one scheduler over one executor. Not thread-safe: one driver owns it."""
 
     def __init__(
-        self, *, scheduler: Scheduler, executor: Executor, sink: ReportSink, times: StepTimes | None = None
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        sink: ReportSink,
+        grammars: GrammarSource | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         """
         Args:
+            grammars: ``None`` if no request has one.
             times: predicts and corrects step times; ``None`` if the driver knows them, as a simulator does.
         """
         self.scheduler = scheduler
         self._executor = executor
         self._sink = sink
         self._times = times
-        self._live: set[RequestKey] = set()
+        self._grammars = grammars
+        self._live: dict[RequestKey, object] = {}
+        """Live requests, each with its compiled grammar, if any."""
+        self._awaiting_grammar: dict[RequestKey, AddRequest | PrepareRequest] = {}
         self._in_flight: deque[Step] = deque()
         self._report = StepReport()
         self._num_failed_in_a_row = 0
@@ -249,17 +282,18 @@ class StepLoop:
         """Handle a message. Its events leave with the next report."""
         scheduler = self.scheduler
         match message:
-            case AddRequest(key, request, received_s):
-                if self._accept(key):
-                    scheduler.add(key, request, received_s)
-            case PrepareRequest(key, request, source, received_s):
-                if self._accept(key):
-                    scheduler.prepare(key, request, source, received_s)
+            case AddRequest() | PrepareRequest():
+                if self._accept(message.key):
+                    self._begin(message)
             case CancelRequest(key):
-                scheduler.cancel(key, now_s)
+                self._cancel(key, now_s)
+            case GrammarCompiled(grammar):
+                for waiting in list(self._awaiting_grammar.values()):
+                    if waiting.request.sampling.grammar == grammar:
+                        self._begin(self._awaiting_grammar.pop(waiting.key))
             case SessionEnded(session):
                 for key in sorted(key for key in self._live if key.session == session):
-                    scheduler.cancel(key, now_s)
+                    self._cancel(key, now_s)
             case LeaseChanged(handle, is_leased):
                 scheduler.set_leased(handle, is_leased)
             case PromptReleased(handle):
@@ -279,10 +313,35 @@ class StepLoop:
         elif len(self._live) >= MAX_LIVE_REQUESTS:
             code, reason = RefusalCode.OVERLOADED, f"the worker holds {MAX_LIVE_REQUESTS} requests already"
         else:
-            self._live.add(key)
+            self._live[key] = None
             return True
         self._report.events.append(RequestEvent(key, RequestEventKind.REJECTED, reason, refusal=code))
         return False
+
+    def _begin(self, message: AddRequest | PrepareRequest) -> None:
+        """Pass an accepted request to the scheduler, now or once its grammar is compiled."""
+        key, grammar = message.key, message.request.sampling.grammar
+        if grammar is not None:
+            found = "this worker has no grammars" if self._grammars is None else self._grammars.find(grammar)
+            if found is None:
+                self._awaiting_grammar[key] = message
+                return
+            if isinstance(found, str):
+                reason = f"the grammar of the request cannot be used: {found}"
+                rejected = RequestEvent(key, RequestEventKind.REJECTED, reason, refusal=RefusalCode.INVALID)
+                self._collect([rejected])
+                return
+            self._live[key] = found
+        if isinstance(message, AddRequest):
+            self.scheduler.add(key, message.request, message.received_s)
+        else:
+            self.scheduler.prepare(key, message.request, message.source, message.received_s)
+
+    def _cancel(self, key: RequestKey, now_s: float) -> None:
+        if self._awaiting_grammar.pop(key, None) is None:
+            self.scheduler.cancel(key, now_s)
+        else:
+            self._collect([RequestEvent(key, RequestEventKind.CANCELLED)])
 
     def turn(self, now_s: float) -> Wait:
         """Plan and submit a step, if there is one. After `Wait.STEP` the driver must call `step_ended` or
@@ -355,10 +414,10 @@ class StepLoop:
         for event in events:
             if isinstance(event, TokenEvent):
                 if event.finish:
-                    self._live.discard(event.key)
+                    self._live.pop(event.key, None)
             elif isinstance(event, RequestEvent):
                 if event.kind.is_terminal:
-                    self._live.discard(event.key)
+                    self._live.pop(event.key, None)
             elif not isinstance(event, PromptLogprobsEvent):
                 report.orders.append(event)
                 continue

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 import grpc
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey
 from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.worker.live_loop import Inbox
 from pdserve.engine.worker.loop import (
@@ -34,6 +36,7 @@ from pdserve.engine.worker.sessions import Session, SessionTable
 from pdserve.proto.codec import (
     WireError,
     event_to_proto,
+    grammar_from_proto,
     load_to_proto,
     pack_frames,
     request_from_proto,
@@ -73,10 +76,12 @@ class WorkerService:
         inbox: Inbox,
         *,
         is_healthy: Callable[[], bool],
+        announce: Callable[[Grammar], object] = lambda grammar: None,
     ) -> None:
         """
         Args:
             welcome: first message on every session.
+            announce: called with grammars of requests that may follow; returns at once.
             is_healthy: whether the step loop turns; heartbeats stop when it does not.
         """
         self._config = config
@@ -84,6 +89,7 @@ class WorkerService:
         self._welcome = welcome
         self._inbox = inbox
         self._is_healthy = is_healthy
+        self._announce = announce
         self._sessions = SessionTable(grace_s=config.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
         self._load = worker_pb2.Load()
         """Load in the last report, without its step."""
@@ -202,6 +208,9 @@ class WorkerService:
             elif body == "cancel":
                 key = RequestKey(session.id, message.cancel.request_id, message.cancel.attempt)
                 self._inbox.put(CancelRequest(key))
+            elif body == "announce":
+                with suppress(WireError):  # requests with it will be refused
+                    self._announce(grammar_from_proto(message.announce, self._limits))
             elif body == "drain":
                 self._inbox.put(StartDrain())
             else:

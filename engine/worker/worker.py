@@ -24,7 +24,7 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.backend import Backend, choose_backend
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop, message_from_proto
-from pdserve.engine.worker.loop import StartDrain, StepTimes
+from pdserve.engine.worker.loop import GrammarCompiled, StartDrain, StepTimes
 from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -122,6 +122,9 @@ class EngineWorker:
         backend = choose_backend(config)
         memory = PoolMemory.create(backend.layout)
         stack.callback(memory.close)
+        grammars = backend.grammars
+        grammars.on_compiled = lambda grammar: self._inbox.put(GrammarCompiled(grammar))
+        stack.callback(grammars.close)
         executor, staging, followers = backend.build_executor(memory)
         if followers is not None:
             stack.callback(followers.close)
@@ -137,6 +140,7 @@ class EngineWorker:
             self._welcome(backend, transfer.address),
             self._inbox,
             is_healthy=self.is_healthy,
+            announce=grammars.find,
         )
         loop = LiveLoop(
             scheduler=self._scheduler_factory(pool, backend, config),
@@ -146,6 +150,7 @@ class EngineWorker:
             sink=service,
             send_order=transfer.send,
             times=StepTimes(backend.cost),
+            grammars=grammars,
             emulated_pull_s=backend.emulated_pull_s,
         )
         address = service.start()

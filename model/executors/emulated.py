@@ -4,9 +4,9 @@ With ``time_scale`` it emulates an absent device: steps last as long as the cost
 cluster is real. Without, it is instantaneous, and tests compare its answers with those of
 `pdserve.model.executors.hash_chain`, which exposes any lost, repeated or misplaced token and any wrong byte of KV.
 
-Sampling honours seed, choices and banned tokens; a hash has no logits for penalties or bias. A row with cached tokens
-reads its state from its blocks only. No thread: `EmulatedExecutor.submit` writes KV and chooses tokens, and a handle's
-``result`` sleeps until the step's modelled end.
+Sampling honours seed, choices, banned tokens and grammars; a hash has no logits for penalties or bias. A row with
+cached tokens reads its state from its blocks only. No thread: `EmulatedExecutor.submit` writes KV and chooses tokens,
+and a handle's ``result`` sleeps until the step's modelled end.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from pdserve.model.executors.hash_chain import (
     link,
     linked_token,
     mix64,
+    pick,
     sampling_salt,
 )
+from pdserve.model.sampling.grammars import GrammarMatchers
 
 _LOGPROBS = TokenLogprobs(0.0, ())
 """Answer to every request for log probabilities, prompts included: the token is certain, without alternatives."""
@@ -51,6 +53,7 @@ class EmulatedExecutor:
         num_swap_slots: host slots for blocks of preempted sequences.
         check_context: verify all cached tokens of every row at every step, not only the last one; emulation of large
             batches disables it to save time.
+        matchers: match the answers of rows with grammars; ``None`` if there are none.
 
     Raises:
         ValueError: a layout that cannot hold hash states.
@@ -69,6 +72,7 @@ class EmulatedExecutor:
         pipeline_depth: int = 2,
         num_swap_slots: int = 0,
         check_context: bool = True,
+        matchers: GrammarMatchers | None = None,
     ) -> None:
         if (layout.num_kv_heads, layout.num_layers, layout.head_dim, layout.dtype) != (1, 1, 1, "uint64"):
             raise ValueError(f"an emulated KV pool has 1 head, 1 layer, head_dim 1 and dtype uint64, not {layout}")
@@ -84,6 +88,7 @@ class EmulatedExecutor:
         self._time_scale = time_scale
         self._pipeline_depth = pipeline_depth
         self._check_context = check_context
+        self._matchers = matchers
         self._previous: list[SampledToken | None] = []
         self._free_at_s = 0.0
 
@@ -145,7 +150,17 @@ class EmulatedExecutor:
             return None
         logprobs = _LOGPROBS if row.sample.num_logprobs >= 0 else None
         salt = sampling_salt(row.sample, row.choice)
+        if row.sample.grammar is not None:
+            return SampledToken(pick(state, salt, self._allowed(row)), logprobs)
         return SampledToken(self._vocabulary.next_token(state, salt, row.banned_tokens), logprobs)
+
+    def _allowed(self, row: StepRow) -> list[int]:
+        """Tokens that the row's grammar allows next."""
+        assert self._matchers is not None, "an executor without grammars has a row with one"
+        mask = np.zeros(self._matchers.num_words, np.int32)
+        self._matchers.fill(mask, row, self._token_of)
+        tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        return tokens
 
     def _token_of(self, previous_row: int) -> int:
         sampled = self._previous[previous_row] if previous_row < len(self._previous) else None

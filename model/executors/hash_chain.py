@@ -49,6 +49,11 @@ def sampling_salt(sampling: SamplingParams, choice: int) -> int:
     return mix64(sampling.seed + STRIDE * choice & MASK)
 
 
+def pick(state: int, salt: int, allowed: Sequence[int]) -> int:
+    """Token after ``state`` among those that a grammar allows."""
+    return allowed[mix64(state ^ salt) % len(allowed)]
+
+
 class HashVocabulary:
     """Maps states to tokens.
 

@@ -39,6 +39,7 @@ from pdserve.model.executors.block_copies import copy_blocks
 from pdserve.model.executors.device_queue import Event, swap_slots
 from pdserve.model.executors.rank_model import PackedStep, RankModel
 from pdserve.model.executors.step_inputs import OutputRows, StepShape, pack_step
+from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.sampling.logprobs import logprobs_in_pieces
 from pdserve.model.sampling.sampling import Sampler, plan_draws
 
@@ -126,6 +127,7 @@ class ModelExecutor:
         precision: Precision,
         num_swap_slots: int = 0,
         max_captured_rows: int = 0,
+        matchers: GrammarMatchers | None = None,
         ranks: Ranks = ONE_RANK,
         send: Callable[[PackedStep], None] | None = None,
     ) -> None:
@@ -137,6 +139,7 @@ class ModelExecutor:
             precision: of weights and activations; the KV dtype is the layout's.
             num_swap_slots: host slots for blocks of preempted sequences.
             max_captured_rows: rows of the largest captured decode step; 0 captures none.
+            matchers: match the answers of rows with grammars; ``None`` if there are none.
             ranks: share the model; this one is the leader.
             send: sends a step to the other ranks; ``None`` without them.
 
@@ -158,7 +161,7 @@ class ModelExecutor:
             max_captured_rows=max_captured_rows,
             ranks=ranks,
         )
-        self._sampler = Sampler(select_sampling_kernels(pool.values.device))
+        self._sampler = Sampler(select_sampling_kernels(pool.values.device), matchers)
         self._previous: _LaunchedStep | None = None
 
     @property

@@ -1,18 +1,18 @@
-"""Samples tokens from the logits of a step's rows: bans, bias and penalties, then the likeliest token or a draw.
+"""Samples tokens from the logits of a step's rows: masks, bans, bias, penalties, then the likeliest token or a draw.
 
 The executor owns a `Sampler` and packs a step's draws (`plan_draws`) with the step's other inputs. A row's token
 depends only on the row's logits, parameters, history, position and choice, never on other rows, the worker or the
 attempt. Parameters and tokens are tensors on the logits' device. The host waits for the device only in steps with
-penalties or log probabilities.
+penalties, grammars or log probabilities.
 
-The order is vLLM's: bans and bias, penalties, temperature, min-p and top-k, top-p, and a draw by Gumbel-max
+The order is vLLM's: grammars, bans and bias, penalties, temperature, min-p and top-k, top-p, and a draw by Gumbel-max
 (`pdserve.kernels.torch.sampling`). Log probabilities come from the model's raw distribution. Every truncation keeps a
 prefix of the most likely tokens, so one threshold per row describes it and no mask of vocabulary size is allocated. A
 batch pays only for the parameters that its rows use: a greedy batch takes one maximum.
 
-- Bans make a token impossible; bias is added. The repetition penalty then divides or multiplies (Keskar et al., "CTRL",
-  2019, section 4.1), the frequency penalty is subtracted once per occurrence in the answer, and the presence penalty
-  once. The cost of N banned, biased or seen tokens is N, whatever the vocabulary's size.
+- Grammars and bans make tokens impossible; bias is added. The repetition penalty then divides or multiplies (Keskar et
+  al., "CTRL", 2019, section 4.1), the frequency penalty is subtracted once per occurrence in the answer, and the
+  presence penalty once. The cost of N banned, biased or seen tokens is N, whatever the vocabulary's size.
 - Min-p keeps tokens at least ``min_p`` times as likely as the most likely one. Top-k keeps tokens whose logit is at
   least the k-th highest, ties included. Top-p then keeps the smallest prefix, in order of (logit descending, id
   ascending), that holds at least ``top_p`` of the remaining probability.
@@ -33,6 +33,7 @@ import torch
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepRow, TokenLogprobs
 from pdserve.kernels.operations import LAST_ID, DrawTensors, SamplingKernels, TopPTensors
+from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.sampling.logprobs import RawLogprobs, raw_logprobs
 from pdserve.model.sampling.token_counts import TokenCountCache, TokenCounts
 
@@ -92,8 +93,13 @@ _NO_DRAWS = DrawPlan(np.zeros(0, np.int32), 0, 0, 0, False)
 class Sampler:
     """Samples the rows of each step. Not thread-safe."""
 
-    def __init__(self, kernels: SamplingKernels) -> None:
+    def __init__(self, kernels: SamplingKernels, matchers: GrammarMatchers | None = None) -> None:
+        """
+        Args:
+            matchers: match the answers of rows with grammars; ``None`` if there are none.
+        """
         self._kernels = kernels
+        self._matchers = matchers
         self._token_counts = TokenCountCache()
 
     def sample(
@@ -112,7 +118,7 @@ class Sampler:
         the highest logit is not finite, the row cannot be sampled and its token is arbitrary.
 
         Args:
-            logits_BV: float32; rows with bans, bias or penalties are modified in place.
+            logits_BV: float32; rows with grammars, bans, bias or penalties are modified in place.
             best_B, token_B: results of `likeliest`.
             rows: B sampling rows.
             words: ``draws.words`` on the device, int32.
@@ -131,8 +137,13 @@ class Sampler:
         return best_B, dict(zip(asking, logprobs.of(token_B[asking].tolist()), strict=True))
 
     def _edit(self, logits_BV: torch.Tensor, rows: Sequence[StepRow], previous_token: Callable[[int], int]) -> bool:
-        """Apply the rows' bans, bias and penalties in place; return True if there were any."""
-        biases = [(index, token, -inf) for index, row in enumerate(rows) for token in row.banned_tokens]
+        """Apply the rows' masks, bans, bias and penalties in place; return True if there were any."""
+        guided = [index for index, row in enumerate(rows) if row.sample and row.sample.grammar]
+        if guided:
+            self._mask(logits_BV, rows, guided, previous_token)
+        biases = [
+            (index, token, -inf) for index, row in enumerate(rows) if index not in guided for token in row.banned_tokens
+        ]
         for index, row in enumerate(rows):
             biases += [(index, token, bias) for token, bias in row.sample.logit_bias] if row.sample else []
         seen = [
@@ -147,7 +158,23 @@ class Sampler:
             logits_BV.index_put_(indices, _to(logits_BV, np.array(bias_N, np.float32)), accumulate=True)
         if seen:
             _penalise(logits_BV, seen)
-        return bool(biases or seen)
+        return bool(guided or biases or seen)
+
+    def _mask(
+        self,
+        logits_BV: torch.Tensor,
+        rows: Sequence[StepRow],
+        guided: Sequence[int],
+        previous_token: Callable[[int], int],
+    ) -> None:
+        """Make tokens impossible that would break the grammars of the ``guided`` rows, or that are banned there."""
+        from xgrammar import apply_token_bitmask_inplace
+
+        assert self._matchers is not None, "an executor without grammars has a row with one"
+        masks = np.zeros((len(rows), self._matchers.num_words), np.int32)
+        for index in guided:
+            self._matchers.fill(masks[index], rows[index], previous_token)
+        apply_token_bitmask_inplace(logits_BV, _to(logits_BV, masks), indices=[*guided])
 
     def _counts(self, row: StepRow, previous_token: Callable[[int], int]) -> TokenCounts:
         newest = previous_token(row.previous_row) if row.previous_row >= 0 else None

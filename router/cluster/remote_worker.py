@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,10 @@ import grpc
 
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerEndpoint
-from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
 from pdserve.proto.codec import (
     event_from_proto,
+    grammar_to_proto,
     load_from_proto,
     prompt_logprobs_from_proto,
     request_to_proto,
@@ -41,6 +43,7 @@ STALL_TICKS = 6
 """Silent periods after which a stream counts as broken. Counting periods instead of seconds keeps a pause of the
 router's own process from being taken for silence of the worker."""
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_ANNOUNCED = 256
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -73,6 +76,8 @@ class RemoteWorker(Worker):
         self._cluster = cluster
         self._tick_s = cluster.stall_timeout_s / STALL_TICKS
         self._num_received = 0
+        self._announced: OrderedDict[Grammar, None] = OrderedDict()
+        """Grammars announced in this session, the latest ones."""
         self._commands: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -88,6 +93,14 @@ class RemoteWorker(Worker):
     def cancel(self, request_id: int, attempt: int) -> None:
         cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt)
         self.send(worker_pb2.RouterMessage(cancel=cancel))
+
+    def announce(self, grammar: Grammar) -> None:
+        if grammar in self._announced:
+            return
+        self._announced[grammar] = None
+        if len(self._announced) > MAX_ANNOUNCED:
+            self._announced.popitem(last=False)
+        self.send(worker_pb2.RouterMessage(announce=grammar_to_proto(grammar)))
 
     def send(self, message: worker_pb2.RouterMessage) -> None:
         """Queue a command. A break voids everything sent before it."""
@@ -112,6 +125,7 @@ class RemoteWorker(Worker):
         self.prefill_correction = self.decode_correction = 1.0
         self.is_draining = False
         self.cached_blocks.clear()
+        self._announced.clear()
         self.metrics.up.set(1)
         log.info("worker %s is up at %s", self.worker_id, self.endpoint.address)
         self._cluster.dispatcher.worker_up(self)

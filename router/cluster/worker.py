@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
 from pdserve.router.requests.policy import WorkerSnapshot
 
 
@@ -114,6 +114,9 @@ class Worker(ABC):
     @abstractmethod
     def prepare(self, request: GenerationRequest, source: KvSource) -> None:
         """Pull the prompt of ``request`` from ``source`` and decode it."""
+
+    def announce(self, grammar: Grammar) -> None:  # noqa: B027
+        """Tell the worker that a request with ``grammar`` may follow."""
 
     @abstractmethod
     def cancel(self, request_id: int, attempt: int) -> None:

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
+from pdserve.router.http.grammars import grammar_of
 from pdserve.router.http.keys import Caller
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import (
@@ -110,6 +111,7 @@ class Edge:
     def _admit(self, body: GenerationBody, request: Request) -> int:
         """Check the request as far as possible before reading the prompt; return the model's maximum length."""
         body.check()
+        request.state.grammar = grammar_of(body)
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
         check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
         self._check_model(body.model)
@@ -147,7 +149,11 @@ class Edge:
         return RequestSpec(
             prompt_tokens=tuple(prompt_tokens),
             sampling=sampling_params(
-                body, len(prompt_tokens), max_model_len, most_tokens=caller.key.max_tokens if caller else 0
+                body,
+                len(prompt_tokens),
+                max_model_len,
+                most_tokens=caller.key.max_tokens if caller else 0,
+                grammar=request.state.grammar,
             ),
             arrived_s=request.state.arrived_s,
             num_choices=body.num_choices,

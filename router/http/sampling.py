@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 
-from pdserve.contracts.request import SamplingParams
+from pdserve.contracts.request import Grammar, SamplingParams
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.schema import GenerationBody
 
@@ -28,7 +28,12 @@ _SEED_MASK = 2**64 - 1
 
 
 def sampling_params(
-    body: GenerationBody, num_prompt_tokens: int, max_model_len: int, *, most_tokens: int = 0
+    body: GenerationBody,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    *,
+    most_tokens: int = 0,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Sampling parameters of an answer, with defaults filled in and a seed minted.
 
@@ -61,6 +66,7 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=body.num_logprobs,
         num_prompt_logprobs=body.num_prompt_logprobs,
+        grammar=grammar,
     )
 
 

@@ -189,6 +189,10 @@ class GenerationBody(_Body):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """Requests share prefix-cache blocks only with requests of the same salt (vLLM)."""
+    response_format: dict[str, object] | None = None
+    """JSON, of a schema if one is given: see `pdserve.router.http.grammars`."""
+    structured_outputs: dict[str, object] | None = None
+    """The same, or a regular expression, a choice of texts, or a grammar (vLLM)."""
 
     @property
     def num_choices(self) -> int:

@@ -21,8 +21,8 @@ _BOTH: Neutral = {
     "allowed_token_ids": ([],), "bad_words": ([],), "early_stopping": (False,), "ebnf": (), "guided_choice": (),
     "guided_grammar": (), "guided_json": (), "guided_regex": (), "json_schema": (), "kv_transfer_params": (),
     "length_penalty": (1,), "logits_processors": ([],), "lora_path": (), "priority": (0,), "regex": (),
-    "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,), "structured_outputs": (), "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }  # fmt: skip
 

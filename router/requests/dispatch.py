@@ -153,6 +153,10 @@ class Dispatcher:
         self._num_choices += spec.num_choices
         self.num_accepted += 1
         self._observer.accepted(spec)
+        if spec.sampling.grammar is not None:  # decode workers compile it while the prompt is prefilled
+            for worker in self.workers.values():
+                if worker.role is WorkerRole.DECODE:
+                    worker.announce(spec.sampling.grammar)
         self._launch(request, 0)
 
     def finish(self, request: Request, choice: int) -> None:

@@ -37,10 +37,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def request_body(index: int, **extra: Any) -> dict[str, Any]:
+    """Every other request has a grammar, whose answers are no shorter than the others."""
     rng = random.Random(index)
+    schema = {"type": "array", "items": {"type": "integer", "minimum": index, "maximum": 999}, "minItems": NUM_TOKENS}
+    shape = {"structured_outputs": {"json": schema}} if index % 2 else {"ignore_eos": True}
     return {
         "model": "tiny", "prompt": [rng.randrange(6, 512) for _ in range(20 + 13 * index)], "max_tokens": NUM_TOKENS,
-        "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True, **extra,
+        "temperature": 0, "return_token_ids": True, "stream": True, **shape, **extra,
     }  # fmt: skip
 
 

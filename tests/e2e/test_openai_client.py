@@ -6,9 +6,11 @@ import asyncio
 import shlex
 import subprocess
 from collections.abc import Iterator
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -57,6 +59,33 @@ def test_chat_streamed_and_not_agree(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     assert whole.choices[0].finish_reason in ("stop", "length")
+
+
+class Weather(pydantic.BaseModel):
+    city: str = pydantic.Field(max_length=8)
+    celsius: int = pydantic.Field(ge=-40, le=50)
+    sky: Literal["clear", "cloudy"]
+
+
+def test_a_parsed_answer_is_of_its_class(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=model_of(client),
+        messages=[{"role": "user", "content": "What is the weather?"}],
+        response_format=Weather,
+        temperature=1,
+        seed=7,
+        n=3,
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Weather), choice.message
+
+
+def test_a_grammar_that_cannot_be_compiled_is_a_bad_request(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="Lookahead is not supported"):
+        client.completions.create(
+            model=model_of(client), prompt="x", extra_body={"structured_outputs": {"regex": "a(?=b)"}}
+        )
 
 
 def test_a_seed_repeats_and_another_seed_differs(client: openai.OpenAI) -> None:

@@ -10,7 +10,15 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.contracts.request import HANDLE_BYTES, GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.request import (
+    HANDLE_BYTES,
+    MAX_GRAMMAR_BYTES,
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    KvSource,
+    SamplingParams,
+)
 from pdserve.contracts.step import ModelLimits
 from pdserve.proto.codec import (
     MAX_ADDRESS_LENGTH,
@@ -24,7 +32,7 @@ from pdserve.proto.codec import (
 )
 from pdserve.proto.v1 import worker_pb2
 
-LIMITS = ModelLimits(max_model_len=64, vocab_size=1000)
+LIMITS = ModelLimits(max_model_len=64, vocab_size=1000, eos_token_ids=(2,))
 
 token_ids = st.integers(0, 999)
 samplings = st.builds(
@@ -46,6 +54,7 @@ samplings = st.builds(
     stop_token_ids=st.lists(token_ids, max_size=4).map(tuple),
     ignore_eos=st.booleans(),
     num_logprobs=st.integers(-1, 20),
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), st.text()),
 )
 requests = st.builds(
     GenerationRequest,
@@ -73,6 +82,30 @@ def test_what_an_older_router_leaves_out_has_its_neutral_value() -> None:
     sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=1)
     request = request_from_proto(worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1), LIMITS)
     assert request.sampling.repetition_penalty == 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "limits", "message"),
+    [
+        (worker_pb2.Grammar(text="a"), LIMITS, "no grammar of kind 0"),
+        (
+            worker_pb2.Grammar(kind=worker_pb2.Grammar.REGEX, text="é" * (MAX_GRAMMAR_BYTES // 2 + 1)),
+            LIMITS,
+            "over 65536 bytes",
+        ),
+        (
+            worker_pb2.Grammar(kind=worker_pb2.Grammar.REGEX, text="a"),
+            ModelLimits(max_model_len=64, vocab_size=1000),
+            "end-of-sequence",
+        ),
+    ],
+)
+def test_a_grammar_that_no_worker_could_follow_is_refused(
+    grammar: worker_pb2.Grammar, limits: ModelLimits, message: str
+) -> None:
+    sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=8, grammar=grammar)
+    with pytest.raises(WireError, match=message):
+        request_from_proto(worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1), limits)
 
 
 def test_a_choice_that_cannot_be_is_refused() -> None:

@@ -49,7 +49,8 @@ SHARED: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "cache_salt": "mine",
-    "response_format": {"type": "text"},
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a+", "json": None},
     "tools": [],
     "colour": "red",
 }

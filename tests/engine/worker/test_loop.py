@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.precision import Precision
-from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.request import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from pdserve.contracts.step import BlockCopy, StepBatch, StepRow
 from pdserve.engine.scheduling.interface import OfferEvent
 from pdserve.engine.worker.loop import (
     MAX_FAILED_STEPS_IN_A_ROW,
     AddRequest,
     CancelRequest,
+    GrammarCompiled,
     SessionEnded,
     StartDrain,
     StepLoop,
@@ -84,7 +87,11 @@ class Rig:
         self.scheduler = CountingScheduler()
         self.executor = FakeExecutor(pipeline_depth)
         self.reports: list[StepReport] = []
-        self.loop = StepLoop(scheduler=self.scheduler, executor=self.executor, sink=self)
+        self.grammars: dict[Grammar, object | str | None] = {}
+        self.loop = StepLoop(scheduler=self.scheduler, executor=self.executor, sink=self, grammars=self)
+
+    def find(self, grammar: Grammar) -> object | str | None:
+        return self.grammars.get(grammar)
 
     def publish(self, report: StepReport) -> None:
         self.reports.append(report)
@@ -98,6 +105,13 @@ class Rig:
         request = GenerationRequest(
             request_id=request_id, prompt_tokens=(1,), sampling=SamplingParams(max_tokens=max_tokens)
         )
+        self.loop.handle(AddRequest(key, request, 0.0), 0.0)
+        return key
+
+    def add_guided(self, request_id: int, grammar: Grammar, session: int = 1) -> RequestKey:
+        key = RequestKey(session, request_id, 0)
+        sampling = SamplingParams(max_tokens=2, grammar=grammar)
+        request = GenerationRequest(request_id=request_id, prompt_tokens=(1,), sampling=sampling)
         self.loop.handle(AddRequest(key, request, 0.0), 0.0)
         return key
 
@@ -194,3 +208,70 @@ def test_failed_steps_in_a_row_end_the_loop() -> None:
     rig.loop.turn(0.0)
     rig.loop.step_failed(RuntimeError("broken"), 0.0)
     assert rig.scheduler.num_failed == MAX_FAILED_STEPS_IN_A_ROW, "one succeeded in between"
+
+
+# Grammars
+
+DIGITS, WORDS = Grammar(GrammarKind.REGEX, "[0-9]+"), Grammar(GrammarKind.REGEX, "[a-z]+")
+
+
+def events_of(rig: Rig) -> list[tuple[RequestKey, RequestEventKind]]:
+    rig.loop.flush()
+    events = [event for report in rig.take_reports() for event in report.events]
+    return [(event.key, event.kind) for event in events if isinstance(event, RequestEvent)]
+
+
+def test_a_request_waits_for_its_grammar_and_others_run() -> None:
+    rig = Rig()
+    first, second, other = rig.add_guided(1, DIGITS), rig.add_guided(2, DIGITS), rig.add_guided(3, WORDS)
+    plain = rig.add(1, 4)
+    assert set(rig.scheduler.left) == {plain}
+    rig.grammars[DIGITS] = object()
+    rig.loop.handle(GrammarCompiled(DIGITS), 0.0)
+    assert set(rig.scheduler.left) == {plain, first, second}
+    rig.grammars[WORDS] = object()
+    rig.loop.handle(GrammarCompiled(WORDS), 0.0)
+    assert set(rig.scheduler.left) == {plain, first, second, other}
+    rig.add_guided(5, WORDS)
+    assert len(rig.scheduler.left) == 5, "a compiled grammar is not waited for"
+
+
+def test_a_compiled_grammar_is_kept_until_its_request_ends() -> None:
+    class Compiled:
+        pass
+
+    rig = Rig()
+    rig.grammars[DIGITS] = compiled = Compiled()
+    alive = weakref.ref(compiled)
+    del compiled
+    key = rig.add_guided(1, DIGITS)
+    rig.grammars.clear()
+    assert alive() is not None
+    rig.loop.handle(CancelRequest(key), 0.0)
+    rig.loop.flush()
+    assert alive() is None
+
+
+def test_a_grammar_that_cannot_be_compiled_refuses_its_requests_alone() -> None:
+    rig = Rig()
+    waiting, plain = rig.add_guided(1, DIGITS), rig.add(1, 2)
+    rig.grammars[DIGITS] = "too hard"
+    rig.loop.handle(GrammarCompiled(DIGITS), 0.0)
+    assert rig.refusals() == [(RefusalCode.INVALID, "the grammar of the request cannot be used: too hard")]
+    assert set(rig.scheduler.left) == {plain}
+    rig.add_guided(1, WORDS)  # the id is free again
+    rig.loop.handle(CancelRequest(waiting), 0.0)
+    assert events_of(rig) == [(waiting, RequestEventKind.CANCELLED)]
+
+
+def test_who_waits_for_a_grammar_can_be_cancelled() -> None:
+    rig = Rig()
+    first, second = rig.add_guided(1, DIGITS, session=1), rig.add_guided(2, DIGITS, session=2)
+    rig.loop.handle(CancelRequest(first), 0.0)
+    rig.loop.handle(SessionEnded(2), 0.0)
+    assert events_of(rig) == [(first, RequestEventKind.CANCELLED), (second, RequestEventKind.CANCELLED)]
+    rig.grammars[DIGITS] = object()
+    rig.loop.handle(GrammarCompiled(DIGITS), 0.0)
+    assert not rig.scheduler.left
+    rig.loop.handle(StartDrain(), 0.0)
+    assert rig.loop.is_drained

@@ -15,7 +15,14 @@ import pytest
 
 from pdserve.contracts.events import ClientEvent, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.request import (
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    KvSource,
+    SamplingParams,
+)
 from pdserve.contracts.step import ModelLimits, StepOutput
 from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.worker.live_loop import Inbox
@@ -37,7 +44,7 @@ from pdserve.proto.codec import request_to_proto
 from pdserve.proto.v1 import worker_pb2
 from tests.workers import RouterClient, wait_until
 
-LIMITS = ModelLimits(max_model_len=256, vocab_size=512)
+LIMITS = ModelLimits(max_model_len=256, vocab_size=512, eos_token_ids=(2,))
 GRACE_S = 0.3
 NO_HANDLE: Future[StepOutput] = Future()
 
@@ -56,7 +63,15 @@ class LoopSide:
             session_grace_s=GRACE_S,
         )
         welcome = worker_pb2.Welcome(worker_id="decode-0", worker_epoch=7, max_model_len=256, kv_address="127.0.0.1:1")
-        self.service = WorkerService(config, LIMITS, welcome, self.inbox, is_healthy=lambda: self.is_healthy)
+        self.announced: list[Grammar] = []
+        self.service = WorkerService(
+            config,
+            LIMITS,
+            welcome,
+            self.inbox,
+            is_healthy=lambda: self.is_healthy,
+            announce=self.announced.append,
+        )
         self.address = self.service.start()
         self.received: list[Message] = []
 
@@ -199,6 +214,16 @@ def test_a_bad_source_is_rejected(loop_side: LoopSide) -> None:
     with RouterClient(loop_side.address, token="secret") as router:
         router.prepare(a_request(1), KvSource(address="127.0.0.1:5", worker_epoch=3, handle=b"short"))
         assert "handle" in router.wait_for_event(1, worker_pb2.RequestEvent.REJECTED).message
+
+
+def test_announced_grammars_are_compiled_and_odd_ones_forgotten(loop_side: LoopSide) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        odd, regex = worker_pb2.Grammar(text="a"), worker_pb2.Grammar(kind=worker_pb2.Grammar.REGEX, text="a+")
+        for grammar in (odd, regex):
+            router.send(worker_pb2.RouterMessage(announce=grammar))
+        router.submit(a_request())
+        loop_side.next_key()
+        assert loop_side.announced == [Grammar(GrammarKind.REGEX, "a+")]
 
 
 def test_a_session_starts_with_a_hello_and_has_one(loop_side: LoopSide) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
@@ -61,6 +62,30 @@ def test_frames_and_commands_arrive_in_order() -> None:
         assert received == list(range(100))
         await session.close()
         assert session.reasons == ["closed"]
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+def test_a_grammar_is_announced_once_in_a_session() -> None:
+    async def run() -> None:
+        worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()
+        session = Recorder(worker.endpoint)
+        session.start()
+        grammars = [Grammar(GrammarKind.REGEX, text) for text in ("a", "b")]
+        for num_sessions in (1, 2):
+            await until(lambda: session.is_up)
+            for grammar in (*grammars, *grammars):
+                session.announce(grammar)
+            session.cancel(7, num_sessions)
+            announced = [(await worker.next_command("announce")).announce.text for _ in grammars]
+            assert announced == ["a", "b"]
+            assert (await worker.next_command("cancel")).cancel.attempt == num_sessions
+            if num_sessions == 1:
+                await worker.stop()
+                await until(lambda: not session.is_up)
+                await worker.start()
+        await session.close()
         await worker.stop()
 
     asyncio.run(run())

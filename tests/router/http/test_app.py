@@ -440,7 +440,9 @@ def test_an_answer_may_take_longer_than_a_body(
         ("prompt_logprobs", 21),
         ("include_stop_str_in_output", 1),
         ("regex", "a*"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json"}),
+        ("response_format", "json_object"),
+        ("structured_outputs", {"regex": 3}),
         ("kv_transfer_params", {"do_remote_decode": True}),
         ("priority", 5),
     ],
@@ -554,7 +556,6 @@ def test_an_answer_can_be_sent_back_as_it_came(edge: EdgeServer, http: httpx.Cli
 @pytest.mark.parametrize(
     ("body", "remedy"),
     [
-        ({"response_format": {"type": "json_object"}}, 'set it to {"type": "text"}, or leave it out'),
         ({"use_beam_search": True}, "set it to false, or leave it out"),
         ({"tool_choice": "required"}, 'set it to "none" or "auto", or leave it out'),
         ({"regex": "a"}, "regex is not supported; leave it out"),

@@ -9,7 +9,15 @@ import pytest
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
+from pdserve.contracts.request import (
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    KvSource,
+    Outcome,
+    SamplingParams,
+)
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
@@ -27,6 +35,10 @@ class RecordingWorker(Worker):
         self.submitted: list[GenerationRequest] = []
         self.prepared: list[tuple[GenerationRequest, KvSource]] = []
         self.cancelled: list[tuple[int, int]] = []
+        self.announced: list[Grammar] = []
+
+    def announce(self, grammar: Grammar) -> None:
+        self.announced.append(grammar)
 
     def submit(self, request: GenerationRequest) -> None:
         self.submitted.append(request)
@@ -107,6 +119,17 @@ def test_a_request_runs_on_a_virtual_clock() -> None:
     assert request.outcome is Outcome.FINISHED
     assert core.dispatcher.num_in_flight == 0
     assert not core.prefill.cancelled + core.decodes[0].cancelled
+
+
+def test_a_grammar_is_announced_where_its_answer_may_be_decoded() -> None:
+    core = Core()
+    core.all_up()
+    core.start()
+    assert not any(worker.announced for worker in core.decodes)
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    sampling = SamplingParams(max_tokens=100, grammar=grammar)
+    core.dispatcher.start(ReadRequest(RequestSpec(prompt_tokens=(1, 2), sampling=sampling, arrived_s=0.0)))
+    assert [worker.announced for worker in (core.prefill, *core.decodes)] == [[], [grammar], [grammar]]
 
 
 def test_the_next_attempt_counts_what_the_client_has() -> None:

@@ -1,0 +1,201 @@
+"""Compiles grammars apart from the worker, as some grammars take minutes and gigabytes.
+
+Started by `pdserve.engine.worker.grammars` with the descriptor of a socket. Loads the vocabulary once, then forks for
+each grammar. The fork may use `MAX_CPU_S` seconds and `MAX_MEMORY_BYTES` more than this process, after which the kernel
+or this process ends it, and the next grammar starts from the same clean state. A frame to this process is the kind and
+the text of a grammar. A frame from it is `COMPILED` or `FAILED`, then the grammar as xgrammar serialises it, or the
+reason. The first frames are the configuration and
+the two `Vocabularies`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.contracts.codec import from_json
+from pdserve.contracts.request import Grammar, GrammarKind
+from pdserve.kv_transfer.parent_death import die_with_parent
+from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+
+if TYPE_CHECKING:
+    import xgrammar
+
+MAX_CPU_S = 1
+MAX_WALL_S = 10.0
+"""Longer than `MAX_CPU_S`, because the steps of the worker go first."""
+MAX_MEMORY_BYTES = 256 << 20
+MAX_REASON_CHARS = 300
+
+COMPILED, FAILED = b"\0", b"\1"
+
+_NICENESS = 10
+_OVER_BOUNDS = f"it takes over {MAX_CPU_S} s or {MAX_MEMORY_BYTES >> 20} MiB to compile; simplify it"
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerConfig:
+    """First frame to the compiler, as JSON."""
+
+    folder: str
+    """Of the checkpoint."""
+    vocab_size: int
+    """Logits of the model."""
+    eos_token_ids: tuple[int, ...]
+    parent_pid: int
+
+
+def main() -> int:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    first = receive_frame(sock)
+    if first is None:
+        return 1
+    config = from_json(CompilerConfig, first.decode(), "the compiler's configuration")
+    die_with_parent(parent=config.parent_pid)
+    os.nice(_NICENESS)
+    vocabularies = read_vocabularies(config)
+    for vocabulary in vocabularies:
+        sock.sendall(encode_frame(COMPILED + vocabulary.serialize_json().encode()))
+    while (frame := receive_frame(sock)) is not None:
+        sock.sendall(encode_frame(compile_apart(vocabularies, Grammar(GrammarKind(frame[0]), frame[1:].decode()))))
+    return 0
+
+
+class Vocabularies(NamedTuple):
+    """Tokens of a checkpoint that grammars may allow: none whose text has a meaning of its own to the model."""
+
+    whole: xgrammar.TokenizerInfo
+    without_controls: xgrammar.TokenizerInfo
+    """Without tokens that contain control characters. They cannot be in JSON, but some schemas let xgrammar write them
+    in strings."""
+
+    def of(self, grammar: Grammar) -> xgrammar.TokenizerInfo:
+        return self.without_controls if grammar.kind is GrammarKind.JSON_SCHEMA else self.whole
+
+
+def read_vocabularies(config: CompilerConfig) -> Vocabularies:
+    """Read the tokens of the configured checkpoint."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(config.folder, "tokenizer.json")))
+    texts = [""] * config.vocab_size
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token < config.vocab_size and token not in special:  # the text of a control token is not its meaning
+            texts[token] = text
+
+    import xgrammar  # takes seconds
+
+    detected = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
+    build = partial(
+        xgrammar.TokenizerInfo,
+        vocab_type=detected["vocab_type"],
+        vocab_size=config.vocab_size,
+        stop_token_ids=list(config.eos_token_ids),
+        add_prefix_space=detected["add_prefix_space"],
+    )
+    whole = build(texts)
+    has_control = re.compile(rb"[\x00-\x1f]").search
+    printable = ["" if has_control(data) else text for text, data in zip(texts, whole.decoded_vocab, strict=True)]
+    return Vocabularies(whole, build(printable))
+
+
+def compile_apart(vocabularies: Vocabularies, grammar: Grammar) -> bytes:
+    """Compile in a fork; return its frame."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reader)
+            _limit_resources()
+            with open(writer, "wb") as pipe:
+                pipe.write(_compile(vocabularies, grammar))
+                pipe.flush()
+                os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with open(reader, "rb", buffering=0) as pipe:
+        answer = _read_until(pipe.fileno(), time.monotonic() + MAX_WALL_S)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return answer if status == 0 else FAILED + _OVER_BOUNDS.encode()
+
+
+def _limit_resources() -> None:
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    max_bytes = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, MAX_CPU_S),
+        (resource.RLIMIT_AS, max_bytes),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def compile_grammar(vocabularies: Vocabularies, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    """
+    Raises:
+        RuntimeError: it cannot be compiled.
+    """
+    import xgrammar
+
+    compiler = xgrammar.GrammarCompiler(vocabularies.of(grammar), max_threads=1, cache_enabled=False)
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:  # with free white space, some models write nothing else
+            return compiler.compile_json_schema(grammar.text, any_whitespace=False)
+        case GrammarKind.REGEX:
+            return compiler.compile_regex(grammar.text)
+        case GrammarKind.EBNF:
+            return compiler.compile_grammar(grammar.text)
+        case GrammarKind.STRUCTURAL_TAG:
+            return compiler.compile_structural_tag(grammar.text)
+
+
+def _compile(vocabularies: Vocabularies, grammar: Grammar) -> bytes:
+    import numpy as np
+    import xgrammar
+
+    try:
+        compiled = compile_grammar(vocabularies, grammar)
+        mask = np.zeros((1, -(-compiled.tokenizer_info.vocab_size // 32)), np.int32)
+        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
+        if not mask.any():
+            return FAILED + b"no text of the model's vocabulary follows it"
+        serialised: str = compiled.serialize_json()
+        return COMPILED + serialised.encode()
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        return FAILED + _reason(error).encode()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return _OVER_BOUNDS
+    # xgrammar puts the time and the line of its own source first.
+    reason = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())
+    return " ".join(reason.split())[:MAX_REASON_CHARS]
+
+
+def _read_until(pipe: int, deadline_s: float) -> bytes:
+    """Read to the end, or until the deadline."""
+    received = bytearray()
+    while select.select([pipe], [], [], max(deadline_s - time.monotonic(), 0))[0]:
+        piece = os.read(pipe, 1 << 20)
+        if not piece:
+            break
+        received += piece
+    return bytes(received)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,199 @@
+"""Compiled grammars of a worker.
+
+A grammar is compiled when its first request arrives, or when the router announces it, by a child process
+(`pdserve.engine.worker.grammar_compiler`) whose memory and time are bounded: some grammars take minutes. Requests wait
+meanwhile in the step loop, which computes others. Grammars of live requests are kept; others up to a bound, the least
+recently used dropped first. Thread and child start with the first grammar.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from pdserve.contracts.codec import to_json
+from pdserve.contracts.request import Grammar
+from pdserve.contracts.step import ModelLimits
+from pdserve.engine.worker.grammar_compiler import FAILED, MAX_WALL_S, CompilerConfig, Vocabularies
+from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+
+if TYPE_CHECKING:  # it imports torch
+    import xgrammar
+
+MAX_KEPT_BYTES = 64 << 20
+"""Compiled grammars kept, besides those of live requests."""
+MAX_FAILURES = 1024
+"""Grammars remembered as impossible to compile."""
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 2.0
+
+_MODULE = "pdserve.engine.worker.grammar_compiler"
+_log = logging.getLogger(__name__)
+
+
+class Grammars:
+    """Any thread may call `find` and `close`, and the step loop's thread `compiled`."""
+
+    def __init__(self, folder: Path, limits: ModelLimits) -> None:
+        """
+        Args:
+            folder: of the checkpoint, whose ``tokenizer.json`` is read.
+        """
+        self.on_compiled: Callable[[Grammar], None] = lambda grammar: None
+        """Called once `find` has an answer that it had not before, on a thread of this object."""
+        self._config = CompilerConfig(str(folder), limits.vocab_size, limits.eos_token_ids, os.getpid())
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
+        self._pending: set[Grammar] = set()
+        self._live: WeakValueDictionary[Grammar, xgrammar.CompiledGrammar] = WeakValueDictionary()
+        self._kept: OrderedDict[Grammar, xgrammar.CompiledGrammar] = OrderedDict()
+        self._failures: OrderedDict[Grammar, str] = OrderedDict()
+        self._thread: threading.Thread | None = None
+
+    def find(self, grammar: Grammar) -> xgrammar.CompiledGrammar | str | None:
+        """Return the compiled grammar, why it cannot be compiled, or ``None`` while it is being compiled.
+
+        Who keeps the compiled grammar keeps it from being dropped.
+        """
+        with self._lock:
+            if (failure := self._failures.get(grammar)) is not None:
+                return failure
+            if (compiled := self._live.get(grammar)) is not None:
+                self._keep(grammar, compiled)
+                return compiled
+            if grammar not in self._pending:
+                self._pending.add(grammar)
+                self._jobs.put(grammar)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+                self._thread.start()
+        return None
+
+    def compiled(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """Return a grammar that somebody keeps.
+
+        Raises:
+            KeyError: nobody does.
+        """
+        return self._live[grammar]
+
+    def close(self) -> None:
+        """End the compiler; grammars in the queue stay pending."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def _keep(self, grammar: Grammar, compiled: xgrammar.CompiledGrammar) -> None:
+        self._kept[grammar] = self._live[grammar] = compiled
+        self._kept.move_to_end(grammar)
+        num_bytes = sum(kept.memory_size_bytes for kept in self._kept.values())
+        while num_bytes > MAX_KEPT_BYTES:
+            _, dropped = self._kept.popitem(last=False)
+            num_bytes -= dropped.memory_size_bytes
+
+    def _run(self) -> None:
+        compiler = _Compiler(self._config)
+        try:
+            while (grammar := self._jobs.get()) is not None:
+                failure, compiled = "", None
+                try:
+                    compiled = compiler.compile(grammar)
+                except (ValueError, RuntimeError, ImportError, OSError) as error:
+                    failure = str(error)
+                with self._lock:
+                    self._pending.discard(grammar)
+                    if compiled is not None:
+                        self._keep(grammar, compiled)
+                    else:
+                        self._failures[grammar] = failure
+                        if len(self._failures) > MAX_FAILURES:
+                            self._failures.popitem(last=False)
+                self.on_compiled(grammar)
+        finally:
+            compiler.close()
+
+
+class _Compiler:
+    """The child process; started again if it has ended."""
+
+    def __init__(self, config: CompilerConfig) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._vocabularies: Vocabularies | None = None
+
+    def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """
+        Raises:
+            ValueError: the grammar cannot be compiled, or not within its bounds.
+            ImportError: xgrammar is not installed.
+            RuntimeError, OSError: the child does not start; its log has the reason.
+        """
+        if find_spec("xgrammar") is None:
+            raise ImportError("the worker has no xgrammar, which structured output needs: install it")
+        try:
+            compiled = self._ask(grammar)
+        except OSError:  # it was killed while idle: start another
+            self.close()
+            compiled = self._ask(grammar)
+
+        import xgrammar
+
+        assert self._vocabularies is not None
+        return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._vocabularies.of(grammar))
+
+    def _ask(self, grammar: Grammar) -> bytes:
+        if self._socket is None:
+            self._start()
+        assert self._socket is not None
+        self._socket.sendall(encode_frame(bytes([grammar.kind]) + grammar.text.encode()))
+        return self._receive()
+
+    def _start(self) -> None:
+        self._socket, child = socket.socketpair()
+        with child:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, str(child.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[child.fileno()],
+            )
+        self._socket.settimeout(START_TIMEOUT_S)
+        self._socket.sendall(encode_frame(to_json(self._config).encode()))
+
+        import xgrammar  # takes a second, as for the child
+
+        received = [self._receive().decode() for _ in Vocabularies._fields]
+        self._vocabularies = Vocabularies(*map(xgrammar.TokenizerInfo.deserialize_json, received))
+        self._socket.settimeout(2 * MAX_WALL_S)
+
+    def _receive(self) -> bytes:
+        assert self._socket is not None
+        answer = receive_frame(self._socket)
+        if answer is None:
+            raise OSError("the grammar compiler has ended; the worker's log has the reason")
+        if answer[:1] == FAILED:
+            raise ValueError(answer[1:].decode())
+        return answer[1:]
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+            self._process.kill()
+            self._process.wait()
+            self._process = None

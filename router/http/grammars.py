@@ -1,0 +1,119 @@
+"""Grammar of a request: ``response_format`` (OpenAI) or ``structured_outputs`` (vLLM).
+
+Checks shape and size here; workers compile, and refuse what xgrammar cannot express.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Protocol
+
+from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.json_schema import SchemaError, check_json_schema
+
+ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
+"""Schema of JSON mode: any object."""
+
+
+class GuidedBody(Protocol):
+    """Fields of a body that restrict its answer."""
+
+    @property
+    def response_format(self) -> dict[str, object] | None: ...
+
+    @property
+    def structured_outputs(self) -> dict[str, object] | None: ...
+
+    @property
+    def ignore_eos(self) -> bool | None: ...
+
+
+def grammar_of(body: GuidedBody) -> Grammar | None:
+    """Grammar that the body requests, if any.
+
+    Raises:
+        ApiError: the fields contradict each other, or one cannot be enforced.
+    """
+    grammar, field = None, "response_format"
+    if body.response_format is not None:
+        grammar = _of_response_format(body.response_format)
+    if body.structured_outputs is not None:
+        if grammar is not None:
+            raise _refusal("structured_outputs", "contradicts response_format; send one of them")
+        grammar, field = _of_structured_outputs(body.structured_outputs), "structured_outputs"
+    if grammar is None:
+        return None
+    if body.ignore_eos:
+        raise _refusal("ignore_eos", f"contradicts {field}, whose answer ends when it is complete; leave it out")
+    try:
+        num_bytes = len(grammar.text.encode())
+    except UnicodeEncodeError as error:
+        raise _refusal(field, "has half a surrogate pair, which is not a character") from error
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise _refusal(field, f"has {num_bytes} bytes; {MAX_GRAMMAR_BYTES} are supported; simplify it")
+    return grammar
+
+
+def _of_response_format(wanted: Mapping[str, object]) -> Grammar | None:
+    field = "response_format"
+    match wanted.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
+        case "json_schema":
+            named = wanted.get("json_schema")
+            if not isinstance(named, dict) or "schema" not in named:
+                raise _refusal(field, 'needs json_schema to be {"name": "...", "schema": {...}}')
+            return _of_schema(named["schema"], f"{field}.json_schema.schema")
+        case other:
+            raise _refusal(field, f"has the type {_short(other)}; supported are text, json_object and json_schema")
+
+
+def _of_structured_outputs(wanted: Mapping[str, object]) -> Grammar:
+    field = "structured_outputs"
+    given = {name: value for name, value in wanted.items() if value is not None and value is not False}
+    if len(given) != 1:
+        raise _refusal(field, "needs exactly one of json, json_object, regex, choice and grammar")
+    [(name, value)] = given.items()
+    match name, value:
+        case "json", str():
+            try:
+                schema = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise _refusal(f"{field}.json", f"is not JSON: {error}") from error
+            return _of_schema(schema, f"{field}.json")
+        case "json", _:
+            return _of_schema(value, f"{field}.json")
+        case "json_object", True:
+            return Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
+        case "regex", str():
+            return Grammar(GrammarKind.REGEX, value)
+        case "grammar", str():
+            return Grammar(GrammarKind.EBNF, value)
+        case "choice", list() if value and all(isinstance(choice, str) and choice for choice in value):
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
+            return Grammar(GrammarKind.EBNF, f"root ::= {choices}")
+        case (("json_object" | "regex" | "grammar" | "choice"), _):
+            kinds = {"json_object": "true", "choice": "a list of texts, none of them empty"}
+            raise _refusal(f"{field}.{name}", f"should be {kinds.get(name, 'a text')}")
+        case _:
+            raise _refusal(field, f"has {_short(name)}; supported are json, json_object, regex, choice and grammar")
+
+
+def _of_schema(schema: object, field: str) -> Grammar:
+    try:
+        check_json_schema(schema)
+    except SchemaError as error:
+        raise _refusal(field, f"cannot be enforced: {error}") from error
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+
+
+def _refusal(field: str, message: str) -> ApiError:
+    return ApiError(400, f"{field} {message}", param=field)
+
+
+def _short(value: object) -> str:
+    return repr(value)[:MAX_NAME_CHARS]

@@ -1,0 +1,130 @@
+"""Checks that workers can enforce all of a JSON schema before it becomes a request's grammar.
+
+xgrammar 0.2 ignores some keywords without a word, so that an answer could break the schema. A schema that has one is
+refused by the keyword's name and place. Not refused: ``oneOf`` is enforced as ``anyOf``, as by vLLM, and a ``format``
+that xgrammar does not know is an annotation, as in the standard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MAX_DEPTH = 64
+"""Nested schemas, each with its lists and maps."""
+
+_ANNOTATIONS = frozenset({
+    "$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
+    "discriminator", "example", "examples", "readOnly", "title", "writeOnly",
+})  # fmt: skip
+_NEVER = frozenset({
+    "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
+    "maxContains", "minContains", "not", "then", "uniqueItems",
+})  # fmt: skip
+_ALONE = ("$ref", "allOf", "anyOf", "oneOf")
+"""Beside one of these, other constraints are ignored."""
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAPS_OF_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
+_SCHEMAS = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
+    "array": (list,), "object": (dict,),
+}  # fmt: skip
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be enforced; the text names the place and the remedy."""
+
+
+def check_json_schema(schema: object, place: str = "#", depth: int = 0) -> None:
+    """Check a schema and those inside it.
+
+    Raises:
+        SchemaError: it is no schema, or some of it cannot be enforced.
+    """
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise SchemaError(f"{place} should be a schema: an object, true or false")
+    if depth > MAX_DEPTH:
+        raise SchemaError(f"{place} is nested more than {MAX_DEPTH} schemas deep; flatten it")
+    for name in schema:
+        if name in _NEVER and schema[name] is not False:
+            raise SchemaError(f"{place} has {name}, which is not supported; leave it out")
+    _check_types(schema, place)
+    _check_together(schema, place)
+    for name in _LISTS_OF_SCHEMAS:
+        for index, inner in enumerate(_list(schema, name, place)):
+            check_json_schema(inner, f"{place}/{name}/{index}", depth + 1)
+    for name in _MAPS_OF_SCHEMAS:
+        for key, inner in _map(schema, name, place).items():
+            check_json_schema(inner, f"{place}/{name}/{key}", depth + 1)
+    for name in _SCHEMAS:
+        inner = schema.get(name, True)
+        if name == "propertyNames" and isinstance(inner, dict):
+            inner = {"type": "string", **inner}
+        check_json_schema(inner, f"{place}/{name}", depth + 1)
+
+
+def _list(schema: dict[str, object], name: str, place: str) -> list[object]:
+    value = schema.get(name, [])
+    if not isinstance(value, list):
+        raise SchemaError(f"{place}/{name} should be a list")
+    return value
+
+
+def _map(schema: dict[str, object], name: str, place: str) -> dict[str, object]:
+    value = schema.get(name, {})
+    if not isinstance(value, dict):
+        raise SchemaError(f"{place}/{name} should be an object")
+    return value
+
+
+def _check_types(schema: dict[str, object], place: str) -> None:
+    """Check ``type``, the keywords that need one, and that the values of ``enum`` and ``const`` have it."""
+    named = schema.get("type")
+    types = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+    if not set(types) <= _TYPES.keys() or ("type" in schema and not types):
+        raise SchemaError(f"{place}/type should be one of {', '.join(_TYPES)}, or a list of them")
+    for name in (*_OF_STRINGS, *_OF_NUMBERS):
+        if name in schema and not types:
+            raise SchemaError(f"{place} has {name} and no type; add the type")
+    if "multipleOf" in schema and types != ["integer"]:
+        raise SchemaError(f"{place} has multipleOf, which is supported for the type integer only; leave it out")
+    for value in [*_list(schema, "enum", place), *([schema["const"]] if "const" in schema else [])]:
+        if types and not any(_has_type(value, one) for one in types):
+            raise SchemaError(f"{place} has the value {str(value)[:40]!r}, which is not of its type; leave it out")
+
+
+def _has_type(value: object, name: str) -> bool:
+    return isinstance(value, _TYPES[name]) and (not isinstance(value, bool) or name == "boolean")
+
+
+def _check_together(schema: dict[str, object], place: str) -> None:
+    """Check keywords of which only one would be enforced."""
+    constraints = {name for name in schema if name not in _ANNOTATIONS}
+    for name in _ALONE:
+        if name in constraints and len(constraints) > 1:
+            ignored = ", ".join(sorted(constraints - {name}))
+            raise SchemaError(f"{place} has {ignored} beside {name}, which is not supported; move them into it")
+    if len(_list(schema, "allOf", place)) > 1:
+        raise SchemaError(f"{place}/allOf has several schemas, which is not supported; merge them")
+    reference = schema.get("$ref", "#")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        raise SchemaError(f"{place}/$ref should refer to a part of this schema, such as #/$defs/name")
+    for name in {"enum", "const"} & constraints:
+        if ignored := ", ".join(sorted(constraints - {"type", name})):
+            raise SchemaError(f"{place} has {ignored} beside {name}, which is not supported; leave it out")
+    if len(constraints & {"pattern", "format"}) > 1 or (
+        constraints & {"pattern", "format"} and constraints & {"minLength", "maxLength"}
+    ):
+        both = ", ".join(sorted(constraints & set(_OF_STRINGS)))
+        raise SchemaError(f"{place} has {both} together, which is not supported; keep one of them")
+    if {"properties", "patternProperties"} <= constraints:
+        raise SchemaError(f"{place} has patternProperties beside properties, which is not supported; keep one of them")
+    required = _list(schema, "required", place)
+    missing = [name for name in required if name not in _map(schema, "properties", place)]
+    if missing:
+        raise SchemaError(f"{place}/required has {str(missing[0])[:64]!r}, which is not among the properties; add it")

@@ -1,0 +1,112 @@
+"""The compiler of a worker: a real process that survives every grammar, and what is kept of its work."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from queue import Queue
+
+import psutil
+import pytest
+import xgrammar
+
+from pdserve.contracts.request import Grammar, GrammarKind
+from pdserve.engine.worker import grammars as module
+from pdserve.engine.worker.grammars import Grammars
+from tests.vocabulary import DEMO_FOLDER, LIMITS
+
+SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+BOMB = Grammar(GrammarKind.REGEX, "(((a{1,900}){1,900}){1,900}){1,900}")
+
+
+class Compiled:
+    def __init__(self) -> None:
+        self.grammars = Grammars(DEMO_FOLDER, LIMITS)
+        self.ready: Queue[Grammar] = Queue()
+        self.grammars.on_compiled = self.ready.put
+
+    def wait(self, grammar: Grammar) -> xgrammar.CompiledGrammar | str:
+        found = self.grammars.find(grammar)
+        if found is None:
+            assert self.ready.get(timeout=60) == grammar
+            found = self.grammars.find(grammar)
+        assert found is not None
+        return found
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Compiled]:
+    compiled = Compiled()
+    yield compiled
+    compiled.grammars.close()
+    assert not [child for child in psutil.Process().children() if "grammar_compiler" in " ".join(child.cmdline())]
+
+
+def accepts(compiled: xgrammar.CompiledGrammar | str, text: str) -> bool:
+    assert not isinstance(compiled, str), compiled
+    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text) and matcher.is_terminated())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text", "other"),
+    [
+        (SCHEMA, '{"a": 3}', '{"a": "b"}'),
+        (Grammar(GrammarKind.REGEX, "a{2}é"), "aaé", "aé"),
+        (Grammar(GrammarKind.EBNF, 'root ::= "yes" | "no"'), "no", "nes"),
+    ],
+)
+def test_what_was_compiled_apart_is_the_grammar(worker: Compiled, grammar: Grammar, text: str, other: str) -> None:
+    assert accepts(worker.wait(grammar), text)
+    assert not accepts(worker.wait(grammar), other)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar(GrammarKind.REGEX, "a(?=b)"), "Regex parsing error at position 4: Lookahead is not supported yet."),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'), "no text of the model's vocabulary follows it"),
+        (Grammar(GrammarKind.EBNF, 'start ::= "a"'), "root"),
+        (BOMB, "it takes over 1 s or 256 MiB to compile; simplify it"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said_and_remembered(worker: Compiled, grammar: Grammar, reason: str) -> None:
+    assert reason in str(worker.wait(grammar))
+    start_s = time.monotonic()
+    assert reason in str(worker.grammars.find(grammar))
+    assert time.monotonic() - start_s < 0.5
+    assert accepts(worker.wait(SCHEMA), '{"a": 3}')
+
+
+def test_a_killed_compiler_is_started_again(worker: Compiled) -> None:
+    worker.wait(SCHEMA)
+    [child] = [child for child in psutil.Process().children() if "grammar_compiler" in " ".join(child.cmdline())]
+    os.kill(child.pid, signal.SIGKILL)
+    assert accepts(worker.wait(Grammar(GrammarKind.REGEX, "b{3}")), "bbb")
+
+
+def test_grammars_of_live_requests_are_kept_beyond_the_bound(worker: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = worker.wait(SCHEMA)
+    other = Grammar(GrammarKind.REGEX, "c{4}")
+    worker.wait(other)
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 0)
+    worker.wait(Grammar(GrammarKind.REGEX, "d{5}"))
+    gc.collect()
+    assert worker.grammars.compiled(SCHEMA) == live
+    with pytest.raises(KeyError):
+        worker.grammars.compiled(other)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_the_reason(
+    tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    empty = Grammars(tmp_path_factory.mktemp("model"), LIMITS)
+    ready: Queue[Grammar] = Queue()
+    empty.on_compiled = ready.put
+    empty.find(SCHEMA)
+    ready.get(timeout=60)
+    assert empty.find(SCHEMA) == "the grammar compiler has ended; the worker's log has the reason"
+    empty.close()

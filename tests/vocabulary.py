@@ -1,0 +1,36 @@
+"""Vocabulary of the demo model, and grammars compiled for it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import xgrammar
+from tokenizers import Tokenizer
+
+from pdserve.contracts.request import Grammar
+from pdserve.contracts.step import ModelLimits
+from pdserve.engine.worker.grammar_compiler import CompilerConfig, Vocabularies, compile_grammar, read_vocabularies
+from pdserve.model.config.decoder_config import DecoderConfig
+
+DEMO_FOLDER = Path(__file__).parents[1] / "model" / "demo" / "pdserve-demo"
+LIMITS: ModelLimits = DecoderConfig.from_folder(DEMO_FOLDER).limits(0)
+
+
+@cache
+def demo_vocabularies() -> Vocabularies:
+    return read_vocabularies(CompilerConfig(str(DEMO_FOLDER), LIMITS.vocab_size, LIMITS.eos_token_ids, 0))
+
+
+@cache
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+
+
+@cache
+def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
+    """
+    Raises:
+        RuntimeError: it cannot be compiled.
+    """
+    return compile_grammar(demo_vocabularies(), grammar)
