@@ -6,7 +6,7 @@ The former differ in how they read a prompt; `pdserve.router.http.writer` writes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -23,19 +23,21 @@ from pdserve.router.http.keys import Caller
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
 )
 from pdserve.router.http.sse import EventStream
+from pdserve.router.http.tools import Tools, merged_grammar, new_call_id, template_options, tools_of
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics, TokenTimer
 from pdserve.router.requests.request import RequestSpec
-from pdserve.router.text.answer import Answer, AnswerEnd, AnswerToken, Choice, TextDelta, deltas_of
+from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerToken, Choice, TextDelta, deltas_of
 from pdserve.router.text.answer_text import StopStrings
+from pdserve.router.text.reasoning import CLOSING, OPENING, ReasoningParser
 from pdserve.router.text.tokenizer import ChatTokenizer
+from pdserve.router.text.tool_calls import ToolCallParser
 
 PIECE_TOKENS = 64
 """Tokens decoded together where no reader needs them one by one."""
@@ -59,10 +61,14 @@ class Edge:
     async def create_chat_completion(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation with the assistant's turn."""
         max_model_len = self._admit(body, request)
-        text = self._chat_text(body.messages)
+        tools = tools_of(body, self.tokenizer.template)
+        if tools is not None:
+            request.state.grammar = merged_grammar(body, request.state.grammar, tools.grammar)
+        text = self._chat_text(body, tools.offered if tools else ())
         check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
         tokens = await self.tokenizer.encode_chat(text)
-        answer = self._answer(body, self._spec(body, request, max_model_len, tokens))
+        spec = self._spec(body, request, max_model_len, tokens)
+        answer = self._answer(body, spec, new_parts=self._parts(text, tools))
         return await self._respond(body, request, [answer])
 
     async def create_completion(self, body: CompletionBody, request: Request) -> Response:
@@ -86,7 +92,7 @@ class Edge:
         body.check()
         self._check_model(body.model)
         if body.messages is not None:
-            tokens = await self.tokenizer.encode_chat(self._chat_text(body.messages))
+            tokens = await self.tokenizer.encode_chat(self._chat_text(body, body.tools or ()))
         else:
             add_special_tokens = body.add_special_tokens is not False
             tokens = await self.tokenizer.encode(body.prompt or "", add_special_tokens=add_special_tokens)
@@ -127,11 +133,31 @@ class Edge:
             message = f"the model `{name}` does not exist; this server has `{self.served_name}`"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _chat_text(self, messages: Sequence[ChatMessage]) -> str:
+    def _chat_text(self, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, object]]) -> str:
+        assert body.messages is not None
+        options = template_options(body.chat_template_kwargs or {}, self.tokenizer.template)
         try:
-            return self.tokenizer.chat_text([message.for_template() for message in messages])
+            messages = [message.for_template() for message in body.messages]
+            return self.tokenizer.chat_text(messages, tools=tools, options=options)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
+
+    def _parts(self, prompt: str, tools: Tools | None) -> Callable[[], AnswerParts] | None:
+        """Parsers of a chat's answers; ``None`` if all of an answer is text."""
+        template = self.tokenizer.template
+        reasons = template is not None and CLOSING in template.source
+        if not reasons and tools is None:
+            return None
+        is_open = prompt.rstrip().endswith(OPENING)
+
+        def new_parts() -> AnswerParts:
+            return AnswerParts(
+                ReasoningParser(is_open=is_open) if reasons else None,
+                ToolCallParser(tools.style, new_call_id) if tools else None,
+                may_call_several=tools is None or tools.may_call_several,
+            )
+
+        return new_parts
 
     def _spec(
         self, body: GenerationBody, request: Request, max_model_len: int, prompt_tokens: Sequence[int]
@@ -168,6 +194,7 @@ class Edge:
         first_index: int = 0,
         context: Sequence[int] = (),
         echo: TextDelta | None = None,
+        new_parts: Callable[[], AnswerParts] | None = None,
     ) -> Answer:
         """Build the answer to a prompt, without starting it.
 
@@ -175,6 +202,7 @@ class Edge:
             first_index: index of the first choice in the response.
             context: prompt tokens whose text the answer continues.
             echo: prompt to write before the answer.
+            new_parts: separates the parts of a choice's text.
         """
         shows_stop = bool(body.include_stop_str_in_output)
         is_read_token_by_token = body.stream or body.stop or body.num_logprobs >= 0
@@ -190,6 +218,7 @@ class Edge:
                 shows_stop_token=shows_stop,
                 min_tokens=spec.sampling.min_tokens,
                 offset_chars=0 if echo is None else len(echo.text),
+                parts=new_parts() if new_parts else None,
             )
             for index in range(body.num_choices)
         ]

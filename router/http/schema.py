@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -125,6 +126,8 @@ LogitBias = Annotated[dict[_TokenIdText, _Bias], Field(max_length=MAX_BIASES), A
 DEFAULT_COMPLETION_TOKENS = 16
 """Default ``max_tokens`` of a text completion, as at OpenAI."""
 
+MAX_MESSAGE_CALLS = 128
+"""Maximum tool calls in one message."""
 MAX_MESSAGES = 2**14
 """Maximum messages in one chat. Each delays other requests, however short it is."""
 
@@ -260,10 +263,44 @@ class GenerationBody(_Body):
             raise ApiError(400, "prompt_logprobs are not available in a stream", param="prompt_logprobs")
 
 
+class CalledFunction(_Body):
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+class ToolCall(_Body):
+    """Call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, object]:
+        """Call as passed to the chat template: arguments as an object, unless they are none."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            arguments = self.function.arguments
+        return {
+            "id": self.id or "",
+            "type": self.type,
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
 class ChatMessage(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageText
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGE_CALLS)] | None = None
+    """Of an assistant."""
+    tool_call_id: str | None = None
+    """Call that a tool's message answers."""
+    reasoning_content: str | None = None
+    """Of an assistant; templates that read it decide what of it the model sees again."""
 
     @model_validator(mode="before")
     @classmethod
@@ -273,10 +310,15 @@ class ChatMessage(_Body):
             return {**message, "content": ""}
         return message
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, object]:
         """Message as passed to the chat template."""
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": self.content, **named}
+        message: dict[str, object] = {"role": self.role, "content": self.content}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
 class ChatBody(GenerationBody):
@@ -288,6 +330,12 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
+    tools: list[dict[str, object]] | None = None
+    """Functions that the model may call; see `pdserve.router.http.tools`."""
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    """Further variables of the chat template (vLLM)."""
 
     @property
     def limit_field(self) -> str:
@@ -303,6 +351,9 @@ class ChatBody(GenerationBody):
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         check_extra_fields(self.model_extra, CHAT)
         for index, message in enumerate(self.messages):
+            if message.tool_calls and message.role != "assistant":
+                place = f"messages.{index}.tool_calls"
+                raise ApiError(400, f"{place} are an assistant's; this message is of {message.role}", param=place)
             check_extra_fields(message.model_extra, CHAT_MESSAGE, f"messages.{index}.")
 
 
@@ -356,6 +407,9 @@ class TokenizeBody(_Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: list[dict[str, object]] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    """Both with messages, as in a chat."""
     add_special_tokens: bool | None = None
     """Of a prompt, true by default; a chat template writes them itself."""
     return_token_strs: bool | None = None

@@ -29,19 +29,20 @@ _BOTH: Neutral = {
 CHAT: Neutral = {
     **_BOTH,
     "add_generation_prompt": (True,), "add_special_tokens": (False,), "audio": (), "chat_template": (),
-    "chat_template_kwargs": ({},), "continue_final_message": (False,), "documents": ([],), "echo": (False,),
+    "continue_final_message": (False,), "documents": ([],), "echo": (False,),
     "function_call": ("none",), "functions": ([],), "mm_processor_kwargs": ({},), "modalities": (["text"],),
-    "prediction": (), "reasoning_effort": (), "store": (False,), "tool_choice": ("none", "auto"), "tools": ([],),
+    "prediction": (), "reasoning_effort": (), "store": (False,),
     "verbosity": ("medium",), "web_search_options": (),
 }  # fmt: skip
 
 COMPLETION: Neutral = {
     **CHAT,
-    "add_special_tokens": (True,), "max_completion_tokens": (), "prompt_embeds": (), "suffix": ("",),
+    "add_special_tokens": (True,), "chat_template_kwargs": ({},), "tool_choice": ("none", "auto"), "tools": ([],),
+    "max_completion_tokens": (), "prompt_embeds": (), "suffix": ("",),
     "top_logprobs": (),
 }  # fmt: skip
 
-CHAT_MESSAGE: Neutral = {"audio": (), "function_call": (), "tool_call_id": (), "tool_calls": ([],)}
+CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
 
 _LABELS = frozenset({
     "annotations", "metadata", "parallel_tool_calls", "prompt_cache_key", "refusal", "safety_identifier",

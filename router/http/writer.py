@@ -17,6 +17,7 @@ from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.http.schema import ChatBody, GenerationBody
 from pdserve.router.text.answer import Answer, AnswerEnd, AnswerToken, TextDelta, usage
 from pdserve.router.text.tokenizer import ChatTokenizer
+from pdserve.router.text.tool_calls import CallDelta
 
 VERSION = version("pdserve")
 
@@ -66,6 +67,8 @@ class AnswerWriter:
         self._num_running = body.num_answers
         # Whole answers, by choice
         self._texts: list[list[str]] = [[] for _ in range(body.num_answers)]
+        self._reasoning: dict[int, list[str]] = {}
+        self._calls: dict[int, list[CallDelta]] = {}
         self._tokens: list[list[AnswerToken]] = [[] for _ in range(body.num_answers)]
         self._num_echoed = [0] * body.num_answers
         self._ends: list[AnswerEnd | None] = [None] * body.num_answers
@@ -83,11 +86,18 @@ class AnswerWriter:
             self._unopened.remove(delta.choice)
             role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             data = self._chunk(b'{"index":%d,%b' % (delta.choice, role))
+        if delta.reasoning:
+            data += self._delta_chunk(delta.choice, {"reasoning_content": delta.reasoning})
         if self.shows_tokens:
             data += self._chunk(self._token_chunk % self._shown(delta))
-        elif delta.end is None or delta.text:
+        elif delta.text or (delta.end is None and not delta.reasoning and not delta.calls):
             data += self._chunk(self._text_chunk % (delta.choice, _encode(delta.text)))
+        for call in delta.calls:
+            data += self._delta_chunk(delta.choice, {"tool_calls": [_call_delta(call)]})
         return data if delta.end is None else data + self._ending(delta.choice, delta.end)
+
+    def _delta_chunk(self, choice: int, delta: dict[str, Any]) -> bytes:
+        return self._chunk(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (choice, _encode(delta)))
 
     def _shown(self, delta: TextDelta) -> tuple[int, bytes, bytes, bytes]:
         ids = b""
@@ -117,6 +127,10 @@ class AnswerWriter:
         choice = delta.choice
         if delta.text:
             self._texts[choice].append(delta.text)
+        if delta.reasoning:
+            self._reasoning.setdefault(choice, []).append(delta.reasoning)
+        if delta.calls:
+            self._calls.setdefault(choice, []).extend(delta.calls)
         if self.shows_tokens:
             self._tokens[choice] += delta.tokens
             self._num_echoed[choice] += delta.num_echoed
@@ -134,7 +148,11 @@ class AnswerWriter:
 
     def _choice(self, index: int) -> dict[str, Any]:
         text = "".join(self._texts[index])
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if index in self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning[index])
+        if index in self._calls:
+            message |= {"content": text or None, "tool_calls": _whole_calls(self._calls[index])}
         choice: dict[str, Any] = {
             "index": index,
             **({"message": message} if self._is_chat else {"text": text}),
@@ -161,6 +179,24 @@ class AnswerWriter:
         if self._is_chat:
             return chat_logprobs(self._tokenizer, tokens)
         return completion_logprobs(self._tokenizer, tokens, self._body.num_logprobs)
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    """Part of a call, as a stream has it."""
+    if not call.id:
+        return {"index": call.number, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.number, "id": call.id, "type": "function", "function": function}
+
+
+def _whole_calls(parts: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    calls = []
+    for first in parts:
+        if first.id:
+            arguments = "".join(part.arguments for part in parts if part.number == first.number)
+            function = {"name": first.name, "arguments": arguments}
+            calls.append({"id": first.id, "type": "function", "function": function})
+    return calls
 
 
 def chat_logprobs(tokenizer: ChatTokenizer, tokens: Sequence[AnswerToken]) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.cluster.cluster import Cluster, TokenStream
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer_text import Detokenizer, StopStrings
+from pdserve.router.text.reasoning import ReasoningParser
+from pdserve.router.text.tool_calls import CallDelta, ToolCallParser
 
-AnswerEnd = Literal["stop", "length"]
+AnswerEnd = Literal["stop", "length", "tool_calls"]
 """``finish_reason`` in OpenAI's spelling."""
 
 
@@ -43,6 +45,39 @@ class TextDelta(NamedTuple):
     tokens: Sequence[AnswerToken]
     """The generated token, after those of an echoed prompt; ``text`` begins with their text."""
     num_echoed: int = 0
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
+
+
+class AnswerParts:
+    """Reasoning, text and tool calls of one choice."""
+
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, *, may_call_several: bool = True
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._may_call_several = may_call_several
+
+    def push(self, text: str, end: AnswerEnd | None) -> tuple[str, str, list[CallDelta], AnswerEnd | None]:
+        """Take the next text, the last with its ``end``; return reasoning, text and calls that are certain, and the
+        end of the choice."""
+        thought, calls = "", list[CallDelta]()
+        if self._reasoning is not None:
+            thought, text = self._reasoning.push(text)
+            if end is not None:
+                more = self._reasoning.flush()
+                thought, text = thought + more[0], text + more[1]
+        if self._tools is not None:
+            text, calls = self._tools.push(text)
+            if end is not None:
+                rest, _ = self._tools.flush()
+                text += rest
+            if not self._may_call_several and self._tools.num_calls:
+                text, calls, end = "", [call for call in calls if call.number == 0], "tool_calls"
+            elif end == "stop" and self._tools.num_calls:
+                end = "tool_calls"
+        return thought, text, calls, end
 
 
 class Choice:
@@ -57,6 +92,7 @@ class Choice:
         shows_stop_token: bool,
         min_tokens: int,
         offset_chars: int,
+        parts: AnswerParts | None = None,
     ) -> None:
         """
         Args:
@@ -64,6 +100,7 @@ class Choice:
             shows_stop_token: whether the token that ends the choice is part of its text.
             min_tokens: tokens before stop strings are searched.
             offset_chars: length of an echoed prompt that precedes the text.
+            parts: separates reasoning and tool calls from the text; ``None`` if all is text.
         """
         self.index = index
         self._detokenizer = detokenizer
@@ -71,6 +108,7 @@ class Choice:
         self._shows_stop_token = shows_stop_token
         self._min_tokens = min_tokens
         self._offset_chars = offset_chars
+        self._parts = parts
         self.is_over = False
 
     def push(self, event: TokenEvent) -> TextDelta:
@@ -89,8 +127,12 @@ class Choice:
             end = "stop"
         elif end is not None:
             text += self._stop_strings.flush()
+        if self._parts is None:
+            self.is_over = end is not None
+            return TextDelta(self.index, text, end, (token,))
+        reasoning, text, calls, end = self._parts.push(text, end)
         self.is_over = end is not None
-        return TextDelta(self.index, text, end, (token,))
+        return TextDelta(self.index, text, end, (token,), reasoning=reasoning, calls=calls)
 
 
 _END: dict[FinishReason, AnswerEnd | None] = {

@@ -1,8 +1,7 @@
 """Tokenizer and chat template of the model, read from its folder without torch or transformers.
 
 Encodes text to token ids; `pdserve.router.text.answer_text` decodes them. Long texts are encoded in a thread so that
-other streams do not wait. A template comes with a checkpoint and is untrusted; the values it renders come from clients
-and are trusted even less. It runs in a jinja2 sandbox set up as in transformers.
+other streams do not wait.
 """
 
 from __future__ import annotations
@@ -10,84 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from pdserve.router.text.answer_text import Detokenizer
-
-ChatTemplate = Callable[[Sequence[Mapping[str, str]]], str]
-"""Renders messages to the text of a prompt."""
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def compile_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Compile a chat template to a function that renders a conversation up to the start of the assistant's answer; it
-    raises `ValueError` if the template refuses the messages. A template that does not name the role ``developer`` gets
-    ``system`` in its place, as OpenAI defines it; it might drop the message.
-
-    Args:
-        special_tokens: text of the names available to the template, such as ``bos_token``.
-
-    Raises:
-        ValueError: not a jinja2 template.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    try:
-        template = environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
-
-    names_developer = "developer" in source
-
-    def render(messages: Sequence[Mapping[str, str]]) -> str:
-        if not names_developer:
-            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        try:
-            return template.render(messages=messages, add_generation_prompt=True, **special_tokens)
-        except Exception as error:  # a template is code and its input comes from clients: anything can be raised
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-
-    return render
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of jinja2's filter: a prompt is not HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
+from pdserve.router.text.chat_template import ChatTemplate
 
 MAX_INLINE_CHARS = 4096
 """Longest text that is encoded faster than it is handed to a thread and back."""
@@ -115,7 +45,7 @@ class ChatTokenizer:
             vocab_size: rows of the model's embedding; prompt token ids are below it.
         """
         self._tokenizer = tokenizer
-        self._template = template
+        self.template = template
         self.vocab_size = vocab_size
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
@@ -153,25 +83,49 @@ class ChatTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self.template is not None
 
-    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> str:
         """Text of a conversation, special tokens included, up to the start of the assistant's answer, for
-        `encode_chat`. Special tokens in messages are marked as text: only the template may write them.
+        `encode_chat`. Special tokens in messages and tools are marked as text: only the template may write them.
+
+        Args:
+            tools, options: as in `ChatTemplate.render`.
 
         Raises:
             ValueError: the model has no chat template, or it refuses these messages.
         """
-        if self._template is None:
+        if self.template is None:
             raise ValueError(
                 "the model has no chat template; use /v1/completions, or put a chat_template.jinja into its folder"
             )
-        if any(_LITERAL in message["content"] for message in messages):
-            raise ValueError("a message has U+10FFFF, which is not a character; remove it")
-        marked = rf"{_LITERAL}\g<0>{_LITERAL}"
-        return self._template(
-            [{**message, "content": self._special_text.sub(marked, message["content"])} for message in messages]
+        return self.template.render(
+            [self._marked(message) for message in messages],
+            tools=[self._marked(tool) for tool in tools],
+            options=self._marked(options or {}),
         )
+
+    def _marked(self, value: Mapping[str, object]) -> dict[str, object]:
+        """The same values, with special tokens in them marked as text."""
+
+        def marked(value: object) -> object:
+            if isinstance(value, str):
+                if _LITERAL in value:
+                    raise ValueError("a message has U+10FFFF, which is not a character; remove it")
+                return self._special_text.sub(rf"{_LITERAL}\g<0>{_LITERAL}", value)
+            if isinstance(value, Mapping):
+                return {str(marked(key)): marked(each) for key, each in value.items()}
+            if isinstance(value, list):
+                return [marked(each) for each in value]
+            return value
+
+        return {key: each if key == "role" else marked(each) for key, each in value.items()}
 
     def fewest_tokens(self, text: str) -> int:
         """Lower bound on a text's tokens: none covers more characters than the longest in the vocabulary."""
@@ -292,7 +246,7 @@ def _read_template(folder: Path) -> ChatTemplate | None:
         source = named["default"]
     if not isinstance(source, str | None):
         raise ValueError(f"the chat template in {folder}/tokenizer_config.json is not text; download it again")
-    return compile_template(source, _special_tokens(config)) if source else None
+    return ChatTemplate(source, _special_tokens(config)) if source else None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.tokenizer import ChatTokenizer
-from tests.router.small_tokenizers import EOS_ID, write_tokenizer
+from tests.router.small_tokenizers import CHAT_TEMPLATE, EOS_ID, write_tokenizer
 
 MODEL = "small"
 MAX_MODEL_LEN = 512
@@ -236,10 +236,10 @@ class EdgeServer:
 
 
 @contextmanager
-def running_edge(keys: KeyFile | None = None) -> Iterator[EdgeServer]:
+def running_edge(keys: KeyFile | None = None, template: str = CHAT_TEMPLATE) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder))
+        write_tokenizer(Path(folder), template)
         tokenizer = ChatTokenizer.from_folder(Path(folder))
     generator, metrics = ScriptedGenerator(), RecordingMetrics()
     app = create_app(generator, tokenizer, served_name=MODEL, metrics=metrics, max_body_bytes=MAX_BODY_BYTES, keys=keys)

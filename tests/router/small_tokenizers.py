@@ -54,8 +54,8 @@ def metaspace_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> None:
     """Write the files of a model's folder that the router reads."""
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(f'{{"bos_token": "{BOS}", "eos_token": {{"content": "{EOS}"}}}}')
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)

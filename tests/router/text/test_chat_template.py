@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pdserve.router.text.tokenizer import compile_template
+from pdserve.router.text.chat_template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & 'kind'."},
@@ -29,7 +29,7 @@ MESSAGES = [
 )
 def test_renders_as_transformers_does(source: str) -> None:
     rendered, _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>")
-    assert compile_template(source, {"bos_token": "<s>"})(MESSAGES) == rendered[0]
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES) == rendered[0]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_renders_as_transformers_does(source: str) -> None:
 )
 def test_what_a_template_raises_is_a_value_error(source: str) -> None:
     with pytest.raises(ValueError, match="refuses these messages"):
-        compile_template(source, {})(MESSAGES)
+        ChatTemplate(source, {}).render(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_what_a_template_raises_is_a_value_error(source: str) -> None:
     ],
 )
 def test_a_developer_is_the_system_where_a_template_does_not_name_it(source: str, role: str) -> None:
-    assert compile_template(source, {})([{"role": "developer", "content": "x"}]) == role
+    assert ChatTemplate(source, {}).render([{"role": "developer", "content": "x"}]) == role
 
 
 def test_the_reason_of_a_template_is_told() -> None:
     with pytest.raises(ValueError, match="roles must alternate"):
-        compile_template("{{ raise_exception('roles must alternate') }}", {})(MESSAGES)
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(MESSAGES)
 
 
 def test_a_broken_template_names_its_line() -> None:
     with pytest.raises(ValueError, match=r"does not compile.*repair"):
-        compile_template("{% for %}", {})
+        ChatTemplate("{% for %}", {})

@@ -1,0 +1,169 @@
+"""Tools of a chat: which are offered to the model, and the grammar of the calls that are forced or strict.
+
+`pdserve.router.text.tool_calls` finds the calls in the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pdserve.contracts.request import Grammar, GrammarKind
+from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.json_schema import SchemaError, check_json_schema
+from pdserve.router.http.schema import ChatBody
+from pdserve.router.text.chat_template import ChatTemplate
+from pdserve.router.text.tool_calls import ToolFormat, tool_format
+
+MAX_TOOLS = 128
+"""As at OpenAI."""
+
+_OWN_VARIABLES = frozenset({"add_generation_prompt", "messages", "tools"})
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+
+
+class Tools(NamedTuple):
+    """Tools that the model may call."""
+
+    offered: Sequence[Mapping[str, object]]
+    """As the client sent them, for the chat template."""
+    style: ToolFormat
+    grammar: Grammar | None
+    """Of the answer, if a call is forced or a tool is strict."""
+    may_call_several: bool
+
+
+class _Function(NamedTuple):
+    name: str
+    parameters: object
+    is_strict: bool
+
+
+def tools_of(body: ChatBody, template: ChatTemplate | None) -> Tools | None:
+    """Tools that the body offers; ``None`` if it offers none.
+
+    Raises:
+        ApiError: one is malformed, or the model's template knows no tools.
+    """
+    offered, choice = body.tools or [], body.tool_choice or "auto"
+    if len(offered) > MAX_TOOLS:
+        raise _refusal("tools", f"has {len(offered)} tools; {MAX_TOOLS} are supported")
+    functions = {}
+    for index, tool in enumerate(offered):
+        function = _function(tool, f"tools.{index}")
+        if function.name in functions:
+            raise _refusal(f"tools.{index}.function.name", f"{function.name!r} is there twice; rename one")
+        functions[function.name] = function
+    forced = _forced(choice, functions)
+    if not functions or choice == "none":
+        return None
+    style = None if template is None or "tools" not in template.variables else tool_format(template.source)
+    if style is None:
+        raise _refusal("tools", "have no known form in the model's chat template; leave them out")
+    may_call_several = body.parallel_tool_calls is not False
+    grammar = None
+    if forced or any(function.is_strict for function in functions.values()):
+        grammar = _grammar(style, forced or [*functions.values()], bool(forced), may_call_several)
+    return Tools(offered, style, grammar, may_call_several)
+
+
+def merged_grammar(body: ChatBody, requested: Grammar | None, of_tools: Grammar | None) -> Grammar | None:
+    """Grammar of an answer that may call tools.
+
+    Raises:
+        ApiError: the body requests another structure, or contradicts a forced call.
+    """
+    if requested is not None:
+        field = "response_format" if body.response_format is not None else "structured_outputs"
+        raise _refusal(field, "contradicts tools, whose calls have a form of their own; send one of them")
+    if of_tools is not None and body.ignore_eos:
+        raise _refusal("ignore_eos", "contradicts forced and strict tools; leave it out")
+    return of_tools
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def template_options(given: Mapping[str, object], template: ChatTemplate | None) -> Mapping[str, object]:
+    """Variables that a client sets in the chat template.
+
+    Raises:
+        ApiError: the template does not read one, or it is not the client's to set.
+    """
+    for name in given:
+        known = frozenset() if template is None else template.variables - _OWN_VARIABLES
+        if name not in known or name.endswith("_token"):
+            message = f"has {name[:MAX_NAME_CHARS]!r}, which the model's chat template does not read; leave it out"
+            raise _refusal("chat_template_kwargs", message)
+    return given
+
+
+def _function(tool: object, place: str) -> _Function:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise _refusal(place, 'should be {"type": "function", "function": {"name": "...", ...}}')
+    name, parameters, is_strict = function.get("name"), function.get("parameters"), function.get("strict")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _refusal(f"{place}.function.name", "should have 1 to 64 letters, digits, dots, dashes or underscores")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise _refusal(f"{place}.function.parameters", "should be a JSON schema, an object")
+    if not isinstance(is_strict, bool | None):
+        raise _refusal(f"{place}.function.strict", "should be true or false")
+    return _Function(name, parameters or _ANY_OBJECT, bool(is_strict))
+
+
+def _forced(choice: str | dict[str, object], functions: Mapping[str, _Function]) -> list[_Function]:
+    """Functions of which the model has to call one; empty if it may answer with text."""
+    if choice in ("auto", "none"):
+        return []
+    if choice == "required":
+        if not functions:
+            raise _refusal("tool_choice", "is required, and there are no tools; send some")
+        return [*functions.values()]
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        named = '{"type": "function", "function": {"name": "..."}}'
+        raise _refusal("tool_choice", f"should be auto, none, required, or {named}")
+    if name not in functions:
+        raise _refusal("tool_choice", f"names {name[:64]!r}, which is not among the tools; add it")
+    return [functions[name]]
+
+
+def _grammar(style: ToolFormat, functions: Sequence[_Function], is_forced: bool, may_call_several: bool) -> Grammar:
+    """Grammar of an answer with calls of ``functions``, and with text around them unless a call is forced."""
+    tags = [_tag(style, function, is_exact=is_forced or function.is_strict) for function in functions]
+    layout: dict[str, object] = {"tags": tags, "stop_after_first": not may_call_several}
+    if is_forced:
+        layout |= {"type": "tags_with_separator", "separator": style.separator, "at_least_one": True}
+    elif style.opening:
+        layout |= {"type": "triggered_tags", "triggers": [style.opening]}
+    else:
+        raise ApiError(400, "strict tools need tool_choice to be required with this model", param="tool_choice")
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": layout}))
+
+
+def _tag(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str, object]:
+    schema = function.parameters if is_exact else _ANY_OBJECT
+    try:
+        check_json_schema(schema)
+    except SchemaError as error:
+        message = f"the parameters of the tool {function.name} cannot be enforced: {error}"
+        raise ApiError(400, message, param="tools") from error
+    space = style.separator if style.opening else ""
+    return {
+        "type": "tag",
+        "begin": f'{style.opening}{space}{{"name": "{function.name}", "{style.arguments_key}": ',
+        # With free white space, some models write nothing else.
+        "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1},
+        "end": f"}}{space}{style.closing if style.opening else ''}",
+    }
+
+
+def _refusal(field: str, message: str) -> ApiError:
+    return ApiError(400, f"{field} {message}", param=field)

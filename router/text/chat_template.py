@@ -1,0 +1,98 @@
+"""Chat template of a model: renders a conversation to the text of a prompt.
+
+A template comes with a checkpoint and is untrusted; the values it renders come from clients and are trusted even less.
+It runs in a jinja2 sandbox set up as in transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Compiled template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """
+        Args:
+            special_tokens: text of the names available to the template, such as ``bos_token``.
+
+        Raises:
+            ValueError: not a jinja2 template.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        try:
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            """Names that the template reads."""
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
+        self.source = source
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> str:
+        """Render a conversation up to the start of the assistant's answer. A template that does not name the role
+        ``developer`` gets ``system`` in its place, as OpenAI defines it; it might drop the message.
+
+        Args:
+            tools: as OpenAI's API takes them.
+            options: further variables.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        if "developer" not in self.source:
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        variables = {**self._special_tokens, **(options or {}), "messages": messages, "add_generation_prompt": True}
+        if tools:
+            variables["tools"] = tools
+        try:
+            return self._template.render(variables)
+        except Exception as error:  # a template is code and its input comes from clients: anything can be raised
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja2's filter: a prompt is not HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,282 @@
+"""Finds tool calls in the text of an answer, as it arrives.
+
+A model writes a call as JSON: between ``<tool_call>`` and ``</tool_call>`` (Hermes, Qwen), or as its whole answer
+(Llama 3). Arguments pass through as they were written. Text that is no call stays text, also what only began like one;
+white space around calls is dropped. The result does not depend on how the text was split.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from pdserve.router.text.reasoning import num_held_chars
+
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
+)
+"""Start of a call whose arguments can be written while they arrive."""
+_MAX_HEAD_CHARS = 512
+"""A longer start is searched no further; the call is written once it is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls."""
+
+    opening: str
+    """Before each call; empty: a call begins where the answer does, with a brace."""
+    closing: str
+    """After each call; the last may go without."""
+    separator: str
+    """Between calls that a grammar writes."""
+    arguments_key: str
+
+
+HERMES = ToolFormat("<tool_call>", "</tool_call>", "\n", "arguments")
+LLAMA_3 = ToolFormat("", ";", "; ", "parameters")
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """Format that a chat template teaches; ``None`` if it is not known."""
+    if HERMES.opening in template:
+        return HERMES
+    return LLAMA_3 if '"parameters": ' in template else None
+
+
+class CallDelta(NamedTuple):
+    """Part of a tool call."""
+
+    number: int
+    """Of the call in the answer, from 0."""
+    id: str
+    """With the first part of a call; then empty, as is ``name``."""
+    name: str
+    arguments: str
+    """The next part of the JSON text."""
+
+
+class _State(Enum):
+    START = "start"
+    """Nothing but white space so far."""
+    TEXT = "text"
+    CLOSING = "closing"
+    """After a call, before its closing tag."""
+    BETWEEN = "between"
+    """After a call and its tag; white space is dropped."""
+    HEAD = "head"
+    """In a call whose arguments have not begun."""
+    ARGUMENTS = "arguments"
+    TAIL = "tail"
+    """After the arguments, before the end of the call."""
+
+
+class _JsonScanner:
+    """Finds the end of a JSON value that is an object."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._in_string = self._is_escaped = False
+
+    def end(self, text: str, start: int) -> int:
+        """Scan on from ``start``; return the index after the closing brace, or -1."""
+        for index in range(start, len(text)):
+            char = text[index]
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = char == "\\"
+                self._in_string = char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return index + 1
+        return -1
+
+
+class ToolCallParser:
+    """Separates one answer's calls from its text."""
+
+    def __init__(self, style: ToolFormat, new_id: Callable[[], str]) -> None:
+        """``new_id``: returns the id of the next call."""
+        self.num_calls = 0
+        """Calls that are complete."""
+        self._style = style
+        self._new_id = new_id
+        self._state = _State.START
+        self._index = 0
+        self._held = ""
+        """Text that is not decided yet."""
+        self._before = ""
+        """White space and opening tag of the call that has begun, in case that it is none."""
+        self._num_scanned = 0
+        self._scanner = _JsonScanner()
+        self._text: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    @property
+    def has_calls(self) -> bool:
+        return self._index > 0
+
+    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+        """Take the next text; return text and calls that are certain."""
+        self._held += text
+        while self._advance():
+            pass
+        return self._take()
+
+    def flush(self) -> tuple[str, list[CallDelta]]:
+        """End the answer: what is held is text, but for white space after a call."""
+        if self._state is _State.HEAD:
+            self._text.append(self._before + self._held)
+        elif self._state is _State.BETWEEN:
+            self._text.append(self._held.lstrip())
+        elif self._state in (_State.START, _State.TEXT):
+            self._text.append(self._held)
+        self._held = ""
+        return self._take()
+
+    def _take(self) -> tuple[str, list[CallDelta]]:
+        text, calls = "".join(self._text), self._calls
+        self._text, self._calls = [], []
+        return text, calls
+
+    def _advance(self) -> bool:
+        """Decide some of the held text; return False once more is needed."""
+        match self._state:
+            case _State.START | _State.BETWEEN:
+                return self._begin()
+            case _State.CLOSING:
+                return self._read_closing()
+            case _State.TEXT:
+                return self._pass_text()
+            case _State.HEAD:
+                return self._read_head()
+            case _State.ARGUMENTS:
+                return self._pass_arguments()
+            case _State.TAIL:
+                return self._read_tail()
+
+    def _begin(self) -> bool:
+        """Decide what follows white space at the start, or after a call."""
+        rest = self._held.lstrip()
+        opening = self._style.opening or "{"
+        if opening.startswith(rest) and rest != opening:
+            return False
+        if rest.startswith(opening):
+            self._open(len(self._held) - len(rest))
+        else:
+            self._held = self._held if self._state is _State.START else rest
+            self._state = _State.TEXT
+        return True
+
+    def _read_closing(self) -> bool:
+        rest, closing = self._held.lstrip(), self._style.closing
+        if closing.startswith(rest) and rest != closing:
+            return False
+        self._held, self._state = rest.removeprefix(closing), _State.BETWEEN
+        return True
+
+    def _pass_text(self) -> bool:
+        """Pass text up to a call, or to what may become one with the white space before it."""
+        opening = self._style.opening
+        found = self._held.find(opening) if opening else -1
+        if found >= 0:
+            text = self._held[:found].rstrip()
+            self._text.append(text)
+            self._held = self._held[len(text) :]
+            self._open(found - len(text))
+            return True
+        num_kept = len(self._held)
+        if opening:
+            num_kept = len(self._held[: num_kept - num_held_chars(self._held, opening)].rstrip())
+        self._text.append(self._held[:num_kept])
+        self._held = self._held[num_kept:]
+        return False
+
+    def _open(self, num_space: int) -> None:
+        """Begin a call whose opening tag follows ``num_space`` characters of white space."""
+        num_before = num_space + len(self._style.opening)
+        self._before, self._held = self._held[:num_before], self._held[num_before:]
+        self._state, self._num_scanned, self._scanner = _State.HEAD, 0, _JsonScanner()
+
+    def _read_head(self) -> bool:
+        start = _HEAD.match(self._held, 0, _MAX_HEAD_CHARS)
+        if start is not None and (name := _text_of(start["name"])):
+            self._calls.append(CallDelta(self._index, self._new_id(), name, ""))
+            self._index += 1
+            self._held = self._held[start.end() :]
+            self._scanner, self._state = _JsonScanner(), _State.ARGUMENTS
+            return True
+        rest = self._held.lstrip()
+        if rest and rest[0] != "{":
+            return self._give_up()
+        end = self._scanner.end(self._held, self._num_scanned)
+        self._num_scanned = len(self._held)
+        if end < 0:
+            return False
+        call = _call_of(self._held[:end], self._index)
+        if call is None:
+            return self._give_up()
+        self._calls.append(call._replace(id=self._new_id()))
+        self._index += 1
+        self._close(self._held[end:])
+        return True
+
+    def _give_up(self) -> bool:
+        """What began like a call is text."""
+        self._text.append(self._before)
+        self._state = _State.TEXT
+        return True
+
+    def _pass_arguments(self) -> bool:
+        end = self._scanner.end(self._held, 0)
+        arguments = self._held if end < 0 else self._held[:end]
+        if arguments:
+            self._calls.append(CallDelta(self._index - 1, "", "", arguments))
+        self._held = self._held[len(arguments) :]
+        if end < 0:
+            return False
+        self._scanner, self._state = _JsonScanner(depth=1), _State.TAIL
+        return True
+
+    def _read_tail(self) -> bool:
+        end = self._scanner.end(self._held, 0)
+        if end < 0:
+            self._held = ""
+            return False
+        self._close(self._held[end:])
+        return True
+
+    def _close(self, rest: str) -> None:
+        self.num_calls += 1
+        self._held, self._state = rest, _State.CLOSING
+
+
+def _text_of(literal: str) -> str:
+    try:
+        text = json.loads(literal)
+    except ValueError:
+        return ""
+    return text if isinstance(text, str) else ""
+
+
+def _call_of(literal: str, index: int) -> CallDelta | None:
+    """A complete call, of members in any order; ``None`` if it is none."""
+    try:
+        call = json.loads(literal)
+    except ValueError:
+        return None
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
+        return None
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return CallDelta(index, "", name, text)
