@@ -85,7 +85,20 @@ REQUEST_OUTPUT_TOKENS = Metric(
     "histogram", "pdserve_request_output_tokens", "Tokens of each finished request's answers.", (), LENGTH_BUCKETS
 )
 REDISPATCHES = Metric("counter", "pdserve_redispatches", "Requests sent to another worker.", ("reason",))
-SLO_REQUESTS = Metric("counter", "pdserve_slo_requests", "Finished requests by SLO verdict.", ("ttft", "tpot"))
+SLO_REQUESTS = Metric(
+    "counter",
+    "pdserve_slo_requests",
+    "Requests by SLO verdict: met, missed, or none of a one-token answer; failed and refused ones met neither.",
+    ("ttft", "tpot"),
+)
+SLO_SECONDS = Metric("gauge", "pdserve_slo_seconds", "Configured latency objectives.", ("objective",))
+SLO_ATTAINMENT = Metric("gauge", "pdserve_slo_attainment", "Configured share of requests that should meet both.")
+PLACEMENTS = Metric(
+    "counter",
+    "pdserve_placements",
+    "Prompts placed, by policy, the worker's role, and whether the TTFT objective was expected to be met.",
+    ("policy", "role", "expected"),
+)
 ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to choose workers.", (), ITL_BUCKETS_S)
 
 # Workers, as each frame reports them to the router

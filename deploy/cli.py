@@ -1,4 +1,5 @@
-"""The command line: ``pdserve up``, ``key``, ``chat``, ``status``, ``plan``, ``simulate``, ``profile``, ``bench``.
+"""The command line: ``pdserve up``, ``key``, ``chat``, ``status``, ``dashboards``, ``plan``, ``simulate``, ``profile``,
+``bench``.
 
 Turns every error into one line with the remedy. Each command imports its heavy modules when it runs, so that ``--help``
 is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
@@ -201,6 +202,30 @@ def status(
     note = None if admin_url else find_cluster()
     is_silent = note is not None and note.is_ray_silent
     return show_status(note.admin_url if note else admin_url, Console(), is_ray_silent=is_silent)
+
+
+@app.command(epilog="Example: pdserve dashboards --out observe && prometheus --config.file observe/prometheus.yml")
+def dashboards(
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("observe"),
+    admin_url: Annotated[str, typer.Option(help="Admin address. Default: the cluster on this machine.")] = "",
+    token_file: Annotated[str, typer.Option(help="File with the admin token, as Prometheus finds it.")] = "",
+    prometheus_url: Annotated[
+        str, typer.Option(help="Address of Prometheus, as Grafana finds it.")
+    ] = "http://127.0.0.1:9090",
+) -> int:
+    """Write configuration, alerts and dashboards for Prometheus and Grafana."""
+    from pdserve.deploy.observe.files import write_files
+
+    if not admin_url:
+        note = find_cluster()
+        admin_url, token_file = note.admin_url, token_file or note.admin_token_file
+    try:
+        prometheus_file, provisioning = write_files(out, admin_url, token_file, prometheus_url)
+    except OSError as error:
+        raise DeployError(f"cannot write to {out}: {error.strerror}; give another folder with --out") from error
+    typer.echo(f"prometheus --config.file {prometheus_file}")
+    typer.echo(f"GF_PATHS_PROVISIONING={provisioning} grafana server --homepath /usr/share/grafana")
+    return 0
 
 
 app.command(epilog="Example: pdserve plan --model ./Llama-3.1-8B --gpu h100-sxm --nodes 2 --workload chat")(plan)

@@ -28,6 +28,12 @@ last token. Measured by workers: ``prefill_queue`` and ``decode_queue``, receipt
 reservation of blocks.
 """
 
+FAILURE_STAGES = ("connect", "refused", "grant", "copy", "verify", "aborted", "deadline")
+"""Values of the ``stage`` label: `PullDone.failure_stage`."""
+
+RETRY_REASONS = ("cancelled", "failed", "kv_unavailable", "rebound", "refused", "worker_lost")
+"""Values of the ``reason`` label."""
+
 STEP_KINDS = ("decode", "prefill")
 """Steps whose rows have one new token each, and steps in which some have more."""
 
@@ -114,6 +120,7 @@ class RouterMetrics(DispatchObserver):
         self.request_output_tokens = family(Histogram, metrics.REQUEST_OUTPUT_TOKENS)
         self.redispatches = family(Counter, metrics.REDISPATCHES)
         self.slo_requests = family(Counter, metrics.SLO_REQUESTS)
+        self.placements = family(Counter, metrics.PLACEMENTS)
         self.route_seconds = family(Histogram, metrics.ROUTE_SECONDS)
         self.worker_up = family(Gauge, metrics.WORKER_UP)
         self.step_seconds = family(Histogram, metrics.STEP_SECONDS)
@@ -129,8 +136,22 @@ class RouterMetrics(DispatchObserver):
         self.transfer_seconds = family(Histogram, metrics.TRANSFER_SECONDS)
         self.transfer_bytes = family(Histogram, metrics.TRANSFER_BYTES)
         self.transfer_failures = family(Counter, metrics.TRANSFER_FAILURES)
+        # A series that appears with its first event has no rate before the second.
         for outcome in Outcome:
             self.outcomes.labels(outcome.value)
+        for stage in FAILURE_STAGES:
+            self.transfer_failures.labels(stage)
+        for reason in RETRY_REASONS:
+            self.redispatches.labels(reason)
+        for ttft in ("met", "missed"):
+            for tpot in ("met", "missed", "none"):
+                self.slo_requests.labels(ttft, tpot)
+        for verdict in ("failed", "refused"):
+            self.slo_requests.labels(verdict, verdict)
+        slo_seconds = family(Gauge, metrics.SLO_SECONDS)
+        slo_seconds.labels("ttft").set(self._slo.ttft_seconds)
+        slo_seconds.labels("tpot").set(self._slo.tpot_seconds)
+        family(Gauge, metrics.SLO_ATTAINMENT).set(self._slo.attainment)
 
     def track(self, dispatcher: Dispatcher) -> None:
         """Read the dispatcher's two gauges at every scrape."""
@@ -142,6 +163,12 @@ class RouterMetrics(DispatchObserver):
         self.prompt_tokens.inc(len(spec.prompt_tokens))
         if not spec.is_probe:
             self.request_prompt_tokens.observe(len(spec.prompt_tokens))
+
+    def refused(self) -> None:
+        self.slo_requests.labels("refused", "refused").inc()
+
+    def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
+        self.placements.labels(policy, role.value, "late" if is_late else "on_time").inc()
 
     def routed(self, seconds: float) -> None:
         self.route_seconds.observe(seconds)
@@ -162,6 +189,9 @@ class RouterMetrics(DispatchObserver):
     def ended(self, request: Request) -> None:
         assert request.outcome is not None
         self.outcomes.labels(request.outcome.value).inc()
+        error = request.error
+        if error is not None and error.status != 400 and not request.spec.is_probe:
+            self.slo_requests.labels("failed", "failed").inc()
 
     def observe_transfer(self, report: worker_pb2.TransferReport) -> None:
         """Record one pull, as reported by the decode worker."""
@@ -193,7 +223,7 @@ class RouterMetrics(DispatchObserver):
 
     def answered(self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int) -> None:
         """An answer is complete. Counts the SLO verdict: ``met`` or ``missed``, or ``none`` for the TPOT of a one-token
-        answer. Not called if the client left or the generation failed."""
+        answer. Not called if the client left or the generation failed, which `ended` counts."""
         self.request_seconds.observe(duration_s)
         self.request_output_tokens.observe(num_tokens)
         tpot = "none"

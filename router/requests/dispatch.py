@@ -79,6 +79,12 @@ class DispatchObserver:
     def accepted(self, spec: RequestSpec) -> None:
         """A request was admitted."""
 
+    def refused(self) -> None:
+        """A request was refused for lack of room."""
+
+    def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
+        """A prompt was sent to a worker; ``is_late`` if its TTFT objective was expected to be missed."""
+
     def routed(self, seconds: float) -> None:
         """A decision of the policy took ``seconds``."""
 
@@ -148,7 +154,12 @@ class Dispatcher:
             GenerationError: refused at once (overload, drain).
         """
         spec = request.spec
-        self._admit(spec.num_choices)
+        try:
+            self._admit(spec.num_choices)
+        except GenerationError as error:
+            if error.status != 400:
+                self._observer.refused()
+            raise
         self._requests[request] = None
         self._num_choices += spec.num_choices
         self.num_accepted += 1
@@ -377,8 +388,10 @@ class Dispatcher:
         if arrival.wanted_s < inf:
             ttft_slo_s = LATE_S if choice.is_late else max(arrival.wanted_s - now_s, MIN_DURATION_S)
         self._placement.placed(arrival, choice)
+        worker = self.workers[choice.worker_id]
+        self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
         attempt.submit(
-            self.workers[choice.worker_id],
+            worker,
             handoff=choice.handoff,
             num_cached_tokens=choice.num_cached_tokens,
             num_blocks=blocks.num_blocks(),

@@ -8,8 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.contracts import metrics as contract
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
+from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 FAMILIES = [value for value in vars(contract).values() if isinstance(value, contract.Metric)]
 
@@ -90,3 +92,22 @@ def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: 
     assert sample(metrics, "pdserve_output_tokens_total") == 2
     assert sample(metrics, "pdserve_requests_total", route="/v1/completions", code="200") == 1
     assert sample(metrics, "pdserve_tpot_seconds_count") == (0 if tpot_s is None else 1)
+
+
+def test_failed_and_refused_requests_miss_both_objectives() -> None:
+    metrics = RouterMetrics()
+    for status in (400, 503):
+        request = Request(RequestSpec(prompt_tokens=(1,), sampling=SamplingParams(), arrived_s=0.0))
+        request.outcome, request.error = Outcome.FAILED, GenerationError(status, "no")
+        metrics.ended(request)
+    metrics.refused()
+    assert sample(metrics, "pdserve_slo_requests_total", ttft="failed", tpot="failed") == 1
+    assert sample(metrics, "pdserve_slo_requests_total", ttft="refused", tpot="refused") == 1
+
+
+def test_objectives_and_placements_are_reported() -> None:
+    metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05, attainment=0.9))
+    metrics.placed("goodput", WorkerRole.DECODE, is_late=True)
+    assert sample(metrics, "pdserve_slo_seconds", objective="tpot") == 0.05
+    assert sample(metrics, "pdserve_slo_attainment") == 0.9
+    assert sample(metrics, "pdserve_placements_total", policy="goodput", role="decode", expected="late") == 1

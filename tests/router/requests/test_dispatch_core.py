@@ -19,7 +19,7 @@ from pdserve.contracts.request import (
     SamplingParams,
 )
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver, DispatchSettings
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import COST
 
@@ -64,13 +64,28 @@ class Clock:
     now_s = 0.0
 
 
+class Observer(DispatchObserver):
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self.placements: list[tuple[str, WorkerRole, bool]] = []
+
+    def refused(self) -> None:
+        self.num_refused += 1
+
+    def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
+        self.placements.append((policy, role, is_late))
+
+
 class Core:
     """Dispatcher of one prefill and two decode workers."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         settings = DispatchSettings(max_in_flight=4, ttft_slo_s=0.5, deadline_s=10.0, new_wait_s=1.0)
-        self.dispatcher = Dispatcher(dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s)
+        self.observer = Observer()
+        self.dispatcher = Dispatcher(
+            dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s, observer=self.observer
+        )
         self.prefill = RecordingWorker("prefill-0", WorkerRole.PREFILL)
         self.decodes = [RecordingWorker(f"decode-{n}", WorkerRole.DECODE) for n in range(2)]
 
@@ -95,6 +110,13 @@ class Core:
         finish = FinishReason.LENGTH if last else FinishReason.NONE
         event = TokenEvent(RequestKey(0, request_id, attempt), 0, index, 7, None, finish)
         self.dispatcher.tokens_received(worker, [event])
+
+
+def test_placements_are_observed() -> None:
+    core = Core()
+    core.all_up()
+    core.start()
+    assert core.observer.placements == [("least-time", WorkerRole.PREFILL, False)]
 
 
 def test_a_request_runs_on_a_virtual_clock() -> None:
@@ -181,6 +203,9 @@ def test_what_is_in_flight_is_bounded() -> None:
     with pytest.raises(GenerationError) as caught:
         core.start(num_choices=2)
     assert caught.value.status == 429
+    with pytest.raises(GenerationError, match="more than this router takes at once"):
+        core.start(num_choices=5)
+    assert core.observer.num_refused == 1, "a request that fits no router is the client's error"
     core.dispatcher.cancel(first)
     core.start(num_choices=4)
 
