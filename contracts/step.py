@@ -102,6 +102,8 @@ class StepOutput:
     """One entry per row of the batch; ``None`` for rows without ``sample``."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Keyed by row; one entry per token of ``prompt_targets``."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Rows that sampled nothing because they cannot be computed, each with the reason. The other rows stand."""
     duration_s: float
     """Duration of the step's computation."""
 

@@ -248,6 +248,8 @@ class DecodeScheduler:
         self._swapping.step_ended(output.step_id)
         if results:
             self._running = [sequence for sequence in self._running if not sequence.is_over]
+        for sequence, message in self._table.take_failed():
+            self._end(sequence, RequestEventKind.FAILED, message)
 
     def fail_step(self, step_id: int, message: str, now_s: float) -> None:
         for sequence in self._table.fail_step(step_id):

@@ -193,6 +193,8 @@ class PrefillScheduler:
     def complete(self, output: StepOutput, now_s: float) -> None:
         for sequence, token in self.table.complete(output):
             self.take_result(sequence, token, now_s)
+        for sequence, message in self.table.take_failed():
+            self._end(sequence, RequestEventKind.FAILED, message)
 
     def take_result(self, sequence: Sequence, token: FirstToken | None, now_s: float) -> None:
         """Grant the blocks a handoff has written and park it with token 0; close a finished sequence."""

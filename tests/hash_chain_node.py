@@ -48,6 +48,7 @@ class WorldConfig:
     """Share of requests prefilled on a decode worker although there are prefill workers."""
     pull_failure: float = 0.0
     step_failure: float = 0.0
+    row_failure: float = 0.0
     cancel: float = 0.0
     """Share of requests whose client leaves at some time."""
     cancel_preempted: float = 0.0
@@ -173,6 +174,7 @@ class Node:
             eos_period=config.eos_period,
             num_swap_slots=config.num_swap_slots,
         )
+        self._fails_row: Callable[[], bool] = lambda: config.row_failure > 0 and random.random() < config.row_failure
         self.executor = LateExecutor(inner, self.memory, lambda: random.random() < config.step_failure)
         self.pipeline_depth = config.pipeline_depth
         self.in_flight: deque[tuple[int, StepHandle]] = deque()
@@ -207,9 +209,16 @@ class Node:
             except RuntimeError as error:
                 self.scheduler.fail_step(step_id, str(error), now_s)
             else:
+                self._fail_rows(output)
                 self.scheduler.complete(output, now_s)
         self.check()
         return batch is not None or bool(self.in_flight)
+
+    def _fail_rows(self, output: StepOutput) -> None:
+        output.sampled = list(output.sampled)  # the executor reads its own
+        for row, sampled in enumerate(output.sampled):
+            if sampled is not None and self._fails_row():
+                output.sampled[row], output.failed[row] = None, "bad row"
 
     def check(self) -> None:
         self.pool.check_integrity()

@@ -140,6 +140,7 @@ class SequenceTable:
         self._live: dict[RequestKey, Sequence] = {}
         self._deadlines = SequenceQueue()
         self._steps: deque[PlannedStep] = deque()
+        self._failed: list[tuple[Sequence, str]] = []
         self._num_opened = 0
         self._num_steps = 0
 
@@ -330,6 +331,13 @@ class SequenceTable:
                     continue
             else:
                 sequence.num_in_flight -= 1
+            if index in output.failed:
+                sequence.num_pending -= 1
+                self.pool.forget(sequence.block_table)
+                self._failed.append((sequence, output.failed[index]))
+                if sequence.is_retiring:
+                    self.settle(sequence)
+                continue
             sequence.num_written = num_written = row.cached_length + (len(row.tokens) or 1)
             if caches_content and num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
                 self.register_written(sequence)
@@ -349,6 +357,12 @@ class SequenceTable:
             self._leave_step(sequence)
             self.settle(sequence)
         return results
+
+    def take_failed(self) -> list[tuple[Sequence, str]]:
+        """Return the live sequences whose rows failed since the last call, each with the reason, for their scheduler to
+        end. Their blocks are removed from the prefix cache."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def take_token(self, sequence: Sequence, sampled: SampledToken) -> FinishReason:
         sequence.num_pending -= 1

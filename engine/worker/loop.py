@@ -7,12 +7,13 @@ passes messages with `StepLoop.handle`, turns the loop with `StepLoop.turn`, and
 
 With an executor of pipeline depth 2, step N + 1 is planned and submitted before the result of step N is processed.
 
-A failed step fails only its own requests, plus those of the next step if that was already submitted with rows of the
-same sequences.
+A row that cannot be computed fails its own request. A failed step fails only its own requests, plus those of the next
+step if that was already submitted with rows of the same sequences.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -41,6 +42,8 @@ MAX_LIVE_REQUESTS = 16384
 
 MAX_FAILED_STEPS_IN_A_ROW = 16
 """After this many consecutive failures the executor is considered broken and the loop raises."""
+
+_log = logging.getLogger(__name__)
 
 _NO_LOAD = SchedulerLoad()
 _NO_CACHE_EVENTS = CacheEvents([], [])
@@ -362,16 +365,26 @@ class StepLoop:
         return Wait.NOTHING if self._in_flight else Wait.MESSAGE
 
     def step_ended(self, output: StepOutput, now_s: float) -> None:
+        """Handle the results of the oldest step.
+
+        Raises:
+            RuntimeError: no row could be computed in each of the last `MAX_FAILED_STEPS_IN_A_ROW` steps.
+        """
         step = self._in_flight.popleft()
-        self._num_failed_in_a_row = 0
         self.scheduler.complete(output, now_s)
+        for message in output.failed.values():
+            _log.error("step %d: %s", step.step_id, message)
         if self._times is not None and step.prediction is not None:
             self._times.observe(step.prediction, output.duration_s)
         self._report.step, self._report.step_s = step, output.duration_s
         self.flush()
+        if output.failed and not any(output.sampled):
+            self._count_failure(next(iter(output.failed.values())))
+        else:
+            self._num_failed_in_a_row = 0
 
     def step_failed(self, error: RuntimeError, now_s: float) -> None:
-        """Handle ``error``, raised by the oldest step.
+        """Handle ``error``, raised by the oldest step, which fails all of its requests.
 
         Raises:
             RuntimeError: each of the last `MAX_FAILED_STEPS_IN_A_ROW` steps failed.
@@ -379,9 +392,12 @@ class StepLoop:
         step = self._in_flight.popleft()
         self.scheduler.fail_step(step.step_id, str(error), now_s)
         self.flush()
+        self._count_failure(str(error))
+
+    def _count_failure(self, message: str) -> None:
         self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
-            raise RuntimeError(f"{self._num_failed_in_a_row} steps failed in a row, the last with: {error}") from error
+            raise RuntimeError(f"{self._num_failed_in_a_row} steps failed in a row, the last with: {message}")
 
     def flush(self) -> None:
         """Publish the scheduler's events after a driver called the scheduler directly."""

@@ -53,6 +53,7 @@ class _LaunchedStep:
         self._started = self._ended = started
         self._fetched_B2: torch.Tensor | None = None
         self._tokens: list[int] = []
+        self._failed: dict[int, str] = {}
         self._error: Exception | None = None
         self.outputs = OutputRows.of(batch.rows)
         self._indices = {row: index for index, row in enumerate(self.outputs.sampling)}
@@ -80,7 +81,7 @@ class _LaunchedStep:
         return self._indices[row]
 
     def token(self, row: int) -> int:
-        """Wait for the step and return a row's token."""
+        """Wait for the step and return a row's token, which is arbitrary if the row failed."""
         self._wait()
         return self._tokens[self.index(row)]
 
@@ -88,11 +89,13 @@ class _LaunchedStep:
         self._wait()
         sampled: list[SampledToken | None] = [None] * self._num_rows
         for index, (row, token) in enumerate(zip(self.outputs.sampling, self._tokens, strict=True)):
-            sampled[row] = SampledToken(token, self.logprobs.get(index))
+            if row not in self._failed:
+                sampled[row] = SampledToken(token, self.logprobs.get(index))
         return StepOutput(
             step_id=self._step_id,
             sampled=sampled,
             prompt_logprobs=self.prompt_logprobs,
+            failed=self._failed,
             duration_s=self._started.elapsed_time(self._ended) / 1000,
         )
 
@@ -107,9 +110,11 @@ class _LaunchedStep:
             return
         best = self._fetched_B2[:, 1].view(torch.float32).tolist()
         if not all(map(isfinite, best)):
-            values = zip(self.outputs.sampling, best, strict=True)
-            bad = ", ".join(f"row {row}: {value}" for row, value in values if not isfinite(value))
-            raise RuntimeError(f"step {self._step_id} failed: logits that are not finite cannot be sampled ({bad})")
+            self._failed = {
+                row: f"logits that are not finite cannot be sampled: the highest is {value}"
+                for row, value in zip(self.outputs.sampling, best, strict=True)
+                if not isfinite(value)
+            }
         self._tokens = self._fetched_B2[:, 0].tolist()
         self._fetched_B2 = None
 

@@ -325,6 +325,36 @@ def test_a_finished_answer_can_be_continued_from_the_cache() -> None:
     assert row.cached_length == 12, "13 tokens were computed: three full blocks"
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_failed_row_fails_its_sequence_alone(is_ahead: bool) -> None:
+    """Whether or not the next step is in flight."""
+    pool = BlockPool(64, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    join(scheduler, a_request(0, 8), a_request(1, 5))
+    failing = step(scheduler)
+    behind = step(scheduler) if is_ahead else None
+    scheduler.take_events()
+    output = StepOutput(
+        step_id=failing.step_id, sampled=[None, SampledToken(50, None)], failed={0: "nan"}, duration_s=0.0
+    )
+    scheduler.complete(output, 0.0)
+    events = scheduler.take_events()
+    [failed] = only(events, RequestEvent)
+    assert (failed.key.request_id, failed.kind, failed.message) == (0, RequestEventKind.FAILED, "nan")
+    assert [event.key.request_id for event in only(events, TokenEvent)] == [1]
+    if behind is not None:
+        scheduler.complete(
+            StepOutput(
+                step_id=behind.step_id, sampled=[None, SampledToken(51, None)], failed={0: "nan"}, duration_s=0.0
+            ),
+            0.0,
+        )
+        assert [event.key.request_id for event in only(scheduler.take_events(), TokenEvent)] == [1]
+    assert pool.num_referenced == 3, "of the other alone"
+    assert pool.num_cached == 0, "what a failed row wrote is shared with nobody"
+    assert sequence_ids(step(scheduler)) == [1]
+
+
 def test_a_failed_step_fails_its_sequences_only() -> None:
     pool = BlockPool(64, BLOCK_SIZE)
     scheduler = a_scheduler(pool)

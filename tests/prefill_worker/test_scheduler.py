@@ -505,6 +505,24 @@ def test_a_failed_step_fails_its_prompts_and_caches_nothing() -> None:
     assert (pool.num_referenced, pool.num_cached) == (0, 0)
 
 
+def test_a_failed_row_fails_its_prompt_alone() -> None:
+    pool = BlockPool(16, BLOCK_SIZE)
+    scheduler = a_scheduler(pool, max_batch_tokens=16)
+    add(scheduler, a_request(0, 10), a_request(1, 4))
+    batch = step(scheduler)
+    scheduler.take_events()
+    sampled = [None, SampledToken(50, None)]
+    scheduler.complete(StepOutput(step_id=0, sampled=sampled, failed={0: "nan"}, duration_s=0.0), 0.0)
+    events = scheduler.take_events()
+    assert [(event.key.request_id, event.kind) for event in only(events, RequestEvent)] == [
+        (0, RequestEventKind.FAILED)
+    ]
+    assert len(only(events, WithdrawEvent)) == 1
+    assert [grant.final for grant in only(events, GrantEvent)] == [True]
+    assert pool.num_referenced == 1
+    assert len(batch.rows) == 2
+
+
 def test_nothing_is_planned_on_top_of_a_step_that_may_fail_too() -> None:
     scheduler = a_scheduler(max_batch_tokens=8)
     add(scheduler, a_request(0, 16))

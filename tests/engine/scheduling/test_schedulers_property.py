@@ -28,6 +28,7 @@ configs = st.builds(
     local_share=st.sampled_from([0.0, 0.3]),
     pull_failure=st.sampled_from([0.0, 0.05]),
     step_failure=st.sampled_from([0.0, 0.01]),
+    row_failure=st.sampled_from([0.0, 0.01]),
     cancel=st.sampled_from([0.0, 0.3]),
     num_swap_slots=st.sampled_from([0, 5, 40]),
     recompute_share=st.sampled_from([0.0, 0.3]),
@@ -98,6 +99,7 @@ def test_every_kind_of_trouble_is_met() -> None:
         local_share=0.2,
         pull_failure=0.05,
         step_failure=0.01,
+        row_failure=0.01,
         cancel=0.3,
         park_timeout_s=0.1,
     )

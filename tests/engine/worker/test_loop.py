@@ -210,6 +210,21 @@ def test_failed_steps_in_a_row_end_the_loop() -> None:
     assert rig.scheduler.num_failed == MAX_FAILED_STEPS_IN_A_ROW, "one succeeded in between"
 
 
+def test_steps_without_a_good_row_end_the_loop() -> None:
+    rig = Rig()
+    for number in range(MAX_FAILED_STEPS_IN_A_ROW):
+        rig.add(1, number)
+        rig.loop.turn(0.0)
+        output = rig.loop.oldest_step.handle.result()
+        output.failed = dict.fromkeys(range(len(output.sampled)), "nan")
+        output.sampled = [None] * len(output.sampled)
+        if number == MAX_FAILED_STEPS_IN_A_ROW - 1:
+            with pytest.raises(RuntimeError, match="16 steps failed in a row, the last with: nan"):
+                rig.loop.step_ended(output, 0.0)
+        else:
+            rig.loop.step_ended(output, 0.0)
+
+
 # Grammars
 
 DIGITS, WORDS = Grammar(GrammarKind.REGEX, "[0-9]+"), Grammar(GrammarKind.REGEX, "[a-z]+")
