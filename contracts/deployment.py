@@ -154,6 +154,8 @@ class RouterConfig:
     """Serve ``/metrics`` of the admin port without the token."""
     keys_file: str = ""
     """File of API keys, written by `pdserve key`; empty serves everybody who reaches the port."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages in a browser may call the API, such as ``https://chat.example.com``; ``*`` is every one."""
     replicas: int = 1
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``least-time``, ``goodput``, or a baseline to compare with."""

@@ -180,12 +180,22 @@ def key(
     max_in_flight: Annotated[int, typer.Option(min=0, help="Unfinished answers at once; 0: no limit.")] = 0,
     max_n: Annotated[int, typer.Option(min=0, help="Answers to one prompt; 0: no limit.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=0, help="Tokens of one answer; 0: no limit.")] = 0,
+    requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(min=0, help="Of prompts and answers; 0: no limit.")] = 0,
 ) -> int:
     """Make an API key and print it, once; the file has only its hash. Remove its line to revoke it."""
     from pdserve.router.http.keys import add_key
 
     try:
-        made = add_key(keys_file, tenant, max_in_flight=max_in_flight, max_n=max_n, max_tokens=max_tokens)
+        made = add_key(
+            keys_file,
+            tenant,
+            max_in_flight=max_in_flight,
+            max_n=max_n,
+            max_tokens=max_tokens,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     typer.echo(made)

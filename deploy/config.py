@@ -6,6 +6,7 @@ The command line calls it before anything starts. Never touches the network or t
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,8 @@ _NAME = "the deployment file"
 
 Use = Literal["serve", "emulate", "simulate"]
 """Purpose of a deployment: emulation supports more than serving, and simulation more than emulation."""
+
+_ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
 
 
 def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
@@ -104,6 +107,13 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
             "router.host is empty; write 127.0.0.1 for this machine only or 0.0.0.0 for every interface", "router.host"
         )
     _supported_once("router.replicas", config.router.replicas)
+    for origin in config.router.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"router.cors_origins has {origin!r}; write origins as browsers send them, such as "
+                "https://chat.example.com, or * for every one",
+                "router.cors_origins",
+            )
 
 
 def _check_phase(name: str, phase: PhaseConfig, use: Use) -> None:

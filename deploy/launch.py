@@ -144,6 +144,7 @@ def router_config(launch: Launch, cluster_token: str = "", admin_token: str = ""
         admin_token=admin_token,
         open_metrics=router.open_metrics,
         keys_file=router.keys_file and str(Path(router.keys_file).absolute()),
+        cors_origins=router.cors_origins,
         slo=launch.config.slo,
         policy=router.policy,
         max_queued_requests=router.max_queued_requests,

@@ -99,7 +99,9 @@ async def serve(config: RouterProcessConfig) -> int:
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
     metrics.track(dispatcher)
     cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token)
-    app = create_app(cluster, tokenizer, served_name=config.served_name, metrics=metrics, keys=keys)
+    app = create_app(
+        cluster, tokenizer, served_name=config.served_name, metrics=metrics, keys=keys, cors_origins=config.cors_origins
+    )
     servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs)), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     helpers = [asyncio.create_task(cluster.sweep_forever()), asyncio.create_task(cluster.keep_proven())]

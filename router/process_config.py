@@ -30,6 +30,8 @@ class RouterProcessConfig:
     """Serve ``/metrics`` without the token."""
     keys_file: str = ""
     """File of API keys (`pdserve.router.http.keys`); empty serves everybody."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the API."""
     slo: SloConfig = field(default_factory=SloConfig)
     policy: Policy = DEFAULT_POLICY
     max_queued_requests: int = 1024

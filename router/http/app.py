@@ -6,16 +6,18 @@ Owns the routes. `pdserve.router.main` runs it under uvicorn. Metrics and contro
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
 from pdserve.router.http.edge import Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
-from pdserve.router.http.keys import KeyFile
+from pdserve.router.http.keys import RATE_HEADERS, KeyFile
 from pdserve.router.http.writer import VERSION
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -24,6 +26,9 @@ _READ = ["GET", "HEAD"]
 
 MAX_BODY_BYTES = 8 * 2**20
 """Enough for about a million prompt tokens."""
+
+CORS_MAX_AGE_S = 600
+"""Seconds for which a browser need not ask again."""
 
 
 def create_app(
@@ -34,6 +39,7 @@ def create_app(
     metrics: RouterMetrics,
     max_body_bytes: int = MAX_BODY_BYTES,
     keys: KeyFile | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """Create the application for one model.
 
@@ -41,11 +47,21 @@ def create_app(
         served_name: model name for clients.
         max_body_bytes: larger request bodies are refused with 413.
         keys: every route but ``/live`` needs one of these; None serves everybody.
+        cors_origins: origins whose pages may call the API.
     """
     edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app)
     app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes, keys=keys)
+    if cors_origins:  # outermost: a browser asks before it sends a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Request-Id", *RATE_HEADERS],
+            max_age=CORS_MAX_AGE_S,
+        )
     _add_openai_routes(app, edge)
     _add_status_routes(app, cluster)
     return app

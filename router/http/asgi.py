@@ -142,8 +142,8 @@ class EdgeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        wanted_id = headers.get("x-request-id", "")
+        sent = Headers(scope=scope)
+        wanted_id = sent.get("x-request-id", "")
         request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state.update(request_id=request_id, arrived_s=time.monotonic(), caller=None)
@@ -153,14 +153,17 @@ class EdgeMiddleware:
             nonlocal is_answered
             if message["type"] == "http.response.start":
                 is_answered = True
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if state["caller"] is not None:
+                    headers.update(state["caller"].rate_headers())
                 self._metrics.responded(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
         try:
             if self._keys is not None and scope["path"] != OPEN_PATH:
-                state["caller"] = _caller(self._keys, headers.get("authorization", ""))
-            await self._app(scope, self._bounded(receive, headers), send_noted)
+                state["caller"] = _caller(self._keys, sent.get("authorization", ""))
+            await self._app(scope, self._bounded(receive, sent), send_noted)
         except Exception as error:
             if is_answered:
                 raise

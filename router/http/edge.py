@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from math import ceil
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -169,6 +170,7 @@ class Edge:
         caller: Caller | None = request.state.caller
         salt = body.cache_salt or ""
         if caller is not None:
+            caller.spend(tokens=len(prompt_tokens))
             cache_salt = caller.cache_salt(salt)
         else:
             cache_salt = blake2b(salt.encode(), digest_size=SALT_BYTES).digest() if salt else b""
@@ -238,6 +240,8 @@ class Edge:
 
     async def _respond(self, body: GenerationBody, request: Request, answers: Sequence[Answer]) -> Response:
         """Run the answers and write them, whole or as a stream."""
+        if request.state.caller is not None:
+            request.state.caller.num_answered = lambda: sum(answer.num_completion_tokens for answer in answers)
         timer = TokenTimer(self.metrics, request.state.arrived_s)
         writer = AnswerWriter(self.tokenizer, body, answers, request.state.request_id, self.served_name)
         if body.stream:
@@ -265,6 +269,11 @@ def _admit_caller(caller: Caller, body: GenerationBody) -> None:
         raise ApiError(400, message, param=body.limit_field)
     if key.max_in_flight and body.num_answers > key.max_in_flight:
         raise ApiError(400, f"this API key allows {key.max_in_flight} answers at once; ask for fewer")
+    if spent := caller.spent():
+        of, wait_s = spent
+        message = f"this API key has spent its {of} of this minute; wait {wait_s:.1f} s"
+        raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
     if not caller.begin(body.num_answers):
         message = f"this API key has {key.max_in_flight} answers in flight at most; wait for the end of one"
         raise ApiError(429, message, headers={"Retry-After": "1"})
+    caller.spend(requests=1)

@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -42,6 +44,9 @@ class ApiKey:
     max_n: _Limit = 0
     max_tokens: _Limit = 0
     """Tokens of one answer; also the default of requests that set none."""
+    requests_per_minute: _Limit = 0
+    tokens_per_minute: _Limit = 0
+    """Of prompts and answers. What a request takes is known at its end, so a minute may be overspent once."""
 
     def __post_init__(self) -> None:
         # Messages have no values: somebody may have written a key in the wrong place.
@@ -106,6 +111,32 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
     return keys
 
 
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+
+
+class Budget:
+    """What a key may spend in a minute: a bucket that starts full and refills steadily. It may be overdrawn."""
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._left = float(per_minute)
+        self._filled_s = now_s
+
+    def left(self, now_s: float) -> float:
+        self._left = min(self._left + (now_s - self._filled_s) * self.per_minute / 60, self.per_minute)
+        self._filled_s = now_s
+        return self._left
+
+    def seconds_until(self, amount: float, now_s: float) -> float:
+        """Seconds until ``amount`` is left; 0 if it is."""
+        return max(amount - self.left(now_s), 0.0) * 60 / self.per_minute
+
+    def spend(self, amount: float, now_s: float) -> None:
+        self._left = self.left(now_s) - amount
+
+
 class KeyFile:
     """Keys of a file, read again when it changes. A file that becomes unreadable changes nothing, and is logged."""
 
@@ -123,6 +154,8 @@ class KeyFile:
         self._keys = read_keys(path)
         self._cache_secret = cache_secret
         self._in_flight: Counter[str] = Counter()
+        self._budgets: dict[tuple[str, str], Budget] = {}
+        """By id of key, and what of."""
         _, self._nobody = make_key("nobody")
 
     def caller(self, text: str) -> Caller | None:
@@ -131,7 +164,17 @@ class KeyFile:
         _, _, rest = text.partition("-")
         key_id, _, secret = rest.partition("-")
         key = self._keys.get(key_id, self._nobody)
-        return Caller(key, self._cache_secret, self._in_flight) if key.matches(secret) else None
+        if not key.matches(secret):
+            return None
+        limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
+        budgets = {of: self._budget(key.id, of, limit) for of, limit in limits.items() if limit}
+        return Caller(key, self._cache_secret, self._in_flight, budgets)
+
+    def _budget(self, key_id: str, of: str, per_minute: int) -> Budget:
+        budget = self._budgets.get((key_id, of))
+        if budget is None or budget.per_minute != per_minute:
+            budget = self._budgets[key_id, of] = Budget(per_minute, time.monotonic())
+        return budget
 
     def _refresh(self) -> None:
         stamp = _stamp(self._path)
@@ -147,12 +190,42 @@ class KeyFile:
 class Caller:
     """Sender of one request. `close` ends its use of the key."""
 
-    def __init__(self, key: ApiKey, cache_secret: bytes, in_flight: Counter[str]) -> None:
+    def __init__(
+        self, key: ApiKey, cache_secret: bytes, in_flight: Counter[str], budgets: Mapping[str, Budget]
+    ) -> None:
         self.key = key
+        self._budgets = budgets
+        """Of ``requests`` and ``tokens``, as far as they are limited."""
         self._cache_secret = cache_secret
         self._in_flight = in_flight
         """Answers by id of key."""
         self._num_answers = 0
+        self.num_answered: Callable[[], int] = lambda: 0
+        """Returns the tokens of the request's answers, which `close` takes from the budget."""
+
+    def spent(self) -> tuple[str, float] | None:
+        """The first of ``requests`` and ``tokens`` of which nothing is left, and the seconds until something is."""
+        now_s = time.monotonic()
+        for of, budget in self._budgets.items():
+            if wait_s := budget.seconds_until(1, now_s):
+                return of, wait_s
+        return None
+
+    def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
+        now_s = time.monotonic()
+        for of, amount in (("requests", requests), ("tokens", tokens)):
+            if amount and of in self._budgets:
+                self._budgets[of].spend(amount, now_s)
+
+    def rate_headers(self) -> dict[str, str]:
+        """Headers about what is left, with OpenAI's names."""
+        now_s = time.monotonic()
+        headers = {}
+        for of, budget in self._budgets.items():
+            headers[f"x-ratelimit-limit-{of}"] = str(budget.per_minute)
+            headers[f"x-ratelimit-remaining-{of}"] = str(max(int(budget.left(now_s)), 0))
+            headers[f"x-ratelimit-reset-{of}"] = f"{budget.seconds_until(budget.per_minute, now_s):.3f}s"
+        return headers
 
     def begin(self, num_answers: int) -> bool:
         """Count answers of the request until `close`; False, and none counted, if they pass the key's limit."""
@@ -164,6 +237,7 @@ class Caller:
         return True
 
     def close(self) -> None:
+        self.spend(tokens=self.num_answered())
         self._in_flight[self.key.id] -= self._num_answers
         self._num_answers = 0
         if not self._in_flight[self.key.id]:

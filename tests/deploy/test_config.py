@@ -97,6 +97,8 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("decode: {replicas: -1}", "decode.replicas is -1; write a whole number from 0"),
         ("prefill: {pipeline_parallel: 4}", "prefill.pipeline_parallel is 4; only 1 is supported today"),
         ("router: {replicas: 2}", "router.replicas is 2; only 1 is supported today"),
+        ("router: {cors_origins: [chat.example.com]}", "router.cors_origins has 'chat.example.com'; write origins as"),
+        ("router: {cors_origins: ['https://a.example/chat']}", "router.cors_origins has 'https://a.example/chat'"),
         ("router: {port: 70000}", "router.port is 70000; write a whole number from 0 to 65535"),
         ("router: {host: ''}", "router.host is empty; write 127.0.0.1"),
         ("kv_transfer: {transport: rdma}", "kv_transfer.transport is 'rdma'; write one of auto, memfd, grpc"),

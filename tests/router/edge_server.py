@@ -236,13 +236,23 @@ class EdgeServer:
 
 
 @contextmanager
-def running_edge(keys: KeyFile | None = None, template: str = CHAT_TEMPLATE) -> Iterator[EdgeServer]:
+def running_edge(
+    keys: KeyFile | None = None, template: str = CHAT_TEMPLATE, cors_origins: Sequence[str] = ()
+) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), template)
         tokenizer = ChatTokenizer.from_folder(Path(folder))
     generator, metrics = ScriptedGenerator(), RecordingMetrics()
-    app = create_app(generator, tokenizer, served_name=MODEL, metrics=metrics, max_body_bytes=MAX_BODY_BYTES, keys=keys)
+    app = create_app(
+        generator,
+        tokenizer,
+        served_name=MODEL,
+        metrics=metrics,
+        max_body_bytes=MAX_BODY_BYTES,
+        keys=keys,
+        cors_origins=cors_origins,
+    )
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from pdserve.contracts.errors import ConfigError
-from pdserve.router.http.keys import KeyFile, add_key, read_keys
+from pdserve.router.http.keys import Budget, KeyFile, add_key, read_keys
 from tests.router.edge_server import MODEL, EdgeServer, running_edge, saying, stuck_after
 
 SECRET = b"of the server"
@@ -214,3 +214,67 @@ def test_two_lines_of_one_id_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text() * 2)
     with pytest.raises(ConfigError, match="line 2 has the id of an earlier line"):
         read_keys(path)
+
+
+def test_a_budget_refills_steadily_and_can_be_overdrawn() -> None:
+    budget = Budget(60, now_s=100.0)
+    budget.spend(60, now_s=100.0)
+    assert budget.left(100.0) == 0
+    assert budget.seconds_until(1, 100.0) == 1
+    assert budget.left(110.5) == 10.5
+    budget.spend(40.5, now_s=110.5)
+    assert budget.seconds_until(1, 110.5) == 31
+    assert budget.left(1000.0) == 60, "no more than a minute's is kept"
+
+
+def test_requests_of_a_minute_are_limited(server: KeyedServer) -> None:
+    key = add_key(server.path, "team-b", requests_per_minute=2)
+    answers = [server.post(key) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+    refusal = answers[-1]
+    assert refusal.headers["x-ratelimit-limit-requests"] == "2"
+    assert "x-ratelimit-limit-tokens" not in refusal.headers
+    assert 1 <= int(refusal.headers["retry-after"]) <= 30
+    assert 30 < float(refusal.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60
+    assert "spent its requests of this minute" in refusal.json()["error"]["message"]
+    assert server.post().status_code == 200, "another key"
+    assert "x-ratelimit-limit-requests" not in server.post().headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_a_minute_count_prompts_and_answers(server: KeyedServer, stream: bool) -> None:
+    key = add_key(server.path, "team-b", tokens_per_minute=100)
+    first = server.post(key, max_tokens=60, stream=stream)
+    num_prompt = len(server.edge.generator.last.prompt_tokens)
+    assert 0 < num_prompt < 40
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(100 - num_prompt)
+    second = server.post(key, max_tokens=60, stream=stream)
+    left = 100 - 2 * num_prompt - 60
+    assert left <= int(second.headers["x-ratelimit-remaining-tokens"]) <= left + 5, "some have come back"
+    third = server.post(key)
+    assert third.status_code == 429
+    assert "spent its tokens of this minute" in third.json()["error"]["message"]
+    assert third.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def test_pages_of_allowed_origins_may_call(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    key = add_key(path, "team-a")
+    page = {"Origin": "https://chat.example.com"}
+    asks = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with running_edge(KeyFile(path, SECRET), cors_origins=[page["Origin"]]) as edge:
+        url = f"{edge.url}/v1/models"
+        preflight = httpx.options(url, headers=asks)
+        assert preflight.status_code == 200, "a browser asks without the key"
+        assert preflight.headers["access-control-allow-origin"] == page["Origin"]
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        answer = httpx.get(url, headers={**page, "Authorization": f"Bearer {key}"})
+        assert answer.headers["access-control-allow-origin"] == page["Origin"]
+        assert "x-ratelimit-remaining-tokens" in answer.headers["access-control-expose-headers"]
+        refusal = httpx.get(url, headers=page)
+        assert refusal.status_code == 401
+        assert refusal.headers["access-control-allow-origin"] == page["Origin"], "the page can read why"
+        assert httpx.options(url, headers={**asks, "Origin": "https://evil.example"}).status_code == 400
+    with running_edge() as edge:
+        assert "access-control-allow-origin" not in httpx.get(f"{edge.url}/live", headers=page).headers
