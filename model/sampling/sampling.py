@@ -43,6 +43,11 @@ MAX_DRAW_WORDS = 12
 _MIN_TEMPERATURE = 1e-6
 """Lower bound on the temperature; the division would overflow below it."""
 
+_ADDED_BY_BYTE = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, 0.0, -inf
+).astype(np.float32)
+"""``[256, 8]``: what is added to the logits of eight tokens with these bits of a mask."""
+
 
 class DrawPlan(NamedTuple):
     """Draws of a step, with the counts that the host needs to launch kernels."""
@@ -168,13 +173,14 @@ class Sampler:
         previous_token: Callable[[int], int],
     ) -> None:
         """Make tokens impossible that would break the grammars of the ``guided`` rows, or that are banned there."""
-        from xgrammar import apply_token_bitmask_inplace
-
         assert self._matchers is not None, "an executor without grammars has a row with one"
-        masks = np.zeros((len(rows), self._matchers.num_words), np.int32)
-        for index in guided:
-            self._matchers.fill(masks[index], rows[index], previous_token)
-        apply_token_bitmask_inplace(logits_BV, _to(logits_BV, masks), indices=[*guided])
+        masks = np.empty((len(guided), self._matchers.num_words), np.int32)
+        for mask, index in zip(masks, guided, strict=True):
+            self._matchers.fill(mask, rows[index], previous_token)
+        # Adding 0 or -inf, looked up by bytes of the masks, is several times faster than testing bits.
+        bytes_N = _to(logits_BV, masks.view(np.uint8).reshape(-1)).int()
+        added = _to(logits_BV, _ADDED_BY_BYTE).index_select(0, bytes_N).view(len(guided), -1)
+        logits_BV.index_add_(0, _to(logits_BV, np.array(guided)), added[:, : logits_BV.shape[1]])
 
     def _counts(self, row: StepRow, previous_token: Callable[[int], int]) -> TokenCounts:
         newest = previous_token(row.previous_row) if row.previous_row >= 0 else None
