@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # it imports torch
     import xgrammar
 
 MAX_KEPT_BYTES = 64 << 20
-"""Compiled grammars kept, besides those of live requests."""
+"""Compiled grammars kept, besides those of live requests; the newest whatever it needs."""
 MAX_FAILURES = 1024
 """Grammars remembered as impossible to compile."""
 START_TIMEOUT_S = 60.0
@@ -71,7 +71,10 @@ class Grammars:
             if (failure := self._failures.get(grammar)) is not None:
                 return failure
             if (compiled := self._live.get(grammar)) is not None:
-                self._keep(grammar, compiled)
+                if grammar in self._kept:
+                    self._kept.move_to_end(grammar)
+                else:
+                    self._keep(grammar, compiled)
                 return compiled
             if grammar not in self._pending:
                 self._pending.add(grammar)
@@ -97,9 +100,8 @@ class Grammars:
 
     def _keep(self, grammar: Grammar, compiled: xgrammar.CompiledGrammar) -> None:
         self._kept[grammar] = self._live[grammar] = compiled
-        self._kept.move_to_end(grammar)
         num_bytes = sum(kept.memory_size_bytes for kept in self._kept.values())
-        while num_bytes > MAX_KEPT_BYTES:
+        while num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             num_bytes -= dropped.memory_size_bytes
 

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
-from pdserve.router.http.grammars import grammar_of
+from pdserve.router.http.grammars import after_reasoning, grammar_of
 from pdserve.router.http.keys import Caller
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import (
@@ -67,9 +67,12 @@ class Edge:
             request.state.grammar = merged_grammar(body, request.state.grammar, tools.grammar)
         text = self._chat_text(body, tools.offered if tools else ())
         check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
+        reasoning = self._reasoning(text)
+        if request.state.grammar is not None and reasoning is not None:
+            request.state.grammar = after_reasoning(request.state.grammar, is_open=reasoning)
         tokens = await self.tokenizer.encode_chat(text)
         spec = self._spec(body, request, max_model_len, tokens)
-        answer = self._answer(body, spec, new_parts=self._parts(text, tools))
+        answer = self._answer(body, spec, new_parts=_parts(reasoning, tools))
         return await self._respond(body, request, [answer])
 
     async def create_completion(self, body: CompletionBody, request: Request) -> Response:
@@ -143,22 +146,12 @@ class Edge:
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
 
-    def _parts(self, prompt: str, tools: Tools | None) -> Callable[[], AnswerParts] | None:
-        """Parsers of a chat's answers; ``None`` if all of an answer is text."""
+    def _reasoning(self, prompt: str) -> bool | None:
+        """Whether an answer to the prompt begins inside reasoning; None if it has none."""
         template = self.tokenizer.template
-        reasons = template is not None and CLOSING in template.source
-        if not reasons and tools is None:
+        if template is None or CLOSING not in template.source or prompt.rstrip().endswith(CLOSING):
             return None
-        is_open = prompt.rstrip().endswith(OPENING)
-
-        def new_parts() -> AnswerParts:
-            return AnswerParts(
-                ReasoningParser(is_open=is_open) if reasons else None,
-                ToolCallParser(tools.style, new_call_id) if tools else None,
-                may_call_several=tools is None or tools.may_call_several,
-            )
-
-        return new_parts
+        return prompt.rstrip().endswith(OPENING)
 
     def _spec(
         self, body: GenerationBody, request: Request, max_model_len: int, prompt_tokens: Sequence[int]
@@ -253,6 +246,25 @@ class Edge:
                     writer.add(delta)
         timer.finished()
         return Response(await writer.whole(), media_type="application/json")
+
+
+def _parts(reasoning: bool | None, tools: Tools | None) -> Callable[[], AnswerParts] | None:
+    """Parsers of a chat's answers; None if all of an answer is text.
+
+    Args:
+        reasoning: whether an answer begins inside reasoning; None if it has none.
+    """
+    if reasoning is None and tools is None:
+        return None
+
+    def new_parts() -> AnswerParts:
+        return AnswerParts(
+            None if reasoning is None else ReasoningParser(is_open=reasoning),
+            ToolCallParser(tools.style, new_call_id) if tools else None,
+            may_call_several=tools is None or tools.may_call_several,
+        )
+
+    return new_parts
 
 
 def _admit_caller(caller: Caller, body: GenerationBody) -> None:

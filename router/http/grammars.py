@@ -12,6 +12,7 @@ from typing import Protocol
 from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.json_schema import SchemaError, check_json_schema
+from pdserve.router.text.reasoning import CLOSING, OPENING
 
 ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 """Schema of JSON mode: any object."""
@@ -54,6 +55,30 @@ def grammar_of(body: GuidedBody) -> Grammar | None:
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise _refusal(field, f"has {num_bytes} bytes; {MAX_GRAMMAR_BYTES} are supported; simplify it")
     return grammar
+
+
+def after_reasoning(grammar: Grammar, *, is_open: bool) -> Grammar:
+    """Grammar of an answer that may reason first.
+
+    Args:
+        is_open: the reasoning has begun in the prompt, so the answer begins inside it.
+    """
+    inner: object
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            inner = {"type": "json_schema", "json_schema": json.loads(grammar.text), "max_whitespace_cnt": 1}
+        case GrammarKind.REGEX:
+            inner = {"type": "regex", "pattern": grammar.text}
+        case GrammarKind.EBNF:
+            inner = {"type": "grammar", "grammar": grammar.text}
+        case GrammarKind.STRUCTURAL_TAG:
+            inner = json.loads(grammar.text)["format"]
+    thought = {"type": "tag", "begin": "" if is_open else OPENING, "content": {"type": "any_text"}, "end": CLOSING}
+    space = {"type": "regex", "pattern": r"\n{0,2}"}
+    begins = {"type": "sequence", "elements": [thought, space]}
+    elements = [begins if is_open else {"type": "optional", "content": begins}, inner]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
 
 
 def _of_response_format(wanted: Mapping[str, object]) -> Grammar | None:

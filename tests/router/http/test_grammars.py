@@ -14,7 +14,7 @@ import xgrammar
 
 from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.router.http.errors import ApiError
-from pdserve.router.http.grammars import ANY_OBJECT, grammar_of
+from pdserve.router.http.grammars import ANY_OBJECT, after_reasoning, grammar_of
 from pdserve.router.http.json_schema import SchemaError, check_json_schema
 from pdserve.router.http.schema import ChatBody
 from tests.vocabulary import LIMITS, compiled, demo_tokenizer
@@ -88,6 +88,32 @@ def test_a_choice_is_its_text(choice: str) -> None:
     matcher = xgrammar.GrammarMatcher(compiled(grammar), terminate_without_stop_token=True)
     assert matcher.accept_string(choice)
     assert matcher.is_terminated()
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(compiled(grammar), terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text) and matcher.is_terminated())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer"),
+    [
+        ({"response_format": json_schema(CITY)}, '{"city": "Oslo"}'),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, "42"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "no"),
+    ],
+)
+def test_a_structure_begins_after_the_reasoning(wanted: dict[str, object], answer: str) -> None:
+    grammar = grammar_of(chat(**wanted))
+    assert grammar is not None
+    may_reason, reasons = (after_reasoning(grammar, is_open=is_open) for is_open in (False, True))
+    thought = "hm, <b> {not} it\n</think>\n\n"
+    for text in (answer, f"<think>{thought}{answer}", f"<think></think>{answer}"):
+        assert takes(may_reason, text), text
+    assert takes(reasons, thought + answer)
+    for text in (thought, f"<think>{answer}", f"hm {answer}", f"<think>{thought}x"):
+        assert not takes(may_reason, text), text
+    assert not takes(reasons, answer)
 
 
 # Schemas

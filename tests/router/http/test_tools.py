@@ -162,6 +162,19 @@ def test_reasoning_is_apart_from_the_answer(server: EdgeServer, client: openai.O
     assert "".join(delta.content or "" for delta in deltas) == f"Yes.\n{CALL}"
 
 
+@pytest.mark.parametrize(("enable_thinking", "kind"), [(True, GrammarKind.STRUCTURAL_TAG), (False, GrammarKind.REGEX)])
+def test_a_structure_leaves_room_for_reasoning_that_the_template_allows(
+    server: EdgeServer, client: openai.OpenAI, enable_thinking: bool, kind: GrammarKind
+) -> None:
+    server.say("<think>hm</think>42" if enable_thinking else "42")
+    extra = {"chat_template_kwargs": {"enable_thinking": enable_thinking}, "structured_outputs": {"regex": "[0-9]+"}}
+    message = client.chat.completions.create(model=MODEL, messages=ASKED, extra_body=extra).choices[0].message
+    assert message.content == "42"
+    grammar = server.generator.last.sampling.grammar
+    assert grammar is not None
+    assert grammar.kind is kind
+
+
 def test_variables_of_the_template_can_be_set(server: EdgeServer, client: openai.OpenAI) -> None:
     server.say("Yes.")
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
