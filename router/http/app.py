@@ -85,6 +85,7 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
     routes = APIRouter(route_class=JsonRoute)
     routes.post("/v1/chat/completions")(edge.create_chat_completion)
     routes.post("/v1/completions")(edge.create_completion)
+    routes.post("/v1/responses")(edge.create_response)
     routes.post("/tokenize")(edge.tokenize)
     routes.post("/detokenize")(edge.detokenize)
     app.include_router(routes)

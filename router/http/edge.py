@@ -21,6 +21,7 @@ from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.grammars import after_reasoning, grammar_of
 from pdserve.router.http.keys import Caller
+from pdserve.router.http.responses import ResponsesBody, ResponseWriter
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import (
     ChatBody,
@@ -61,6 +62,18 @@ class Edge:
 
     async def create_chat_completion(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation with the assistant's turn."""
+        answer = await self._chat(body, request)
+        writer = AnswerWriter(self.tokenizer, body, [answer], request.state.request_id, self.served_name)
+        return await self._respond(body, request, [answer], writer)
+
+    async def create_response(self, body: ResponsesBody, request: Request) -> Response:
+        """Answer as the responses API does."""
+        chat = body.as_chat()
+        answer = await self._chat(chat, request)
+        writer = ResponseWriter(body, answer, request.state.request_id, self.served_name)
+        return await self._respond(chat, request, [answer], writer)
+
+    async def _chat(self, body: ChatBody, request: Request) -> Answer:
         max_model_len = self._admit(body, request)
         tools = tools_of(body, self.tokenizer.template)
         if tools is not None:
@@ -72,8 +85,7 @@ class Edge:
             request.state.grammar = after_reasoning(request.state.grammar, is_open=reasoning)
         tokens = await self.tokenizer.encode_chat(text)
         spec = self._spec(body, request, max_model_len, tokens)
-        answer = self._answer(body, spec, new_parts=_parts(reasoning, tools))
-        return await self._respond(body, request, [answer])
+        return self._answer(body, spec, new_parts=_parts(reasoning, tools))
 
     async def create_completion(self, body: CompletionBody, request: Request) -> Response:
         """Continue texts or token ids, one answer or more for each."""
@@ -89,7 +101,8 @@ class Edge:
             echo = await off_loop(len(tokens), partial(self._echo, body, prompt, tokens)) if body.echo else None
             first_index = len(answers) * body.num_choices
             answers.append(self._answer(body, spec, first_index=first_index, context=tokens, echo=echo))
-        return await self._respond(body, request, answers)
+        writer = AnswerWriter(self.tokenizer, body, answers, request.state.request_id, self.served_name)
+        return await self._respond(body, request, answers, writer)
 
     async def tokenize(self, body: TokenizeBody) -> JSONResponse:
         """Token ids of a prompt, or of a chat as the model would be asked it."""
@@ -200,7 +213,7 @@ class Edge:
             new_parts: separates the parts of a choice's text.
         """
         shows_stop = bool(body.include_stop_str_in_output)
-        is_read_token_by_token = body.stream or body.stop or body.num_logprobs >= 0
+        is_read_token_by_token = body.stream or body.stop or body.num_logprobs >= 0 or new_parts
         choices = [
             Choice(
                 first_index + index,
@@ -231,12 +244,13 @@ class Edge:
         end: AnswerEnd | None = "length" if body.max_tokens == 0 else None
         return TextDelta(0, prompt if isinstance(prompt, str) else text, end, echoed, len(echoed))
 
-    async def _respond(self, body: GenerationBody, request: Request, answers: Sequence[Answer]) -> Response:
+    async def _respond(
+        self, body: GenerationBody, request: Request, answers: Sequence[Answer], writer: AnswerWriter | ResponseWriter
+    ) -> Response:
         """Run the answers and write them, whole or as a stream."""
         if request.state.caller is not None:
             request.state.caller.num_answered = lambda: sum(answer.num_completion_tokens for answer in answers)
         timer = TokenTimer(self.metrics, request.state.arrived_s)
-        writer = AnswerWriter(self.tokenizer, body, answers, request.state.request_id, self.served_name)
         if body.stream:
             return EventStream(answers, writer, timer)
         async with cancel_on_disconnect(request.receive), aclosing(deltas_of(answers)) as deltas:

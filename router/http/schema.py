@@ -136,7 +136,9 @@ _RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPET
 _OpenAiPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """Object of a request, in which null is a field that was left out."""
+
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     @field_validator("*")
@@ -148,7 +150,7 @@ class _Body(BaseModel):
         return value
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Additional contents of a stream."""
 
     include_usage: bool | None = None
@@ -157,7 +159,7 @@ class StreamOptions(_Body):
     """Report usage so far in every chunk (vLLM)."""
 
 
-class GenerationBody(_Body):
+class GenerationBody(Body):
     """Fields of both generating routes. Null means the default everywhere, as at OpenAI."""
 
     prompt_field: ClassVar[str]
@@ -263,13 +265,13 @@ class GenerationBody(_Body):
             raise ApiError(400, "prompt_logprobs are not available in a stream", param="prompt_logprobs")
 
 
-class CalledFunction(_Body):
+class CalledFunction(Body):
     name: str
     arguments: str
     """JSON text."""
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """Call in an assistant's message."""
 
     id: str | None = None
@@ -291,7 +293,7 @@ class ToolCall(_Body):
         }
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageText
     name: str | None = None
@@ -401,7 +403,7 @@ class CompletionBody(GenerationBody):
         check_extra_fields(self.model_extra, COMPLETION)
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """Body of ``POST /tokenize`` (vLLM): a prompt, or the messages of a chat."""
 
     model: str | None = None
@@ -420,7 +422,7 @@ class TokenizeBody(_Body):
         check_extra_fields(self.model_extra, CHAT)
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """Body of ``POST /detokenize`` (vLLM)."""
 
     model: str | None = None

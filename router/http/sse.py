@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -17,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
-from pdserve.router.http.writer import AnswerWriter, event
+from pdserve.router.http.writer import event
 from pdserve.router.metrics import TokenTimer
-from pdserve.router.text.answer import Answer, deltas_of
+from pdserve.router.text.answer import Answer, TextDelta, deltas_of
 
 WRITE_TIMEOUT_S = 60.0
 """Seconds without progress while an event waits, after which the reader counts as gone."""
@@ -29,13 +30,19 @@ WAITING_S = 10.0
 """Seconds between comments before token 0, so that proxies do not cut the connection."""
 
 
+class EventWriter(Protocol):
+    async def events(self, batch: Sequence[TextDelta]) -> bytes:
+        """Events of tokens that arrived together, including those that open and end the stream."""
+        ...
+
+
 class EventStream(StreamingResponse):
     """Writes events as they arrive. A slow reader delays only this stream; one that leaves, or stops reading, cancels
     it."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Sequence[Answer], writer: AnswerWriter, timer: TokenTimer) -> None:
+    def __init__(self, answers: Sequence[Answer], writer: EventWriter, timer: TokenTimer) -> None:
         self._answers = answers
         self._writer = writer
         self._timer = timer

@@ -42,6 +42,12 @@ COMPLETION: Neutral = {
     "top_logprobs": (),
 }  # fmt: skip
 
+RESPONSES: Neutral = {
+    "background": (False,), "context_management": ([],), "conversation": (), "include": ([],), "max_tool_calls": (),
+    "previous_response_id": (), "prompt": (), "reasoning": ({},), "stream_options": (), "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}  # fmt: skip
+
 CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
 
 _LABELS = frozenset({

@@ -1,0 +1,151 @@
+"""The responses API by the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+
+from pdserve.contracts.request import FinishReason
+from tests.router.edge_server import MODEL, EdgeServer, running_edge
+from tests.router.http.test_tools import TEMPLATE, WEATHER, rendered
+
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+TOOL: Any = {"type": "function", **WEATHER["function"]}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EdgeServer]:
+    with running_edge(template=TEMPLATE) as edge:
+        edge.generator.max_model_len = 4096
+        yield edge
+
+
+@pytest.fixture
+def client(server: EdgeServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def prompt_of(server: EdgeServer) -> str:
+    return server.tokenizer.decode(server.generator.last.prompt_tokens)
+
+
+def test_a_text(server: EdgeServer, client: openai.OpenAI) -> None:
+    num_tokens = server.say("Oslo is cold.")
+    response = client.responses.create(
+        model=MODEL, instructions="Be brief.", input="Is Oslo cold?", max_output_tokens=50, metadata={"a": "b"}
+    )
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is Oslo cold?"}]
+    assert prompt_of(server) == rendered(TEMPLATE, messages, None)
+    assert (response.status, response.output_text, response.model) == ("completed", "Oslo is cold.", MODEL)
+    assert response.id.startswith("resp_")
+    assert response.metadata == {"a": "b"}
+    assert server.generator.last.sampling.max_tokens == 50
+    usage = response.usage
+    assert usage is not None
+    assert (usage.input_tokens, usage.output_tokens) == (len(server.generator.last.prompt_tokens), num_tokens)
+    assert usage.input_tokens_details.cached_tokens == 3
+    assert usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_an_answer_that_is_cut_is_incomplete(server: EdgeServer, client: openai.OpenAI) -> None:
+    server.say("Oslo is cold.", FinishReason.LENGTH)
+    response = client.responses.create(model=MODEL, input="x")
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_a_call_and_its_output_go_round(server: EdgeServer, client: openai.OpenAI) -> None:
+    server.say(f"<think>hm</think>I look. {CALL}{CALL}")
+    asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Weather in Oslo?"}]}]
+    response = client.responses.create(model=MODEL, input=asked, tools=[TOOL])
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert response.output_text == "I look."
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [(call.name, call.arguments) for call in calls] == [("get_weather", '{"city": "Oslo"}')] * 2
+    assert response.usage is not None
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+
+    server.say("Rain.")
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+    history = [*asked, *(item.model_dump(exclude_none=True) for item in response.output), *outputs]
+    answer = client.responses.create(model=MODEL, input=history, tools=[TOOL])
+    assert answer.output_text == "Rain."
+    function = {"name": "get_weather", "arguments": {"city": "Oslo"}}
+    expected = [
+        {"role": "user", "content": "Weather in Oslo?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [{"type": "function", "function": function}] * 2},
+        {"role": "tool", "content": "rain"},
+        {"role": "tool", "content": "rain"},
+    ]
+    assert prompt_of(server) == rendered(TEMPLATE, expected, [WEATHER])
+
+
+def test_a_stream_builds_what_the_whole_answer_is(server: EdgeServer, client: openai.OpenAI) -> None:
+    server.say(f"<think>hm hm</think>I look. {CALL}")
+    whole = client.responses.create(model=MODEL, input="x", tools=[TOOL])
+    with client.responses.stream(model=MODEL, input="x", tools=[TOOL]) as stream:
+        events: list[Any] = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [events[0].type, events[1].type, events[-1].type] == [
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+    ]
+
+    def joined(kind: str) -> str:
+        return "".join(event.delta for event in events if event.type == kind)
+
+    assert joined("response.reasoning_text.delta") == "hm hm"
+    assert joined("response.output_text.delta") == "I look."
+    assert joined("response.function_call_arguments.delta") == '{"city": "Oslo"}'
+    for kind in ("output_item.added", "output_item.done"):
+        assert [event.output_index for event in events if event.type == f"response.{kind}"] == [0, 1, 2]
+    assert final.output_text == whole.output_text
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+    assert final.usage == whole.usage
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+def test_a_structure(server: EdgeServer, client: openai.OpenAI) -> None:
+    server.say('{"name": "Oslo"}')
+    response = client.responses.parse(model=MODEL, input="x", text_format=City)
+    assert response.output_parsed == City(name="Oslo")
+    grammar = server.generator.last.sampling.grammar
+    assert grammar is not None
+    assert json.loads(grammar.text)["format"]["elements"][1]["json_schema"]["required"] == ["name"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"input": []}, "input", "one item at least"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "'item_reference', which is not supported"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "Input should be"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "leave it out"),
+        ({"background": True}, "background", "set it to false"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "should be"),
+        ({"max_output_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
+        ({"text": {"format": {"type": "grammar"}}}, "response_format", "supported are text"),
+        ({"model": "other"}, "model", "does not exist"),
+    ],
+)
+def test_what_is_not_supported_is_refused(
+    server: EdgeServer, fields: dict[str, object], param: str, message: str
+) -> None:
+    answer = httpx.post(f"{server.url}/v1/responses", json={"input": "x", **fields})
+    assert answer.status_code in (400, 404)
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == param
