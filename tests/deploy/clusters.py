@@ -96,13 +96,20 @@ class UpProcess:
 
     def leftovers(self) -> list[psutil.Process]:
         """Processes returned by `members` that still run."""
-        return [process for process in self.family if process.is_running() and process.status() != "zombie"]
+        return [process for process in self.family if _runs(process)]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end; returns the exit code."""
         self.members("")
         self.process.send_signal(number)
         return int(self.process.wait(DEADLINE_S))
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != "zombie"
+    except psutil.NoSuchProcess:  # it ended between the two calls
+        return False
 
 
 def _description(process: psutil.Process) -> str:

@@ -161,5 +161,5 @@ def test_a_model_of_nan_is_one_line_that_says_so(tmp_path: Path) -> None:
     assert run.returncode == 1
     last = run.stderr.splitlines()[-1]
     assert last.startswith("pdserve: mixed-0 did not start: its process ended: RuntimeError: ")
-    assert "logits that are not finite cannot be sampled (row 0: nan)" in last
+    assert "logits that are not finite cannot be sampled: the highest is nan" in last
     assert "Traceback" not in run.stdout + run.stderr

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.deploy.cluster.folder import find_cluster
+from pdserve.deploy.cluster.folder import running_clusters
 from pdserve.deploy.observe import files
 from pdserve.deploy.observe.dashboards import DASHBOARDS
 from pdserve.deploy.observe.rules import ALERTS, recording_rules
@@ -56,9 +56,9 @@ def wait_for(url: str, expr: str, value: float) -> None:
         try:
             if [float(each["value"][1]) for each in query(url, expr)] == [value]:
                 return
-        except httpx.TransportError:
+        except httpx.HTTPError:  # Prometheus is starting
             pass
-        assert time.monotonic() < deadline_s, (expr, query(url, expr))
+        assert time.monotonic() < deadline_s, f"{expr} is not {value}"
         time.sleep(0.2)
 
 
@@ -70,7 +70,7 @@ def ask(url: str) -> None:
 def test_every_query_has_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "SCRAPE_INTERVAL", "1s")
     with running_cluster(tmp_path, {}) as cluster:
-        token_file = find_cluster().admin_token_file
+        [token_file] = [note.admin_token_file for note in running_clusters() if note.admin_url == cluster.admin_url]
         config, _ = files.write_files(tmp_path / "observe", cluster.admin_url, token_file, "")
         with running_prometheus(config, tmp_path / "data") as url:
             ask(cluster.url)
