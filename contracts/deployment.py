@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pdserve.contracts.codec import Positive, Rule, Share, between, one_of
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import DEVICE_SETTINGS, WorkerRole
+from pdserve.contracts.placement import DEVICE_SETTINGS, TlsFiles, WorkerRole
 from pdserve.contracts.precision import Dtype, KvDtype, Precision, Quantization
 
 MAX_DEGREE = 64
@@ -164,6 +164,16 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityConfig:
+    """Connections between the hosts of a cluster."""
+
+    tls: TlsFiles | None = None
+    """Certificates of every host; tokens, prompts and KV are encrypted."""
+    plaintext: bool = False
+    """Cross the network without TLS, because it is private."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentConfig:
     """All sections of the deployment file."""
 
@@ -174,6 +184,7 @@ class DeploymentConfig:
     mixed: PhaseConfig = field(default_factory=lambda: PhaseConfig(replicas=0))
     kv_transfer: KvTransferConfig = field(default_factory=KvTransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
 
     def phase(self, role: WorkerRole) -> PhaseConfig:
         """Section for workers of ``role``."""

@@ -22,6 +22,17 @@ class WorkerRole(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files at the same paths on every host. Each side of a connection shows its certificate, issued by ``ca`` for
+    the name ``pdserve``."""
+
+    ca: str
+    certificate: str
+    key: str
+    """Private key of ``certificate``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Complete configuration of a worker process, which reads nothing from the environment."""
 
@@ -54,6 +65,8 @@ class WorkerConfig:
     """Address to listen on and to advertise; the system picks ports, and the worker reports them."""
     cluster_token: str = ""
     """Bearer token of every gRPC call between cluster members; empty disables the check."""
+    tls: TlsFiles | None = None
+    """Encrypts every gRPC connection; ``None`` leaves them in plain text."""
     cpu_cores: tuple[int, ...] = ()
     """Cores to pin to before importing torch; empty keeps the affinity."""
     core_board: str = ""

@@ -88,17 +88,24 @@ def up(
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
     mixed: Annotated[int | None, typer.Option(help="Number of workers for both phases.")] = None,
     ray_address: Annotated[
-        str, typer.Option(envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Existing Ray cluster on this host.")
+        str,
+        typer.Option(
+            envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Existing Ray cluster; auto: the one of this host."
+        ),
     ] = "",
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts of the Ray cluster to wait for.")] = 1,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests on exit.")] = 30.0,
 ) -> int:
     """Start a cluster and serve until Ctrl-C."""
     from pdserve.deploy.checks.preflight import demo_model_folder
+    from pdserve.deploy.cluster.ray_cluster import current_ray_address
     from pdserve.deploy.cluster.resources import installed_gpu
     from pdserve.deploy.cluster.supervisor import Supervisor
     from pdserve.deploy.commands.progress import Progress
     from pdserve.deploy.launch import Launch
 
+    if hosts > 1 and not ray_address:
+        raise ConfigError("--hosts waits for hosts of an existing Ray cluster: add --ray-address, or leave it out")
     if time_scale != 1 and not emulate:
         raise ConfigError("--time-scale scales emulated durations: add --emulate GPU, or leave it out")
     use: Use = "emulate" if emulate else "serve"
@@ -110,6 +117,8 @@ def up(
     check_deployment(config, use=use)
     if not config.model.path:
         config = override(config, "model", path=str(demo_model_folder()))
+    if ray_address == "auto" and not (ray_address := current_ray_address()):
+        raise DeployError("no Ray runs on this host; start it with ray start, or give --ray-address HOST:PORT")
     launch = Launch(
         config=config,
         devices=read_profile(config),
@@ -117,6 +126,7 @@ def up(
         gpu=installed_gpu(),
         time_scale=time_scale,
         ray_address=ray_address,
+        num_hosts=hosts,
         drain_timeout_s=drain_timeout,
     )
     return Supervisor(launch, Progress(Console())).run()

@@ -13,7 +13,7 @@ from typing import Literal
 from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.placement import TlsFiles, WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.hardware_file import read_hardware_file
 from pdserve.planner.yaml_file import read_yaml
@@ -45,7 +45,13 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
         given and str(path.parent / Path(given).expanduser())
         for given in (config.model.path, config.model.profile, config.router.keys_file)
     )
-    return override(override(config, "model", path=model_path, profile=profile), "router", keys_file=keys_file)
+    config = override(override(config, "model", path=model_path, profile=profile), "router", keys_file=keys_file)
+    if tls := config.security.tls:
+        tls = TlsFiles(
+            **{name: str((path.parent / Path(file).expanduser()).absolute()) for name, file in to_plain(tls).items()}
+        )
+        config = dataclasses.replace(config, security=dataclasses.replace(config.security, tls=tls))
+    return config
 
 
 def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.deployment import DeploymentConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.worker import DecodeWorker
+from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
 from pdserve.deploy.cluster.resources import CoreSplit, split_cores
+from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.prefill_worker.worker import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig
@@ -38,8 +40,16 @@ class Launch:
     """Real seconds per emulated second."""
     cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
     """Cores of this host that the cluster may use."""
+    memory_bytes: int = field(default_factory=available_memory_bytes)
+    """Memory of this host that is available."""
+    address: str = LOOPBACK
+    """Address of this host on which its workers listen."""
+    seats: tuple[tuple[WorkerRole, int], ...] = ()
+    """Role of each worker of this host, and its number among those of its role; empty has all of the deployment."""
     ray_address: str = ""
     """``host:port`` of an existing Ray cluster; empty starts a private one."""
+    num_hosts: int = 1
+    """Hosts of the existing Ray cluster to wait for."""
     drain_timeout_s: float = 30.0
     """Seconds that in-flight requests may take after the signal to stop."""
 
@@ -70,10 +80,28 @@ class Launch:
             return hardware(self.gpu, added=self.devices)
         return self.device(cores, self.num_ranks(role)) if self.devices else None
 
+    def on_host(self, facts: HostFacts, seats: Sequence[tuple[WorkerRole, int]]) -> Launch:
+        """The part of this launch with ``seats``, on one of several hosts."""
+        return replace(
+            self,
+            cores=facts.cores,
+            memory_bytes=facts.memory_bytes,
+            gpu=facts.gpu,
+            address=facts.address,
+            seats=tuple(seats),
+        )
+
+    @property
+    def all_seats(self) -> tuple[tuple[WorkerRole, int], ...]:
+        """`seats`, with the default filled in: prefill first, then decode, then mixed."""
+        return self.seats or tuple(
+            (role, index) for role in WorkerRole for index in range(self.config.phase(role).replicas)
+        )
+
     @property
     def roles(self) -> list[WorkerRole]:
-        """One entry per worker: prefill first, then decode, then mixed."""
-        return [role for role in WorkerRole for _ in range(self.config.phase(role).replicas)]
+        """One entry per worker, in the order of `all_seats`."""
+        return [role for role, _ in self.all_seats]
 
     @property
     def split(self) -> CoreSplit:
@@ -92,12 +120,13 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
         cores if _lends_cores(launch, role) else () for role, cores in zip(roles, split.worker_cores, strict=True)
     )
     configs = []
-    for index, (role, cores) in enumerate(zip(roles, split.worker_cores, strict=True)):
+    for index, ((role, number), cores) in enumerate(zip(launch.all_seats, split.worker_cores, strict=True)):
         phase = launch.config.phase(role)
         device = launch.predicted_device(role, cores)
         configs.append(
             WorkerConfig(
-                worker_id=f"{role.value}-{roles[:index].count(role)}",
+                worker_id=f"{role.value}-{number}",
+                host=launch.address,
                 role=role,
                 model_path=model.path,
                 precision=model.precision,
@@ -112,6 +141,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 max_batch_size=phase.max_batch_size,
                 transport=launch.config.kv_transfer.transport,
                 cluster_token=cluster_token,
+                tls=launch.config.security.tls,
                 cpu_cores=cores,
                 core_board=core_board if cores and _lends_cores(launch, role) else "",
                 core_index=index,
@@ -130,10 +160,20 @@ def _lends_cores(launch: Launch, role: WorkerRole) -> bool:
     return launch.config.phase(role).lend_cores and launch.num_ranks(role) == 1
 
 
-def router_config(launch: Launch, cluster_token: str = "", admin_token: str = "") -> RouterProcessConfig:
-    """Configuration of the router."""
+def router_config(
+    launch: Launch, cluster_token: str = "", admin_token: str = "", hosts: Sequence[Launch] = ()
+) -> RouterProcessConfig:
+    """Configuration of the router.
+
+    Args:
+        hosts: the part of ``launch`` on each host, if there are several.
+    """
     model, router = launch.config.model, launch.config.router
-    worker_cores = launch.split.worker_cores
+    workers = [
+        (role, cores, host)
+        for host in hosts or (launch,)
+        for role, cores in zip(host.roles, host.split.worker_cores, strict=True)
+    ]
     return RouterProcessConfig(
         model_path=model.path,
         served_name=model.served_name or Path(model.path).resolve().name,
@@ -149,17 +189,12 @@ def router_config(launch: Launch, cluster_token: str = "", admin_token: str = ""
         policy=router.policy,
         max_queued_requests=router.max_queued_requests,
         cluster_token=cluster_token,
+        tls=launch.config.security.tls,
         hardware=launch.emulate or "cpu",
-        devices={
-            role: device
-            for role, cores in zip(launch.roles, worker_cores, strict=True)
-            if (device := launch.predicted_device(role, cores))
-        },
+        devices={role: device for role, cores, host in workers if (device := host.predicted_device(role, cores))},
         time_scale=launch.time_scale,
         tensor_parallel={role: launch.config.phase(role).tensor_parallel for role in launch.roles},
-        cores_per_rank=max(
-            1, *(len(cores) // launch.num_ranks(role) for role, cores in zip(launch.roles, worker_cores, strict=True))
-        ),
+        cores_per_rank=max(1, *(len(cores) // launch.num_ranks(role) for role, cores, _ in workers)),
         precision=model.precision,
         drain_timeout_s=launch.drain_timeout_s,
     )

@@ -16,11 +16,12 @@ from functools import partial
 import grpc
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import TlsFiles
 from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_request, host_id, layout_message
 from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import REFUSED, GrantedBlock, GrpcReceiver, MemfdReceiver, PullError, Receiver
-from pdserve.proto.rpc import call_metadata, channel_options
+from pdserve.proto.rpc import call_metadata, channel_options, open_channel
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 BUSY_TIMEOUT_S = 2.0
@@ -53,8 +54,10 @@ class PullStream:
     stale state behind when a source restarts.
     """
 
-    def __init__(self, *, address: str, cluster_token: str, max_message_bytes: int) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+    def __init__(
+        self, *, address: str, cluster_token: str, tls: TlsFiles | None = None, max_message_bytes: int
+    ) -> None:
+        self._channel = open_channel(address, channel_options(max_message_bytes), tls)
         self._call = kv_pb2_grpc.KvTransferStub(self._channel).Pull(None, metadata=call_metadata(cluster_token))
 
     async def open(self, opening: kv_pb2.PullOpen) -> kv_pb2.Opened:
@@ -216,6 +219,7 @@ class Puller:
         stream = PullStream(
             address=address,
             cluster_token=self._config.cluster_token,
+            tls=self._config.tls,
             max_message_bytes=layout.block_bytes + 16 * layout.num_blocks + (64 << 10),  # a block, or a grant of all
         )
         is_complete = False

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import TlsFiles
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Shutdown, TransferToEngine
 
@@ -57,6 +58,8 @@ class TransferConfig:
     """Cores to run on; empty leaves the affinity alone."""
     parent_pid: int
     """Process id of the engine, with which the transfer process dies."""
+    tls: TlsFiles | None = None
+    """Encrypts pulls over the network; memfd copies bytes within a host all the same."""
 
 
 def encode_frame(payload: bytes) -> bytes:
@@ -132,6 +135,7 @@ class TransferProcess:
         cpu_cores: tuple[int, ...],
         on_message: Callable[[TransferToEngine], None],
         on_death: Callable[[], None],
+        tls: TlsFiles | None = None,
     ) -> TransferProcess:
         """Start the process and wait until it serves.
 
@@ -151,6 +155,7 @@ class TransferProcess:
             transport=transport,
             cpu_cores=cpu_cores,
             parent_pid=os.getpid(),
+            tls=tls,
         )
         process = cls(memory.fd, on_message, on_death)
         process._pipe.sendall(encode_frame(to_json(config).encode()))

@@ -31,7 +31,7 @@ from pdserve.kv_transfer.transfer_client import (
     read_frame,
     receive_frame,
 )
-from pdserve.proto.rpc import TokenInterceptor, server_options
+from pdserve.proto.rpc import TokenInterceptor, listen, server_options
 from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 
 MAX_PULL_MESSAGE_BYTES = 64 << 10
@@ -57,9 +57,9 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
         maximum_concurrent_rpcs=MAX_CONCURRENT_PULLS,
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(source, server)
-    port = server.add_insecure_port(f"{config.host}:0")
+    address = listen(server, config.host, config.tls)
     await server.start()
-    send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=f"{config.host}:{port}")))
+    send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=address)))
     housekeeping = asyncio.ensure_future(_keep_house(puller, send))
     while (frame := await read_frame(reader)) is not None:
         message = transfer_pb2.EngineToTransfer.FromString(frame)

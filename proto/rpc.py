@@ -1,4 +1,4 @@
-"""gRPC between the members of a cluster: the cluster token, and the options of every channel and server.
+"""gRPC between the members of a cluster: the cluster token, TLS, and the options of every channel and server.
 
 Keep-alive pings run on both sides, so that a cut cable or a stopped process is detected in about four seconds during
 a call; TCP alone would take many minutes. Used by transfer processes, workers' services and the router's sessions.
@@ -7,16 +7,20 @@ a call; TCP alone would take many minutes. Used by transfer processes, workers' 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
+
+from pdserve.contracts.placement import TlsFiles
 
 KEEPALIVE_TIME_MS = 2000
 KEEPALIVE_TIMEOUT_MS = 2000
 CONNECT_ATTEMPT_MS = 2000
 
 _KEY = "authorization"
+_TLS_NAME = "pdserve"
 _COMMON: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -47,6 +51,48 @@ def server_options(max_receive_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", max_receive_bytes),
     )
+
+
+def open_channel(address: str, options: Sequence[tuple[str, int]], tls: TlsFiles | None) -> grpc.aio.Channel:
+    """Open a channel to a cluster member; with ``tls`` each side proves that the cluster's authority knows it.
+
+    Raises:
+        ValueError: a file of ``tls`` cannot be read.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    ca, certificate, key = read_tls_files(tls)
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+    # Certificates carry one name instead of each host's address.
+    named = (*options, ("grpc.ssl_target_name_override", _TLS_NAME), ("grpc.default_authority", _TLS_NAME))
+    return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+def listen(server: grpc.aio.Server, host: str, tls: TlsFiles | None) -> str:
+    """Let a server listen on a free port of ``host``; returns its address.
+
+    Raises:
+        ValueError: a file of ``tls`` cannot be read.
+        RuntimeError: the address is not one of this host.
+    """
+    host = f"[{host}]" if ":" in host else host
+    if tls is None:
+        return f"{host}:{server.add_insecure_port(f'{host}:0')}"
+    ca, certificate, key = read_tls_files(tls)
+    credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+    return f"{host}:{server.add_secure_port(f'{host}:0', credentials)}"
+
+
+def read_tls_files(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
+    """Contents of authority, certificate and key.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    try:
+        return Path(tls.ca).read_bytes(), Path(tls.certificate).read_bytes(), Path(tls.key).read_bytes()
+    except OSError as error:
+        raise ValueError(f"security.tls: cannot read {error.filename}: {error.strerror}") from error
 
 
 def call_metadata(token: str) -> tuple[tuple[str, str], ...]:

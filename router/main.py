@@ -98,7 +98,7 @@ async def serve(config: RouterProcessConfig) -> int:
     )
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
     metrics.track(dispatcher)
-    cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token)
+    cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.tls)
     app = create_app(
         cluster, tokenizer, served_name=config.served_name, metrics=metrics, keys=keys, cors_origins=config.cors_origins
     )

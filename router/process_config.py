@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, Policy, SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.placement import TlsFiles, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.model.cost.hardware import Hardware
 
@@ -38,6 +38,8 @@ class RouterProcessConfig:
     """Maximum answers requested and not finished."""
     cluster_token: str = ""
     """Bearer token that workers require."""
+    tls: TlsFiles | None = None
+    """Encrypts the sessions with workers."""
     hardware: str = "cpu"
     """Device of a worker's rank, for predictions: a name in `pdserve.model.cost.hardware`."""
     devices: dict[WorkerRole, Hardware] = field(default_factory=dict)

@@ -16,7 +16,6 @@ from pdserve.contracts.placement import WorkerConfig
 from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
-from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
@@ -46,7 +45,8 @@ def check_model(launch: Launch) -> str:
     except Exception as error:  # the files are the user's: any cause becomes one line
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise DeployError(f"the model in {folder} cannot be read: {cause}") from error
-    check_memory(worker_configs(launch), model)
+    if not launch.ray_address:
+        check_memory(worker_configs(launch), model, launch.memory_bytes)
     return "" if tokenizer.has_chat_template else NO_CHAT_TEMPLATE
 
 
@@ -83,8 +83,17 @@ def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     return WorkerMemory(weight_bytes, num_blocks * block_bytes, num_slots * block_bytes)
 
 
-def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig) -> None:
-    """Check that the workers fit into the memory of this host or of the emulated GPU.
+def check_host_memory(launch: Launch) -> None:
+    """`check_memory` of the workers of one host. The model has been checked before."""
+    model = DecoderConfig.from_folder(Path(launch.config.model.path))
+    check_memory(worker_configs(launch), model, launch.memory_bytes)
+
+
+def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig, available: int) -> None:
+    """Check that the workers fit into the memory of their host or of the emulated GPU.
+
+    Args:
+        available: free memory of the host, in bytes.
 
     Raises:
         DeployError: they do not; the text names the setting to change.
@@ -102,7 +111,6 @@ def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig) -> None:
         return
     weights, kv, swap = (sum(column) for column in zip(*each, strict=True))
     processes = len(configs) * PROCESS_BYTES
-    available = available_memory_bytes()
     if weights + kv + swap + processes > available:
         raise DeployError(
             f"{_workers(len(configs))} {_size(weights + kv + swap + processes)} of memory (weights {_size(weights)}, "

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import resource
-import shutil
 import socket
 from pathlib import Path
 
 import psutil
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.host_facts import slow_kernels_reason
 from pdserve.deploy.launch import Launch
-from pdserve.kernels.cpu.build import cache_folder
 from pdserve.model.weights.demo_model import DEMO_MODEL
+from pdserve.proto.rpc import read_tls_files
 from pdserve.router.http.keys import read_keys
 
 _FILES_WITHOUT_CLIENTS = 256
@@ -53,6 +52,15 @@ def check_keys(launch: Launch) -> None:
     """Raises ConfigError if ``router.keys_file`` is set and is no file of API keys."""
     if path := launch.config.router.keys_file:
         read_keys(Path(path))
+
+
+def check_tls(launch: Launch) -> None:
+    """Raises DeployError if a file of ``security.tls`` cannot be read."""
+    if tls := launch.config.security.tls:
+        try:
+            read_tls_files(tls)
+        except ValueError as error:
+            raise DeployError(f"{error}; give the same paths on every host") from error
 
 
 def raise_file_limit(launch: Launch) -> None:
@@ -124,15 +132,7 @@ def check_devices(launch: Launch) -> None:
 
 def kernel_warning(launch: Launch) -> str:
     """Reason why kernels are slow on this host; empty if they are fast."""
-    if launch.emulate:
-        return ""
-    if shutil.which("g++") is None:
-        return "g++ was not found: kernels run on plain torch, slower; install g++"
-    folder = cache_folder()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        return f"{folder} cannot be written: kernels run on plain torch, slower; set XDG_CACHE_HOME to another folder"
-    return ""
+    return "" if launch.emulate else slow_kernels_reason()
 
 
 def _listener_of(port: int) -> str:

@@ -1,4 +1,4 @@
-"""The Ray cluster of the workers: a private one on this machine, or an existing one.
+"""The Ray cluster of the workers: a private one on this machine, or an existing one of any number of hosts.
 
 Owns the private cluster's processes, token and folder. Ray places and watches the workers; no token and no KV passes
 through it. Never calls `ray stop`, which ends every Ray on the machine.
@@ -36,17 +36,20 @@ _STARTED = "Ray runtime started."
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 3.0
 _LEAVE_S = 1.0
-_PROBE_INTERVAL_S = 5.0
 
 
 class RayCluster(SupervisedProcess):
     """The Ray cluster that this process joins; it is up once this process is its driver."""
+
+    _probe_interval_s = 5.0
 
     def __init__(self, desk: RayDesk) -> None:
         super().__init__("ray")
         self.desk = desk
         self.resources: dict[str, float] = {}
         """Resources of the cluster when it was joined."""
+        self.nodes: list[dict[str, Any]] = []
+        """Live nodes, entries of ``ray.nodes()``, as Ray last told them."""
         self._joining: Future[dict[str, float]] | None = None
         self._probe: Future[Any] | None = None
         self._probed_at_s = 0.0
@@ -76,17 +79,23 @@ class RayCluster(SupervisedProcess):
         self.resources = self._joining.result()
         return True
 
+    def _question(self, has_ended: threading.Event) -> Any:
+        """What Ray is asked now and then."""
+        _wait_for_answer(has_ended)
+
     def _ask(self, now_s: float) -> None:
         """Call Ray now and then, so that its silence is noticed; raises the error of the last call."""
-        if self._probe is None or (self._probe.done() and now_s - self._probed_at_s > _PROBE_INTERVAL_S):
+        if self._probe is None or (self._probe.done() and now_s - self._probed_at_s > self._probe_interval_s):
             if self._probe is not None:
                 self._probe.result()
             self._has_ended = has_ended = threading.Event()
-            self._probe, self._probed_at_s = self.desk.submit(lambda: _wait_for_answer(has_ended)), now_s
+            self._probe, self._probed_at_s = self.desk.submit(lambda: self._question(has_ended)), now_s
 
 
 class ExistingRay(RayCluster):
     """A Ray cluster at ``address`` (``host:port``) that others start and end."""
+
+    _probe_interval_s = 1.0  # hosts come and go
 
     def __init__(self, desk: RayDesk, address: str) -> None:
         super().__init__(desk)
@@ -101,7 +110,15 @@ class ExistingRay(RayCluster):
         os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"
 
     def _check_starting(self, now_s: float) -> bool:
-        return self._has_joined(lambda: _join_existing(self._address))
+        if not self._has_joined(lambda: _join(self._address)):
+            return False
+        self._ask(now_s)
+        return bool(self.nodes)
+
+    def _question(self, has_ended: threading.Event) -> None:
+        _wait_for_answer(has_ended)
+        if not has_ended.is_set():
+            self.nodes = _live_nodes()
 
     def _check_up(self, now_s: float) -> None:
         self._ask(now_s)
@@ -199,17 +216,17 @@ class PrivateRay(RayCluster):
             raise RuntimeError(last_line(self._log_path) or "its process ended")
 
 
-def _join_existing(address: str) -> dict[str, float]:
+def current_ray_address() -> str:
+    """Address of the Ray cluster that `ray start` on this host has started or joined; empty if there is none."""
+    from ray._private.utils import read_ray_address
+
+    return read_ray_address() or ""
+
+
+def _live_nodes() -> list[dict[str, Any]]:
     import ray
 
-    resources = _join(address)
-    hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    if len(hosts) != 1:
-        _leave()
-        raise DeployError(
-            f"the Ray cluster at {address} has {len(hosts)} hosts; clusters of one host are supported today"
-        )
-    return resources
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _join(address: str) -> dict[str, float]:

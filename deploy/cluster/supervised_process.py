@@ -44,6 +44,8 @@ class SupervisedProcess(ABC):
         """Reason of the last failure, in one line."""
         self.num_failures = 0
         """Failures in a row."""
+        self.failed_s = 0.0
+        """Time of the last failure."""
         self._retry_at_s = 0.0
         self._up_since_s = 0.0
 
@@ -92,7 +94,7 @@ class SupervisedProcess(ABC):
         if self.state is ProcessState.UP and now_s - self._up_since_s > STABLE_S:
             self.num_failures = 0
         self.num_failures += 1
-        self.failure = self._reason(error)
+        self.failure, self.failed_s = self._reason(error), now_s
         self._retry_at_s = now_s + restart_delay_s(self.num_failures, random.random())
         self.end()
         self.state = ProcessState.STOPPED

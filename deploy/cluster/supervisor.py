@@ -8,7 +8,6 @@ restarted after a growing delay. The first SIGINT or SIGTERM drains, a second on
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
 import signal
@@ -25,17 +24,17 @@ import psutil
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.checks.model import check_model
+from pdserve.deploy.cluster.fleet import Fleet
 from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, make_admin_token, write_note
 from pdserve.deploy.cluster.processes import end_session, last_line, pin_process, start_tied
 from pdserve.deploy.cluster.ray_cluster import ExistingRay, PrivateRay, RayCluster
 from pdserve.deploy.cluster.ray_desk import SILENT_S, RayDesk
-from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning
 from pdserve.deploy.cluster.router_process import RouterProcess
 from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
 from pdserve.deploy.cluster.worker_process import MIN_START_TIMEOUT_S, WorkerProcess
 from pdserve.deploy.commands.progress import Progress
 from pdserve.deploy.commands.status import fetch_status, num_blocks
-from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
+from pdserve.deploy.launch import Launch, router_config
 from pdserve.kernels.cpu.build import is_built
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
@@ -65,8 +64,9 @@ class Supervisor:
         self._is_silent = False
         """True while Ray does not answer."""
         self._router: RouterProcess
-        self._workers: list[WorkerProcess] = []
-        """Empty until Ray is up."""
+        self._fleet: Fleet
+        self._waits_for = ""
+        """What the placement of the workers waits for."""
         self._compiler: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -78,23 +78,27 @@ class Supervisor:
         launch = self._launch
         preflight.check_resources(launch)
         preflight.check_ray_address(launch)
-        preflight.check_cores(launch)
         preflight.raise_file_limit(launch)
         preflight.check_ports(launch)
         preflight.check_keys(launch)
-        preflight.check_devices(launch)
+        preflight.check_tls(launch)
+        if not launch.ray_address:  # otherwise on each host, once it is known
+            preflight.check_cores(launch)
+            preflight.check_devices(launch)
         model_warning = check_model(launch)
         with cluster_folder() as self._folder:
             self._take_signals()
             token_file = launch.config.router.admin_token_file or self._folder / "admin_token"
             self._admin_token_file = Path(token_file).absolute()
-            config = router_config(launch, self._cluster_token, make_admin_token(self._admin_token_file))
+            self._admin_token = make_admin_token(self._admin_token_file)
+            config = router_config(launch, self._cluster_token, self._admin_token)
             self._router = RouterProcess(config, self._folder / "router.log")
             if launch.ray_address:
                 self._ray = ExistingRay(self._desk, launch.ray_address)
             else:
                 ray_token = secrets.token_hex(32)
                 self._ray = PrivateRay(self._desk, self._folder / "ray", len(launch.roles), ray_token)
+            self._fleet = Fleet(self._ray, launch, self._cluster_token, self._folder)
             try:
                 self._begin(model_warning)
                 while not self._num_signals:
@@ -119,7 +123,7 @@ class Supervisor:
         self._read_s = sum(file.stat().st_size for file in files) / _READ_BYTES_PER_S
         self._start_timeout_s = START_TIMEOUT_S + self._read_s
         self._start_deadline_s = time.monotonic() + self._start_timeout_s
-        if len(launch.cores) < len(launch.roles):
+        if not launch.ray_address and len(launch.cores) < len(launch.roles):
             self._progress.warn("cores", f"fewer than workers: {len(launch.roles)} workers on {len(launch.cores)}")
         kernel_warning = preflight.kernel_warning(launch)
         for name, warning in (("kernels", kernel_warning), ("model", model_warning)):
@@ -145,21 +149,28 @@ class Supervisor:
                 with contextlib.suppress(DeployError):  # retried at the next tick
                     self._announce()
         if not self._is_ready and time.monotonic() > self._start_deadline_s:
-            raise DeployError(f"the cluster does not serve after {self._start_timeout_s:.0f} s; try a smaller model")
+            reason = f"hosts: {self._waits_for}" if self._waits_for else "try a smaller model"
+            raise DeployError(f"the cluster does not serve after {self._start_timeout_s:.0f} s; {reason}")
 
     def _reconcile_processes(self) -> None:
         """Check every process once."""
-        if self._router.exit_code is None or not self._num_signals:  # it is meant to end after a signal
+        is_router_known = self._workers or not self._launch.ray_address  # it predicts with the devices of the hosts
+        if is_router_known and (self._router.exit_code is None or not self._num_signals):  # a signal ends it
             self._reconcile(self._router)
         self._reconcile(self._ray)
         if self._workers and self._desk.is_silent is not self._is_silent:
             self._report_silence()
         if self._ray.state is not ProcessState.UP:
             return
+        for host in self._fleet.find_hosts():
+            self._progress.warn(host.name, "it has left Ray")
+        for host in self._fleet.hosts:
+            self._reconcile(host)
         if not self._workers:
-            self._make_workers()
+            self._place_workers()
         for worker in self._workers:
-            self._reconcile(worker)
+            if worker.state is not ProcessState.STOPPED or self._fleet.has_host(worker):
+                self._reconcile(worker)
 
     def _reconcile(self, process: SupervisedProcess) -> None:
         """Check a process, and report it if it came up or failed."""
@@ -178,9 +189,7 @@ class Supervisor:
             raise DeployError(f"{process.name}: {process.failure} while a call to it hung; start the cluster again")
         self._progress.warn(process.name, f"{process.failure}; starting it again")
         if process is self._ray:
-            for worker in self._workers:
-                worker.kill()
-                worker.clear()
+            self._fleet.clear()
 
     def _report_silence(self) -> None:
         self._is_silent = self._desk.is_silent
@@ -202,18 +211,22 @@ class Supervisor:
         )
         write_note(self._folder, note)
 
-    def _make_workers(self) -> None:
-        counted, num_gpus = self._ray.worker_resources, self._ray.num_gpus
-        configs = worker_configs(self._launch, self._cluster_token, str(self._folder / "cores"))
-        shares = gpu_shares(configs, num_gpus)
-        if text := gpu_warning(configs, shares, num_gpus):
-            self._progress.warn("gpus", text)
-        timeout_s = MIN_START_TIMEOUT_S + self._read_s
-        for config, share in zip(configs, shares, strict=True):
-            resources = counted | self._launch.config.phase(config.role).resources
-            config = config if share else dataclasses.replace(config, device="cpu")
-            worker_class = WORKER_CLASSES[config.role]
-            self._workers.append(WorkerProcess(self._desk, config, worker_class, resources, share, timeout_s))
+    @property
+    def _workers(self) -> list[WorkerProcess]:
+        """Empty until Ray and enough hosts are up."""
+        return self._fleet.workers
+
+    def _place_workers(self) -> None:
+        waits_for = self._fleet.place_workers(MIN_START_TIMEOUT_S + self._read_s)
+        if waits_for != self._waits_for and waits_for:
+            self._progress.note("hosts", waits_for)
+        self._waits_for = waits_for
+        if self._fleet.warning:
+            self._progress.warn("gpus", self._fleet.warning)
+        if self._workers and self._launch.ray_address:
+            self._router.config = router_config(
+                self._launch, self._cluster_token, self._admin_token, self._fleet.launches
+            )
 
     def _reconcile_compiler(self, compiler: subprocess.Popen[bytes]) -> None:
         if compiler.poll() is None:
@@ -247,7 +260,8 @@ class Supervisor:
 
     def _leave_cores_to_workers(self) -> None:
         """Move the router and Ray's daemons, which started on every core, to the spare cores."""
-        if not (spare_cores := self._launch.split.spare_cores):
+        launch = self._fleet.launches[0]
+        if self._launch.ray_address or not (spare_cores := launch.split.spare_cores):
             return
         workers: set[int] = set()
         for worker in self._workers:

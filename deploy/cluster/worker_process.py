@@ -5,9 +5,6 @@ The worker id is constant; each actor brings a new epoch.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +13,7 @@ from typing import Any
 
 from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
+from pdserve.deploy.cluster.hosts import Host
 from pdserve.deploy.cluster.processes import last_error
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
@@ -34,6 +32,7 @@ class WorkerProcess(SupervisedProcess):
         config: WorkerConfig,
         worker_class: type,
         resources: dict[str, float],
+        host: Host,
         num_gpus: float = 0.0,
         start_timeout_s: float = MIN_START_TIMEOUT_S,
     ) -> None:
@@ -43,6 +42,7 @@ class WorkerProcess(SupervisedProcess):
             worker_class: class of the actor, which takes its name; has the methods of
                 `pdserve.engine.worker.process.WorkerActor`.
             resources: Ray resources that the actor requests.
+            host: where the actor runs.
             num_gpus: GPUs, or the share of one, that the actor requests; Ray shows it no others.
             start_timeout_s: time without progress after which a worker that starts counts as hung.
         """
@@ -52,6 +52,7 @@ class WorkerProcess(SupervisedProcess):
         self.process_id = 0
         """0 until known."""
         self._desk = desk
+        self.host = host
         self._config = config
         self._worker_class = worker_class
         self._options = {
@@ -75,6 +76,10 @@ class WorkerProcess(SupervisedProcess):
         actor = self._actor
         return self._desk.submit(lambda: actor.stop.remote()) if self.state is ProcessState.UP else None
 
+    def move(self, host: Host, config: WorkerConfig) -> None:
+        """Start the next actor on another host, with a configuration for it."""
+        self.host, self._config = host, config
+
     def clear(self) -> None:
         """Forget the actor after its Ray cluster ended; the next `check` starts another at once."""
         self.state = ProcessState.STOPPED
@@ -89,10 +94,9 @@ class WorkerProcess(SupervisedProcess):
         self.clear()
 
     def kill(self) -> None:
-        """Kill the process, without Ray."""
+        """Kill the process, without Ray's actor calls."""
         if self.process_id:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process_id, signal.SIGKILL)
+            self.host.kill(self.process_id)
 
     def _start(self) -> None:
         self._call(self._create, time.monotonic())
@@ -100,7 +104,11 @@ class WorkerProcess(SupervisedProcess):
     def _create(self) -> Any:
         import ray
 
-        return ray.remote(self._worker_class).options(**self._options).remote(to_plain(self._config))
+        return (
+            ray.remote(self._worker_class)
+            .options(**self._options, **self.host.actor_options)
+            .remote(to_plain(self._config))
+        )
 
     def _check_starting(self, now_s: float) -> bool:
         if (answer := self._answer(now_s, self._start_timeout_s)) is None:
@@ -112,8 +120,7 @@ class WorkerProcess(SupervisedProcess):
         actor = self._actor
         if not self.process_id:  # before `start`, so that the log of a worker that dies in it is known
             self.process_id = answer
-            with contextlib.suppress(OSError):
-                self._log_path = Path(f"/proc/{self.process_id}/fd/2").readlink()
+            self._log_path = self.host.log_path(self.process_id)
             self._call(lambda: actor.start.remote(), now_s)
             return False
         self.endpoint = from_plain(WorkerEndpoint, answer, "the endpoint")

@@ -42,7 +42,7 @@ from pdserve.proto.codec import (
     request_from_proto,
     source_from_proto,
 )
-from pdserve.proto.rpc import TokenInterceptor, server_options
+from pdserve.proto.rpc import TokenInterceptor, listen, server_options
 from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5
@@ -143,10 +143,10 @@ class WorkerService:
             self._session, request_deserializer=worker_pb2.RouterMessage.FromString
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Session": handler}),))
-        port = server.add_insecure_port(f"{self._config.host}:0")
+        listening_at = listen(server, self._config.host, self._config.tls)
         await server.start()
         heartbeat = asyncio.create_task(self._send_heartbeats())
-        address.set_result(f"{self._config.host}:{port}")
+        address.set_result(listening_at)
         await self._stop.wait()
         heartbeat.cancel()
         await server.stop(STOP_GRACE_S)

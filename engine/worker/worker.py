@@ -171,6 +171,7 @@ class EngineWorker:
             worker_epoch=self._epoch,
             host=config.host,
             cluster_token=config.cluster_token,
+            tls=config.tls,
             transport=config.transport,
             cpu_cores=config.transfer_cpu_cores,
             on_death=lambda: self._inbox.stop("the transfer process died"),

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from pdserve.contracts.events import TokenEvent
-from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.contracts.placement import TlsFiles, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
@@ -93,17 +93,25 @@ class Cluster:
     """All targets, with one session each, and the requests that they serve."""
 
     def __init__(
-        self, dispatcher: Dispatcher, metrics: RouterMetrics, *, cluster_token: str = "", stall_timeout_s: float = 3.0
+        self,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        *,
+        cluster_token: str = "",
+        tls: TlsFiles | None = None,
+        stall_timeout_s: float = 3.0,
     ) -> None:
         """
         Args:
             cluster_token: bearer token that workers require.
+            tls: encrypts the sessions with workers.
             stall_timeout_s: seconds of silence after which a session is broken; workers send at least every half
                 second.
         """
         self.dispatcher = dispatcher
         self.metrics = metrics
         self.cluster_token = cluster_token
+        self.tls = tls
         self.stall_timeout_s = stall_timeout_s
         self.router_id = secrets.token_hex(8)
         """Identity towards workers, constant for the life of the process."""

@@ -28,7 +28,7 @@ from pdserve.proto.codec import (
     source_to_proto,
     unpack_tokens,
 )
-from pdserve.proto.rpc import call_metadata
+from pdserve.proto.rpc import call_metadata, open_channel
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 from pdserve.router.cluster.worker import Worker
@@ -204,7 +204,7 @@ class RemoteWorker(Worker):
         """Run one stream from hello to break; return why it ended and whether the worker had answered."""
         self._commands = asyncio.Queue()
         reason, was_up = "closed", False
-        async with grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(self.endpoint.address, CHANNEL_OPTIONS, self._cluster.tls) as channel:
             reader = asyncio.create_task(self._read(channel))
             try:
                 reason = await self._watch(reader)

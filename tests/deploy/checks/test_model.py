@@ -142,9 +142,8 @@ def test_a_pool_that_holds_no_sequence_is_refused(whole: Path, launch_emulate: s
     assert "raise kv_memory to" in said
 
 
-def test_what_does_not_fit_into_memory_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: 2**20)
-    assert "2 workers need" in refusal(LAUNCH, whole)
+def test_what_does_not_fit_into_memory_is_refused(whole: Path) -> None:
+    assert "2 workers need" in refusal(replace(LAUNCH, memory_bytes=2**20), whole)
 
 
 MIB = 2**20
@@ -201,23 +200,21 @@ def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfi
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(
-    model: DecoderConfig, monkeypatch: pytest.MonkeyPatch, workers: list[WorkerConfig], spare: int, said: str
+    model: DecoderConfig, workers: list[WorkerConfig], spare: int, said: str
 ) -> None:
     fixed_bytes = len(workers) * (weight_bytes(model.shape, "float32", "none").total + PROCESS_BYTES)
-    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: fixed_bytes + spare)
     with pytest.raises(DeployError, match=said):
-        check_memory(workers, model)
+        check_memory(workers, model, fixed_bytes + spare)
 
 
-def test_what_fits_passes(model: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_passes(model: DecoderConfig) -> None:
     needed = worker_memory(a_worker(kv=50 * MIB, swap=MIB), model)
-    monkeypatch.setattr(model_check, "available_memory_bytes", lambda: sum(needed) + PROCESS_BYTES)
-    check_memory([a_worker(kv=50 * MIB, swap=MIB)], model)
+    check_memory([a_worker(kv=50 * MIB, swap=MIB)], model, sum(needed) + PROCESS_BYTES)
 
 
 def test_a_size_that_is_no_use_names_the_worker(model: DecoderConfig) -> None:
     with pytest.raises(DeployError, match="decode-0: swap_memory of 1 bytes holds no KV block"):
-        check_memory([a_worker(swap=1)], model)
+        check_memory([a_worker(swap=1)], model, 2**30)
 
 
 def test_files_that_cause_other_errors_are_one_line_too(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

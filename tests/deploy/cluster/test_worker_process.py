@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
+from pdserve.deploy.cluster.host_facts import LOOPBACK, host_facts
+from pdserve.deploy.cluster.hosts import Host
 from pdserve.deploy.cluster.ray_cluster import PrivateRay
 from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.worker_process import WorkerProcess
@@ -70,12 +72,13 @@ def ray_cluster() -> Iterator[PrivateRay]:
 
 
 joined: PrivateRay
+THIS_HOST = Host(host_facts(LOOPBACK, ""), "", {})
 
 
 def make_worker(model_path: str = "/nowhere", start_timeout_s: float = 60.0) -> WorkerProcess:
     config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path=model_path)
     resources = joined.worker_resources
-    return WorkerProcess(joined.desk, config, EchoWorker, resources, start_timeout_s=start_timeout_s)
+    return WorkerProcess(joined.desk, config, EchoWorker, resources, THIS_HOST, start_timeout_s=start_timeout_s)
 
 
 def state_of(worker: WorkerProcess) -> ProcessState:
@@ -127,7 +130,8 @@ def test_a_worker_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ray, "remote", without_gpus)
     config = WorkerConfig(worker_id="prefill-0", role=WorkerRole.PREFILL, model_path="/nowhere")
     assert joined.num_gpus == 0
-    for worker in (make_worker(), WorkerProcess(joined.desk, config, EchoWorker, joined.worker_resources, 0.5)):
+    shared = WorkerProcess(joined.desk, config, EchoWorker, joined.worker_resources, THIS_HOST, 0.5)
+    for worker in (make_worker(), shared):
         run_until(worker, lambda worker=worker: worker.state is ProcessState.UP)  # type: ignore[misc]
         worker.clear()
     assert asked == [0, 0.5]

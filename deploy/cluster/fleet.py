@@ -1,0 +1,203 @@
+"""Which hosts the cluster has, and which worker runs on which.
+
+A private Ray has one host, this machine. In an existing one every node is a host once its agent has answered. Workers
+are placed when all of them fit; a worker that fails starts again on its host, or elsewhere if the host is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import WorkerConfig
+from pdserve.deploy.checks.model import check_host_memory
+from pdserve.deploy.checks.preflight import check_cores, check_devices
+from pdserve.deploy.cluster.host_facts import LOOPBACK, host_facts, is_loopback
+from pdserve.deploy.cluster.hosts import Host, RayHost, Seat, choose_hosts
+from pdserve.deploy.cluster.ray_cluster import RayCluster
+from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning
+from pdserve.deploy.cluster.supervised_process import ProcessState
+from pdserve.deploy.cluster.worker_process import WorkerProcess
+from pdserve.deploy.launch import WORKER_CLASSES, Launch, worker_configs
+
+
+class Fleet:
+    """Hosts and workers of one cluster."""
+
+    def __init__(self, ray: RayCluster, launch: Launch, cluster_token: str, folder: Path) -> None:
+        """
+        Args:
+            folder: folder of the cluster on this machine.
+        """
+        self.workers: list[WorkerProcess] = []
+        """Empty until they are placed."""
+        self.launches: list[Launch] = []
+        """The part of the launch on each host, once the workers are placed."""
+        self.warning = ""
+        """What should be said of the placement."""
+        self._ray = ray
+        self._launch = launch
+        self._cluster_token = cluster_token
+        self._folder = folder
+        self._model_path = str(Path(launch.config.model.path).absolute())
+        self._ours = host_facts(LOOPBACK, self._model_path if launch.ray_address else "")
+        self._hosts: dict[str, Host] = {}
+        """By id of the node."""
+        self._seats: dict[str, Seat] = {}
+        """By worker."""
+        self._homes: dict[str, WorkerConfig] = {}
+        """First configuration of each worker, which is for its first host."""
+        self._is_networked = False
+        """True if workers listen beyond this machine."""
+
+    @property
+    def hosts(self) -> list[Host]:
+        return list(self._hosts.values())
+
+    def find_hosts(self) -> list[Host]:
+        """Take the live nodes of Ray as hosts; returns those that are gone."""
+        if not self._launch.ray_address:
+            self._hosts = self._hosts or {"": Host(self._ours, str(self._folder), self._ray.resources)}
+            return []
+        if self.workers and not self._is_networked:
+            return []
+        nodes = {node["NodeID"]: node for node in self._ray.nodes}
+        gone = [self._hosts.pop(node_id) for node_id in self._hosts.keys() - nodes.keys()]
+        for host in gone:
+            host.end()
+            host.state = ProcessState.STOPPED
+        for node_id in nodes.keys() - self._hosts.keys():
+            self._hosts[node_id] = RayHost(self._ray.desk, nodes[node_id], self._model_path, self._ours)
+        return gone
+
+    def clear(self) -> None:
+        """Forget hosts and actors after their Ray cluster ended."""
+        for worker in self.workers:
+            worker.kill()
+            worker.clear()
+        if self._launch.ray_address:
+            for host in self.hosts:
+                host.state = ProcessState.STOPPED
+            self._hosts.clear()
+
+    def place_workers(self, start_timeout_s: float) -> str:
+        """Place every worker, if all have a host; returns what is missing, or nothing.
+
+        Raises:
+            DeployError: a host cannot run its workers; the text names it and the remedy.
+        """
+        launch, hosts = self._launch, self._hosts_up
+        if len(hosts) < launch.num_hosts or not hosts:
+            return f"{len(hosts)} of {launch.num_hosts} have joined"
+        num_gpus = sum(host.resources.get("GPU", 0) for host in hosts)
+        configs = worker_configs(launch)
+        shares = gpu_shares(configs, num_gpus)
+        self._seats = {
+            config.worker_id: Seat(
+                role=role,
+                number=number,
+                num_ranks=launch.num_ranks(role),
+                gpu_share=share,
+                resources=launch.config.phase(role).resources,
+            )
+            for (role, number), config, share in zip(launch.all_seats, configs, shares, strict=True)
+        }
+        found = choose_hosts(list(self._seats.values()), hosts, {})
+        if missing := [self._seats[name] for name, host in found.items() if host is None]:
+            return " and ".join(_missing(seat) for seat in missing)
+        self.warning = gpu_warning(configs, shares, num_gpus)
+        placed = {name: host for name, host in found.items() if host is not None}
+        self._check_network(list(placed.values()))
+        for name in self._seats:
+            config = self._home_config(name, placed)
+            worker_class, resources = WORKER_CLASSES[config.role], self._resources(name)
+            share = self._seats[name].gpu_share
+            self.workers.append(
+                WorkerProcess(self._ray.desk, config, worker_class, resources, placed[name], share, start_timeout_s)
+            )
+        return ""
+
+    def has_host(self, worker: WorkerProcess) -> bool:
+        """Whether a stopped worker can start: its host is up, or it has been moved to another."""
+        host = worker.host
+        if host.state is ProcessState.UP:
+            return host.seen_s >= worker.failed_s  # a host that died with its worker is not up for long
+        taken: dict[str, list[Seat]] = {}
+        for other in self.workers:
+            if other is not worker:
+                taken.setdefault(other.host.address, []).append(self._seats[other.name])
+        seat, home = self._seats[worker.name], self._homes[worker.name]
+        at_home = [host for host in self._hosts_up if host.address == home.host]
+        for hosts in (at_home, self._hosts_up):
+            if (found := choose_hosts([seat], hosts, taken)[seat.name]) is not None:
+                worker.move(found, home if found.address == home.host else self._away_config(seat, found))
+                return True
+        return False
+
+    @property
+    def _hosts_up(self) -> list[Host]:
+        """In the order of their addresses, so that a placement is the same after a restart."""
+        return sorted((host for host in self.hosts if host.state is ProcessState.UP), key=lambda host: host.address)
+
+    def _resources(self, name: str) -> dict[str, float]:
+        return self._ray.worker_resources | dict(self._seats[name].resources)
+
+    def _check_network(self, hosts: list[Host]) -> None:
+        """Let a cluster of this machine listen on loopback only, and check the security of any other."""
+        self._is_networked = self._launch.num_hosts > 1 or any(
+            host.facts.host_id != self._ours.host_id for host in hosts
+        )
+        if not self._is_networked:
+            for host in hosts:
+                host.facts = dataclasses.replace(host.facts, address=LOOPBACK)
+        security = self._launch.config.security
+        if not is_loopback([host.address for host in hosts]) and not (security.tls or security.plaintext):
+            raise DeployError(
+                f"tokens, prompts and KV would cross the network of {hosts[0].name} in plain text: set security.tls, "
+                "or security.plaintext: true if the network is private"
+            )
+
+    def _home_config(self, name: str, placed: dict[str, Host]) -> WorkerConfig:
+        """Configuration of a worker on the host where it is placed first; checks the host once."""
+        if name not in self._homes:
+            host = placed[name]
+            seats = [self._seats[each] for each in self._seats if placed[each] is host]
+            launch = self._launch.on_host(host.facts, [(seat.role, seat.number) for seat in seats])
+            if self._launch.ray_address:
+                _check_launch(host, launch)
+            self.launches.append(launch)
+            self._homes |= self._configs(launch, host)
+        return self._homes[name]
+
+    def _away_config(self, seat: Seat, host: Host) -> WorkerConfig:
+        """Configuration of a worker that joins others on a host: it takes none of their cores for itself."""
+        launch = self._launch.on_host(host.facts, [(seat.role, seat.number)])
+        config = self._configs(launch, host)[seat.name]
+        return dataclasses.replace(
+            config, cpu_cores=(), core_board="", core_sets=(), transfer_cpu_cores=host.facts.cores
+        )
+
+    def _configs(self, launch: Launch, host: Host) -> dict[str, WorkerConfig]:
+        configs = worker_configs(launch, self._cluster_token, f"{host.folder}/cores")
+        return {config.worker_id: self._on_device(config) for config in configs}
+
+    def _on_device(self, config: WorkerConfig) -> WorkerConfig:
+        has_gpu = bool(self._seats[config.worker_id].gpu_share)
+        return config if has_gpu else dataclasses.replace(config, device="cpu")
+
+
+def _check_launch(host: Host, launch: Launch) -> None:
+    try:
+        check_cores(launch)
+        check_devices(launch)
+        check_host_memory(launch)
+    except DeployError as error:
+        raise DeployError(f"{host.name}: {error}") from error
+
+
+def _missing(seat: Seat) -> str:
+    wanted = [f"{amount:g} {name}" for name, amount in seat.resources.items()]
+    if seat.gpu_share:
+        wanted.append(f"{seat.gpu_share:g} GPU")
+    return f"none has {' and '.join(wanted)} left for {seat.name}"

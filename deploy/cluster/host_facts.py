@@ -1,0 +1,124 @@
+"""What the supervisor knows of a host: its cores, memory and GPUs, its versions, and its copy of the model.
+
+Every host of the cluster states the same facts by `host_facts`, this one included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.resources import installed_gpu
+from pdserve.kernels.cpu.build import cache_folder
+from pdserve.kv_transfer.handshake import host_id
+from pdserve.kv_transfer.pool_memory import available_memory_bytes
+
+LOOPBACK = "127.0.0.1"
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    address: str
+    """Address of its Ray node, on which its workers listen."""
+    name: str
+    host_id: str
+    """Equal for processes that see each other in ``/proc``."""
+    cores: tuple[int, ...]
+    """Ids of the usable cores."""
+    memory_bytes: int
+    """Available memory."""
+    gpu: str
+    """Catalogue name of its GPUs; empty without."""
+    version: str
+    """Version of pdserve."""
+    kernel_warning: str
+    """Reason why its kernels are slow; empty if they are fast."""
+    model_digest: str
+    """Digest of the model folder; empty if the host has no such folder."""
+
+    @property
+    def label(self) -> str:
+        """The host in messages."""
+        return f"{self.name} ({self.address})"
+
+
+def host_facts(address: str, model_path: str) -> HostFacts:
+    """Facts of this host. Reads a sample of the model's weights.
+
+    Args:
+        address: address by which the others reach this host.
+        model_path: folder of the model; empty skips it.
+    """
+    return HostFacts(
+        address=address,
+        name=socket.gethostname(),
+        host_id=host_id(),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        memory_bytes=available_memory_bytes(),
+        gpu=installed_gpu(),
+        version=version("pdserve"),
+        kernel_warning=slow_kernels_reason(),
+        model_digest=model_digest(Path(model_path)) if model_path else "",
+    )
+
+
+def slow_kernels_reason() -> str:
+    """Reason why CPU kernels are slow on this host; empty if they are fast."""
+    if shutil.which("g++") is None:
+        return "g++ was not found: kernels run on plain torch, slower; install g++"
+    folder = cache_folder()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        return f"{folder} cannot be written: kernels run on plain torch, slower; set XDG_CACHE_HOME to another folder"
+    return ""
+
+
+def model_digest(folder: Path) -> str:
+    """Digest of a model folder: names, sizes and texts of its files, and samples of its weights. Copies of a model are
+    equal; two fine-tunes of one are not. Empty if there is no readable folder.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.suffix not in (".json", ".jinja", ".safetensors", ".model", ".txt"):
+                continue
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            step = max(1, size // _NUM_SAMPLES) if path.suffix == ".safetensors" else _SAMPLE_BYTES
+            with path.open("rb") as file:
+                for start in range(0, size, max(step, _SAMPLE_BYTES)):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+def check_host(facts: HostFacts, ours: HostFacts) -> None:
+    """Check that workers on a host can join those of this one.
+
+    Raises:
+        DeployError: another version of pdserve, no model, or another model; the text names the host and the remedy.
+    """
+    if facts.version != ours.version:
+        raise DeployError(
+            f"it has pdserve {facts.version}, and {ours.name} has {ours.version}; install one version on all hosts"
+        )
+    if not facts.model_digest:
+        raise DeployError("it cannot read the model; put it at the same path on every host")
+    if facts.model_digest != ours.model_digest:
+        raise DeployError(f"it has another model at the same path than {ours.name}; copy one to all hosts")
+
+
+def is_loopback(addresses: Sequence[str]) -> bool:
+    """True if all addresses are for one machine only."""
+    return all(address.startswith("127.") or address in ("::1", "localhost") for address in addresses)

@@ -1,0 +1,283 @@
+"""The hosts of a Ray cluster: an agent on each, and the seats of the workers on them.
+
+A `Host` is this machine, or a node of Ray whose agent answers. `choose_hosts` is pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from math import inf, isclose
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pdserve.contracts.codec import from_plain, to_plain
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.cluster.folder import cluster_folder
+from pdserve.deploy.cluster.host_facts import HostFacts, check_host, host_facts
+from pdserve.deploy.cluster.ray_desk import RayDesk
+from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
+
+PING_INTERVAL_S = 1.0
+PING_TIMEOUT_S = 10.0
+"""Time without an answer of its agent after which a host counts as lost."""
+_START_TIMEOUT_S = 60.0
+_GPU = "GPU"
+
+
+class HostAgent:
+    """Actor that speaks for a host. Holds a folder there for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._folder = self._open.enter_context(cluster_folder())
+
+    def facts(self, address: str, model_path: str) -> dict[str, Any]:
+        """Fields of the `HostFacts`."""
+        facts: dict[str, Any] = to_plain(host_facts(address, model_path))
+        return facts
+
+    def folder(self) -> str:
+        return str(self._folder)
+
+    def kill(self, process_id: int) -> None:
+        """Kill a worker's process, also one that is stopped; ignores any other process."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(process_id).name().startswith("ray::"):
+                os.kill(process_id, signal.SIGKILL)
+
+
+class Host(SupervisedProcess):
+    """This machine, which needs no agent."""
+
+    def __init__(self, facts: HostFacts, folder: str, resources: Mapping[str, float]) -> None:
+        super().__init__(f"host {facts.label}")
+        self.facts = facts
+        self.folder = folder
+        """Folder on the host that its workers share."""
+        self.resources = resources
+        """Ray resources of the host, used ones included."""
+        self.seen_s = inf
+        """Time of its last sign of life."""
+        self.state = ProcessState.UP
+
+    @property
+    def address(self) -> str:
+        return self.facts.address
+
+    @property
+    def actor_options(self) -> dict[str, Any]:
+        """Options that bind an actor to the host. Imports Ray."""
+        return {}
+
+    def kill(self, process_id: int) -> None:
+        """Kill a worker's process without Ray's help where that is possible."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+
+    def log_path(self, process_id: int) -> Path | None:
+        """Log of a live worker, if this process can read it."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{process_id}/fd/2").readlink()
+        return None
+
+    def end(self) -> None:
+        pass
+
+    def _start(self) -> None:
+        pass
+
+    def _check_starting(self, now_s: float) -> bool:
+        return True
+
+    def _check_up(self, now_s: float) -> None:
+        pass
+
+
+class RayHost(Host):
+    """A node of an existing Ray cluster; up while its agent answers."""
+
+    def __init__(self, desk: RayDesk, node: Mapping[str, Any], model_path: str, ours: HostFacts) -> None:
+        """
+        Args:
+            node: entry of ``ray.nodes()``.
+            ours: facts of this machine, with which those of the host must agree.
+        """
+        address = node["NodeManagerAddress"]
+        unknown = HostFacts(
+            address=address,
+            name=node["NodeManagerHostname"],
+            host_id="",
+            cores=(),
+            memory_bytes=0,
+            gpu="",
+            version="",
+            kernel_warning="",
+            model_digest="",
+        )
+        super().__init__(unknown, "", dict(node["Resources"]))
+        self.state = ProcessState.STOPPED
+        self._desk = desk
+        self._node_id = node["NodeID"]
+        self._model_path = model_path
+        self._ours = ours
+        self._agent: Any = None
+        self._pending: Future[Any] | None = None
+        self._called_at_s = 0.0
+
+    @property
+    def actor_options(self) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._node_id, soft=False)}
+
+    @property
+    def _is_here(self) -> bool:
+        return self.facts.host_id == self._ours.host_id
+
+    def kill(self, process_id: int) -> None:
+        if self._is_here:
+            super().kill(process_id)
+        elif (agent := self._agent) is not None:
+            self._desk.submit(lambda: agent.kill.remote(process_id))
+
+    def log_path(self, process_id: int) -> Path | None:
+        return super().log_path(process_id) if self._is_here else None
+
+    def end(self) -> None:
+        if (agent := self._agent) is not None:
+            self._desk.submit(lambda: _end_actor(agent))
+        self._agent = self._pending = None
+
+    def _start(self) -> None:
+        self._called_at_s = 0.0
+        self._pending = self._desk.submit(self._create)
+
+    def _create(self) -> Any:
+        import ray
+
+        options = {"num_cpus": 0, "max_concurrency": 2, **self.actor_options}
+        return ray.remote(HostAgent).options(**options).remote()
+
+    def _check_starting(self, now_s: float) -> bool:
+        if (answer := self._answer(now_s, _START_TIMEOUT_S)) is None:
+            return False
+        if self._agent is None:
+            self._agent = agent = answer
+            self._pending = self._desk.submit(lambda: agent.folder.remote())
+            return False
+        agent = self._agent
+        if isinstance(answer, str):
+            self.folder = answer
+            address, model_path = self.facts.address, self._model_path
+            self._pending = self._desk.submit(lambda: agent.facts.remote(address, model_path))
+            return False
+        self.facts = from_plain(HostFacts, answer, "the facts of a host")
+        check_host(self.facts, self._ours)
+        self._called_at_s = self.seen_s = now_s
+        return True
+
+    def _check_up(self, now_s: float) -> None:
+        called_at_s = self._called_at_s
+        if self._answer(now_s, PING_TIMEOUT_S) is not None and now_s - called_at_s >= PING_INTERVAL_S:
+            agent = self._agent
+            self.seen_s = called_at_s
+            self._called_at_s = now_s
+            self._pending = self._desk.submit(lambda: agent.folder.remote())
+
+    def _answer(self, now_s: float, timeout_s: float) -> Any:
+        """Result of the pending call; ``None`` while it runs."""
+        assert self._pending is not None
+        if self._pending.done():
+            return self._pending.result()
+        if self._desk.is_stuck or not self._called_at_s:
+            self._called_at_s = now_s
+        elif now_s - self._called_at_s > timeout_s:
+            raise TimeoutError(f"no answer for {timeout_s:.0f} s")
+        return None
+
+    def _reason(self, error: Exception) -> str:
+        lines = str(error).strip().splitlines()
+        return lines[-1] if lines else type(error).__name__
+
+
+def _end_actor(agent: Any) -> None:
+    import ray
+
+    ray.kill(agent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a worker needs of its host."""
+
+    role: WorkerRole
+    number: int
+    num_ranks: int = 1
+    gpu_share: float = 0.0
+    """GPUs, or the share of one."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.value}-{self.number}"
+
+
+def choose_hosts(
+    seats: Sequence[Seat], hosts: Sequence[Host], taken: Mapping[str, Sequence[Seat]]
+) -> dict[str, Host | None]:
+    """Give each seat the emptiest host with room for it, larger seats first, as the planner simulates it; ``None``
+    where no host has room. Cores are shared if they are too few; GPUs and resources are not.
+
+    Args:
+        taken: seats in use by address of their host.
+    """
+    rooms = {host.address: _Room(host, taken.get(host.address, ())) for host in hosts}
+    found: dict[str, Host | None] = {}
+    for seat in sorted(seats, key=lambda seat: (seat.gpu_share, seat.num_ranks), reverse=True):
+        fitting = [room for room in rooms.values() if room.fits(seat)]
+        room = min(fitting, key=lambda room: room.load(seat), default=None)
+        found[seat.name] = room.host if room else None
+        if room:
+            room.take(seat)
+    return found
+
+
+class _Room:
+    """What is left of a host."""
+
+    def __init__(self, host: Host, taken: Sequence[Seat]) -> None:
+        self.host = host
+        self._num_ranks = 0
+        self._gpus = [1.0] * int(host.resources.get(_GPU, 0))
+        self._resources = dict(host.resources)
+        for seat in taken:
+            self.take(seat)
+
+    def fits(self, seat: Seat) -> bool:
+        has_gpu = not seat.gpu_share or self._gpu(seat) is not None
+        return has_gpu and all(self._resources.get(name, 0) >= amount for name, amount in seat.resources.items())
+
+    def load(self, seat: Seat) -> float:
+        """Share of the host's GPUs, or of its cores, that is in use."""
+        if seat.gpu_share:
+            return 1 - sum(self._gpus) / len(self._gpus)
+        return self._num_ranks / max(1, len(self.host.facts.cores))
+
+    def take(self, seat: Seat) -> None:
+        self._num_ranks += seat.num_ranks
+        if seat.gpu_share and (index := self._gpu(seat)) is not None:
+            self._gpus[index] -= seat.gpu_share
+        for name, amount in seat.resources.items():
+            self._resources[name] = self._resources.get(name, 0) - amount
+
+    def _gpu(self, seat: Seat) -> int | None:
+        """First GPU with room."""
+        rooms = enumerate(self._gpus)
+        return next((index for index, left in rooms if left > seat.gpu_share or isclose(left, seat.gpu_share)), None)
