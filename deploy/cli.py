@@ -95,8 +95,11 @@ def up(
     ] = "",
     hosts: Annotated[int, typer.Option(min=1, help="Hosts of the Ray cluster to wait for.")] = 1,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests on exit.")] = 30.0,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it serves in the background; logs to pdserve.log.")
+    ] = False,
 ) -> int:
-    """Start a cluster and serve until Ctrl-C."""
+    """Start a cluster and serve until Ctrl-C, or until pdserve down."""
     from pdserve.deploy.checks.preflight import demo_model_folder
     from pdserve.deploy.cluster.ray_cluster import current_ray_address
     from pdserve.deploy.cluster.resources import installed_gpu
@@ -104,6 +107,10 @@ def up(
     from pdserve.deploy.commands.progress import Progress
     from pdserve.deploy.launch import Launch
 
+    if detach:
+        from pdserve.deploy.commands.detach import start_detached
+
+        return start_detached([each for each in sys.argv[1:] if each != "--detach"], Console())
     if hosts > 1 and not ray_address:
         raise ConfigError("--hosts waits for hosts of an existing Ray cluster: add --ray-address, or leave it out")
     if time_scale != 1 and not emulate:
@@ -130,6 +137,16 @@ def up(
         drain_timeout_s=drain_timeout,
     )
     return Supervisor(launch, Progress(Console())).run()
+
+
+@app.command(epilog="Example: pdserve up --detach, and later: pdserve down")
+def down(
+    now: Annotated[bool, typer.Option("--now", help="Cut running requests off instead of finishing them.")] = False,
+) -> int:
+    """End the cluster that runs on this machine."""
+    from pdserve.deploy.commands.detach import stop_cluster
+
+    return stop_cluster(Console(), now=now)
 
 
 @app.command(epilog="Example: pdserve profile --model ./Llama-3.2-1B-Instruct --dtype bfloat16 --cores 2 --cores 1")

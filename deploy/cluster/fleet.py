@@ -152,9 +152,10 @@ class Fleet:
             for host in hosts:
                 host.facts = dataclasses.replace(host.facts, address=LOOPBACK)
         security = self._launch.config.security
-        if not is_loopback([host.address for host in hosts]) and not (security.tls or security.plaintext):
+        exposed = next((host for host in hosts if not is_loopback(host.address)), None)
+        if exposed and not (security.tls or security.plaintext):
             raise DeployError(
-                f"tokens, prompts and KV would cross the network of {hosts[0].name} in plain text: set security.tls, "
+                f"tokens, prompts and KV would cross the network of {exposed.name} in plain text: set security.tls, "
                 "or security.plaintext: true if the network is private"
             )
 

@@ -9,7 +9,6 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -119,6 +118,6 @@ def check_host(facts: HostFacts, ours: HostFacts) -> None:
         raise DeployError(f"it has another model at the same path than {ours.name}; copy one to all hosts")
 
 
-def is_loopback(addresses: Sequence[str]) -> bool:
-    """True if all addresses are for one machine only."""
-    return all(address.startswith("127.") or address in ("::1", "localhost") for address in addresses)
+def is_loopback(address: str) -> bool:
+    """True if the address can be reached from its own machine only."""
+    return address.startswith("127.") or address in ("::1", "localhost")

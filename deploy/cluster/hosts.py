@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from pdserve.contracts.codec import from_plain, to_plain
+from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.cluster.folder import cluster_folder
 from pdserve.deploy.cluster.host_facts import HostFacts, check_host, host_facts
@@ -203,8 +204,10 @@ class RayHost(Host):
         return None
 
     def _reason(self, error: Exception) -> str:
-        lines = str(error).strip().splitlines()
-        return lines[-1] if lines else type(error).__name__
+        if isinstance(error, DeployError | TimeoutError):
+            return str(error)
+        # A package that the host lacks, for example, ends the agent's creation.
+        return str(error).strip().splitlines()[-1] if "creation task" in str(error) else "its agent has ended"
 
 
 def _end_actor(agent: Any) -> None:

@@ -36,6 +36,10 @@ _STARTED = "Ray runtime started."
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 3.0
 _LEAVE_S = 1.0
+_NO_REPORTS = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+"""Hides Ray's long reports on dead workers and nodes; we print one line."""
+_CURRENT_CLUSTER = Path("ray/ray_current_cluster")
+"""File below the temporary folder into which `ray start` writes the address."""
 
 
 class RayCluster(SupervisedProcess):
@@ -107,7 +111,7 @@ class ExistingRay(RayCluster):
 
     def _start(self) -> None:
         # Give up after two attempts if the token is refused.
-        os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "2"
+        os.environ |= {"RAY_NUM_REDIS_GET_RETRIES": "2", **_NO_REPORTS}
 
     def _check_starting(self, now_s: float) -> bool:
         if not self._has_joined(lambda: _join(self._address)):
@@ -156,8 +160,7 @@ class PrivateRay(RayCluster):
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             # No history of calls: a driver would spend 5 s on sending it to a cluster that is gone.
             "RAY_task_events_report_interval_ms": "0",
-            # Hide Ray's long reports on a dead worker; we print one line.
-            "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+            **_NO_REPORTS,
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline_s = 0.0
@@ -218,9 +221,10 @@ class PrivateRay(RayCluster):
 
 def current_ray_address() -> str:
     """Address of the Ray cluster that `ray start` on this host has started or joined; empty if there is none."""
-    from ray._private.utils import read_ray_address
-
-    return read_ray_address() or ""
+    try:  # Ray's own reader would import Ray before its settings are known
+        return (Path(os.environ.get("RAY_TMPDIR", "/tmp")) / _CURRENT_CLUSTER).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _live_nodes() -> list[dict[str, Any]]:

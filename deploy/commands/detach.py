@@ -1,0 +1,84 @@
+"""``pdserve up --detach`` and ``pdserve down``: a cluster in the background, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.folder import find_cluster, running_clusters
+
+LOG = Path("pdserve.log")
+"""Log of a detached cluster, in the current folder."""
+_POLL_S = 0.1
+
+
+def start_detached(arguments: Sequence[str], console: Console) -> int:
+    """Run ``pdserve`` with ``arguments`` in a session of its own; return once it serves, or has ended.
+
+    Returns:
+        0 if it serves, else its exit status; its log has the reason and is shown.
+    """
+    try:
+        with LOG.open("ab") as log:
+            start = log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pdserve.deploy.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise DeployError(f"cannot write {LOG.absolute()}: {error.strerror}; start in another folder") from error
+    with LOG.open("rb") as said:
+        said.seek(start)
+        try:
+            while (status := process.poll()) is None and not _serves(process.pid):
+                _relay(said.read(), console)
+                time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # the banner follows the note
+            _relay(said.read(), console)
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
+    return status or 0
+
+
+def stop_cluster(console: Console, *, now: bool) -> int:
+    """End the user's running cluster and wait for it.
+
+    Args:
+        now: cut running requests off instead of finishing them.
+
+    Raises:
+        DeployError: no cluster runs, or several do.
+    """
+    process_id = find_cluster().pid
+    try:
+        process = psutil.Process(process_id)
+        os.kill(process_id, signal.SIGTERM)
+        if now:
+            time.sleep(_POLL_S)  # two signals at once count as one
+            os.kill(process_id, signal.SIGTERM)
+        process.wait()
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        pass
+    console.print("stopped", highlight=False)
+    return 0
+
+
+def _serves(process_id: int) -> bool:
+    return any(note.pid == process_id for note in running_clusters())
+
+
+def _relay(text: bytes, console: Console) -> None:
+    console.out(text.decode(errors="replace"), end="", highlight=False)
