@@ -142,11 +142,12 @@ def up(
 @app.command(epilog="Example: pdserve up --detach, and later: pdserve down")
 def down(
     now: Annotated[bool, typer.Option("--now", help="Cut running requests off instead of finishing them.")] = False,
+    admin_url: Annotated[str, typer.Option(help="Admin address. Default: the only cluster on this machine.")] = "",
 ) -> int:
-    """End the cluster that runs on this machine."""
+    """End a cluster of yours that runs on this machine."""
     from pdserve.deploy.commands.detach import stop_cluster
 
-    return stop_cluster(Console(), now=now)
+    return stop_cluster(find_cluster(admin_url).pid, Console(), now=now)
 
 
 @app.command(epilog="Example: pdserve profile --model ./Llama-3.2-1B-Instruct --dtype bfloat16 --cores 2 --cores 1")
@@ -232,13 +233,14 @@ def key(
 @app.command(epilog="Example: pdserve status --admin-url http://127.0.0.1:9000")
 def status(
     admin_url: Annotated[str, typer.Option(help="Admin address. Default: the cluster on this machine.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that the router reports as JSON.")] = False,
 ) -> int:
     """Show the workers of a running cluster and their load."""
     from pdserve.deploy.commands.status import show_status
 
     note = None if admin_url else find_cluster()
     is_silent = note is not None and note.is_ray_silent
-    return show_status(note.admin_url if note else admin_url, Console(), is_ray_silent=is_silent)
+    return show_status(note.admin_url if note else admin_url, Console(), is_ray_silent=is_silent, as_json=as_json)
 
 
 @app.command(epilog="Example: pdserve dashboards --out observe && prometheus --config.file observe/prometheus.yml")

@@ -13,7 +13,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.deploy.checks.model import check_host_memory
 from pdserve.deploy.checks.preflight import check_cores, check_devices
-from pdserve.deploy.cluster.host_facts import LOOPBACK, host_facts, is_loopback
+from pdserve.deploy.cluster.host_facts import LOOPBACK, check_network, host_facts
 from pdserve.deploy.cluster.hosts import Host, RayHost, Seat, choose_hosts
 from pdserve.deploy.cluster.ray_cluster import RayCluster
 from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning
@@ -151,13 +151,7 @@ class Fleet:
         if not self._is_networked:
             for host in hosts:
                 host.facts = dataclasses.replace(host.facts, address=LOOPBACK)
-        security = self._launch.config.security
-        exposed = next((host for host in hosts if not is_loopback(host.address)), None)
-        if exposed and not (security.tls or security.plaintext):
-            raise DeployError(
-                f"tokens, prompts and KV would cross the network of {exposed.name} in plain text: set security.tls, "
-                "or security.plaintext: true if the network is private"
-            )
+        check_network([host.facts for host in hosts], self._launch.config.security)
 
     def _home_config(self, name: str, placed: dict[str, Host]) -> WorkerConfig:
         """Configuration of a worker on the host where it is placed first; checks the host once."""

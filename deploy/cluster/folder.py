@@ -94,13 +94,15 @@ def running_clusters() -> list[ClusterNote]:
     return notes
 
 
-def find_cluster() -> ClusterNote:
-    """Find the user's running cluster.
+def find_cluster(admin_url: str = "") -> ClusterNote:
+    """Find the user's running cluster, or the one at ``admin_url``.
 
     Raises:
         DeployError: no cluster runs, or several do.
     """
-    notes = running_clusters()
+    notes = [note for note in running_clusters() if admin_url.rstrip("/") in ("", note.admin_url)]
+    if not notes and admin_url:
+        raise DeployError(f"no cluster of yours runs here at {admin_url}; pdserve status finds it without the address")
     if not notes:
         raise DeployError("no cluster of yours runs here; start one with pdserve up, or give its address")
     if len(notes) > 1:

@@ -9,10 +9,13 @@ import hashlib
 import os
 import shutil
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
+from ipaddress import ip_address
 from pathlib import Path
 
+from pdserve.contracts.deployment import SecurityConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.resources import installed_gpu
 from pdserve.kernels.cpu.build import cache_folder
@@ -118,6 +121,15 @@ def check_host(facts: HostFacts, ours: HostFacts) -> None:
         raise DeployError(f"it has another model at the same path than {ours.name}; copy one to all hosts")
 
 
-def is_loopback(address: str) -> bool:
-    """True if the address can be reached from its own machine only."""
-    return address.startswith("127.") or address in ("::1", "localhost")
+def check_network(hosts: Iterable[HostFacts], security: SecurityConfig) -> None:
+    """Check that no host listens beyond itself without TLS, unless the deployment says that the network is private.
+
+    Raises:
+        DeployError: one would.
+    """
+    exposed = next((facts for facts in hosts if not ip_address(facts.address).is_loopback), None)
+    if exposed and not (security.tls or security.plaintext):
+        raise DeployError(
+            f"tokens, prompts and KV would cross the network of {exposed.label} in plain text; set security.tls, or "
+            "security.plaintext: true if the network is private"
+        )

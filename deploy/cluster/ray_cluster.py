@@ -114,6 +114,8 @@ class ExistingRay(RayCluster):
         os.environ |= {"RAY_NUM_REDIS_GET_RETRIES": "2", **_NO_REPORTS}
 
     def _check_starting(self, now_s: float) -> bool:
+        if self._joining is None:
+            self._connect()  # Ray itself would look for a missing cluster for half a minute
         if not self._has_joined(lambda: _join(self._address)):
             return False
         self._ask(now_s)
@@ -127,9 +129,13 @@ class ExistingRay(RayCluster):
     def _check_up(self, now_s: float) -> None:
         self._ask(now_s)
         if self.desk.is_silent:
-            host, _, port = self._address.rpartition(":")
-            with contextlib.suppress(TimeoutError), socket.create_connection((host, int(port)), timeout=0.5):
-                pass
+            with contextlib.suppress(TimeoutError):
+                self._connect()
+
+    def _connect(self) -> None:
+        """Raises OSError if nothing listens at the address."""
+        host, _, port = self._address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=0.5).close()
 
     def _reason(self, error: Exception) -> str:
         return str(error) if isinstance(error, DeployError) else f"the cluster at {self._address} has ended"

@@ -14,7 +14,7 @@ import psutil
 from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.folder import find_cluster, running_clusters
+from pdserve.deploy.cluster.folder import running_clusters
 
 LOG = Path("pdserve.log")
 """Log of a detached cluster, in the current folder."""
@@ -53,16 +53,13 @@ def start_detached(arguments: Sequence[str], console: Console) -> int:
     return status or 0
 
 
-def stop_cluster(console: Console, *, now: bool) -> int:
-    """End the user's running cluster and wait for it.
+def stop_cluster(process_id: int, console: Console, *, now: bool) -> int:
+    """End a running cluster and wait for it.
 
     Args:
+        process_id: its supervisor's.
         now: cut running requests off instead of finishing them.
-
-    Raises:
-        DeployError: no cluster runs, or several do.
     """
-    process_id = find_cluster().pid
     try:
         process = psutil.Process(process_id)
         os.kill(process_id, signal.SIGTERM)

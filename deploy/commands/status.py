@@ -14,13 +14,19 @@ from pdserve.deploy.cluster.folder import admin_headers
 _TIMEOUT_S = 5.0
 
 
-def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False) -> int:
+def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False, as_json: bool = False) -> int:
     """Print the status; returns 0 if the cluster serves, else 1.
+
+    Args:
+        as_json: print what the router reports, with ``is_ray_silent``, for scripts.
 
     Raises:
         DeployError: no router answers at ``admin_url``.
     """
     status = fetch_status(admin_url)
+    if as_json:
+        console.print_json(data={**status, "is_ray_silent": is_ray_silent})
+        return 0 if status["ready"] and not status["draining"] else 1
     state = "draining" if status["draining"] else "ready" if status["ready"] else "not ready"
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in status["outcomes"].items() if count)
     console.print(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import TlsFiles
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
@@ -25,7 +26,7 @@ TIMEOUT_S = 30.0
 class Peer:
     """Built by `running_peer`."""
 
-    def __init__(self, layout: KvLayout, transport: str, seed: int, token: str) -> None:
+    def __init__(self, layout: KvLayout, transport: str, seed: int, token: str, tls: TlsFiles | None) -> None:
         self.layout = layout
         self.memory = PoolMemory.create(layout)
         self.memory.blocks[:] = random.Random(seed).randbytes(layout.pool_bytes)
@@ -38,6 +39,7 @@ class Peer:
             worker_epoch=EPOCH,
             host="127.0.0.1",
             cluster_token=token,
+            tls=tls,
             transport=transport,
             cpu_cores=(),
             on_message=self.messages.put,
@@ -133,9 +135,14 @@ class Peer:
 
 @contextmanager
 def running_peer(
-    *, layout: KvLayout = LAYOUT, transport: str = "auto", seed: int = 0, token: str = TOKEN
+    *,
+    layout: KvLayout = LAYOUT,
+    transport: str = "auto",
+    seed: int = 0,
+    token: str = TOKEN,
+    tls: TlsFiles | None = None,
 ) -> Iterator[Peer]:
-    peer = Peer(layout, transport, seed, token)
+    peer = Peer(layout, transport, seed, token, tls)
     try:
         yield peer
     finally:

@@ -13,7 +13,6 @@ from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseCon
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
-from pdserve.deploy.checks import model as model_check
 from pdserve.deploy.checks.model import PROCESS_BYTES, check_memory, check_model, worker_memory
 from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig

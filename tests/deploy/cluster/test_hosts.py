@@ -1,0 +1,101 @@
+"""Which host a worker gets, and which hosts are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.deployment import SecurityConfig
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import TlsFiles, WorkerRole
+from pdserve.deploy.cluster.host_facts import check_host, check_network, host_facts, model_digest
+from pdserve.deploy.cluster.hosts import Host, Seat, choose_hosts
+from pdserve.model.weights.demo_model import DEMO_MODEL
+
+FACTS = replace(host_facts("10.0.0.1", str(DEMO_MODEL)), name="a", cores=(0, 1, 2, 3))
+
+
+def host(number: int, **resources: float) -> Host:
+    return Host(replace(FACTS, address=f"10.0.0.{number}"), "/tmp", resources)
+
+
+def prefill(number: int = 0, **needs: float) -> Seat:
+    return Seat(role=WorkerRole.PREFILL, number=number, **needs)  # type: ignore[arg-type]
+
+
+def decode(number: int = 0, **needs: float) -> Seat:
+    return Seat(role=WorkerRole.DECODE, number=number, **needs)  # type: ignore[arg-type]
+
+
+def addresses(found: dict[str, Host | None]) -> dict[str, str]:
+    return {name: host.address if host else "" for name, host in found.items()}
+
+
+def test_both_phases_are_spread_over_all_hosts() -> None:
+    seats = [prefill(0), prefill(1), decode(0), decode(1)]
+    found = addresses(choose_hosts(seats, [host(1), host(2)], {}))
+    assert found == {"prefill-0": "10.0.0.1", "prefill-1": "10.0.0.2", "decode-0": "10.0.0.1", "decode-1": "10.0.0.2"}
+
+
+def test_larger_workers_are_placed_first() -> None:
+    small, large = prefill(0, num_ranks=1), decode(0, num_ranks=3)
+    found = addresses(choose_hosts([small, large], [host(1), host(2)], {}))
+    assert found == {"decode-0": "10.0.0.1", "prefill-0": "10.0.0.2"}
+
+
+def test_a_share_of_a_gpu_needs_one_gpu_with_room_for_it() -> None:
+    seats = [decode(number, gpu_share=0.5) for number in range(3)] + [prefill(0, gpu_share=0.6)]
+    found = addresses(choose_hosts(seats, [host(1, GPU=1), host(2, GPU=1)], {}))
+    assert found["prefill-0"] == "10.0.0.1"
+    assert [found[f"decode-{number}"] for number in range(3)] == ["10.0.0.2", "10.0.0.2", ""]
+
+
+def test_resources_bind_workers_to_hosts_and_run_out() -> None:
+    seats = [prefill(number, resources={"fast": 1}) for number in range(2)]  # type: ignore[arg-type]
+    hosts = [host(1), host(2, fast=1)]
+    assert addresses(choose_hosts(seats, hosts, {})) == {"prefill-0": "10.0.0.2", "prefill-1": ""}
+    assert addresses(choose_hosts(seats[1:], hosts, {"10.0.0.2": seats[:1]})) == {"prefill-1": ""}
+
+
+def test_seats_in_use_count() -> None:
+    found = choose_hosts([decode(1)], [host(1), host(2)], {"10.0.0.1": [prefill(0), decode(0)]})
+    assert addresses(found) == {"decode-1": "10.0.0.2"}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (replace(FACTS, version="0.0.9"), "it has pdserve 0.0.9, and a has .*install one version on all hosts"),
+        (replace(FACTS, model_digest=""), "cannot read the model; put it at the same path on every host"),
+        (replace(FACTS, model_digest="0"), "another model at the same path than a; copy one to all hosts"),
+    ],
+)
+def test_hosts_that_do_not_fit_are_refused(other: object, said: str) -> None:
+    check_host(FACTS, FACTS)
+    with pytest.raises(DeployError, match=said):
+        check_host(other, FACTS)  # type: ignore[arg-type]
+
+
+def test_a_network_needs_tls_or_a_word_of_trust() -> None:
+    tls = TlsFiles(ca="ca", certificate="certificate", key="key")
+    check_network([FACTS], SecurityConfig(plaintext=True))
+    check_network([FACTS], SecurityConfig(tls=tls))
+    check_network([replace(FACTS, address="127.0.0.1"), replace(FACTS, address="::1")], SecurityConfig())
+    with pytest.raises(DeployError, match=r"network of a \(10.0.0.1\) in plain text; set security.tls"):
+        check_network([replace(FACTS, address="127.0.0.1"), FACTS], SecurityConfig())
+
+
+def test_a_digest_tells_fine_tunes_of_one_model_apart(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(10_000_000))
+    (tmp_path / "config.json").write_text("{}")
+    zeros = model_digest(tmp_path)
+    (tmp_path / "notes.log").write_text("not part of the model")
+    assert model_digest(tmp_path) == zeros
+    weights.write_bytes(b"\1" * 10_000_000)
+    ones = model_digest(tmp_path)
+    (tmp_path / "config.json").write_text("{} ")
+    assert len({"", zeros, ones, model_digest(tmp_path)}) == 4
+    assert model_digest(tmp_path / "absent") == ""

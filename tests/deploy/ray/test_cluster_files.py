@@ -1,0 +1,43 @@
+"""The files for ``ray up`` pass Ray's own checks, and name nothing that its providers ignore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from pdserve.deploy.config import read_deployment
+
+FOLDER = Path(__file__).parents[3] / "deploy/ray"
+PROVIDER_KEYS = {"local": {"type", "head_ip", "worker_ips"}, "aws": {"type", "region", "cache_stopped_nodes"}}
+"""Keys of ``provider`` that the files use; Ray lets any pass."""
+
+
+@pytest.fixture(params=sorted(PROVIDER_KEYS))
+def cluster(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{request.param}.yaml").read_text())
+    assert found["provider"]["type"] == request.param
+    return found
+
+
+def test_ray_accepts_the_file(cluster: dict[str, Any]) -> None:
+    validate_config(prepare_config(cluster))
+    assert set(cluster["provider"]) == PROVIDER_KEYS[cluster["provider"]["type"]]
+
+
+def test_as_many_hosts_are_started_as_are_waited_for(cluster: dict[str, Any]) -> None:
+    types = cluster.get("available_node_types", {}).values()
+    num_workers = sum(each.get("min_workers", 0) for each in types) or len(cluster["provider"]["worker_ips"])
+    assert cluster["max_workers"] == num_workers
+    (command,) = (each for each in cluster["head_start_ray_commands"] if each.startswith("pdserve up"))
+    assert f"--hosts {num_workers + 1} " in f"{command} "
+
+
+def test_the_deployment_is_one(cluster: dict[str, Any]) -> None:
+    path = cluster["file_mounts"]["~/pdserve/deployment.yaml"]
+    config = read_deployment(FOLDER.parents[1] / path)
+    assert config.decode.replicas == 2
+    assert config.router.host == "0.0.0.0"
