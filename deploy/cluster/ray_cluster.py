@@ -27,6 +27,9 @@ from pdserve.deploy.cluster.processes import end_session, last_line, session_mem
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
 
+ENDED_S = 60.0
+"""Time without a control store after which the hosts of a Ray cluster end its actors."""
+
 WORKER_RESOURCE = "pdserve_worker"
 """Custom resource of which each worker takes one, if the cluster offers it; workers request no CPU."""
 
@@ -104,6 +107,10 @@ class ExistingRay(RayCluster):
     def __init__(self, desk: RayDesk, address: str) -> None:
         super().__init__(desk)
         self._address = address
+        self._connected_s = 0.0
+        """Time of the last attempt to connect while Ray was silent."""
+        self._refused_since_s = 0.0
+        """Time since which nothing listens at the address; 0 while something may."""
 
     @property
     def address(self) -> str:
@@ -124,13 +131,24 @@ class ExistingRay(RayCluster):
     def _question(self, has_ended: threading.Event) -> None:
         _wait_for_answer(has_ended)
         if not has_ended.is_set():
-            self.nodes = _live_nodes()
+            with contextlib.suppress(Exception):  # asked again soon
+                self.nodes = _live_nodes()
 
     def _check_up(self, now_s: float) -> None:
         self._ask(now_s)
-        if self.desk.is_silent:
-            with contextlib.suppress(TimeoutError):
+        if not self.desk.is_silent:
+            self._refused_since_s = 0.0
+        elif now_s - self._connected_s > self._probe_interval_s:
+            self._connected_s = now_s
+            try:
                 self._connect()
+                self._refused_since_s = 0.0
+            except TimeoutError:
+                pass
+            except OSError:
+                self._refused_since_s = self._refused_since_s or now_s
+                if now_s - self._refused_since_s > ENDED_S:
+                    raise
 
     def _connect(self) -> None:
         """Raises OSError if nothing listens at the address."""

@@ -40,8 +40,6 @@ from pdserve.model.weights.demo_model import DEMO_MODEL
 
 START_TIMEOUT_S = 600.0
 """Time after which a cluster that does not serve is given up; loading weights may take minutes."""
-RAY_LOST_S = 60.0
-"""Time after which an existing Ray cluster that has ended is not waited for; its own hosts wait as long."""
 _READ_BYTES_PER_S = 100e6
 """Slowest disk on which a worker that reads its weights does not count as hung."""
 _TICK_S = 0.05
@@ -63,8 +61,6 @@ class Supervisor:
         self._folder: Path
         self._desk = RayDesk()
         self._ray: RayCluster
-        self._ray_lost_s = 0.0
-        """Time at which it was last found to have ended."""
         self._is_silent = False
         """True while Ray does not answer."""
         self._router: RouterProcess
@@ -184,8 +180,6 @@ class Supervisor:
             return
         self._take_signals()
         self._are_targets_due = True
-        if process is self._ray and state is ProcessState.UP:
-            self._ray_lost_s = time.monotonic()
         if process.state is ProcessState.UP:
             self._progress.note(process.name, f"up at {process.address}")
             return
@@ -193,8 +187,8 @@ class Supervisor:
             raise DeployError(f"{process.name} did not start: {process.failure}")
         if process is self._ray and self._desk.is_silent:  # this process can join no other
             raise DeployError(f"{process.name}: {process.failure} while a call to it hung; start the cluster again")
-        if process is self._ray and self._launch.ray_address and time.monotonic() - self._ray_lost_s > RAY_LOST_S:
-            raise DeployError(f"{process.name}: {process.failure}, and has not come back for {RAY_LOST_S:.0f} s")
+        if process is self._ray and self._launch.ray_address:  # its hosts have ended their workers, too
+            raise DeployError(f"{process.name}: {process.failure}; start Ray, then pdserve up again")
         self._progress.warn(process.name, f"{process.failure}; starting it again")
         if process is self._ray:
             self._fleet.clear()

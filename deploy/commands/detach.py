@@ -49,6 +49,7 @@ def start_detached(arguments: Sequence[str], console: Console) -> int:
             _relay(said.read(), console)
         except KeyboardInterrupt:
             process.terminate()
+            process.wait()
             raise
     return status or 0
 

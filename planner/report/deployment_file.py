@@ -18,7 +18,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner import wording
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.search.hosts import ONE_HOST_TODAY, host_sentence, placed
+from pdserve.planner.search.hosts import host_sentence, placed
 from pdserve.planner.search.plan import Candidate, Plan, Supply
 
 _MIB = 2**20
@@ -176,7 +176,7 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
     if candidate.layout.num_hosts > 1:
         at_rate = goodput.at_rate if goodput is not None else None
         yield host_sentence(candidate.layout, at_rate)
-        yield ONE_HOST_TODAY
+        yield f"Start it with pdserve up --ray-address auto --hosts {candidate.layout.num_hosts}; see docs/hosts.md"
 
 
 def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:

@@ -1,8 +1,8 @@
 """Places a layout's workers on hosts, which decides whether KV moves over links within a host or over the network.
 
 `pdserve.planner.search.layouts` uses it for the search and `pdserve.planner.report.deployment_file` for simulation; a
-running cluster reports its hosts (`pdserve.planner.live.running`). Nothing starts workers on several hosts yet: the
-placement assumes what an operator, or Ray with its SPREAD strategy, would do.
+running cluster reports its hosts (`pdserve.planner.live.running`). `pdserve.deploy.cluster.hosts` places live workers
+by the same rule.
 
 - Each host has devices of one kind; a layout takes as few hosts as its workers fit on.
 - A stage's tensor-parallel group is on one host, and the stages of a pipeline fill a host before the next one, as
@@ -26,9 +26,6 @@ from pdserve.planner.layout import Hosts, Layout, Pool
 from pdserve.planner.search.plan import Supply
 from pdserve.planner.simulate.attainment import Attainment
 from pdserve.planner.wording import ROLE_NAMES, share
-
-ONE_HOST_TODAY = "pdserve up starts workers on one host today."
-"""Note for a layout on several hosts."""
 
 
 def placed(layout: Layout, fleet: Iterable[Supply]) -> Layout:

@@ -32,7 +32,6 @@ from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator, fits
 from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, confirmed, find_best, find_goodput
-from pdserve.planner.search.hosts import ONE_HOST_TODAY
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.search.plan import Candidate, Objective, Plan, Question, Screening
@@ -128,7 +127,7 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
     if any(candidate.layout.spans_hosts for candidate in candidates):
         notes.append(
             "A layout that does not fit one host is assumed to spread both phases over as few hosts as possible; KV "
-            f"crosses the network between workers on different hosts. {ONE_HOST_TODAY}"
+            "crosses the network between workers on different hosts."
         )
     if candidates[0].dollars_per_hour is None:
         notes.append("No cost is shown, because some devices have no known price.")

@@ -26,7 +26,7 @@ TIMEOUT_S = 30.0
 class Peer:
     """Built by `running_peer`."""
 
-    def __init__(self, layout: KvLayout, transport: str, seed: int, token: str, tls: TlsFiles | None) -> None:
+    def __init__(self, layout: KvLayout, transport: str, seed: int, token: str, tls: TlsFiles | None = None) -> None:
         self.layout = layout
         self.memory = PoolMemory.create(layout)
         self.memory.blocks[:] = random.Random(seed).randbytes(layout.pool_bytes)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
+import pytest
+
+from pdserve.deploy.cluster import ray_cluster
+from pdserve.deploy.cluster.ray_cluster import ENDED_S, ExistingRay
+from pdserve.deploy.cluster.ray_desk import RayDesk
+from pdserve.deploy.cluster.supervised_process import ProcessState
 
 SCRIPT = """
 import os, sys, time
@@ -74,3 +82,34 @@ def test_clusters_live_side_by_side_and_end_alone() -> None:
         assert out.strip() == "[]", error
         assert second.returncode == 0
     assert not any(path.exists() for path in object_stores)
+
+
+class SilentDesk(RayDesk):
+    is_silent = True
+
+    def submit(self, call: object) -> Future[None]:
+        return Future()
+
+
+@pytest.mark.parametrize("is_listening", [False, True])
+def test_a_cluster_has_ended_once_nothing_listens_for_as_long_as_its_hosts_wait(is_listening: bool) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if is_listening:
+            listener.listen()
+        cluster = ExistingRay(SilentDesk(), f"127.0.0.1:{listener.getsockname()[1]}")
+        cluster.state = ProcessState.UP
+        for now_s in range(10, 10 + int(ENDED_S), 2):
+            cluster.check(now_s)
+            assert cluster.state is ProcessState.UP
+        cluster.check(20 + ENDED_S)
+        assert (cluster.state is ProcessState.UP) == is_listening
+        assert cluster.failure.endswith("" if is_listening else "has ended")
+
+
+def test_the_address_of_the_hosts_own_ray_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert ray_cluster.current_ray_address() == ""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("10.0.0.1:6379\n")
+    assert ray_cluster.current_ray_address() == "10.0.0.1:6379"
