@@ -1,5 +1,5 @@
-"""The command line: ``pdserve up``, ``key``, ``chat``, ``status``, ``dashboards``, ``plan``, ``simulate``, ``profile``,
-``bench``.
+"""The command line: ``pdserve up``, ``down``, ``key``, ``chat``, ``status``, ``top``, ``dashboards``, ``plan``,
+``simulate``, ``profile``, ``bench``.
 
 Turns every error into one line with the remedy. Each command imports its heavy modules when it runs, so that ``--help``
 is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
@@ -241,6 +241,19 @@ def status(
     note = None if admin_url else find_cluster()
     is_silent = note is not None and note.is_ray_silent
     return show_status(note.admin_url if note else admin_url, Console(), is_ray_silent=is_silent, as_json=as_json)
+
+
+@app.command(epilog="Example: pdserve top --interval 2")
+def top(
+    admin_url: Annotated[str, typer.Option(help="Admin address. Default: the cluster on this machine.")] = "",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two pictures.")] = 1.0,
+    refreshes: Annotated[int, typer.Option(min=0, help="Pictures to draw; 0: until Ctrl-C.")] = 0,
+) -> int:
+    """Watch rates, latencies against the objectives, and the workers of a running cluster."""
+    from pdserve.deploy.commands.top import show_top
+
+    url = admin_url or find_cluster().admin_url
+    return show_top(url, Console(), interval_s=interval, num_refreshes=refreshes)
 
 
 @app.command(epilog="Example: pdserve dashboards --out observe && prometheus --config.file observe/prometheus.yml")

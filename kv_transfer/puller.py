@@ -57,7 +57,10 @@ class PullStream:
     def __init__(
         self, *, address: str, cluster_token: str, tls: TlsFiles | None = None, max_message_bytes: int
     ) -> None:
-        self._channel = open_channel(address, channel_options(max_message_bytes), tls)
+        try:
+            self._channel = open_channel(address, channel_options(max_message_bytes), tls)
+        except ValueError as error:
+            raise PullError("connect", str(error)) from error
         self._call = kv_pb2_grpc.KvTransferStub(self._channel).Pull(None, metadata=call_metadata(cluster_token))
 
     async def open(self, opening: kv_pb2.PullOpen) -> kv_pb2.Opened:

@@ -17,6 +17,7 @@ from pdserve.contracts.errors import ConfigError
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, answer, show_formulas
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
+from pdserve.deploy.commands.ray_file import PROVIDERS, ray_cluster_path
 
 if TYPE_CHECKING:
     from pdserve.planner.search.plan import Effort, Objective
@@ -103,6 +104,14 @@ def plan(
         Path | None,
         typer.Option(help="Deployment file to write for the best placement.", rich_help_panel=options.ANSWER),
     ] = None,
+    ray_cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="PROVIDER",
+            help="local or aws: also write a file for ray up, beside --output.",
+            rich_help_panel=options.ANSWER,
+        ),
+    ] = "",
     report: Annotated[Path | None, typer.Option(help="Report to write (HTML).", rich_help_panel=options.ANSWER)] = None,
     json: Annotated[
         Path | None,
@@ -170,14 +179,15 @@ def plan(
             raise ConfigError(f"--{name} is {value}; write a number above 0")
     if explain and (output or report or live):
         raise ConfigError("--explain searches nothing: leave out --output, --report and --live")
-    options.check_writable(output, report, json)
+    ray_file = _ray_file(ray_cluster, output, decode_gpu) if ray_cluster else None
+    options.check_writable(output, ray_file, report, json)
     if report:
         from pdserve.planner.report.charts import check_drawing
 
         with options.usage():
             check_drawing()
     objectives = Objectives(ttft, tpot, attainment)
-    outputs = Outputs(output, report, json, num_rows=top, num_processes=jobs, model=model)
+    outputs = Outputs(output, ray_cluster, report, json, num_rows=top, num_processes=jobs, model=model)
     if live:
         from pdserve.deploy.commands.plan_live import Watch, plan_live
 
@@ -215,6 +225,16 @@ def plan(
         effort=dataclasses.replace(_effort(requests, seed), most_requests=traffic.max_requests),
     )
     return show_formulas(question, traffic, outputs) if explain else answer(question, traffic, outputs)
+
+
+def _ray_file(provider: str, output: Path | None, decode_gpu: str) -> Path:
+    if provider not in PROVIDERS:
+        raise ConfigError(f"--ray-cluster is {provider!r}; write {' or '.join(PROVIDERS)}")
+    if output is None:
+        raise ConfigError("--ray-cluster writes a file beside the deployment file: add --output")
+    if decode_gpu:
+        raise ConfigError("--ray-cluster writes hosts of one kind: leave out --decode-gpu")
+    return ray_cluster_path(output, provider)
 
 
 def _effort(num_requests: int, seed: int) -> Effort:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.commands import plan_options as options
+from pdserve.deploy.commands.ray_file import ray_cluster_path, ray_cluster_text
 
 if TYPE_CHECKING:
     from pdserve.model.cost.hardware import Hardware
@@ -27,6 +28,8 @@ class Outputs(NamedTuple):
     """Files to write, and how to search and print."""
 
     deployment: Path | None
+    ray_cluster: str
+    """Provider for which to write a file for ``ray up`` beside the deployment; empty writes none."""
     report: Path | None
     json: Path | None
     """``-`` writes to standard output, and nothing else goes there."""
@@ -137,10 +140,24 @@ def _write_deployment(plan: Plan, outputs: Outputs) -> None:
     path, model = outputs.deployment, outputs.model
     assert path is not None
     options.write_text(path, deployment_text(plan, plan.best, _model_path(model)))
+    if outputs.ray_cluster:
+        _write_ray_cluster(plan, path, outputs.ray_cluster)
     found = problems(plan.best.layout, plan.question.model)
     if found and not outputs.is_json_alone:
         note = f"{path} cannot be started yet: {'; '.join(found)}; pdserve simulate reads it"
         options.console().print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _write_ray_cluster(plan: Plan, deployment: Path, provider: str) -> None:
+    layout, (supply, *_) = plan.best.layout, plan.question.fleet
+    text = ray_cluster_text(
+        provider,
+        deployment,
+        num_hosts=layout.num_hosts,
+        gpus_per_host=supply.devices_per_node,
+        gpu=supply.hardware.name,
+    )
+    options.write_text(ray_cluster_path(deployment, provider), text)
 
 
 def _model_path(model: Path | None) -> str:

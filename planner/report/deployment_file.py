@@ -176,7 +176,8 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
     if candidate.layout.num_hosts > 1:
         at_rate = goodput.at_rate if goodput is not None else None
         yield host_sentence(candidate.layout, at_rate)
-        yield f"Start it with pdserve up --ray-address auto --hosts {candidate.layout.num_hosts}; see docs/hosts.md"
+        num_hosts = candidate.layout.num_hosts
+        yield f"Start it with pdserve up --ray-address auto --hosts {num_hosts}, and security set: docs/hosts.md"
 
 
 def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:

@@ -204,7 +204,11 @@ class RemoteWorker(Worker):
         """Run one stream from hello to break; return why it ended and whether the worker had answered."""
         self._commands = asyncio.Queue()
         reason, was_up = "closed", False
-        async with open_channel(self.endpoint.address, CHANNEL_OPTIONS, self._cluster.tls) as channel:
+        try:
+            opened = open_channel(self.endpoint.address, CHANNEL_OPTIONS, self._cluster.tls)
+        except ValueError as error:  # a certificate is being replaced
+            return str(error), False
+        async with opened as channel:
             reader = asyncio.create_task(self._read(channel))
             try:
                 reason = await self._watch(reader)

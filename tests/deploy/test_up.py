@@ -75,6 +75,13 @@ def test_status_shows_every_worker(cluster: UpProcess) -> None:
     assert "decode-0" in run.stdout
 
 
+def test_top_draws_the_cluster(cluster: UpProcess) -> None:
+    shown = pdserve("top", "--admin-url", cluster.admin_url, "--refreshes", "2", "--interval", "0.1").stdout
+    assert "ready: 0 in flight, 0 queued" in shown
+    assert "within both" in shown
+    assert {"prefill-0", "decode-0"} <= set(shown.split())
+
+
 def test_the_router_says_what_the_deployment_does(cluster: UpProcess) -> None:
     status = cluster.status()
     workers = {worker["role"]: (worker["tensor_parallel"], worker["dtype"]) for worker in status["workers"]}

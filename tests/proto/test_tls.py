@@ -10,6 +10,8 @@ import grpc
 import pytest
 
 from pdserve.contracts.placement import TlsFiles
+from pdserve.kv_transfer.puller import PullStream
+from pdserve.kv_transfer.transports import PullError
 from pdserve.proto.rpc import channel_options, listen, open_channel, server_options
 from tests.kv_transfer.peer import running_peer
 
@@ -66,6 +68,8 @@ def test_a_file_that_cannot_be_read_is_named(ours: TlsFiles) -> None:
     gone = TlsFiles(ca=ours.ca, certificate="/absent/host.pem", key=ours.key)
     with pytest.raises(ValueError, match=r"security.tls: cannot read /absent/host.pem: No such file"):
         open_channel("127.0.0.1:1", (), gone)
+    with pytest.raises(PullError, match=r"cannot read /absent/host.pem"):
+        PullStream(address="127.0.0.1:1", cluster_token="", tls=gone, max_message_bytes=1 << 20)
 
 
 def test_the_authority_keeps_its_key_apart(ours: TlsFiles) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pdserve.deploy.commands.ray_file import ray_cluster_text
 from pdserve.deploy.config import read_deployment
 
 FOLDER = Path(__file__).parents[3] / "deploy/ray"
@@ -41,6 +42,22 @@ def test_as_many_hosts_are_started_as_are_waited_for(cluster: dict[str, Any]) ->
     assert cluster["max_workers"] == num_workers
     (command,) = (each for each in cluster["head_start_ray_commands"] if each.startswith("pdserve up"))
     assert f"--hosts {num_workers + 1} " in f"{command} "
+
+
+@pytest.mark.parametrize(("provider", "num_workers"), [("local", 3), ("aws", 4)])
+def test_a_plan_brings_its_hosts(tmp_path: Path, provider: str, num_workers: int) -> None:
+    deployment = tmp_path / "planned.yaml"
+    text = ray_cluster_text(provider, deployment, num_hosts=4, gpus_per_host=8, gpu="h100-sxm")
+    cluster = yaml.safe_load(text)
+    test_ray_accepts_the_file(cluster)
+    test_as_many_hosts_are_started_as_are_waited_for(cluster)
+    assert cluster["max_workers"] == num_workers
+    assert cluster["file_mounts"]["~/pdserve/deployment.yaml"] == str(deployment)
+    if provider == "aws":
+        assert cluster["available_node_types"]["worker"]["resources"]["GPU"] == 8
+        assert "<- with 8 x h100-sxm" in text
+    else:
+        assert cluster["provider"]["worker_ips"] == ["10.0.0.11", "10.0.0.12", "10.0.0.13"]
 
 
 def test_the_deployment_is_one(cluster: dict[str, Any]) -> None:

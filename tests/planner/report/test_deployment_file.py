@@ -69,7 +69,7 @@ def test_what_is_planned_for_several_hosts_says_which_has_what(tmp_path: Path) -
     apart = replace(best, layout=replace(best.layout, hosts=(((0,),), ((1,),))))
     said = (
         "# On 2 hosts, by devices: 1 with 1 prefill, 1 with 1 decode; 0 % of the pulls cross the network.\n"
-        "# Start it with pdserve up --ray-address auto --hosts 2;"
+        "# Start it with pdserve up --ray-address auto --hosts 2, and security set: docs/hosts.md"
     )
     assert said in written(apart, tmp_path).read_text()
     assert "hosts" not in written(best, tmp_path).read_text()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.contracts.placement import TlsFiles, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster
@@ -19,10 +19,12 @@ from tests.router.scripted_worker import ScriptedWorker, until
 
 
 class Recorder(RemoteWorker):
-    def __init__(self, endpoint: WorkerEndpoint, *, cluster_token: str = "", refuse: str = "") -> None:
+    def __init__(
+        self, endpoint: WorkerEndpoint, *, cluster_token: str = "", tls: TlsFiles | None = None, refuse: str = ""
+    ) -> None:
         dispatcher = Dispatcher({}, DispatchSettings(), time.monotonic)
         super().__init__(
-            endpoint, Cluster(dispatcher, RouterMetrics(), cluster_token=cluster_token, stall_timeout_s=0.6)
+            endpoint, Cluster(dispatcher, RouterMetrics(), cluster_token=cluster_token, tls=tls, stall_timeout_s=0.6)
         )
         self.opened: list[worker_pb2.Welcome] = []
         self.steps: list[int] = []
@@ -87,6 +89,21 @@ def test_a_grammar_is_announced_once_in_a_session() -> None:
                 await worker.start()
         await session.close()
         await worker.stop()
+
+    asyncio.run(run())
+
+
+def test_certificates_that_cannot_be_read_end_one_attempt_only(caplog: pytest.LogCaptureFixture) -> None:
+    gone = TlsFiles(ca="/absent/ca.pem", certificate="/absent/host.pem", key="/absent/host.key")
+
+    async def run() -> None:
+        session = Recorder(WorkerEndpoint(worker_id="d", role=WorkerRole.DECODE, address="[::1]:1", epoch=1), tls=gone)
+        session.start()
+        await until(lambda: "security.tls: cannot read /absent/ca.pem" in caplog.text)
+        await asyncio.sleep(0.3)
+        assert session._task is not None
+        assert not session._task.done()
+        await session.close()
 
     asyncio.run(run())
 
