@@ -282,9 +282,11 @@ def _body(request: SimulatedRequest, tokens: list[int], temperature: float) -> b
 
 
 async def _sleep_until(instant_s: float) -> None:
+    # uvloop's timers are of whole milliseconds from the loop's last turn, and so early at times.
     wait_s = instant_s - time.monotonic()
-    if wait_s > 0:
+    while wait_s > 0:
         await asyncio.sleep(wait_s)
+        wait_s = instant_s - time.monotonic()
 
 
 def _request_times(sent: Sequence[_Sent], started_s: float, time_scale: float) -> RequestTimes:

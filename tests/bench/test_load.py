@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
-from pdserve.bench.load import GeneratorHealth, PromptWriter, measure_load
+from pdserve.bench.load import GeneratorHealth, PromptWriter, _sleep_until, measure_load
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from tests.bench.scripted_server import Script, scripted_server, token_events
 
@@ -25,6 +27,19 @@ def test_requests_leave_when_they_are_due_whatever_becomes_of_those_before() -> 
     assert 0.3 < max(server.arrived_s) - min(server.arrived_s) < 2
     assert [len(body["prompt"]) for body in server.bodies] == [5] * 8
     assert server.bodies[0]["path"] == "/v1/completions"
+
+
+def test_no_request_leaves_before_it_is_due() -> None:
+    async def lateness_s() -> list[float]:
+        late_s = []
+        for number in range(40):
+            due_s = time.monotonic() + 0.0013 + number * 1e-5
+            await _sleep_until(due_s)
+            late_s.append(time.monotonic() - due_s)
+        return late_s
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert min(runner.run(lateness_s())) >= 0
 
 
 def test_times_are_those_of_the_first_second_and_last_token() -> None:

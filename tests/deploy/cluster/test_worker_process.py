@@ -203,8 +203,15 @@ def test_nothing_is_restarted_while_ray_is_silent(monkeypatch: pytest.MonkeyPatc
     server = next(process for process in members if process.name() == "gcs_server")
     server.suspend()
     try:
-        probe = joined.desk.submit(lambda: ray_nodes())
-        run_until(worker, lambda: joined.desk.is_stuck)
+        probe = joined.desk.submit(ray_nodes)
+
+        def is_stuck() -> bool:
+            nonlocal probe
+            if probe.done():  # a server may answer one more call before it stops
+                probe = joined.desk.submit(ray_nodes)
+            return joined.desk.is_stuck
+
+        run_until(worker, is_stuck)
         os.kill(worker.process_id, signal.SIGKILL)
         for seconds in range(60):
             worker.check(time.monotonic() + seconds)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from pdserve.deploy.cli import run
 from pdserve.deploy.config import read_deployment
@@ -31,12 +32,34 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
     folder = tmp_path_factory.mktemp("plan")
     model = written(folder / "Llama-3-8B")
     command = [sys.executable, "-m", "pdserve.deploy.cli", "plan", "--model", str(model / "config.json")]
-    command += ["--gpu", "h100", *SMALL, *SHORT, "--price", "3", "--top", "2"]
+    command += ["--gpu", "h100", *SMALL, *SHORT, "--price", "3", "--top", "2", "--ray-cluster", "aws"]
     for option, name in (("--output", "deployment.yaml"), ("--report", "plan.html"), ("--json", "plan.json")):
         command += [option, str(folder / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return Planned(folder, done.stdout, json.loads((folder / "plan.json").read_text()))
+
+
+def test_ray_up_starts_the_planned_hosts(planned: Planned) -> None:
+    cluster = yaml.safe_load((planned.folder / "deployment.ray-aws.yaml").read_text())
+    assert cluster["max_workers"] == 1
+    assert cluster["available_node_types"]["worker"]["resources"]["GPU"] == 2
+    assert cluster["file_mounts"]["~/pdserve/deployment.yaml"] == str(planned.folder / "deployment.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ray-cluster", "gcp", "--output", "x.yaml"), "--ray-cluster is 'gcp'; write local or aws"),
+        (("--ray-cluster", "aws"), "beside the deployment file: add --output"),
+        (("--ray-cluster", "aws", "--output", "x.yaml", "--decode-gpu", "l4"), "one kind: leave out --decode-gpu"),
+    ],
+)
+def test_hosts_that_cannot_be_written_are_refused(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    assert run(["plan", "--model", "/absent", "--gpu", "h100", *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_help_and_refusals_load_no_engine() -> None:
