@@ -156,6 +156,8 @@ class RouterConfig:
     """File of API keys, written by `pdserve key`; empty serves everybody who reaches the port."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages in a browser may call the API, such as ``https://chat.example.com``; ``*`` is every one."""
+    request_log: str = ""
+    """File that gets a line of JSON for each request, without prompts or keys; may be rotated. Empty writes none."""
     replicas: int = 1
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``least-time``, ``goodput``, or a baseline to compare with."""

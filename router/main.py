@@ -36,6 +36,7 @@ from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
+from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
@@ -78,7 +79,7 @@ async def serve(config: RouterProcessConfig) -> int:
     """Build the router, serve both ports and drain on a signal.
 
     Raises:
-        ValueError: a port is taken, or a model folder, hardware name or file of API keys is invalid.
+        ValueError: a port is taken, or a model folder, hardware name, file of API keys or log of requests is invalid.
     """
     stopped = asyncio.create_task(_stop_on_signals().wait())
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path))
@@ -86,6 +87,7 @@ async def serve(config: RouterProcessConfig) -> int:
     # From the token, so that a restarted router finds the blocks that workers have cached.
     cache_secret = config.cluster_token.encode() or secrets.token_bytes(32)
     keys = KeyFile(Path(config.keys_file), cache_secret) if config.keys_file else None
+    request_log = RequestLog(Path(config.request_log)) if config.request_log else None
     public = listen(config.host, config.port, "router.port")
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
 
@@ -100,7 +102,13 @@ async def serve(config: RouterProcessConfig) -> int:
     metrics.track(dispatcher)
     cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.tls)
     app = create_app(
-        cluster, tokenizer, served_name=config.served_name, metrics=metrics, keys=keys, cors_origins=config.cors_origins
+        cluster,
+        tokenizer,
+        served_name=config.served_name,
+        metrics=metrics,
+        keys=keys,
+        cors_origins=config.cors_origins,
+        request_log=request_log,
     )
     servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs)), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
@@ -123,6 +131,8 @@ async def serve(config: RouterProcessConfig) -> int:
             server.should_exit = True
         await asyncio.gather(*serving, *helpers, return_exceptions=True)
         await cluster.close()
+        if request_log is not None:
+            request_log.close()
     return 0
 
 

@@ -265,12 +265,24 @@ class TokenTimer:
             self._num_gaps[choice] += 1
             self._metrics.gap(now_s - last_s)
 
-    def finished(self) -> None:
+    @property
+    def ttft_s(self) -> float | None:
+        """TTFT; None before token 0."""
+        return max(self._first_s.values()) - self._arrived_s if self._first_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean gap so far; None without one."""
         gaps = self._num_gaps.items()
         tpots_s = [(self._last_s[choice] - self._first_s[choice]) / num_gaps for choice, num_gaps in gaps if num_gaps]
+        return max(tpots_s, default=None)
+
+    def finished(self) -> None:
+        ttft_s = self.ttft_s
+        assert ttft_s is not None
         self._metrics.answered(
-            ttft_s=max(self._first_s.values()) - self._arrived_s,
-            tpot_s=max(tpots_s, default=None),
+            ttft_s=ttft_s,
+            tpot_s=self.tpot_s,
             duration_s=max(self._last_s.values()) - self._arrived_s,
-            num_tokens=sum(1 + num_gaps for _, num_gaps in gaps),
+            num_tokens=sum(1 + num_gaps for num_gaps in self._num_gaps.values()),
         )

@@ -18,6 +18,7 @@ from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
 from pdserve.router.http.edge import Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
 from pdserve.router.http.keys import RATE_HEADERS, KeyFile
+from pdserve.router.http.request_log import RequestLog
 from pdserve.router.http.writer import VERSION
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -40,6 +41,7 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     keys: KeyFile | None = None,
     cors_origins: Sequence[str] = (),
+    request_log: RequestLog | None = None,
 ) -> FastAPI:
     """Create the application for one model.
 
@@ -48,11 +50,14 @@ def create_app(
         max_body_bytes: larger request bodies are refused with 413.
         keys: every route but ``/live`` needs one of these; None serves everybody.
         cors_origins: origins whose pages may call the API.
+        request_log: gets a line for each request; None writes none.
     """
     edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app)
-    app.add_middleware(EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes, keys=keys)
+    app.add_middleware(
+        EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes, keys=keys, request_log=request_log
+    )
     if cors_origins:  # outermost: a browser asks before it sends a key
         app.add_middleware(
             CORSMiddleware,

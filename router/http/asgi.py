@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, api_error
 from pdserve.router.http.keys import Caller, KeyFile
+from pdserve.router.http.request_log import RequestEntry, RequestLog
 from pdserve.router.metrics import RouterMetrics
 
 
@@ -129,14 +130,23 @@ OPEN_PATH = "/live"
 
 
 class EdgeMiddleware:
-    """Sets ``request_id``, ``arrived_s`` (`time.monotonic`) and ``caller`` (None without keys) in the request's state;
-    returns ``X-Request-Id``. Refuses requests without a key of ``keys`` before anything of them is read."""
+    """Sets ``request_id``, ``arrived_s`` (`time.monotonic`), ``entry`` of the log and ``caller`` (None without keys) in
+    the request's state; returns ``X-Request-Id``. Refuses requests without a key of ``keys`` before anything of them is
+    read. Logs every POST at its end."""
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics, max_body_bytes: int, keys: KeyFile | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: RouterMetrics,
+        max_body_bytes: int,
+        keys: KeyFile | None,
+        request_log: RequestLog | None,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._keys = keys
+        self._request_log = request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -146,13 +156,15 @@ class EdgeMiddleware:
         wanted_id = sent.get("x-request-id", "")
         request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, arrived_s=time.monotonic(), caller=None)
-        is_answered = False
+        arrived_s = time.monotonic()
+        entry = RequestEntry(request_id, scope["path"], arrived_s)
+        state.update(request_id=request_id, arrived_s=arrived_s, entry=entry, caller=None)
+        status: int | None = None
 
         async def send_noted(message: Message) -> None:
-            nonlocal is_answered
+            nonlocal status
             if message["type"] == "http.response.start":
-                is_answered = True
+                status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
                 if state["caller"] is not None:
@@ -165,12 +177,15 @@ class EdgeMiddleware:
                 state["caller"] = _caller(self._keys, sent.get("authorization", ""))
             await self._app(scope, self._bounded(receive, sent), send_noted)
         except Exception as error:
-            if is_answered:
+            if status is not None:
                 raise
             await api_error(error).response()(scope, receive, send_noted)
         finally:
             if state["caller"] is not None:
+                entry.tenant = state["caller"].key.tenant
                 state["caller"].close()
+            if self._request_log is not None and scope["method"] == "POST":
+                self._request_log.write(entry, status)
 
     def _bounded(self, receive: Receive, headers: Headers) -> Receive:
         """``receive`` that refuses a body which is too large or does not arrive; a declared length is checked before

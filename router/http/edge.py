@@ -251,6 +251,7 @@ class Edge:
         if request.state.caller is not None:
             request.state.caller.num_answered = lambda: sum(answer.num_completion_tokens for answer in answers)
         timer = TokenTimer(self.metrics, request.state.arrived_s)
+        request.state.entry.answering(answers, timer)
         if body.stream:
             return EventStream(answers, writer, timer)
         async with cancel_on_disconnect(request.receive), aclosing(deltas_of(answers)) as deltas:

@@ -75,6 +75,8 @@ class Request:
         """A worker has begun to compute the prompt."""
         self.num_cached_tokens = 0
         """Prompt tokens that choice 0 found in a prefix cache; meaningful once token 0 is out."""
+        self.workers: list[str] = []
+        """Ids of the workers that got a choice, in order."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Log probabilities of every prompt token but the first, if requested; complete once token 0 is out."""
 
@@ -219,6 +221,7 @@ class Attempt:
         self.number += 1
         self.state = RequestState.PREFILLING
         self.prefill, self.handoff = worker, handoff
+        self.request.workers.append(worker.worker_id)
         self._sent = request = GenerationRequest(
             request_id=self.request_id,
             attempt=self.number,
@@ -243,6 +246,7 @@ class Attempt:
         assert self.source is not None
         assert self._sent is not None
         self.decode = worker
+        self.request.workers.append(worker.worker_id)
         self.num_bindings += 1
         worker.in_flight.add_decode(self.request_id, self._sent.num_known_tokens, num_blocks)
         worker.prepare(replace(self._sent, deadline_s=max(deadline_s, MIN_DURATION_S)), self.source)

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Literal, NamedTuple
 
 from pdserve.contracts.events import TokenEvent
-from pdserve.contracts.request import FinishReason
+from pdserve.contracts.request import FinishReason, Outcome
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.cluster.cluster import Cluster, TokenStream
 from pdserve.router.requests.request import GenerationError, RequestSpec
@@ -156,6 +156,10 @@ class Answer:
         self.num_cached_tokens = 0
         self.num_completion_tokens = 0
         """Generated tokens, including those without text but not a hidden one."""
+        self.outcome = Outcome.REJECTED
+        """How the generation ended; meaningful at its end."""
+        self.workers: Sequence[str] = ()
+        """Ids of the workers that got the request, in order; set at its end."""
         self._cluster = cluster
         self._spec = spec
         self._choices = choices
@@ -184,6 +188,8 @@ class Answer:
                     return
         finally:
             stream.cancel()
+            self.outcome = stream.outcome or self.outcome
+            self.workers = stream.workers
         raise GenerationError(500, "the generation ended without a last token")
 
     def _delta_of(self, token: TokenEvent, stream: TokenStream) -> TextDelta:

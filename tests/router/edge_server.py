@@ -15,12 +15,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from pdserve.contracts.events import RequestKey, TokenEvent
-from pdserve.contracts.request import FinishReason, SamplingParams
+from pdserve.contracts.request import FinishReason, Outcome, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.cluster.cluster import Cluster, TokenStream
 from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
+from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -49,6 +50,7 @@ class ScriptedGeneration(TokenStream):
     """Choices that the edge finished."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
+    workers: list[str] = field(default_factory=lambda: ["prefill-0", "decode-1"])
     ready: list[TokenEvent] = field(default_factory=list)
     """Tokens that arrive together with the last one yielded by the script."""
 
@@ -67,6 +69,10 @@ class ScriptedGeneration(TokenStream):
         self.prompt_logprobs = [
             TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0
         ]
+
+    @property
+    def outcome(self) -> Outcome:  # type: ignore[override]
+        return Outcome.CANCELLED if False in self.cancels else Outcome.FINISHED
 
     def take_ready(self) -> Sequence[TokenEvent]:
         ready, self.ready = self.ready, []
@@ -237,13 +243,17 @@ class EdgeServer:
 
 @contextmanager
 def running_edge(
-    keys: KeyFile | None = None, template: str = CHAT_TEMPLATE, cors_origins: Sequence[str] = ()
+    keys: KeyFile | None = None,
+    template: str = CHAT_TEMPLATE,
+    cors_origins: Sequence[str] = (),
+    log: Path | None = None,
 ) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), template)
         tokenizer = ChatTokenizer.from_folder(Path(folder))
     generator, metrics = ScriptedGenerator(), RecordingMetrics()
+    request_log = RequestLog(log) if log is not None else None
     app = create_app(
         generator,
         tokenizer,
@@ -252,6 +262,7 @@ def running_edge(
         max_body_bytes=MAX_BODY_BYTES,
         keys=keys,
         cors_origins=cors_origins,
+        request_log=request_log,
     )
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
@@ -267,3 +278,5 @@ def running_edge(
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)
+        if request_log is not None:
+            request_log.close()

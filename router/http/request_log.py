@@ -1,0 +1,92 @@
+"""Log of requests: one JSON object per line and request, without prompts, answers or keys."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.contracts.request import Outcome
+from pdserve.router.metrics import TokenTimer
+from pdserve.router.text.answer import Answer
+
+LEFT = 499
+"""Status of a request whose client left before one was sent, as in nginx."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class RequestLog:
+    """Appends to a file, which may be moved or removed at any time, as logrotate does."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        try:
+            self._file = WatchedFileHandler(path)
+        except OSError as error:
+            raise ValueError(
+                f"router.request_log {path} cannot be written ({error.strerror}); name a file in a folder of this user"
+            ) from error
+
+    def write(self, entry: RequestEntry, status: int | None) -> None:
+        """Append ``entry``; ``status`` is None if none was sent."""
+        line = _encode(entry.fields(LEFT if status is None else status)).decode()
+        self._file.handle(logging.makeLogRecord({"msg": line}))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RequestEntry:
+    """What the log says of one request; `answering` adds what is known once it generates."""
+
+    def __init__(self, request_id: str, path: str, arrived_s: float) -> None:
+        """``arrived_s``: by `time.monotonic`."""
+        self.tenant = ""
+        self._request_id = request_id
+        self._path = path
+        self._arrived_s = arrived_s
+        self._answers: Sequence[Answer] = ()
+        self._timer: TokenTimer | None = None
+
+    def answering(self, answers: Sequence[Answer], timer: TokenTimer) -> None:
+        self._answers, self._timer = answers, timer
+
+    def fields(self, status: int) -> dict[str, Any]:
+        """Times are in seconds. ``outcome`` is that of the first prompt which did not finish; ``workers`` are in the
+        order in which they got the request, one more for each fail-over."""
+        fields: dict[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": self._request_id,
+            "path": self._path,
+            "status": status,
+            "duration_s": round(time.monotonic() - self._arrived_s, 6),
+        }
+        if self.tenant:
+            fields["tenant"] = self.tenant
+        if self._timer is None:
+            return fields
+        return fields | {
+            "outcome": next(
+                (each.outcome for each in self._answers if each.outcome is not Outcome.FINISHED), Outcome.FINISHED
+            ),
+            "prompt_tokens": sum(len(answer.prompt_tokens) for answer in self._answers),
+            "cached_tokens": sum(answer.num_cached_tokens for answer in self._answers),
+            "completion_tokens": sum(answer.num_completion_tokens for answer in self._answers),
+            "ttft_s": _rounded(self._timer.ttft_s),
+            "tpot_s": _rounded(self._timer.tpot_s),
+            "workers": [worker for answer in self._answers for worker in answer.workers],
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
