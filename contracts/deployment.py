@@ -156,6 +156,8 @@ class RouterConfig:
     """File of API keys, written by `pdserve key`; empty serves everybody who reaches the port."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages in a browser may call the API, such as ``https://chat.example.com``; ``*`` is every one."""
+    page: bool = True
+    """Serve the page at ``/``: the cluster as a picture, its latencies, and a chat. With API keys it asks for one."""
     request_log: str = ""
     """File that gets a line of JSON for each request, without prompts or keys; may be rotated. Empty writes none."""
     replicas: int = 1

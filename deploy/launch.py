@@ -185,6 +185,7 @@ def router_config(
         open_metrics=router.open_metrics,
         keys_file=router.keys_file and str(Path(router.keys_file).absolute()),
         cors_origins=router.cors_origins,
+        page=router.page,
         request_log=router.request_log and str(Path(router.request_log).absolute()),
         slo=launch.config.slo,
         policy=router.policy,

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
+from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.policy import Costs
 
@@ -40,7 +41,7 @@ class Target(BaseModel):
     epoch: int = Field(ge=0, lt=2**64)
 
 
-def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs) -> FastAPI:
+def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs, overview: Overview) -> FastAPI:
     model = {"path": str(Path(config.model_path).resolve()), "name": config.served_name}
     app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -72,6 +73,11 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
         """Refuse new requests; running ones continue. The process stays; SIGTERM ends it once `in_flight` is 0."""
         cluster.dispatcher.begin_drain()
         return {"draining": True, "in_flight": cluster.dispatcher.num_in_flight}
+
+    @app.get("/overview")
+    async def show_overview() -> dict[str, Any]:
+        """Figures of the last minute, for `pdserve top`."""
+        return overview.now()
 
     @app.get("/status")
     async def status() -> dict[str, Any]:

@@ -38,6 +38,7 @@ from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.policy import Costs
@@ -101,18 +102,21 @@ async def serve(config: RouterProcessConfig) -> int:
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
     metrics.track(dispatcher)
     cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.tls)
+    overview = Overview(cluster, metrics, config.slo, config.served_name)
     app = create_app(
         cluster,
         tokenizer,
+        overview=overview if config.page else None,
         served_name=config.served_name,
         metrics=metrics,
         keys=keys,
         cors_origins=config.cors_origins,
         request_log=request_log,
     )
-    servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs)), admin)]
+    servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs, overview)), admin)]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
-    helpers = [asyncio.create_task(cluster.sweep_forever()), asyncio.create_task(cluster.keep_proven())]
+    endless = (cluster.sweep_forever(), cluster.keep_proven(), overview.sample_forever())
+    helpers = [asyncio.create_task(each) for each in endless]
     addresses: dict[str, str | int] = {}
     for name, listener in (("", public), ("admin_", admin)):
         addresses[f"{name}host"], addresses[f"{name}port"] = listener.getsockname()[:2]

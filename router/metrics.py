@@ -7,7 +7,8 @@ Names, help texts, labels and buckets live only in the contracts. Makes no decis
 from __future__ import annotations
 
 import time
-from typing import Any, TypeVar
+from collections import deque
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -36,6 +37,18 @@ RETRY_REASONS = ("cancelled", "failed", "kv_unavailable", "rebound", "refused", 
 
 STEP_KINDS = ("decode", "prefill")
 """Steps whose rows have one new token each, and steps in which some have more."""
+
+
+MAX_FAILURES = 20
+
+
+class Failure(NamedTuple):
+    """Failures of one kind in a row."""
+
+    time: float
+    """Of the last one, in seconds since 1970."""
+    text: str
+    times: int
 
 
 Family = TypeVar("Family", Counter, Gauge, Histogram)
@@ -96,6 +109,8 @@ class RouterMetrics(DispatchObserver):
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self._slo = slo or SloConfig()
+        self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
+        """Requests that failed and workers that were lost, in words, the newest last."""
 
         def family(kind: type[Family], metric: metrics.Metric) -> Family:
             assert metric.kind == kind.__name__.lower()
@@ -192,6 +207,12 @@ class RouterMetrics(DispatchObserver):
         error = request.error
         if error is not None and error.status != 400 and not request.spec.is_probe:
             self.slo_requests.labels("failed", "failed").inc()
+            self.failed(f"{error.status}: {error.message}")
+
+    def failed(self, text: str) -> None:
+        """Note a failure in words."""
+        last = self.failures.pop() if self.failures and self.failures[-1].text == text else None
+        self.failures.append(Failure(time.time(), text, last.times + 1 if last else 1))
 
     def observe_transfer(self, report: worker_pb2.TransferReport) -> None:
         """Record one pull, as reported by the decode worker."""

@@ -32,6 +32,8 @@ class RouterProcessConfig:
     """File of API keys (`pdserve.router.http.keys`); empty serves everybody."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the API."""
+    page: bool = True
+    """Serve the page, which shows the cluster, at ``/``."""
     request_log: str = ""
     """File that gets a line of JSON for each request (`pdserve.router.http.request_log`); empty writes none."""
     slo: SloConfig = field(default_factory=SloConfig)

@@ -257,6 +257,8 @@ class Supervisor:
             tokens = f"{blocks * config.model.block_size:,} tokens of KV cache"
             rows.append((role.value, f"{count} worker{'s' * (count > 1)}, {tokens}"))
         rows += [("transport", config.kv_transfer.transport), ("API", f"{router.address}/v1")]
+        if config.router.page:
+            rows.append(("page", f"{router.address}/"))
         rows.append(("admin", router.admin_url))
         self._progress.banner(rows, curl_command(router.address, router.config.served_name))
 

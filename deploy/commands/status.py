@@ -41,7 +41,12 @@ def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False
 
 
 def fetch_status(admin_url: str, option: str = "--admin-url") -> dict[str, Any]:
-    """Fetch the router's status.
+    """Fetch the router's status, as `fetch`."""
+    return fetch(admin_url, "status", option)
+
+
+def fetch(admin_url: str, path: str, option: str = "--admin-url") -> dict[str, Any]:
+    """Fetch what a router's admin port has at ``path``.
 
     Args:
         option: name of the option that set the address, for messages.
@@ -50,15 +55,15 @@ def fetch_status(admin_url: str, option: str = "--admin-url") -> dict[str, Any]:
         DeployError: no answer, or not a router's.
     """
     try:
-        url, headers = f"{admin_url.rstrip('/')}/status", admin_headers(admin_url)
+        url, headers = f"{admin_url.rstrip('/')}/{path}", admin_headers(admin_url)
         answer = httpx.get(url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise DeployError(f"{admin_url} refuses the admin token; set PDSERVE_ADMIN_TOKEN to that of its cluster")
-        status: dict[str, Any] = answer.raise_for_status().json()
-        status["workers"], status["ready"]
+        found: dict[str, Any] = answer.raise_for_status().json()
+        found["workers"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise DeployError(f"no pdserve router answers at {admin_url}: {error}; check {option}") from error
-    return status
+    return found
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:

@@ -80,6 +80,7 @@ class RemoteWorker(Worker):
         """Grammars announced in this session, the latest ones."""
         self._commands: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
+        self._is_closing = False
 
     # Commands
 
@@ -163,6 +164,8 @@ class RemoteWorker(Worker):
 
     def session_broken(self, reason: str) -> None:
         """The stream broke; called exactly once per `session_opened` that returned."""
+        if not self._is_closing:
+            self._cluster.metrics.failed(f"{self.worker_id} was lost: {reason}")
         self.metrics.up.set(0)
         self._cluster.worker_lost(self)
 
@@ -184,6 +187,7 @@ class RemoteWorker(Worker):
 
     async def close(self) -> None:
         """End the session for good; calls `session_broken` if it was open."""
+        self._is_closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})

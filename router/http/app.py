@@ -18,9 +18,11 @@ from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
 from pdserve.router.http.edge import Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
 from pdserve.router.http.keys import RATE_HEADERS, KeyFile
+from pdserve.router.http.page import add_page_routes
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.http.writer import VERSION
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.overview import Overview
 from pdserve.router.text.tokenizer import ChatTokenizer
 
 _READ = ["GET", "HEAD"]
@@ -42,15 +44,17 @@ def create_app(
     keys: KeyFile | None = None,
     cors_origins: Sequence[str] = (),
     request_log: RequestLog | None = None,
+    overview: Overview | None = None,
 ) -> FastAPI:
     """Create the application for one model.
 
     Args:
         served_name: model name for clients.
         max_body_bytes: larger request bodies are refused with 413.
-        keys: every route but ``/live`` needs one of these; None serves everybody.
+        keys: every route but ``/live`` and the page's files needs one of these; None serves everybody.
         cors_origins: origins whose pages may call the API.
         request_log: gets a line for each request; None writes none.
+        overview: what the page at ``/`` shows; None serves no page.
     """
     edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -69,6 +73,8 @@ def create_app(
         )
     _add_openai_routes(app, edge)
     _add_status_routes(app, cluster)
+    if overview is not None:
+        add_page_routes(app, overview)
     return app
 
 

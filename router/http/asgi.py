@@ -20,11 +20,12 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, api_error
 from pdserve.router.http.keys import Caller, KeyFile
+from pdserve.router.http.page import KEY_COOKIE, PAGE_PATHS
 from pdserve.router.http.request_log import RequestEntry, RequestLog
 from pdserve.router.metrics import RouterMetrics
 
@@ -125,8 +126,8 @@ _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Id that a client may choose for its request."""
 
 
-OPEN_PATH = "/live"
-"""The only path that never needs a key."""
+OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
+"""Paths that never need a key: the page's files are the same for everybody, and ask for one."""
 
 
 class EdgeMiddleware:
@@ -173,8 +174,8 @@ class EdgeMiddleware:
             await send(message)
 
         try:
-            if self._keys is not None and scope["path"] != OPEN_PATH:
-                state["caller"] = _caller(self._keys, sent.get("authorization", ""))
+            if self._keys is not None and scope["path"] not in OPEN_PATHS:
+                state["caller"] = _caller(self._keys, sent)
             await self._app(scope, self._bounded(receive, sent), send_noted)
         except Exception as error:
             if status is not None:
@@ -222,8 +223,10 @@ class EdgeMiddleware:
         return ApiError(413, message, headers=_CLOSE)
 
 
-def _caller(keys: KeyFile, authorization: str) -> Caller:
-    scheme, _, text = authorization.partition(" ")
+def _caller(keys: KeyFile, headers: Headers) -> Caller:
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    if not scheme:
+        scheme, text = "bearer", cookie_parser(headers.get("cookie", "")).get(KEY_COOKIE, "")
     caller = keys.caller(text.strip()) if scheme.lower() == "bearer" else None
     if caller is None:
         message = "this server needs a valid API key; send it in the header Authorization: Bearer KEY"

@@ -253,7 +253,7 @@ class Edge:
         timer = TokenTimer(self.metrics, request.state.arrived_s)
         request.state.entry.answering(answers, timer)
         if body.stream:
-            return EventStream(answers, writer, timer)
+            return EventStream(answers, writer, timer, shows_workers="x-show-workers" in request.headers)
         async with cancel_on_disconnect(request.receive), aclosing(deltas_of(answers)) as deltas:
             async for batch in deltas:
                 for delta in batch:

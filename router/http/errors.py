@@ -22,7 +22,7 @@ from pdserve.router.requests.request import GenerationError
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
-"""Status, only in metrics, of a request whose client left before another status was sent."""
+"""Status, in metrics and the log only, of a request whose client left before another status was sent."""
 
 MAX_MESSAGE_CHARS = 1000
 MAX_NAME_CHARS = 64

@@ -13,11 +13,9 @@ from typing import Any
 import msgspec
 
 from pdserve.contracts.request import Outcome
+from pdserve.router.http.errors import CLIENT_LEFT
 from pdserve.router.metrics import TokenTimer
 from pdserve.router.text.answer import Answer
-
-LEFT = 499
-"""Status of a request whose client left before one was sent, as in nginx."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -39,7 +37,7 @@ class RequestLog:
 
     def write(self, entry: RequestEntry, status: int | None) -> None:
         """Append ``entry``; ``status`` is None if none was sent."""
-        line = _encode(entry.fields(LEFT if status is None else status)).decode()
+        line = _encode(entry.fields(CLIENT_LEFT if status is None else status)).decode()
         self._file.handle(logging.makeLogRecord({"msg": line}))
 
     def close(self) -> None:

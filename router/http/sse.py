@@ -42,10 +42,14 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Sequence[Answer], writer: EventWriter, timer: TokenTimer) -> None:
+    def __init__(
+        self, answers: Sequence[Answer], writer: EventWriter, timer: TokenTimer, *, shows_workers: bool = False
+    ) -> None:
+        """``shows_workers``: end with a comment that names the workers."""
         self._answers = answers
         self._writer = writer
         self._timer = timer
+        self._shows_workers = shows_workers
         self._is_started = False
         self._writing_since_s: float | None = None
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -73,6 +77,9 @@ class EventStream(StreamingResponse):
                     for delta in batch:
                         self._timer.token(delta.choice)
             self._timer.finished()
+            if self._shows_workers:
+                workers = " ".join(worker for answer in self._answers for worker in answer.workers)
+                last = f": workers {workers}\n\n".encode()
         except Exception as error:
             await _end(waiting)
             if not self._is_started:

@@ -212,6 +212,14 @@ class Dispatcher:
                 missing = "decode worker" if any(worker.takes_work for worker in self.workers.values()) else "worker"
                 self.fail(attempt.request, GenerationError(503, f"no {missing} is up", retry_after_s=retry_after_s))
 
+    def links(self) -> Counter[tuple[str, str]]:
+        """Answers that were handed over, or are about to be: their number by ids of prefill and decode worker."""
+        return Counter(
+            (attempt.prefill.worker_id, attempt.decode.worker_id)
+            for attempt in self._attempts.values()
+            if attempt.prefill is not None and attempt.decode is not None
+        )
+
     # Workers
 
     def worker_up(self, worker: Worker) -> None:

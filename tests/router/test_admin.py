@@ -18,6 +18,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.live.running import running_cluster
 from pdserve.router.admin import create_admin_app
+from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.request import GenerationError
 from tests.router.rig import SHAPE, Rig, hand_off, running_rig, with_workers
@@ -31,7 +32,9 @@ COSTS = {WorkerRole.DECODE: CostModel(SHAPE, hardware("l4"), Precision())}
 
 @asynccontextmanager
 async def admin_client(rig: Rig, config: RouterProcessConfig = SERVED) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_admin_app(rig.cluster, config, COSTS))
+    overview = Overview(rig.cluster, rig.metrics, config.slo, config.served_name)
+    overview.sample(0.0)
+    transport = httpx.ASGITransport(create_admin_app(rig.cluster, config, COSTS, overview))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9") as client:
         yield client
 
