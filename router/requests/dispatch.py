@@ -47,6 +47,8 @@ MAX_FAILURES = 2
 """Failed steps after which the request itself is blamed."""
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
+MAX_LOSSES = 2
+"""Lost workers in a row after which a choice that they computed is a suspect."""
 LATE_S = 20.0
 """TTFT objective sent for a late request, which orders it behind others for that long."""
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
@@ -130,6 +132,9 @@ class Dispatcher:
         """Attempts by request id, as in the next two tables."""
         self._queued: dict[int, Attempt] = {}
         self._unbound: dict[int, Attempt] = {}
+        self._suspects: dict[int, Attempt] = {}
+        """Attempts that may be what ends workers. They are tried one at a time: the first is on trial, all others wait
+        in the queue."""
         self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
         """End of each cut-off by (prefill worker, decode worker); a replaced worker is another key and starts clean."""
         self._request_ids = itertools.count(1)
@@ -206,6 +211,9 @@ class Dispatcher:
             if now_s >= self._deadline_s(request):
                 self.fail(request, _late_error())
         for attempt in list(self._queued.values()):
+            if self._awaits_trial(attempt):
+                attempt.queued_s = now_s
+                continue
             wait_s = self._settings.new_wait_s if attempt.number < 0 else self._settings.worker_wait_s
             if now_s - attempt.queued_s >= wait_s:
                 retry_after_s = max(self._settings.new_wait_s, MIN_RETRY_AFTER_S)
@@ -243,7 +251,7 @@ class Dispatcher:
                 continue
             if worker is attempt.prefill and not attempt.needs_prefill:
                 attempt.is_prefill_over = True
-            else:
+            elif not self._is_to_blame(attempt, worker):
                 self._go_on_without(attempt, worker, "worker_lost", f"worker {worker.worker_id} was lost")
 
     # Events
@@ -366,6 +374,7 @@ class Dispatcher:
         del self._attempts[attempt.request_id]
         self._queued.pop(attempt.request_id, None)
         self._unbound.pop(attempt.request_id, None)
+        self._acquit(attempt)
 
     def _deadline_s(self, request: Request) -> float:
         return request.spec.arrived_s + self._settings.deadline_s
@@ -375,6 +384,9 @@ class Dispatcher:
     def _place(self, attempt: Attempt) -> None:
         """Send the attempt to the worker chosen by the policy, or queue it until one comes up."""
         self._unbound.pop(attempt.request_id, None)
+        if self._awaits_trial(attempt):
+            self._queued[attempt.request_id] = attempt
+            return
         start_s = self._now_s()
         workers = [worker for worker in self.workers.values() if worker.takes_work]
         if not workers:
@@ -477,6 +489,9 @@ class Dispatcher:
         elif token.index == 1 and attempt.handoff:
             self._observer.handoff_stalled(self._now_s() - attempt.began_s)
         attempt.emitted.append(token.token)
+        if attempt.num_losses and attempt.num_new_tokens > 1:
+            attempt.num_losses = 0
+            self._acquit(attempt)
         token.choice = attempt.choice
         attempt.request.token_received(token)
         if token.finish:
@@ -556,6 +571,39 @@ class Dispatcher:
             self._go_on_without(attempt, worker, "kv_unavailable", event.message)
         else:
             self._retry(attempt, "kv_unavailable", event.message)
+
+    # Blame
+
+    def _is_to_blame(self, attempt: Attempt, worker: Worker) -> bool:
+        """Whether the attempt was on trial when ``worker`` was lost, which then fails its request; else count the loss.
+
+        A worker's end has no cause that the router could know, so all that it computed share the blame. One loss is an
+        ordinary fail-over. After `MAX_LOSSES` in a row a request is a suspect, and the next loss while it alone is on
+        trial is its fault: a request can end three workers, not every one.
+        """
+        if not attempt.is_computed_by(worker):
+            return False
+        attempt.num_losses += 1
+        if attempt.num_losses > MAX_LOSSES and not self._awaits_trial(attempt):
+            log.error("request %x: %d workers in a row ended computing it", attempt.request_id, attempt.num_losses)
+            message = f"{attempt.num_losses} workers in a row ended while they computed this request"
+            self.fail(attempt.request, GenerationError(500, message))
+            return True
+        if attempt.num_losses == MAX_LOSSES:
+            log.warning("request %x: %d workers in a row ended computing it", attempt.request_id, MAX_LOSSES)
+            self._suspects[attempt.request_id] = attempt
+        return False
+
+    def _awaits_trial(self, attempt: Attempt) -> bool:
+        """Whether the attempt is a suspect and another one is on trial."""
+        return attempt.request_id in self._suspects and next(iter(self._suspects)) != attempt.request_id
+
+    def _acquit(self, attempt: Attempt) -> None:
+        """The attempt is over, or computed what it was suspected for: try the next suspect."""
+        if self._suspects.pop(attempt.request_id, None) and self._suspects:
+            suspect = next(iter(self._suspects.values()))
+            if suspect.request_id in self._queued:
+                self._place(suspect)
 
     # Fail-over
 

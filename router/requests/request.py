@@ -129,6 +129,8 @@ class Attempt:
     """Number of the attempt on workers; -1 before the first."""
     num_failures: int = 0
     """Attempts that ended with a failed step."""
+    num_losses: int = 0
+    """Workers that ended while they computed it, since it last had two tokens of one attempt."""
     state: RequestState = RequestState.QUEUED
 
     # On workers: meaningful while `prefill` is set
@@ -157,6 +159,17 @@ class Attempt:
     def needs_prefill(self) -> bool:
         """Whether the prefill worker still owes token 0 or KV."""
         return self.awaits_first or not self.has_joined
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens delivered to the client by this attempt."""
+        return len(self.emitted) - (len(self._sent.emitted_tokens) if self._sent else 0)
+
+    def is_computed_by(self, worker: Worker) -> bool:
+        """Whether steps of ``worker`` may have had a row of it: it is not waiting there, parked or being pulled."""
+        if worker is self.decode:
+            return self.has_joined
+        return worker is self.prefill and self.started_s > 0 and (self.awaits_first or not self.handoff)
 
     @property
     def may_rebind(self) -> bool:

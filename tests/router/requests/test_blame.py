@@ -1,0 +1,165 @@
+"""A request that ends every worker which computes it, among others that do not, under a virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
+from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
+from pdserve.router.requests.dispatch import MAX_LOSSES, Dispatcher, DispatchSettings
+from pdserve.router.requests.request import RequestSpec
+from tests.router.requests.test_dispatch_core import HANDLE, Clock, ReadRequest, RecordingWorker
+from tests.router.rig import COST
+
+NUM_TOKENS = 6
+POISON = 13
+"""First token of the prompt that ends workers."""
+
+
+class World:
+    """Workers that compute one token of everything they hold in each turn, until a poisoned step ends one of them."""
+
+    def __init__(self, names: tuple[str, ...], *, poisoned_index: int) -> None:
+        """``poisoned_index``: the token that cannot be computed."""
+        self.clock = Clock()
+        self.clock.now_s = 1.0
+        settings = DispatchSettings(max_in_flight=1000)
+        self.dispatcher = Dispatcher(dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s)
+        self._poisoned_index = poisoned_index
+        self._epochs = itertools.count()
+        self._done: Counter[tuple[int, int]] = Counter()
+        self.losses: list[str] = []
+        for name in names:
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        worker = RecordingWorker(name, WorkerRole(name.split("-")[0]))
+        worker.epoch, worker.max_batch_size = next(self._epochs), 1000
+        worker.load = SchedulerLoad(num_blocks_free=100_000)
+        self.dispatcher.worker_up(worker)
+
+    def start(self, first_token: int) -> ReadRequest:
+        sampling = SamplingParams(max_tokens=NUM_TOKENS)
+        request = ReadRequest(
+            RequestSpec(prompt_tokens=(first_token, 2, 3, 4, 5), sampling=sampling, arrived_s=self.clock.now_s)
+        )
+        self.dispatcher.start(request)
+        return request
+
+    def end(self, worker: RecordingWorker) -> None:
+        """End a worker and start it again."""
+        self.losses.append(worker.worker_id)
+        self.dispatcher.worker_lost(worker)
+        self._add(worker.worker_id)
+
+    def turn(self) -> None:
+        self.clock.now_s += 0.01
+        for worker in list(self.dispatcher.workers.values()):
+            assert isinstance(worker, RecordingWorker)
+            if not (self._prefill(worker) and self._decode(worker)):
+                self.end(worker)
+        self.dispatcher.sweep()
+
+    def _prefill(self, worker: RecordingWorker) -> bool:
+        """Compute all prompts of ``worker``; False if that ended it."""
+        requests, worker.submitted = worker.submitted, []
+        for request in requests:
+            self._send(worker, request, RequestEventKind.STARTED)
+        if any(self._is_poisoned(request, len(request.emitted_tokens)) for request in requests):
+            return False
+        for request in requests:
+            index = len(request.emitted_tokens)
+            if request.handoff:
+                self._send(worker, request, RequestEventKind.LAST_CHUNK)
+            else:
+                self._done[self._key(request)] = index + 1
+                worker.prepared.append((request, KvSource(address="", worker_epoch=0, handle=HANDLE)))
+            self._token(worker, request, index)
+        return True
+
+    def _decode(self, worker: RecordingWorker) -> bool:
+        """Compute the next token of all answers of ``worker``; False if that ended it."""
+        for request, _ in worker.prepared:
+            if not self._done[self._key(request)]:
+                self._send(worker, request, RequestEventKind.JOINED)
+                self._done[self._key(request)] = len(request.emitted_tokens) + 1
+        indices = [self._done[self._key(request)] for request, _ in worker.prepared]
+        if any(self._is_poisoned(request, index) for (request, _), index in zip(worker.prepared, indices, strict=True)):
+            return False
+        for (request, _), index in zip(worker.prepared, indices, strict=True):
+            self._token(worker, request, index)
+            self._done[self._key(request)] += 1
+        worker.prepared = [each for each in worker.prepared if self._done[self._key(each[0])] < NUM_TOKENS]
+        return True
+
+    def _is_poisoned(self, request: GenerationRequest, index: int) -> bool:
+        return request.prompt_tokens[0] == POISON and index == self._poisoned_index
+
+    def _key(self, request: GenerationRequest) -> tuple[int, int]:
+        return request.request_id, request.attempt
+
+    def _send(self, worker: RecordingWorker, request: GenerationRequest, kind: RequestEventKind) -> None:
+        key = RequestKey(0, *self._key(request))
+        self.dispatcher.event_received(worker, RequestEvent(key, kind, handle=HANDLE))
+
+    def _token(self, worker: RecordingWorker, request: GenerationRequest, index: int) -> None:
+        finish = FinishReason.LENGTH if index == NUM_TOKENS - 1 else FinishReason.NONE
+        key = RequestKey(0, *self._key(request))
+        self.dispatcher.tokens_received(worker, [TokenEvent(key, 0, index, 7, None, finish)])
+
+
+@pytest.mark.parametrize("poisoned_index", [0, 1, 3])
+@pytest.mark.parametrize("names", [("prefill-0", "decode-0"), ("prefill-0", "prefill-1", "decode-0", "decode-1")])
+def test_a_poisoned_request_alone_fails(names: tuple[str, ...], poisoned_index: int) -> None:
+    world = World(names, poisoned_index=poisoned_index)
+    poison = world.start(POISON)
+    innocents = [world.start(100 + number) for number in range(63)]
+    for _ in range(300):
+        world.turn()
+    assert poison.outcome is Outcome.FAILED
+    assert poison.error is not None
+    assert (poison.error.status, poison.error.message.split()[0]) == (500, str(MAX_LOSSES + 1))
+    for innocent in innocents:
+        assert innocent.outcome is Outcome.FINISHED
+        assert innocent.tokens == [(0, index) for index in range(NUM_TOKENS)]
+    assert len(world.losses) == MAX_LOSSES + 1
+    assert world.dispatcher.num_in_flight == 0
+
+
+def test_two_poisoned_requests_end_at_most_three_workers_each() -> None:
+    world = World(("prefill-0", "decode-0", "decode-1"), poisoned_index=2)
+    poisons = [world.start(POISON) for _ in range(2)]
+    innocents = [world.start(100 + number) for number in range(20)]
+    for _ in range(300):
+        world.turn()
+    assert {poison.outcome for poison in poisons} == {Outcome.FAILED}
+    assert {innocent.outcome for innocent in innocents} == {Outcome.FINISHED}
+    assert len(world.losses) <= 2 * (MAX_LOSSES + 1)
+
+
+def test_a_request_that_makes_progress_is_no_suspect() -> None:
+    world = World(("prefill-0", "decode-0"), poisoned_index=-1)
+    request = world.start(1)
+    while len(request.tokens) < NUM_TOKENS - 1:
+        num_tokens = len(request.tokens)
+        while len(request.tokens) < min(num_tokens + 2, NUM_TOKENS - 1):
+            world.turn()
+        world.end(world.dispatcher.workers["decode-0"])  # type: ignore[arg-type]
+    for _ in range(5):
+        world.turn()
+    assert len(world.losses) == MAX_LOSSES + 1
+    assert request.outcome is Outcome.FINISHED
+
+
+def test_prompts_that_wait_on_a_lost_worker_are_not_blamed() -> None:
+    world = World(("prefill-0", "decode-0"), poisoned_index=-1)
+    requests = [world.start(number) for number in range(5)]
+    for _ in range(2 * MAX_LOSSES):
+        world.end(world.dispatcher.workers["prefill-0"])  # type: ignore[arg-type]
+    for _ in range(NUM_TOKENS + 1):  # as many as one request alone takes
+        world.turn()
+    assert {request.outcome for request in requests} == {Outcome.FINISHED}
