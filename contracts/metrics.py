@@ -91,6 +91,12 @@ SLO_REQUESTS = Metric(
     "Requests by SLO verdict: met, missed, or none of a one-token answer; failed and refused ones met neither.",
     ("ttft", "tpot"),
 )
+SLO_MISSES = Metric(
+    "counter",
+    "pdserve_slo_misses",
+    "Answers that missed an objective, by the longest part of TTFT, and by what lengthened TPOT.",
+    ("objective", "cause"),
+)
 SLO_SECONDS = Metric("gauge", "pdserve_slo_seconds", "Configured latency objectives.", ("objective",))
 SLO_ATTAINMENT = Metric("gauge", "pdserve_slo_attainment", "Configured share of requests that should meet both.")
 PLACEMENTS = Metric(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -18,6 +19,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
+from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, ttft_cause
 from pdserve.router.requests.request import Request, RequestSpec
 
 PHASES = ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode")
@@ -135,6 +137,7 @@ class RouterMetrics(DispatchObserver):
         self.request_output_tokens = family(Histogram, metrics.REQUEST_OUTPUT_TOKENS)
         self.redispatches = family(Counter, metrics.REDISPATCHES)
         self.slo_requests = family(Counter, metrics.SLO_REQUESTS)
+        self.slo_misses = family(Counter, metrics.SLO_MISSES)
         self.placements = family(Counter, metrics.PLACEMENTS)
         self.route_seconds = family(Histogram, metrics.ROUTE_SECONDS)
         self.worker_up = family(Gauge, metrics.WORKER_UP)
@@ -163,6 +166,9 @@ class RouterMetrics(DispatchObserver):
                 self.slo_requests.labels(ttft, tpot)
         for verdict in ("failed", "refused"):
             self.slo_requests.labels(verdict, verdict)
+        for objective, causes in (("ttft", TTFT_CAUSES), ("tpot", TPOT_CAUSES)):
+            for cause in causes:
+                self.slo_misses.labels(objective, cause)
         slo_seconds = family(Gauge, metrics.SLO_SECONDS)
         slo_seconds.labels("ttft").set(self._slo.ttft_seconds)
         slo_seconds.labels("tpot").set(self._slo.tpot_seconds)
@@ -242,16 +248,37 @@ class RouterMetrics(DispatchObserver):
         self.itl_seconds.observe(gap_s)
         self.output_tokens.inc()
 
-    def answered(self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int) -> None:
+    def answered(
+        self,
+        *,
+        ttft_s: float,
+        tpot_s: float | None,
+        duration_s: float,
+        num_tokens: int,
+        num_gaps: int = 0,
+        journeys: Sequence[Journey] = (),
+    ) -> None:
         """An answer is complete. Counts the SLO verdict: ``met`` or ``missed``, or ``none`` for the TPOT of a one-token
-        answer. Not called if the client left or the generation failed, which `ended` counts."""
+        answer, and why an objective was missed. Not called if the client left or the generation failed, which `ended`
+        counts.
+
+        Args:
+            num_gaps: tokens after token 0 in the longest choice.
+            journeys: of each prompt.
+        """
         self.request_seconds.observe(duration_s)
         self.request_output_tokens.observe(num_tokens)
         tpot = "none"
         if tpot_s is not None:
             self.tpot_seconds.observe(tpot_s)
             tpot = _verdict(tpot_s, self._slo.tpot_seconds)
-        self.slo_requests.labels(_verdict(ttft_s, self._slo.ttft_seconds), tpot).inc()
+        ttft = _verdict(ttft_s, self._slo.ttft_seconds)
+        self.slo_requests.labels(ttft, tpot).inc()
+        if ttft == "missed":
+            self.slo_misses.labels("ttft", ttft_cause(journeys, ttft_s)).inc()
+        if tpot == "missed":
+            assert tpot_s is not None
+            self.slo_misses.labels("tpot", tpot_cause(journeys, tpot_s, num_gaps, self._slo.tpot_seconds)).inc()
 
     def render(self) -> bytes:
         """Exposition text of `/metrics`."""
@@ -298,7 +325,7 @@ class TokenTimer:
         tpots_s = [(self._last_s[choice] - self._first_s[choice]) / num_gaps for choice, num_gaps in gaps if num_gaps]
         return max(tpots_s, default=None)
 
-    def finished(self) -> None:
+    def finished(self, journeys: Sequence[Journey]) -> None:
         ttft_s = self.ttft_s
         assert ttft_s is not None
         self._metrics.answered(
@@ -306,4 +333,6 @@ class TokenTimer:
             tpot_s=self.tpot_s,
             duration_s=max(self._last_s.values()) - self._arrived_s,
             num_tokens=sum(1 + num_gaps for num_gaps in self._num_gaps.values()),
+            num_gaps=max(self._num_gaps.values()),
+            journeys=journeys,
         )

@@ -167,14 +167,22 @@ SLO_OVERVIEW = Dashboard(
                     title="Time budget",
                     unit="s",
                     queries=((_mean("pdserve_request_phase_seconds", "phase"), "{{phase}}"),),
-                    width=12,
+                    is_stacked=True,
+                ),
+                Panel(
+                    title="Causes of misses",
+                    unit="reqps",
+                    queries=(
+                        ("sum by (objective, cause) (rate(pdserve_slo_misses_total[5m]))", "{{objective}}: {{cause}}"),
+                    ),
+                    about="The longest part of a missed TTFT, and what lengthened a missed TPOT: a fail-over, the "
+                    "stall of the handoff, a preemption, or the decode steps themselves.",
                     is_stacked=True,
                 ),
                 Panel(
                     title="Outcomes",
                     unit="reqps",
                     queries=(("sum by (outcome) (rate(pdserve_request_outcomes_total[5m]))", "{{outcome}}"),),
-                    width=12,
                     is_stacked=True,
                 ),
             ),

@@ -259,7 +259,7 @@ class Edge:
                 for delta in batch:
                     timer.token(delta.choice)
                     writer.add(delta)
-        timer.finished()
+        timer.finished([answer.journey for answer in answers])
         return Response(await writer.whole(), media_type="application/json")
 
 

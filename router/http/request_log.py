@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.contracts.request import Outcome
 from pdserve.router.http.errors import CLIENT_LEFT
-from pdserve.router.metrics import TokenTimer
+from pdserve.router.metrics import PHASES, TokenTimer
 from pdserve.router.text.answer import Answer
 
 _encode = msgspec.json.Encoder().encode
@@ -60,8 +60,9 @@ class RequestEntry:
         self._answers, self._timer = answers, timer
 
     def fields(self, status: int) -> dict[str, Any]:
-        """Times are in seconds. ``outcome`` is that of the first prompt which did not finish; ``workers`` are in the
-        order in which they got the request, one more for each fail-over."""
+        """Times are in seconds. ``outcome`` is that of the first prompt which did not finish; ``phases_s``
+        are the longest of the prompts. ``workers`` are in the order in which they got the request, one more for each
+        fail-over."""
         fields: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "request_id": self._request_id,
@@ -73,6 +74,7 @@ class RequestEntry:
             fields["tenant"] = self.tenant
         if self._timer is None:
             return fields
+        journeys = [answer.journey for answer in self._answers]
         return fields | {
             "outcome": next(
                 (each.outcome for each in self._answers if each.outcome is not Outcome.FINISHED), Outcome.FINISHED
@@ -82,7 +84,13 @@ class RequestEntry:
             "completion_tokens": sum(answer.num_completion_tokens for answer in self._answers),
             "ttft_s": _rounded(self._timer.ttft_s),
             "tpot_s": _rounded(self._timer.tpot_s),
-            "workers": [worker for answer in self._answers for worker in answer.workers],
+            "phases_s": {
+                phase: round(max(each.phases_s.get(phase, 0.0) for each in journeys), 6)
+                for phase in PHASES
+                if any(phase in each.phases_s for each in journeys)
+            },
+            "retries": sum(each.num_retries for each in journeys),
+            "workers": [worker for each in journeys for worker in each.workers],
         }
 
 

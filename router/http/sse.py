@@ -76,9 +76,9 @@ class EventStream(StreamingResponse):
                     await self._write(send, data)
                     for delta in batch:
                         self._timer.token(delta.choice)
-            self._timer.finished()
+            self._timer.finished([answer.journey for answer in self._answers])
             if self._shows_workers:
-                workers = " ".join(worker for answer in self._answers for worker in answer.workers)
+                workers = " ".join(worker for answer in self._answers for worker in answer.journey.workers)
                 last = f": workers {workers}\n\n".encode()
         except Exception as error:
             await _end(waiting)

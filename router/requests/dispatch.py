@@ -299,6 +299,7 @@ class Dispatcher:
                 self._joined(attempt)
             case RequestEventKind.PREEMPTED:
                 attempt.state = RequestState.PREEMPTED
+                attempt.request.journey.num_preemptions += attempt.choice == 0
             case RequestEventKind.RESUMED:
                 attempt.state = RequestState.DECODING
             case RequestEventKind.RELEASED:
@@ -403,7 +404,7 @@ class Dispatcher:
             return
         self._queued.pop(attempt.request_id, None)
         if attempt.number < 0 and attempt.choice == 0:
-            self._observer.phase_ended("queue", now_s - spec.arrived_s)
+            self._phase_ended(attempt, "queue", now_s - spec.arrived_s)
         ttft_slo_s = 0.0
         if arrival.wanted_s < inf:
             ttft_slo_s = LATE_S if choice.is_late else max(arrival.wanted_s - now_s, MIN_DURATION_S)
@@ -487,7 +488,10 @@ class Dispatcher:
                 return
             self._first_token(attempt)
         elif token.index == 1 and attempt.handoff:
-            self._observer.handoff_stalled(self._now_s() - attempt.began_s)
+            stall_s = self._now_s() - attempt.began_s
+            self._observer.handoff_stalled(stall_s)
+            if attempt.choice == 0:
+                attempt.request.journey.stall_s = stall_s
         attempt.emitted.append(token.token)
         if attempt.num_losses and attempt.num_new_tokens > 1:
             attempt.num_losses = 0
@@ -495,7 +499,7 @@ class Dispatcher:
         token.choice = attempt.choice
         attempt.request.token_received(token)
         if token.finish:
-            self._observer.phase_ended("decode", self._now_s() - max(attempt.joined_s, attempt.first_token_s))
+            self._phase_ended(attempt, "decode", self._now_s() - max(attempt.joined_s, attempt.first_token_s))
             self._end_choice(attempt, worker)
         elif is_first:
             if attempt.request.waiting_choices:
@@ -505,6 +509,11 @@ class Dispatcher:
                 assert attempt.decode is not None
                 self.tokens_received(attempt.decode, overtook)
 
+    def _phase_ended(self, attempt: Attempt, phase: str, seconds: float) -> None:
+        self._observer.phase_ended(phase, seconds)
+        if attempt.choice == 0:
+            attempt.request.journey.spent(phase, seconds)
+
     def _first_token(self, attempt: Attempt) -> None:
         now_s = self._now_s()
         attempt.awaits_first = False
@@ -512,7 +521,7 @@ class Dispatcher:
             attempt.began_s = now_s
         attempt.first_token_s = now_s
         if attempt.started_s:
-            self._observer.phase_ended("prefill", now_s - attempt.started_s)
+            self._phase_ended(attempt, "prefill", now_s - attempt.started_s)
         is_parked = attempt.handoff and not attempt.has_joined
         attempt.state = RequestState.HANDOFF if is_parked else RequestState.DECODING
         assert attempt.prefill is not None
@@ -529,10 +538,10 @@ class Dispatcher:
     def _started(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         worker.in_flight.remove(attempt.request_id)
         if worker is attempt.decode:
-            self._observer.phase_ended("decode_queue", event.waited_s)
+            self._phase_ended(attempt, "decode_queue", event.waited_s)
             return
         attempt.started_s = self._now_s()
-        self._observer.phase_ended("prefill_queue", event.waited_s)
+        self._phase_ended(attempt, "prefill_queue", event.waited_s)
         request = attempt.request
         if not request.is_started:
             request.is_started = True
@@ -554,7 +563,7 @@ class Dispatcher:
         if not attempt.awaits_first:
             attempt.state = RequestState.DECODING
             self._decoding(attempt)
-            self._observer.phase_ended("handoff", attempt.joined_s - attempt.first_token_s)
+            self._phase_ended(attempt, "handoff", attempt.joined_s - attempt.first_token_s)
         self._bind_others(attempt)
 
     def _rejected(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
@@ -632,6 +641,7 @@ class Dispatcher:
         self._placement.left(attempt.request_id, 0)
         attempt.abandon()
         self._observer.retried(reason)
+        attempt.request.journey.num_retries += attempt.choice == 0
         attempt.queued_s = self._now_s()
         self._bind_others(attempt)
         self._place(attempt)

@@ -22,6 +22,7 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import GenerationRequest, KvSource, Outcome, RequestState, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.cluster.worker import Worker
+from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.policy import PromptBlocks
 
 MAX_BINDINGS = 2
@@ -75,8 +76,7 @@ class Request:
         """A worker has begun to compute the prompt."""
         self.num_cached_tokens = 0
         """Prompt tokens that choice 0 found in a prefix cache; meaningful once token 0 is out."""
-        self.workers: list[str] = []
-        """Ids of the workers that got a choice, in order."""
+        self.journey = Journey()
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Log probabilities of every prompt token but the first, if requested; complete once token 0 is out."""
 
@@ -234,7 +234,7 @@ class Attempt:
         self.number += 1
         self.state = RequestState.PREFILLING
         self.prefill, self.handoff = worker, handoff
-        self.request.workers.append(worker.worker_id)
+        self.request.journey.workers.append(worker.worker_id)
         self._sent = request = GenerationRequest(
             request_id=self.request_id,
             attempt=self.number,
@@ -259,7 +259,7 @@ class Attempt:
         assert self.source is not None
         assert self._sent is not None
         self.decode = worker
-        self.request.workers.append(worker.worker_id)
+        self.request.journey.workers.append(worker.worker_id)
         self.num_bindings += 1
         worker.in_flight.add_decode(self.request_id, self._sent.num_known_tokens, num_blocks)
         worker.prepare(replace(self._sent, deadline_s=max(deadline_s, MIN_DURATION_S)), self.source)

@@ -15,6 +15,7 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason, Outcome
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.cluster.cluster import Cluster, TokenStream
+from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer_text import Detokenizer, StopStrings
 from pdserve.router.text.reasoning import ReasoningParser
@@ -158,8 +159,8 @@ class Answer:
         """Generated tokens, including those without text but not a hidden one."""
         self.outcome = Outcome.REJECTED
         """How the generation ended; meaningful at its end."""
-        self.workers: Sequence[str] = ()
-        """Ids of the workers that got the request, in order; set at its end."""
+        self.journey = Journey()
+        """Complete at its end."""
         self._cluster = cluster
         self._spec = spec
         self._choices = choices
@@ -173,6 +174,7 @@ class Answer:
             GenerationError: refused, or failed on the way.
         """
         stream = self._cluster.start(self._spec)
+        self.journey = stream.journey
         num_running = len(self._choices)
         try:
             async for token in stream:
@@ -189,7 +191,6 @@ class Answer:
         finally:
             stream.cancel()
             self.outcome = stream.outcome or self.outcome
-            self.workers = stream.workers
         raise GenerationError(500, "the generation ended without a last token")
 
     def _delta_of(self, token: TokenEvent, stream: TokenStream) -> TextDelta:

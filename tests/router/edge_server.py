@@ -23,6 +23,7 @@ from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import CHAT_TEMPLATE, EOS_ID, write_tokenizer
@@ -50,7 +51,9 @@ class ScriptedGeneration(TokenStream):
     """Choices that the edge finished."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
-    workers: list[str] = field(default_factory=lambda: ["prefill-0", "decode-1"])
+    journey: Journey = field(
+        default_factory=lambda: Journey(workers=["prefill-0", "decode-1"], phases_s={"queue": 0.001, "prefill": 0.002})
+    )
     ready: list[TokenEvent] = field(default_factory=list)
     """Tokens that arrive together with the last one yielded by the script."""
 
@@ -219,7 +222,9 @@ class RecordingMetrics(RouterMetrics):
     def gap(self, gap_s: float) -> None:
         self.gaps_s.append(gap_s)
 
-    def answered(self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int) -> None:
+    def answered(
+        self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int, **ignored: object
+    ) -> None:
         self.timings.append(AnswerTiming(ttft_s, tpot_s, duration_s, num_tokens))
 
 

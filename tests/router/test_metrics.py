@@ -11,6 +11,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
+from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 FAMILIES = [value for value in vars(contract).values() if isinstance(value, contract.Metric)]
@@ -92,6 +93,16 @@ def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: 
     assert sample(metrics, "pdserve_output_tokens_total") == 2
     assert sample(metrics, "pdserve_requests_total", route="/v1/completions", code="200") == 1
     assert sample(metrics, "pdserve_tpot_seconds_count") == (0 if tpot_s is None else 1)
+
+
+def test_misses_are_counted_by_cause() -> None:
+    metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
+    journey = Journey(phases_s={"prefill_queue": 0.9}, num_preemptions=1)
+    for ttft_s, tpot_s in ((1.0, 0.06), (1.0, 0.01), (0.1, None)):
+        metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=2.0, num_tokens=2, num_gaps=1, journeys=[journey])
+    assert sample(metrics, "pdserve_slo_misses_total", objective="ttft", cause="prefill_queue") == 2
+    assert sample(metrics, "pdserve_slo_misses_total", objective="tpot", cause="preemption") == 1
+    assert sum(each.value for family in metrics.slo_misses.collect() for each in family.samples) == 3
 
 
 def test_failed_and_refused_requests_miss_both_objectives() -> None:

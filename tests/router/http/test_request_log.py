@@ -44,6 +44,7 @@ def test_a_line_says_where_the_time_went_and_who_served(tmp_path: Path, stream: 
     assert (line["request_id"], line["path"], line["status"]) == ("client-7", "/v1/completions", 200)
     assert (line["outcome"], line["workers"]) == ("finished", ["prefill-0", "decode-1"])
     assert (line["prompt_tokens"], line["completion_tokens"]) == (num_prompt_tokens, num_tokens)
+    assert (line["phases_s"], line["retries"]) == ({"queue": 0.001, "prefill": 0.002}, 0)
     assert 0 < line["ttft_s"] <= line["duration_s"]
     assert 0 <= line["tpot_s"] * (num_tokens - 1) <= line["duration_s"]
     assert "tenant" not in line
