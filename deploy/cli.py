@@ -1,5 +1,5 @@
-"""The command line: ``pdserve up``, ``down``, ``key``, ``chat``, ``status``, ``top``, ``dashboards``, ``plan``,
-``simulate``, ``profile``, ``bench``.
+"""The command line: ``pdserve up``, ``down``, ``scale``, ``drain``, ``restart``, ``key``, ``chat``, ``status``,
+``top``, ``dashboards``, ``plan``, ``simulate``, ``profile``, ``bench``.
 
 Turns every error into one line with the remedy. Each command imports its heavy modules when it runs, so that ``--help``
 is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
@@ -148,6 +148,42 @@ def down(
     from pdserve.deploy.commands.detach import stop_cluster
 
     return stop_cluster(find_cluster(admin_url).pid, Console(), now=now)
+
+
+_AdminUrl = Annotated[str, typer.Option(help="Admin address. Default: the only cluster on this machine.")]
+
+
+@app.command(epilog="Example: pdserve scale decode=3 prefill=2")
+def scale(
+    replicas: Annotated[list[str], typer.Argument(metavar="ROLE=N...", help="Workers to have of each role.")],
+    admin_url: _AdminUrl = "",
+) -> int:
+    """Change the number of workers of a running cluster; those that leave finish their requests."""
+    from pdserve.deploy.commands.change import change, read_replicas
+
+    return change(admin_url, {"scale": read_replicas(replicas)})
+
+
+@app.command(epilog="Example: pdserve drain decode-1")
+def drain(
+    workers: Annotated[list[str], typer.Argument(help="Workers that shall leave, such as decode-1.")],
+    admin_url: _AdminUrl = "",
+) -> int:
+    """Let workers finish their requests, and end them for good."""
+    from pdserve.deploy.commands.change import change
+
+    return change(admin_url, {"drain": workers})
+
+
+@app.command(epilog="Example: pdserve restart")
+def restart(
+    workers: Annotated[list[str] | None, typer.Argument(help="Workers to start anew. Default: all.")] = None,
+    admin_url: _AdminUrl = "",
+) -> int:
+    """Start workers anew, one after the other; each finishes its requests first."""
+    from pdserve.deploy.commands.change import change
+
+    return change(admin_url, {"restart": workers or []})
 
 
 @app.command(epilog="Example: pdserve profile --model ./Llama-3.2-1B-Instruct --dtype bfloat16 --cores 2 --cores 1")

@@ -7,10 +7,11 @@ are placed when all of them fit; a worker that fails starts again on its host, o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.deploy.checks.model import check_host_memory
 from pdserve.deploy.checks.preflight import check_cores, check_devices
 from pdserve.deploy.cluster.host_facts import LOOPBACK, check_network, host_facts
@@ -48,6 +49,7 @@ class Fleet:
         """By worker."""
         self._homes: dict[str, WorkerConfig] = {}
         """First configuration of each worker, which is for its first host."""
+        self._start_timeout_s = 0.0
         self._is_networked = False
         """True if workers listen beyond this machine."""
 
@@ -109,24 +111,45 @@ class Fleet:
         self.warning = gpu_warning(configs, shares, num_gpus)
         placed = {name: host for name, host in found.items() if host is not None}
         self._check_network(list(placed.values()))
+        self._start_timeout_s = start_timeout_s
         for name in self._seats:
-            config = self._home_config(name, placed)
-            worker_class, resources = WORKER_CLASSES[config.role], self._resources(name)
-            share = self._seats[name].gpu_share
-            self.workers.append(
-                WorkerProcess(self._ray.desk, config, worker_class, resources, placed[name], share, start_timeout_s)
-            )
+            self._add(self._home_config(name, placed), placed[name])
         return ""
+
+    def add_worker(self, role: WorkerRole) -> WorkerProcess:
+        """Add one to the workers of ``role``, of which there is one; it takes no cores from the others.
+
+        Raises:
+            DeployError: no host has room.
+        """
+        numbers = {seat.number for worker in self.workers if (seat := self._seats[worker.name]).role is role}
+        number = next(number for number in itertools.count() if number not in numbers)
+        seat = dataclasses.replace(self._seats[f"{role.value}-{min(numbers)}"], number=number)
+        host = choose_hosts([seat], self._hosts_up, self._taken())[seat.name]
+        if host is None:
+            raise DeployError(f"no host has room: {_missing(seat)}; remove another worker, or add a host")
+        others = [self._seats[worker.name] for worker in self.workers if worker.host is host]
+        check_host_memory(self._launch.on_host(host.facts, [(each.role, each.number) for each in (*others, seat)]))
+        self._seats[seat.name] = seat
+        self._homes[seat.name] = self._away_config(seat, host)
+        return self._add(self._homes[seat.name], host)
+
+    def _add(self, config: WorkerConfig, host: Host) -> WorkerProcess:
+        seat = self._seats[config.worker_id]
+        resources = self._ray.worker_resources | dict(seat.resources)
+        worker_class = WORKER_CLASSES[config.role]
+        worker = WorkerProcess(
+            self._ray.desk, config, worker_class, resources, host, seat.gpu_share, self._start_timeout_s
+        )
+        self.workers.append(worker)
+        return worker
 
     def has_host(self, worker: WorkerProcess) -> bool:
         """Whether a stopped worker can start: its host is up, or it has been moved to another."""
         host = worker.host
         if host.state is ProcessState.UP:
             return host.seen_s >= worker.failed_s  # a host that died with its worker is not up for long
-        taken: dict[str, list[Seat]] = {}
-        for other in self.workers:
-            if other is not worker:
-                taken.setdefault(other.host.address, []).append(self._seats[other.name])
+        taken = self._taken(worker)
         seat, home = self._seats[worker.name], self._homes[worker.name]
         at_home = [host for host in self._hosts_up if host.address == home.host]
         for hosts in (at_home, self._hosts_up):
@@ -140,8 +163,13 @@ class Fleet:
         """In the order of their addresses, so that a placement is the same after a restart."""
         return sorted((host for host in self.hosts if host.state is ProcessState.UP), key=lambda host: host.address)
 
-    def _resources(self, name: str) -> dict[str, float]:
-        return self._ray.worker_resources | dict(self._seats[name].resources)
+    def _taken(self, besides: WorkerProcess | None = None) -> dict[str, list[Seat]]:
+        """Seats in use by address of their host."""
+        taken: dict[str, list[Seat]] = {}
+        for worker in self.workers:
+            if worker is not besides:
+                taken.setdefault(worker.host.address, []).append(self._seats[worker.name])
+        return taken
 
     def _check_network(self, hosts: list[Host]) -> None:
         """Let a cluster of this machine listen on loopback only, and check the security of any other."""

@@ -34,6 +34,7 @@ class ClusterNote:
     """Process id of the supervisor."""
     url: str
     admin_url: str
+    folder: str = ""
     admin_token_file: str = ""
     """File with the admin port's token, readable by the user only."""
     is_ray_silent: bool = False

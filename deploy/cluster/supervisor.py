@@ -15,15 +15,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
 from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.checks.model import check_model
+from pdserve.deploy.cluster.changes import Changes
+from pdserve.deploy.cluster.control import ControlPort
 from pdserve.deploy.cluster.fleet import Fleet
 from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, make_admin_token, write_note
 from pdserve.deploy.cluster.processes import end_session, last_line, pin_process, start_tied
@@ -99,6 +104,8 @@ class Supervisor:
                 ray_token = secrets.token_hex(32)
                 self._ray = PrivateRay(self._desk, self._folder / "ray", len(launch.roles), ray_token)
             self._fleet = Fleet(self._ray, launch, self._cluster_token, self._folder)
+            self._control = ControlPort(self._folder)
+            self._changes = Changes(self._fleet, launch.drain_timeout_s, self._put_targets_soon)
             try:
                 self._begin(model_warning)
                 while not self._num_signals:
@@ -148,6 +155,8 @@ class Supervisor:
             if not self._is_ready and self._router.is_ready():
                 with contextlib.suppress(DeployError):  # retried at the next tick
                     self._announce()
+        if self._is_ready and (said := self._control.turn(self._begin_change)):
+            self._progress.note("change", said)
         if not self._is_ready and time.monotonic() > self._start_deadline_s:
             reason = f"hosts: {self._waits_for}" if self._waits_for else "try a smaller model"
             raise DeployError(f"the cluster does not serve after {self._start_timeout_s:.0f} s; {reason}")
@@ -193,6 +202,22 @@ class Supervisor:
         if process is self._ray:
             self._fleet.clear()
 
+    def _begin_change(self, command: dict[str, Any]) -> Iterator[str]:
+        """Begin what a command of `pdserve.deploy.commands.change` asks for."""
+        if self._ray.state is not ProcessState.UP or self._is_silent:
+            raise DeployError("Ray does not answer; try again when pdserve status shows that it does")
+        match command:
+            case {"scale": dict(replicas)}:
+                return self._changes.scale({WorkerRole(role): count for role, count in replicas.items()})
+            case {"drain": list(names)}:
+                return self._changes.drain(names)
+            case {"restart": list(names)}:
+                return self._changes.restart(names)
+        raise DeployError("the cluster is of another version, which does not know this command")
+
+    def _put_targets_soon(self) -> None:
+        self._are_targets_due = True
+
     def _report_silence(self) -> None:
         self._is_silent = self._desk.is_silent
         if self._is_silent:
@@ -208,6 +233,7 @@ class Supervisor:
             pid=os.getpid(),
             url=router.address,
             admin_url=router.admin_url,
+            folder=str(self._folder),
             admin_token_file=str(self._admin_token_file),
             is_ray_silent=self._is_silent,
         )
@@ -291,6 +317,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """End every process, in any state."""
+        self._control.close()
         self._router.end()
         if self._compiler is not None:
             end_session(self._compiler, 0)

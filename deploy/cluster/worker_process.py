@@ -47,6 +47,7 @@ class WorkerProcess(SupervisedProcess):
             start_timeout_s: time without progress after which a worker that starts counts as hung.
         """
         super().__init__(config.worker_id)
+        self.role = config.role
         self.endpoint: WorkerEndpoint | None = None
         """None unless the worker is up."""
         self.process_id = 0
@@ -75,6 +76,11 @@ class WorkerProcess(SupervisedProcess):
         """Ask the worker to release everything; returns what to wait for, ``None`` unless it is up."""
         actor = self._actor
         return self._desk.submit(lambda: actor.stop.remote()) if self.state is ProcessState.UP else None
+
+    def drain(self, timeout_s: float) -> Future[Any]:
+        """Ask the worker, which is up, to take no more requests; the future is done once it has none."""
+        actor = self._actor
+        return self._desk.submit(lambda: actor.drain.remote(timeout_s))
 
     def move(self, host: Host, config: WorkerConfig) -> None:
         """Start the next actor on another host, with a configuration for it."""

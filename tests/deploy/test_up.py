@@ -10,9 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -105,6 +108,53 @@ def test_nothing_but_the_api_listens_beyond_loopback(cluster: UpProcess) -> None
 def test_no_secret_is_on_a_command_line(cluster: UpProcess) -> None:
     for process in cluster.members(""):
         assert "token" not in " ".join(process.cmdline()).replace("cluster_token", "")
+
+
+def test_workers_come_and_go_while_requests_run(cluster: UpProcess) -> None:
+    is_over = threading.Event()
+    body = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+
+    def ask(client: httpx.Client) -> str:
+        answer = client.post(f"{cluster.banner('API')}/completions", json=body)
+        return str(answer.json()["choices"][0]["text"]) if answer.is_success else answer.text
+
+    def ask_on() -> set[str]:
+        with httpx.Client(trust_env=False, verify=False, timeout=60) as client:
+            answers = set()
+            while not is_over.is_set():
+                answers.add(ask(client))
+        return answers
+
+    def workers() -> set[str]:
+        return {worker["worker_id"] for worker in cluster.status()["workers"] if worker["up"]}
+
+    def change(*arguments: str) -> str:
+        run = pdserve(*arguments, "--admin-url", cluster.admin_url)
+        return run.stderr if run.returncode else run.stdout
+
+    with httpx.Client(trust_env=False, verify=False) as client, ThreadPoolExecutor() as threads:
+        undisturbed = ask(client)
+        answers = [threads.submit(ask_on) for _ in range(4)]
+        try:
+            assert "decode-1 is up at" in change("scale", "decode=2")
+            assert workers() == {"prefill-0", "decode-0", "decode-1"}
+            epochs = {worker["worker_id"]: worker["epoch"] for worker in cluster.status()["workers"]}
+            assert "decode-0 is up at" in change("restart", "decode-0")
+            now = {worker["worker_id"]: worker["epoch"] for worker in cluster.status()["workers"]}
+            assert {name for name in epochs if epochs[name] != now.get(name)} <= {"decode-0"}
+            assert change("drain", "decode-0").splitlines() == [
+                "decode-0 finishes its requests",
+                "decode-0 has left",
+            ]
+            wait_for(lambda: workers() == {"prefill-0", "decode-1"}, "decode-0 to leave")
+        finally:
+            is_over.set()
+        assert {text for answer in answers for text in answer.result()} == {undisturbed}
+    assert "no decode worker would be left" in change("drain", "decode-1")
+    assert "there are prefill-0, decode-1" in change("restart", "decode-7")
+    assert "leaves no prefill worker" in change("scale", "prefill=0")
+    assert "this cluster has no mixed workers" in change("scale", "mixed=1")
+    assert "such as decode=3" in change("scale", "decode")
 
 
 def test_a_killed_worker_comes_back_under_a_new_epoch(cluster: UpProcess) -> None:

@@ -1,0 +1,115 @@
+"""Changes to the workers of a running cluster: more of them, fewer, or each anew.
+
+A change is a generator that the supervisor advances in every turn of its loop; it yields what there is to say, or
+nothing while it waits. Workers that leave finish their requests first; those that are cut off by the time limit go on
+elsewhere, as after any loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.cluster.fleet import Fleet
+from pdserve.deploy.cluster.supervised_process import ProcessState
+from pdserve.deploy.cluster.worker_process import WorkerProcess
+
+
+class Changes:
+    def __init__(self, fleet: Fleet, drain_timeout_s: float, changed: Callable[[], None]) -> None:
+        """``changed`` is called when a worker has left."""
+        self._fleet = fleet
+        self._drain_timeout_s = drain_timeout_s
+        self._changed = changed
+
+    def scale(self, replicas: Mapping[WorkerRole, int]) -> Iterator[str]:
+        """Have as many workers of each role; the newest leave.
+
+        Raises:
+            DeployError: a role has no workers, or would have none; or a new worker has no room, or does not start.
+        """
+        pools = {role: self._pool(role) for role in replicas}
+        for role, count in replicas.items():
+            if not pools[role]:
+                raise DeployError(f"this cluster has no {role.value} workers; start it with one to scale them")
+            if count < 1:
+                raise DeployError(f"{role.value}={count} leaves no {role.value} worker; pdserve down ends the cluster")
+        for role, count in replicas.items():
+            for _ in range(count - len(pools[role])):
+                yield from self._add(role)
+            for worker in pools[role][count:]:
+                yield from self._remove(worker)
+
+    def drain(self, names: Sequence[str]) -> Iterator[str]:
+        """Let workers finish, and end them for good.
+
+        Raises:
+            DeployError: a name is no worker's, or its role would have none.
+        """
+        workers = [self._worker(name) for name in names]
+        for pool in map(self._pool, {worker.role for worker in workers}):
+            if set(pool) <= set(workers):
+                raise DeployError(f"{' '.join(names)}: no {pool[0].role.value} worker would be left; add one first")
+        for worker in workers:
+            yield from self._remove(worker)
+
+    def restart(self, names: Sequence[str]) -> Iterator[str]:
+        """Start workers anew, one after the other; all without ``names``.
+
+        Raises:
+            DeployError: a name is no worker's, or a worker does not start.
+        """
+        for worker in [self._worker(name) for name in names] or list(self._fleet.workers):
+            if len(self._pool(worker.role)) == 1:
+                yield f"{worker.name} is the only {worker.role.value} worker: requests wait for it"
+            yield from self._finish(worker)
+            worker.end()
+            self._changed()
+            yield from self._start(worker)
+
+    def _add(self, role: WorkerRole) -> Iterator[str]:
+        worker = self._fleet.add_worker(role)
+        try:
+            yield from self._start(worker)
+        except DeployError:
+            self._fleet.workers.remove(worker)
+            raise
+
+    def _remove(self, worker: WorkerProcess) -> Iterator[str]:
+        yield from self._finish(worker)
+        self._fleet.workers.remove(worker)
+        worker.end()
+        self._changed()
+        yield f"{worker.name} has left"
+
+    def _start(self, worker: WorkerProcess) -> Iterator[str]:
+        """Wait until the supervisor has started it."""
+        yield f"{worker.name} starts"
+        num_failures = worker.num_failures
+        while worker.state is not ProcessState.UP:
+            if worker.num_failures > num_failures:
+                raise DeployError(f"{worker.name} did not start: {worker.failure}")
+            yield ""
+        yield f"{worker.name} is up at {worker.address}"
+
+    def _finish(self, worker: WorkerProcess) -> Iterator[str]:
+        """Wait until it has no requests, or for the time limit, or until it is lost."""
+        if worker.state is not ProcessState.UP:
+            return
+        yield f"{worker.name} finishes its requests"
+        drained = worker.drain(self._drain_timeout_s)
+        while not drained.done() and worker.state is ProcessState.UP:
+            yield ""
+
+    def _worker(self, name: str) -> WorkerProcess:
+        for worker in self._fleet.workers:
+            if worker.name == name:
+                return worker
+        raise DeployError(
+            f"no worker is called {name}: there are {', '.join(each.name for each in self._fleet.workers)}"
+        )
+
+    def _pool(self, role: WorkerRole) -> list[WorkerProcess]:
+        """Workers of a role, the oldest first."""
+        return [worker for worker in self._fleet.workers if worker.role is role]

@@ -1,0 +1,80 @@
+"""Commands through the control socket, against a supervisor that turns in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.control import ControlPort, send_command
+
+
+def begin(command: dict[str, Any]) -> Iterator[str]:
+    if "refused" in command:
+        raise DeployError("not this")
+    yield "begins"
+    for _ in range(command.get("waits", 0)):
+        yield ""
+    if "fails" in command:
+        raise DeployError("it failed")
+    yield "ends"
+
+
+@contextmanager
+def turning(folder: Path) -> Iterator[list[str]]:
+    """What the supervisor's end said."""
+    port, is_over, said = ControlPort(folder), threading.Event(), []
+
+    def turn() -> None:
+        while not is_over.wait(0.002):
+            if text := port.turn(begin):
+                said.append(text)
+        port.close()
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        yield said
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_what_a_change_says_comes_back(tmp_path: Path) -> None:
+    with turning(tmp_path) as said:
+        assert list(send_command(tmp_path, {"waits": 5})) == ["begins", "ends"]
+        assert said == ["begins", "ends"]
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "error"), [({"refused": 1}, [], "not this"), ({"fails": 1}, ["begins"], "it failed")]
+)
+def test_errors_come_back(command: dict[str, Any], shown: list[str], error: str, tmp_path: Path) -> None:
+    found: list[str] = []
+    with turning(tmp_path), pytest.raises(DeployError, match=error):
+        found.extend(send_command(tmp_path, command))
+    assert found == shown
+
+
+def test_commands_follow_each_other_and_outlive_their_client(tmp_path: Path) -> None:
+    with turning(tmp_path) as said:
+        first = send_command(tmp_path, {"waits": 50})
+        assert next(first) == "begins"
+        first.close()  # type: ignore[attr-defined]
+        assert list(send_command(tmp_path, {})) == ["begins", "ends"]
+        assert said == ["begins", "ends"] * 2
+
+
+def test_an_ended_cluster_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DeployError, match="the cluster has ended"):
+        list(send_command(tmp_path, {}))
+    with turning(tmp_path):
+        waiting = send_command(tmp_path, {"waits": 10**9})
+        assert next(waiting) == "begins"
+    with pytest.raises(DeployError, match="the cluster ends"):
+        next(waiting)
