@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES), help="policies, separated by commas")
     parser.add_argument("--requests", type=int, default=4000, help="requests per run")
     parser.add_argument("--seeds", type=int, default=5, help="runs for each setting, policy and rate")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first run")
     arguments = parser.parse_args()
     policies = arguments.policies.split(",")
     unknown = [policy for policy in policies if policy not in POLICIES]
@@ -182,7 +183,8 @@ def main() -> None:
             record: dict[str, Any] = {"setting": setting.workload.name, "layout": str(setting.layout), "rate": rate}
             for policy in policies:
                 shares = [
-                    attainment(setting, policy, rate, arguments.requests, seed) for seed in range(arguments.seeds)
+                    attainment(setting, policy, rate, arguments.requests, arguments.first_seed + number)
+                    for number in range(arguments.seeds)
                 ]
                 record[policy] = [round(share, 4) for share in shares]
             records.append(record)

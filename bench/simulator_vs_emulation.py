@@ -37,7 +37,7 @@ from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import LLAMA_8B
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
@@ -179,7 +179,7 @@ class Comparison:
         return measure_load(self._cluster.url, requests, vocab_size=MODEL.shape.vocab_size, time_scale=self._time_scale)
 
     def _simulate(self, requests: list[SimulatedRequest], overheads: Overheads) -> RequestTimes:
-        return simulate(MODEL, self._layout, requests, slo=SLO, overheads=overheads).times
+        return simulate(MODEL, self._layout, requests, slo=SLO, overheads=overheads, policy=DEFAULT_POLICY).times
 
 
 def invalid_reasons(

@@ -19,7 +19,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
+from pdserve.contracts.deployment import PLANNED_POLICY, SloConfig
 from pdserve.contracts.events import ClientEvent, RequestEvent, TokenEvent
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
@@ -73,7 +73,7 @@ def simulate(
     overheads: Overheads | None = None,
     concurrency: int = 0,
     max_in_flight: int = 1024,
-    policy: str = DEFAULT_POLICY,
+    policy: str = PLANNED_POLICY,
     sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
     corrections: Mapping[WorkerRole, Sequence[StepCorrections]] | None = None,

@@ -1,4 +1,4 @@
-"""The ``goodput`` policy: of all choices, the one that lets the most requests meet both objectives.
+"""The ``goodput`` policy, the default: of all choices, the one that lets the most requests meet both objectives.
 
 A choice earns the chance that the request meets TTFT and TPOT there, and pays for the misses that it causes: to the
 answers that decode there, whose steps get longer, and to the prompts that will arrive behind it, by a price per second
@@ -30,6 +30,7 @@ from pdserve.router.requests.policy import (
 )
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 TPOT_SPREAD = 0.05
 """Error of a predicted TPOT, as a share of the objective: the scale of a logistic distribution."""
@@ -49,6 +50,8 @@ PRIOR_TOKENS, PRIOR_ANSWERS = 200, 20.0
 """Mean length and weight of the answers assumed before any has ended."""
 LENGTH_MEMORY = 2000.0
 """Answers after which an ended one counts 1 / e."""
+CHANGES_PER_COUNT = 32
+"""Answers that begin or end between two counts of lengths."""
 MAX_LENGTH = 8192
 """Answers are counted as at most this long."""
 
@@ -158,6 +161,7 @@ class Goodput(Placement):
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
         if began_s <= self._wanted_s.get(request_id, inf):  # another miss costs a late one nothing
             self._answers.add(request_id, worker.worker_id, began_s, num_tokens - worker.num_steps)
+            self._lengths.changed(self._answers)
 
     def left(self, request_id: int, num_tokens: int) -> None:
         self._answers.remove(request_id)
@@ -166,6 +170,7 @@ class Goodput(Placement):
             prompts.pop(request_id, None)
         if num_tokens:
             self._lengths.add(num_tokens)
+            self._lengths.changed(self._answers)
 
     # Parts
 
@@ -229,9 +234,8 @@ class _Gains:
             after_s[row] = cost.decode_s(num + 1, num_context + blocks.num_tokens) * correction
         self._after_s = {worker.worker_id: float(after_s[row]) for worker, row in zip(workers, rows, strict=True)}
         self._rows = dict(zip([worker.worker_id for worker in workers], rows, strict=True))
-        self._row, self._slack, self._steps, self._per_s = answers.slack(
-            now_s, num_steps, self._tpot_slo_s, policy._lengths
-        )
+        answers.num_steps = num_steps
+        self._row, self._slack, self._steps, self._per_s = answers.slack(now_s, self._tpot_slo_s, policy._lengths)
         kept = self._met(before_s)
         self._harm = kept - self._met(after_s)
         if stalls_s:
@@ -273,6 +277,8 @@ class _Answers:
         self._began_s = np.zeros(256)
         self._base = np.zeros(256)
         """Tokens so far less the worker's steps so far."""
+        self.num_steps = np.zeros(0)
+        """Steps so far by row, as last seen; rows may have been added since."""
 
     @property
     def num_rows(self) -> int:
@@ -303,14 +309,20 @@ class _Answers:
             for column in (self._row, self._began_s, self._base):
                 column[index] = column[len(self._ids)]
 
+    def num_tokens(self) -> IntArray:
+        """Tokens so far of each answer."""
+        row = self._row[: len(self._ids)]
+        num_steps = np.append(self.num_steps, np.zeros(self.num_rows - len(self.num_steps)))
+        num_tokens: IntArray = np.clip(self._base[: len(row)] + num_steps[row], 1.0, MAX_LENGTH).astype(np.int64)
+        return num_tokens
+
     def slack(
-        self, now_s: float, num_steps: FloatArray, tpot_slo_s: float, lengths: _Lengths
-    ) -> tuple[npt.NDArray[np.int64], FloatArray, FloatArray, FloatArray]:
+        self, now_s: float, tpot_slo_s: float, lengths: _Lengths
+    ) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
         """Per answer: row, slack in units of the error, the same per second of mean step, and per second of stall."""
         num = len(self._ids)
-        row = self._row[:num]
-        num_tokens = np.clip(self._base[:num] + num_steps[row], 1.0, MAX_LENGTH)
-        remaining = lengths.table[num_tokens.astype(np.int64)]
+        row, num_tokens = self._row[:num], self.num_tokens()
+        remaining = lengths.table[num_tokens]
         total = num_tokens + remaining
         per_s = 1 / (total * (tpot_slo_s * TPOT_SPREAD))
         slack = (tpot_slo_s * total - (now_s - self._began_s[:num])) * per_s
@@ -318,31 +330,42 @@ class _Answers:
 
 
 class _Lengths:
-    """Expected remaining length of an answer, from those that ended; those still running are not counted."""
+    """Expected remaining length of an answer: the survival curve of Kaplan and Meier over the answers that ended and,
+    as far as they have come, those that run. Without the latter a router that has just started would know short ones
+    only."""
 
     def __init__(self) -> None:
         lengths = np.arange(MAX_LENGTH + 1)
-        self._counts = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-lengths / PRIOR_TOKENS)
-        self._num_new = 0
-        self._rebuild()
+        self._ended = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-lengths / PRIOR_TOKENS)
+        """Weight of the answers that ended, by length."""
+        self._num_new, self._num_changes = 0, 0
+        self._rebuild(np.zeros(MAX_LENGTH + 1, np.int64))
 
     def add(self, num_tokens: int) -> None:
-        self._counts[min(num_tokens, MAX_LENGTH)] += 1
+        self._ended[min(num_tokens, MAX_LENGTH)] += 1
         self._num_new += 1
-        if self._num_new >= 32:
-            self._counts *= exp(-self._num_new / LENGTH_MEMORY)
-            self._num_new = 0
-            self._rebuild()
+
+    def changed(self, answers: _Answers) -> None:
+        """An answer began or ended: count anew now and then."""
+        self._num_changes += 1
+        if self._num_changes >= CHANGES_PER_COUNT:
+            self._ended *= exp(-self._num_new / LENGTH_MEMORY)
+            self._num_new = self._num_changes = 0
+            self._rebuild(np.bincount(answers.num_tokens(), minlength=MAX_LENGTH + 1))
 
     def remaining(self, num_tokens: int) -> float:
         """Expected tokens after ``num_tokens``, at least 1."""
         return float(self.table[min(num_tokens, MAX_LENGTH)])
 
-    def _rebuild(self) -> None:
-        longer = np.cumsum(self._counts[::-1])[::-1]
+    def _rebuild(self, running: IntArray) -> None:
+        """``running``: number of running answers by tokens so far."""
+        as_long = np.cumsum((self._ended + running)[::-1])[::-1]
         """Weight of answers of at least each length."""
-        more = np.cumsum(longer[::-1])[::-1]
-        self.table = np.maximum(1.0, np.append(more[1:], 0.0) / np.maximum(np.append(longer[1:], 0.0), 1e-9))
+        goes_on = 1 - self._ended / np.maximum(as_long, 1e-300)
+        survival = np.cumprod(np.maximum(goes_on, 0.0))
+        """Chance of an answer to be longer than each length."""
+        after = np.cumsum(survival[::-1])[::-1]
+        self.table = np.maximum(1.0, after / np.maximum(survival, 1e-300))
 
 
 def _chance(margin: float) -> float:

@@ -88,7 +88,7 @@ class Rig:
 
 @asynccontextmanager
 async def running_rig(
-    *, stall_timeout_s: float = STALL_TIMEOUT_S, cluster_token: str = "", **settings: float
+    *, stall_timeout_s: float = STALL_TIMEOUT_S, cluster_token: str = "", **settings: float | str
 ) -> AsyncIterator[Rig]:
     """Run a dispatcher with its sweep; every request must have an outcome when the test exits."""
     metrics = RouterMetrics()

@@ -402,7 +402,7 @@ async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: Sc
 
 @with_workers("prefill-0", "decode-0")
 async def test_turns_that_come_at_once_take_no_batch_slot_twice(p: ScriptedWorker, d: ScriptedWorker) -> None:
-    async with running_rig(tpot_slo_s=10.0) as rig:
+    async with running_rig(tpot_slo_s=10.0, policy="least-time") as rig:
         await rig.up(p, d)
         await cache(rig, d, range(60))
         streams = [rig.start(range(62)) for _ in range(20)]

@@ -116,7 +116,7 @@ def test_placements_are_observed() -> None:
     core = Core()
     core.all_up()
     core.start()
-    assert core.observer.placements == [("least-time", WorkerRole.PREFILL, False)]
+    assert core.observer.placements == [("goodput", WorkerRole.PREFILL, False)]
 
 
 def test_a_request_runs_on_a_virtual_clock() -> None:

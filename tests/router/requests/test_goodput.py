@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.goodput import MAX_LENGTH, PRIOR_TOKENS, Goodput, _Lengths
+from pdserve.router.requests.goodput import MAX_LENGTH, PRIOR_TOKENS, Goodput, _Answers, _Lengths
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policy import PrefillChoice, PromptBlocks, WorkerSnapshot
 from tests.router.requests.test_policy import BLOCK_SIZE, COST, COSTS, worker
@@ -128,13 +128,23 @@ def test_the_price_follows_recent_harm_and_decays() -> None:
 
 
 def test_lengths_are_learned() -> None:
-    lengths = _Lengths()
+    lengths, answers = _Lengths(), _Answers()
     assert lengths.remaining(0) == pytest.approx(PRIOR_TOKENS, rel=0.02)
     for _ in range(2000):
         lengths.add(50)
+        lengths.changed(answers)
     assert lengths.remaining(0) == pytest.approx(50, rel=0.1)
     assert lengths.remaining(40) == pytest.approx(10, rel=0.5)
     assert lengths.remaining(10 * MAX_LENGTH) == 1.0
+
+
+def test_answers_that_run_lengthen_what_is_expected() -> None:
+    lengths, answers = _Lengths(), _Answers()
+    for request_id in range(1000):
+        answers.add(request_id, "decode-0", 0.0, 400)
+        lengths.changed(answers)
+    assert lengths.remaining(0) > 400 + PRIOR_TOKENS / 2
+    assert lengths.remaining(400) == pytest.approx(PRIOR_TOKENS, rel=0.1), "nothing is known of what follows"
 
 
 def test_the_ledger_forgets_what_has_left() -> None:
