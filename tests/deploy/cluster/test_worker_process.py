@@ -39,6 +39,7 @@ class EchoWorker:
     def start(self) -> dict[str, Any]:
         if self.config["model_path"] == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)  # another thread may take the signal first
         if self.config["model_path"] == "absent":
             raise ValueError("no model at 'absent': name a folder")
         if self.config["model_path"] == "broken":
