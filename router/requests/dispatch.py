@@ -246,12 +246,14 @@ class Dispatcher:
         worker.in_flight.clear()
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
-        for attempt in list(self._attempts.values()):
+        held = [attempt for attempt in self._attempts.values() if worker in attempt.workers]
+        computed = _computed_by(worker, held)
+        for attempt in held:
             if worker not in attempt.workers:
-                continue
+                continue  # another choice of its request has just failed
             if worker is attempt.prefill and not attempt.needs_prefill:
                 attempt.is_prefill_over = True
-            elif not self._is_to_blame(attempt, worker):
+            elif attempt not in computed or not self._is_to_blame(attempt):
                 self._go_on_without(attempt, worker, "worker_lost", f"worker {worker.worker_id} was lost")
 
     # Events
@@ -538,6 +540,7 @@ class Dispatcher:
     def _started(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         worker.in_flight.remove(attempt.request_id)
         if worker is attempt.decode:
+            attempt.has_reserved = True
             self._phase_ended(attempt, "decode_queue", event.waited_s)
             return
         attempt.started_s = self._now_s()
@@ -583,15 +586,13 @@ class Dispatcher:
 
     # Blame
 
-    def _is_to_blame(self, attempt: Attempt, worker: Worker) -> bool:
-        """Whether the attempt was on trial when ``worker`` was lost, which then fails its request; else count the loss.
+    def _is_to_blame(self, attempt: Attempt) -> bool:
+        """Count the loss of a worker that computed ``attempt``; True if that was on trial, which fails its request.
 
         A worker's end has no cause that the router could know, so all that it computed share the blame. One loss is an
         ordinary fail-over. After `MAX_LOSSES` in a row a request is a suspect, and the next loss while it alone is on
         trial is its fault: a request can end three workers, not every one.
         """
-        if not attempt.is_computed_by(worker):
-            return False
         attempt.num_losses += 1
         if attempt.num_losses > MAX_LOSSES and not self._awaits_trial(attempt):
             log.error("request %x: %d workers in a row ended computing it", attempt.request_id, attempt.num_losses)
@@ -655,6 +656,20 @@ class Dispatcher:
         if attempt.number + 1 >= MAX_ATTEMPTS:
             return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=MIN_RETRY_AFTER_S)
         return None
+
+
+def _computed_by(worker: Worker, held: Iterable[Attempt]) -> set[Attempt]:
+    """Of the attempts that ``worker`` holds, those which its last steps may have had rows of: what it said to have
+    started, and, because it may have ended before that was heard, the earliest other prompts that two steps hold."""
+    computed = {attempt for attempt in held if attempt.is_computed_by(worker)}
+    unheard = [attempt for attempt in held if worker is attempt.prefill and not attempt.started_s]
+    num_tokens = 0
+    for attempt in sorted(unheard, key=lambda attempt: attempt.request.spec.arrived_s):
+        if num_tokens >= 2 * worker.max_batch_tokens:
+            break
+        num_tokens += attempt.blocks(worker.block_size).num_tokens
+        computed.add(attempt)
+    return computed
 
 
 def _late_error() -> GenerationError:

@@ -145,6 +145,8 @@ class Attempt:
     """The prefill worker holds nothing of the request any more."""
     awaits_first: bool = True
     """The attempt's first token has not arrived."""
+    has_reserved: bool = False
+    """The decode worker has blocks for it, so it may join at any time."""
     has_joined: bool = False
     """The decode worker holds all of the prompt's KV."""
     started_s: float = 0.0
@@ -166,9 +168,9 @@ class Attempt:
         return len(self.emitted) - (len(self._sent.emitted_tokens) if self._sent else 0)
 
     def is_computed_by(self, worker: Worker) -> bool:
-        """Whether steps of ``worker`` may have had a row of it: it is not waiting there, parked or being pulled."""
+        """Whether steps of ``worker`` may have rows of it, as far as ``worker`` has said."""
         if worker is self.decode:
-            return self.has_joined
+            return self.has_reserved
         return worker is self.prefill and self.started_s > 0 and (self.awaits_first or not self.handoff)
 
     @property
@@ -269,6 +271,7 @@ class Attempt:
         assert self.decode is not None
         self.decode.in_flight.remove(self.request_id)
         self.decode = None
+        self.has_reserved = False
 
     def abandon(self, finisher: Worker | None = None) -> None:
         """Free what workers hold and return to QUEUED. A ``finisher`` sent the last token and holds nothing unless it
@@ -281,7 +284,7 @@ class Attempt:
         self.state = RequestState.QUEUED
         self.prefill = self.decode = self.source = self._sent = self._blocks = None
         self.num_bindings = 0
-        self.is_prefill_over = self.has_joined = False
+        self.is_prefill_over = self.has_reserved = self.has_joined = False
         self.awaits_first = True
         self.started_s = self.first_token_s = self.joined_s = 0.0
         self.overtook = []

@@ -33,6 +33,8 @@ class World:
         self._epochs = itertools.count()
         self._done: Counter[tuple[int, int]] = Counter()
         self.losses: list[str] = []
+        self.is_heard = True
+        """Whether a worker that a step ends has said what it started."""
         for name in names:
             self._add(name)
 
@@ -67,9 +69,11 @@ class World:
     def _prefill(self, worker: RecordingWorker) -> bool:
         """Compute all prompts of ``worker``; False if that ended it."""
         requests, worker.submitted = worker.submitted, []
+        is_lost = any(self._is_poisoned(request, len(request.emitted_tokens)) for request in requests)
         for request in requests:
-            self._send(worker, request, RequestEventKind.STARTED)
-        if any(self._is_poisoned(request, len(request.emitted_tokens)) for request in requests):
+            if self.is_heard or not is_lost:
+                self._send(worker, request, RequestEventKind.STARTED)
+        if is_lost:
             return False
         for request in requests:
             index = len(request.emitted_tokens)
@@ -85,6 +89,7 @@ class World:
         """Compute the next token of all answers of ``worker``; False if that ended it."""
         for request, _ in worker.prepared:
             if not self._done[self._key(request)]:
+                self._send(worker, request, RequestEventKind.STARTED)
                 self._send(worker, request, RequestEventKind.JOINED)
                 self._done[self._key(request)] = len(request.emitted_tokens) + 1
         indices = [self._done[self._key(request)] for request, _ in worker.prepared]
@@ -155,11 +160,27 @@ def test_a_request_that_makes_progress_is_no_suspect() -> None:
     assert request.outcome is Outcome.FINISHED
 
 
-def test_prompts_that_wait_on_a_lost_worker_are_not_blamed() -> None:
+def test_only_prompts_that_the_last_steps_may_have_held_are_blamed() -> None:
     world = World(("prefill-0", "decode-0"), poisoned_index=-1)
-    requests = [world.start(number) for number in range(5)]
+    requests = [world.start(number) for number in range(300)]
     for _ in range(2 * MAX_LOSSES):
         world.end(world.dispatcher.workers["prefill-0"])  # type: ignore[arg-type]
     for _ in range(NUM_TOKENS + 1):  # as many as one request alone takes
         world.turn()
+    num_blamed = 2 * 256 // 5 + 1
+    assert {request.outcome for request in requests[num_blamed:]} == {Outcome.FINISHED}
+    for _ in range(3 * num_blamed):
+        world.turn()
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
+
+
+def test_a_worker_that_ends_before_it_is_heard_is_blamed_on_what_it_got() -> None:
+    world = World(("prefill-0", "decode-0"), poisoned_index=0)
+    world.is_heard = False
+    poison = world.start(POISON)
+    innocents = [world.start(100 + number) for number in range(20)]
+    for _ in range(200):
+        world.turn()
+    assert poison.outcome is Outcome.FAILED
+    assert {innocent.outcome for innocent in innocents} == {Outcome.FINISHED}
+    assert len(world.losses) == MAX_LOSSES + 1
