@@ -16,7 +16,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -73,8 +72,6 @@ def _prompts(value: object) -> list[str | list[int]]:
 
 def _prompt(value: object) -> str | list[int]:
     if isinstance(value, str):
-        if not is_text(value):
-            raise PydanticCustomError("text", NOT_TEXT)
         return value
     # Millions of ids are checked here: no Python statement per id
     if isinstance(value, list) and (not value or _are_token_ids(value)):
@@ -91,18 +88,6 @@ def _biases(value: dict[str, float]) -> dict[str, float]:
     if len({int(token) for token in value}) < len(value):
         raise PydanticCustomError("logit_bias", "Each token id should be there once")
     return value
-
-
-NOT_TEXT = "Input should be Unicode text, without half a surrogate pair"
-
-
-def is_text(value: str) -> bool:
-    """Whether it can be encoded as UTF-8: JSON can escape half a surrogate pair, which is not a character."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 MessageText = Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, str]])]
@@ -140,14 +125,6 @@ class Body(BaseModel):
     """Object of a request, in which null is a field that was left out."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _check_text(cls, value: object) -> object:
-        texts = value if isinstance(value, list) and value and isinstance(value[0], str) else [value]
-        if not all(is_text(text) for text in texts if isinstance(text, str)):
-            raise PydanticCustomError("text", NOT_TEXT)
-        return value
 
 
 class StreamOptions(Body):

@@ -15,6 +15,7 @@ import pytest
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import unsupported_fields
+from pdserve.router.http.asgi import MAX_MEMBERS
 from pdserve.router.http.schema import ChatBody, CompletionBody
 from pdserve.router.requests.request import GenerationError
 from tests.router.edge_server import (
@@ -306,24 +307,20 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length(edge: EdgeS
         (b"{", "not JSON"),
         (b'{"prompt": "x"', "not JSON"),
         (b'{"prompt": "x"}}', "not JSON"),
-        (b'{"prompt": "\xff"}', "not UTF-8 at byte 12"),
-        ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-16"), "not JSON"),
         (b"[" * 50_000, "nested too deeply"),
         (b'{"colour": ' * 5000, "nested too deeply"),
-        (b'{"prompt": %s}' % (b"9" * 5000), "too many digits"),
+        (b'{"prompt": %s}' % (b"9" * 5000), "not JSON: Integer value out of range"),
         (b"[1]", "must be a JSON object"),
         (b'"text"', "must be a JSON object"),
         (b"null", "must be a JSON object"),
-        (b'{"prompt": "x", "temperature": NaN}', "NaN is no JSON number"),
-        (b'{"prompt": "x", "colour": -Infinity}', "-Infinity is no JSON number"),
-        (b'{"prompt": "x", "temperature": 1e400}', "temperature"),
-        (b'{"prompt": "x", "prompt": "y"}', "'prompt' twice"),
-        (b'{"prompt": "x", "colour": [{"red": 1, "red": 2}]}', "'red' twice"),
-        (b'{"prompt": "\\ud800"}', "prompt"),
-        (b'{"prompt": "x", "model": "\\ud800"}', "model"),
-        (b'{"prompt": "x", "n": "\\ud800"}', "n: "),
-        (b'{"prompt": "x", "stop": "\\ud800"}', "stop"),
-        (b'{"prompt": "x", "cache_salt": "\\ud800"}', "cache_salt"),
+        (b'{"prompt": "x", "temperature": NaN}', "not JSON"),
+        (b'{"prompt": "x", "colour": -Infinity}', "not JSON"),
+        (b'{"prompt": "x", "temperature": 1e400}', "not JSON: Number out of range"),
+        (b'{"prompt": "\\ud800"}', "not JSON"),
+        (b'{"prompt": "x", "colour": "\\ud800"}', "not JSON"),
+        (json.dumps({"prompt": "x", **{str(n): n for n in range(MAX_MEMBERS)}}).encode(), "257 members; send 256"),
     ],
 )
 def test_bodies_that_are_no_request_are_400(edge: EdgeServer, http: httpx.Client, content: bytes, told: str) -> None:
@@ -332,18 +329,6 @@ def test_bodies_that_are_no_request_are_400(edge: EdgeServer, http: httpx.Client
     error = error_of(answer)
     assert error["type"] == "invalid_request_error"
     assert told in error["message"]
-
-
-@pytest.mark.parametrize(("last", "status"), [("99999", 400), ("100000", 200)])
-def test_a_body_of_many_names_is_judged_soon(
-    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, last: str, status: int
-) -> None:
-    """Checking the names blocks all other requests."""
-    monkeypatch.setattr(unsupported_fields, "_logged", set())
-    names = ", ".join(f'"{number}": 0' for number in range(100_000))
-    body = f'{{"prompt": "x", {names}, "{last}": 0}}'
-    headers = {"Content-Type": "application/json"}
-    assert http.post(COMPLETIONS, content=body, headers=headers, timeout=10).status_code == status
 
 
 def test_a_name_that_a_client_chose_is_told_in_part(edge: EdgeServer, http: httpx.Client) -> None:
@@ -467,8 +452,6 @@ def test_values_that_are_not_served_name_their_field(
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
         (CHAT, {"messages": [{"role": "developer", "content": "x"}]}, "messages"),
         (
@@ -492,7 +475,6 @@ def test_values_that_are_not_served_name_their_field(
         (COMPLETIONS, {"prompt": [[1], ["a"]]}, "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 43, "n": 3}, "n"),
-        (COMPLETIONS, {"prompt": ["a", "\ud800"]}, "prompt"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
         (COMPLETIONS, {"prompt": [-1]}, "prompt"),
         (COMPLETIONS, {"prompt": [True]}, "prompt"),

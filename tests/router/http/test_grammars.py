@@ -65,7 +65,7 @@ def test_a_request_has_the_grammar_that_it_names(fields: dict[str, object], gram
         ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "should be a text"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "list of texts"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "list of texts"),
-        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs", "surrogate"),
+        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs", "surrogate"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs", f"{MAX_GRAMMAR_BYTES} are supported"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
