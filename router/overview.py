@@ -13,7 +13,7 @@ from collections import deque
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from prometheus_client import Histogram
+from prometheus_client import Counter, Histogram
 
 from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig
@@ -42,6 +42,8 @@ class Sample(NamedTuple):
     ttft: array[float]
     """Cumulative count of each bucket, the last of all values."""
     tpot: array[float]
+    misses: dict[tuple[str, str], float]
+    """Missed objectives by objective and cause."""
 
 
 class Overview:
@@ -84,6 +86,7 @@ class Overview:
                 sum(value for labels, value in values if labels["ttft"] == "met" and labels["tpot"] in ("met", "none")),
                 _buckets(metrics.ttft_seconds),
                 _buckets(metrics.tpot_seconds),
+                _misses(metrics.slo_misses),
             )
         )
         while now_s - self._samples[0].time_s > LONG_WINDOW_S + SAMPLE_S:
@@ -127,6 +130,7 @@ class Overview:
             "good_per_s": window.rate("num_good"),
             "tokens_per_s": window.rate("num_tokens"),
             "attainment": window.attainment,
+            "misses": window.misses,
             "ttft_s": window.quantiles("ttft", names.TTFT_SECONDS.buckets or ()),
             "tpot_s": window.quantiles("tpot", names.TPOT_SECONDS.buckets or ()),
         }
@@ -154,6 +158,12 @@ class Window(NamedTuple):
         num_asked = self.last.num_asked - self.first.num_asked
         return (self.last.num_good - self.first.num_good) / num_asked if num_asked else None
 
+    @property
+    def misses(self) -> list[tuple[str, str, float]]:
+        """Objective, cause and number of misses, the most first."""
+        counts = [(*each, count - self.first.misses[each]) for each, count in self.last.misses.items()]
+        return sorted((each for each in counts if each[-1]), key=lambda each: -each[-1])
+
     def rate(self, field: str) -> float:
         """Growth per second; 0 with one sample."""
         growth: float = getattr(self.last, field) - getattr(self.first, field)
@@ -176,13 +186,18 @@ def _quantile(edges: list[tuple[float, float]], rank: float) -> float:
     return edges[-1][0]
 
 
-def _total(counter: Any) -> float:
+def _total(counter: Counter) -> float:
     return float(sum(each.value for family in counter.collect() for each in family.samples))
 
 
 def _buckets(histogram: Histogram) -> array[float]:
     samples = [each for family in histogram.collect() for each in family.samples]
     return array("d", [each.value for each in samples if each.name.endswith("_bucket")])
+
+
+def _misses(counter: Counter) -> dict[tuple[str, str], float]:
+    samples = [each for family in counter.collect() for each in family.samples]
+    return {(each.labels["objective"], each.labels["cause"]): each.value for each in samples}
 
 
 def _worker(worker: RemoteWorker) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def draw(overview: dict[str, Any], status: dict[str, Any]) -> RenderableType:
     attainment, target = last["attainment"], objective["attainment"]
     missed = attainment is not None and attainment < target
     table.add_row("within both", _coloured(attainment, missed, "{:.1%}".format), "", "", f"{target:.0%}")
-    return Group(rates, "", table, "", worker_table(status["workers"]))
+    causes = ", ".join(f"{name.upper()} by {cause} {count:.0f}" for name, cause, count in last["misses"])
+    return Group(rates, "", table, f"misses: {causes or '-'}", "", worker_table(status["workers"]))
 
 
 def _coloured(value: float | None, is_bad: bool, show: Callable[[float], str]) -> Text:

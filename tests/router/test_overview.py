@@ -65,8 +65,11 @@ def test_goodput_and_attainment_count_failures() -> None:
         for ttft, tpot, count in (("met", "met", 6), ("met", "none", 1), ("missed", "met", 2), ("failed", "failed", 1)):
             metrics.slo_requests.labels(ttft, tpot).inc(count)
         metrics.output_tokens.inc(500)
+        metrics.slo_misses.labels("ttft", "queue").inc()
+        metrics.slo_misses.labels("tpot", "decode").inc(2)
         overview.sample(2.0)
         found = last(overview)
+        assert found["misses"] == [("tpot", "decode", 2), ("ttft", "queue", 1)]
         assert (found["good_per_s"], found["tokens_per_s"], found["attainment"]) == (3.5, 250, 0.7)
         overview.sample(2.0 + WINDOW_S + 2)
         assert last(overview)["attainment"] is None

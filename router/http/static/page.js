@@ -79,9 +79,11 @@ function draw({ now, points: added }) {
 
 function drawFigures({ last, long, objective, in_flight, queued }) {
   const isMissed = (value) => value !== null && value < objective.attainment;
+  const most = last.misses.slice(0, 2).map(([name, cause]) => `${name.toUpperCase()} by ${cause.replace("_", " ")}`);
+  const causes = most.length ? `; most misses: ${most.join(", ")}` : "";
   const figures = [
     ["Good requests", `${rate(last.good_per_s)}/s`, `of ${rate(last.requests_per_s)}/s; good: within both objectives`],
-    ["Within both", share(last.attainment), `objective ${share(objective.attainment)}`, isMissed(last.attainment)],
+    ["Within both", share(last.attainment), `objective ${share(objective.attainment)}${causes}`, isMissed(last.attainment)],
     [`Within both, ${Math.ceil(long.window_s / 60)} min`, share(long.attainment), "of a quarter of an hour at most", isMissed(long.attainment)],
     ["Output", `${rate(last.tokens_per_s)}/s`, "tokens"],
     ["In flight", in_flight, `${queued} wait in the router`],

@@ -15,6 +15,7 @@ LAST: dict[str, Any] = {
     "good_per_s": 3.5,
     "tokens_per_s": 1250.0,
     "attainment": 0.7,
+    "misses": [["ttft", "prefill_queue", 2.0], ["tpot", "decode", 1.0]],
     "ttft_s": [0.0112, 0.15, 0.21],
     "tpot_s": None,
 }
@@ -41,6 +42,7 @@ def test_figures_are_beside_their_objectives() -> None:
     assert ["TTFT", "11.2", "ms", "150.0", "ms", "210.0", "ms", "200.0", "ms"] in lines
     assert ["TPOT", "-", "-", "-", "50.0", "ms"] in lines
     assert ["within", "both", "70.0%", "90%"] in lines
+    assert "misses: TTFT by prefill_queue 2, TPOT by decode 1" in shown
 
 
 def test_missed_objectives_are_red() -> None:
