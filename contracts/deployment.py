@@ -157,6 +157,9 @@ class RouterConfig:
     """Serve ``/metrics`` of the admin port without the token."""
     keys_file: str = ""
     """File of API keys, written by `pdserve key`; empty serves everybody who reaches the port."""
+    tls_certificate: str = ""
+    """File (PEM) with the certificate chain of the API's port, which then speaks HTTPS; needs ``tls_key``."""
+    tls_key: str = ""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages in a browser may call the API, such as ``https://chat.example.com``; ``*`` is every one."""
     page: bool = True

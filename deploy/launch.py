@@ -184,6 +184,8 @@ def router_config(
         admin_token=admin_token,
         open_metrics=router.open_metrics,
         keys_file=router.keys_file and str(Path(router.keys_file).absolute()),
+        tls_certificate=router.tls_certificate and str(Path(router.tls_certificate).absolute()),
+        tls_key=router.tls_key and str(Path(router.tls_key).absolute()),
         cors_origins=router.cors_origins,
         page=router.page,
         request_log=router.request_log and str(Path(router.request_log).absolute()),

@@ -113,7 +113,10 @@ async def serve(config: RouterProcessConfig) -> int:
         cors_origins=config.cors_origins,
         request_log=request_log,
     )
-    servers = [(_server(app), public), (_server(create_admin_app(cluster, config, costs, overview)), admin)]
+    servers = [
+        (_server(app, config.tls_certificate, config.tls_key), public),
+        (_server(create_admin_app(cluster, config, costs, overview)), admin),
+    ]
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     endless = (cluster.sweep_forever(), cluster.keep_proven(), overview.sample_forever())
     helpers = [asyncio.create_task(each) for each in endless]
@@ -184,7 +187,7 @@ class _QuietServer(uvicorn.Server):
         yield
 
 
-def _server(app: FastAPI) -> uvicorn.Server:
+def _server(app: FastAPI, certificate: str = "", key: str = "") -> uvicorn.Server:
     return _QuietServer(
         uvicorn.Config(
             app,
@@ -193,6 +196,8 @@ def _server(app: FastAPI) -> uvicorn.Server:
             log_config=None,
             log_level="warning",
             access_log=False,
+            ssl_certfile=certificate or None,
+            ssl_keyfile=key or None,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )

@@ -30,6 +30,9 @@ class RouterProcessConfig:
     """Serve ``/metrics`` without the token."""
     keys_file: str = ""
     """File of API keys (`pdserve.router.http.keys`); empty serves everybody."""
+    tls_certificate: str = ""
+    """Certificate chain of the API's port (PEM), which then speaks HTTPS."""
+    tls_key: str = ""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the API."""
     page: bool = True

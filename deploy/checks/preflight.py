@@ -9,6 +9,7 @@ import contextlib
 import errno
 import resource
 import socket
+import ssl
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,25 @@ def check_tls(launch: Launch) -> None:
             read_tls_files(tls)
         except ValueError as error:
             raise DeployError(f"{error}; give the same paths on every host") from error
+
+
+def check_api_tls(launch: Launch) -> None:
+    """Raises DeployError if the API's certificate and key cannot be used."""
+    router = launch.config.router
+    if not (router.tls_certificate or router.tls_key):
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            router.tls_certificate,
+            router.tls_key,
+            password=lambda: "",  # otherwise it would ask on the terminal
+        )
+    except (OSError, ValueError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise DeployError(
+            f"router.tls_certificate {router.tls_certificate!r} and router.tls_key {router.tls_key!r} cannot be used "
+            f"({reason}); name a certificate in PEM and its key without a password"
+        ) from error
 
 
 def raise_file_limit(launch: Launch) -> None:

@@ -87,6 +87,7 @@ class Supervisor:
         preflight.check_ports(launch)
         preflight.check_keys(launch)
         preflight.check_tls(launch)
+        preflight.check_api_tls(launch)
         if not launch.ray_address:  # otherwise on each host, once it is known
             preflight.check_cores(launch)
             preflight.check_devices(launch)
@@ -334,4 +335,5 @@ class Supervisor:
 def curl_command(url: str, model: str) -> str:
     """Example request, as a shell command."""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 32}}'
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    options = " -k" if url.startswith("https") else ""
+    return f"curl{options} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

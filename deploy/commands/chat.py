@@ -6,6 +6,7 @@ The server keeps no messages.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import time
 from collections.abc import Iterator
@@ -22,6 +23,13 @@ _NEW = "/new"
 _HELP = f"Ctrl-C stops an answer, {_NEW} starts a new conversation, Ctrl-D ends."
 
 
+def is_own(url: str) -> bool:
+    """Whether ``url`` is of this machine, whose certificate is for other names."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(httpx.URL(url).host).is_loopback
+    return False
+
+
 class Conversation:
     """Messages of a conversation, and the server that answers them."""
 
@@ -29,7 +37,9 @@ class Conversation:
         self._url = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=self._url, timeout=timeout, headers=headers, trust_env=False)
+        self._http = httpx.Client(
+            base_url=self._url, timeout=timeout, headers=headers, trust_env=False, verify=not is_own(url)
+        )
         self._parameters = {"max_tokens": max_tokens, "temperature": temperature}
         self._console = console
         self._messages: list[dict[str, str]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.main import build_cost_models
 from pdserve.router.process_config import RouterProcessConfig
+from tests.proto.test_tls import certificates
 from tests.workers import WorkerProcess, emulated_config, wait_until
 
 TOKEN = "secret"
@@ -76,6 +78,20 @@ def running_router(checkpoint: Path, **fields: object) -> Iterator[RouterProcess
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_certificate_makes_the_api_speak_https(checkpoint: Path, tmp_path: Path) -> None:
+    tls = certificates(tmp_path)
+    with running_router(checkpoint, tls_certificate=tls.certificate, tls_key=tls.key) as router:
+        context = ssl.create_default_context(cafile=tls.ca)
+        context.check_hostname = False
+        url = router.url.replace("http:", "https:")
+        assert httpx.get(f"{url}/live", verify=context).status_code == 200
+        cookie = httpx.post(f"{url}/page/session", verify=context).headers["set-cookie"]
+        assert "secure" in cookie.lower()
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{router.url}/live")
+        assert httpx.get(f"{router.admin_url}/status").status_code == 200
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.launch import Launch
 from pdserve.model.cost.hardware import hardware
+from tests.proto.test_tls import certificates
 
 LAUNCH = Launch()
 
@@ -73,6 +74,19 @@ def test_a_taken_port_is_named_with_who_has_it() -> None:
 def test_a_host_that_is_not_here_is_named(host: str) -> None:
     with pytest.raises(DeployError, match=rf"cannot listen on {host}:0: .*; set router\.host to an address"):
         preflight.check_ports(router_at(host=host, port=0))
+
+
+def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    ours, theirs = certificates(tmp_path / "ours"), certificates(tmp_path / "theirs")
+    preflight.check_api_tls(router_at())
+    preflight.check_api_tls(router_at(tls_certificate=ours.certificate, tls_key=ours.key))
+    for certificate, key, reason in (
+        ("absent.pem", ours.key, "No such file"),
+        (ours.certificate, theirs.key, "KEY_VALUES_MISMATCH"),
+        (ours.certificate, "", ""),
+    ):
+        with pytest.raises(DeployError, match=f"cannot be used.*{reason}.*name a certificate in PEM"):
+            preflight.check_api_tls(router_at(tls_certificate=certificate, tls_key=key))
 
 
 def test_emulation_is_of_a_known_gpu() -> None:
